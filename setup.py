@@ -35,8 +35,8 @@ LIBRARY, FACTS = "libtfcommx.so", "build.json"
 CPU_FLAGS = ["-ffp-contract=off", "-fPIC", "-Wall"]
 WITHOUT_CUDA = "To build without the CUDA kernels: export TFCOMMX_CUDA=0"
 # Files of the package that are needed before it can be imported
-GPUS = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "gpu_architectures.py"))
-digest = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "build_digest.py"))["digest"]
+GPUS = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "build.py"))
+digest = GPUS["digest"]
 
 
 class Toolchain(NamedTuple):

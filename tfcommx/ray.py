@@ -43,7 +43,7 @@ OF_OTHER_LAUNCHERS = (
 )
 
 
-class Place(NamedTuple):
+class WorkerLocation(NamedTuple):
     """Where a worker runs."""
 
     # Ray's name of the node
@@ -53,16 +53,16 @@ class Place(NamedTuple):
     gpus: str
 
 
-class Worker:
+class RayWorker:
     """A rank, in a process of its own; Ray makes an actor of this class."""
 
-    def place(self) -> Place:
+    def place(self) -> WorkerLocation:
         """Say where this process runs."""
         import ray
 
         context = ray.get_runtime_context()
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), gpus)
+        return WorkerLocation(context.get_node_id(), ray.util.get_node_ip_address(), gpus)
 
     def free_port(self) -> int:
         """Find a TCP port that nobody listens at now."""
@@ -157,7 +157,7 @@ def _start(ray: Any, group: Any, each: dict[str, float], workers: int, bundles: 
     own_options = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options = {option: each.get(name, 0) for name, option in own_options.items()}
     options["resources"] = {name: each[name] for name in each.keys() - own_options.keys()}
-    actor = ray.remote(Worker)
+    actor = ray.remote(RayWorker)
     started = [
         actor.options(
             **options,

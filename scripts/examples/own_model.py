@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from tfcommx.recipes.datasets.picture_files import open_arrays
-from tfcommx.recipes.families import Data, Place
+from tfcommx.recipes.families import Data, DataRank
 
 
 def build_net(inputs: int, outputs: int, width: int = 16) -> keras.Model:
@@ -21,7 +21,7 @@ def build_net(inputs: int, outputs: int, width: int = 16) -> keras.Model:
     return keras.Model(pictures, keras.layers.Dense(outputs)(flow))
 
 
-def open_stripes(place: Place, count: int = 2000) -> Data:
+def open_stripes(place: DataRank, count: int = 2000) -> Data:
     """Make pictures of stripes, which lie, stand or lean."""
     random = np.random.default_rng(0)
     labels = random.integers(0, 3, count)

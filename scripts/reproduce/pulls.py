@@ -21,8 +21,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tfcommx.strategies.sharded.strategy.strategy import layers_of, pull_times
-
 from tfcommx.core import Link, Links, Profile, Topology, replacing, write_text
 from tfcommx.planner.merging.pulls import (
     PullTimes,
@@ -33,6 +31,7 @@ from tfcommx.planner.merging.pulls import (
     optimal,
 )
 from tfcommx.simulator import models
+from tfcommx.strategies.sharded.strategy import layers_of, pull_times
 
 METHODS = {
     "default PS": at_once,

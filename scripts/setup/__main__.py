@@ -120,7 +120,7 @@ def build_native(environment: Environment) -> str:
 
 def native_is_current() -> bool:
     """Tell whether the library is of these sources: it may have been built by hand since."""
-    build_digest = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "build_digest.py"))["digest"]
+    build_digest = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "build.py"))["digest"]
     if not LIBRARY_FACTS.is_file():
         return False
     return json.loads(LIBRARY_FACTS.read_text()).get("sources") == build_digest(ROOT / "ops")
@@ -128,7 +128,7 @@ def native_is_current() -> bool:
 
 def native_key(base: str) -> str:
     """Hash what the native library depends on."""
-    targets = ROOT / "tfcommx" / "kernels" / "gpu_architectures.py"
+    targets = ROOT / "tfcommx" / "kernels" / "build.py"
     files = (ROOT / "ops", ROOT / "setup.py", ROOT / "pyproject.toml", targets)
     choice, nvcc = os.environ.get("TFCOMMX_CUDA", ""), GPUS["find_nvcc"]()
     architectures = gpu_targets(nvcc)[0] if nvcc and choice != "0" else []

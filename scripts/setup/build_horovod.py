@@ -65,7 +65,7 @@ BINDING_OF_OPEN_MPI_5 = "_NO_BINDING_ARGS = ['--bind-to none', '--map-by slot']"
 
 
 # The file of the package by which setup.py, too, finds nvcc and chooses what it builds for
-GPUS = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "gpu_architectures.py"))
+GPUS = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "build.py"))
 FOR_CPUS = "export TFCOMMX_CUDA=0; python3 scripts/setup --no-gpu"
 
 

@@ -39,7 +39,7 @@ from tfcommx.core import (
 from tfcommx.kernels import loader
 from tfcommx.measure.horovod_timeline import read_timeline
 from tfcommx.recipes.datasets.picture_files import ArrayFile
-from tfcommx.recipes.families import DataError, Place
+from tfcommx.recipes.families import DataError, DataRank
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.recipes.recipe import read as read_recipe
 from tfcommx.recipes.text import corpus
@@ -219,7 +219,7 @@ def test_pictures_and_sentences(tmp_path: Path) -> None:
         test_images=pictures,
         test_labels=labels,
     )
-    cluster = Place(Topology(1, 1), 0, 1, 1)
+    cluster = DataRank(Topology(1, 1), 0, 1, 1)
     settings = ArrayFile(file=path, memory=tmp_path)
     check(path, lambda: settings.build(cluster).close(), DataError)
     np.save(tmp_path / "source.npy", np.arange(6, dtype=np.int32))

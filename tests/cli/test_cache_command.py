@@ -15,9 +15,9 @@ from launching import QUICK, ROOT
 
 from tfcommx.cli.main import main
 from tfcommx.core import PlanError
-from tfcommx.data import find_source
 from tfcommx.data.slab import Slab
 from tfcommx.data.slab_files import prefix, slab_state
+from tfcommx.data.sources import find_source
 
 
 def start(*words):

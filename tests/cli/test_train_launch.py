@@ -14,7 +14,7 @@ import pytest
 import warm_ranks
 from launching import QUICK, ROOT
 
-from tfcommx.cli.train import Stop, refuse
+from tfcommx.cli.train import LaunchStopper, refuse
 from tfcommx.launch.horovodrun import Launch, LaunchError, Running
 from tfcommx.launch.hosts import Host
 from tfcommx.launch.rank_output import RankLines
@@ -250,11 +250,11 @@ def test_the_first_signal_asks_the_ranks_and_the_second_ends_them(tmp_path, caps
     file = tmp_path / "run" / "stop"
     file.parent.mkdir()
     file.touch()
-    stop = Stop(Process(), file.parent)
+    stop = LaunchStopper(Process(), file.parent)
     assert not file.exists() and stop.number == 0
     stop.ask(15, None)
     assert file.exists() and not ended and "Saving before" in capsys.readouterr().err
     stop.ask(2, None)
     assert len(ended) == 1 and stop.number == 15
-    Stop(Process(), file.parent, saves=False).ask(2, None)
+    LaunchStopper(Process(), file.parent, saves=False).ask(2, None)
     assert len(ended) == 2 and not file.exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tfcommx.checkpoint.place import Place
+from tfcommx.checkpoint.place import SnapshotFolder
 from tfcommx.core import PlanError
 from tfcommx.core.files import open_private
 from tfcommx.launch import launcher
@@ -73,4 +73,4 @@ def test_snapshots_are_not_kept_in_a_folder_of_others(make, tmp_path: Path) -> N
     memory = tmp_path / "tfcommx-0-5f0c-node1"
     make(memory)
     with pytest.raises(OSError):
-        Place(memory, Path("run")).make()
+        SnapshotFolder(memory, Path("run")).make()

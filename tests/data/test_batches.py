@@ -18,7 +18,7 @@ from tfcommx.data.options import BatchSpec
 from tfcommx.data.slab import Slab
 from tfcommx.data.sources.decode import decode, pack, resize
 from tfcommx.kernels import loader
-from tfcommx.kernels.augment import Rule, Window, augment_definition, window_of
+from tfcommx.kernels.augment import CropRule, Window, augment_definition, window_of
 
 LIBRARY = loader.library()
 assert LIBRARY is not None, loader.REBUILD
@@ -56,7 +56,7 @@ def test_native_equals_definition(channels, crop, dtype):
     rng = np.random.default_rng(channels)
     images = [rng.integers(0, 256, (*shape, channels), np.uint8) for shape in SHAPES * 2]
     mean, std = (0.4, 0.5, 0.3, 0.2)[:channels], (0.25, 0.2, 0.3, 1.0)[:channels]
-    rule = Rule(crop, True, seed=5)
+    rule = CropRule(crop, True, seed=5)
     for resolution in (1, 2, 33, 128):
         got, labels, windows = read_loose(images, resolution, crop, True, dtype, mean=mean, std=std)
         others = [
@@ -91,19 +91,21 @@ def test_native_equals_definition(channels, crop, dtype):
 def test_windows_lie_inside_and_agree(seed, epoch, height, width):
     image = np.zeros((height, width, 1), np.uint8)
     window = Window(*read_loose([image], 4, "random", True, "uint8", epoch, seed)[2][0].numpy())
-    assert window == window_of(Rule("random", True, seed=seed), epoch, 0, height, width)
+    assert window == window_of(CropRule("random", True, seed=seed), epoch, 0, height, width)
     assert window.top >= 0 and window.left >= 0 and window.height > 0 and window.width > 0
     assert window.top + window.height <= height and window.left + window.width <= width
 
 
 def test_random_windows_cover_area_and_aspect():
-    windows = [window_of(Rule("random", True), 0, i, 400, 500) for i in range(500)]
+    windows = [window_of(CropRule("random", True), 0, i, 400, 500) for i in range(500)]
     areas = np.array([w.height * w.width / 200_000 for w in windows])
     aspects = np.array([w.width / w.height for w in windows])
     assert 0.07 < areas.min() < 0.15 and 0.85 < areas.max() <= 1 and 0.4 < areas.mean() < 0.6
     assert 0.74 < aspects.min() < 0.8 and 1.25 < aspects.max() < 1.35
     assert 200 < sum(w.flip for w in windows) < 300
-    assert window_of(Rule("random"), 1, 7, 400, 500) != window_of(Rule("random"), 2, 7, 400, 500)
+    assert window_of(CropRule("random"), 1, 7, 400, 500) != window_of(
+        CropRule("random"), 2, 7, 400, 500
+    )
 
 
 def test_slab_read_refuses_damage(tmp_path):

@@ -19,7 +19,7 @@ import tensorflow as tf
 from PIL import Image
 
 from tfcommx.checkpoint.files import Head, memory_model_name, residuals_name
-from tfcommx.checkpoint.place import Place, head_array
+from tfcommx.checkpoint.place import SnapshotFolder, head_array
 from tfcommx.core import NOMINAL, Links, PlanError, Profile, Topology
 from tfcommx.data.disk import Disk
 from tfcommx.data.slab import Slab
@@ -30,8 +30,7 @@ from tfcommx.measure.horovod_timeline import read_timeline
 from tfcommx.recipes.datasets.fashion_mnist import read_idx
 from tfcommx.recipes.datasets.picture_files import ArrayFile
 from tfcommx.recipes.datasets.translations import LinePairs, catalogue_pairs
-from tfcommx.recipes.families import DataError
-from tfcommx.recipes.families import Place as RankPlace
+from tfcommx.recipes.families import DataError, DataRank
 from tfcommx.recipes.text.corpus import open_corpora
 from tfcommx.report.dry_run import read_alone
 from tfcommx.report.summary import REQUIRED, ReportError
@@ -96,7 +95,7 @@ class Arrays(Reader):
 
     def read(self, path: Path) -> None:
         settings = ArrayFile(file=path, memory=self.folder)
-        settings.build(RankPlace(Topology(1, 1), 0)).close()
+        settings.build(DataRank(Topology(1, 1), 0)).close()
 
 
 class Idx(Reader):
@@ -234,7 +233,7 @@ class Snapshots(Reader):
     """Of a supervised run in memory: `held` deletes what is damaged, and raises nothing."""
 
     def write(self) -> list[Path]:
-        place = Place(self.folder / "memory", Path("run"))
+        place = SnapshotFolder(self.folder / "memory", Path("run"))
         place.make()
         head = Head(3, 0, 1, step=4, notes={"run": "a run"})
         place.write(memory_model_name(3), {"weight0": np.arange(100.0)})
@@ -242,7 +241,7 @@ class Snapshots(Reader):
         return sorted(place.path.iterdir())
 
     def read(self, path: Path) -> None:
-        Place(self.folder / "memory", Path("run")).held()
+        SnapshotFolder(self.folder / "memory", Path("run")).held()
 
 
 class Json(Reader):

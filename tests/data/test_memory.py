@@ -13,7 +13,7 @@ import pytest
 import warm_ranks
 from launching import QUICK, ROOT
 
-from tfcommx.data import DataCache
+from tfcommx.data.cache import DataCache
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.sources.arrays import Arrays
 

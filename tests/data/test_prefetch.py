@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.data import DataCache
+from tfcommx.data.cache import DataCache
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.sources.arrays import Arrays
 from tfcommx.recipes.datasets.sentence_pairs import WORDS, _dataset

@@ -14,7 +14,7 @@ import tensorflow as tf
 from data_helpers import WHOLE, OpenCache, make_folder, served
 
 from tfcommx.core import PlanError, Topology
-from tfcommx.data import DataCache
+from tfcommx.data.cache import DataCache
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.slab import Slab
 from tfcommx.data.slab_files import SlabError, overhead_bytes, prefix, read_metadata, remove_unused

@@ -24,7 +24,7 @@ from tfcommx.core.links import fit
 from tfcommx.measure import engine, links
 from tfcommx.measure.engine import (
     WAITING,
-    Engine,
+    EngineCost,
     calibrate,
     engine_fuses,
     latency_terms,
@@ -247,7 +247,7 @@ def test_links_of_nccl_are_measured_by_nccl(monkeypatch: pytest.MonkeyPatch) -> 
 def test_trees_of_as_many_terms_as_an_all_gather_do_not_tell_latency() -> None:
     """NCCL's tree of three nodes has two terms, as its ring of an all-gather: no difference."""
 
-    def work(comm: ThreadComm) -> Engine:
+    def work(comm: ThreadComm) -> EngineCost:
         comm.by_nccl = True
         comm.all_gather = comm.allreduce = lambda *given, **more: None
         return measure_engine(comm, "peers", 1e-4, lambda work: [work(), 2e-2][1:])

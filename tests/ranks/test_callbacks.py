@@ -22,7 +22,7 @@ from tfcommx.callbacks.broadcast_state import SEED_STEP
 from tfcommx.collectives import mpi
 from tfcommx.collectives.comm import Comm
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.training.callbacks import LearningRate
+from tfcommx.training.callbacks import SetLearningRate
 from tfcommx.training.steps import FitCall, StepCounter
 
 
@@ -345,7 +345,7 @@ def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
     run = SimpleNamespace(recipe=recipe, steps=(8,), comm=comm)
     counter.begin(FitCall(0, range(1, 3)), 8)
     x, y = data(64)
-    listed = [callbacks.BroadcastState(), counter, LearningRate(run, counter), rates]
+    listed = [callbacks.BroadcastState(), counter, SetLearningRate(run, counter), rates]
     net.fit(x, y, batch_size=8, epochs=3, initial_epoch=1, verbose=0, callbacks=listed)
     wanted = [
         recipe.learning_rate.at(step, 8, 24, 8 * comm.topology.size) for step in range(8, 24, 2)

@@ -7,7 +7,7 @@ import pytest
 from launching import ROOT
 
 from tfcommx.core import Topology
-from tfcommx.recipes.families import Place
+from tfcommx.recipes.families import DataRank
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.recipes.recipe import read
 
@@ -58,7 +58,7 @@ def folder(tmp_path, monkeypatch):
 def test_a_recipe_of_own_members(folder):
     recipe = read(folder / "mine.yaml")
     assert "user_parts" not in sys.modules  # it may load TensorFlow
-    data = recipe.data.build(Place(Topology(1, 1), 0))
+    data = recipe.data.build(DataRank(Topology(1, 1), 0))
     objective = recipe.task.build(data)
     model = recipe.build_model(objective)
     assert (model.input_shape, model.output_shape) == ((None, 8, 8, 3), (None, 2))

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from tfcommx.cli import simulate
 from tfcommx.comparison.methods import read_methods
 from tfcommx.core import PlanError
-from tfcommx.recipes.reader import Part, RecipeError, YamlError, parse
+from tfcommx.recipes.reader import RecipeError, RecipePart, YamlError, parse
 from tfcommx.recipes.recipe import read
 
 RECIPE = ROOT / "configs" / "fashion_mnist.yaml"
@@ -104,7 +104,7 @@ def test_a_setting_of_a_recipe_is_no_other_number(setting: str) -> None:
 
 
 def test_truth_values_stay_where_they_are_allowed() -> None:
-    class Mixed(Part):
+    class Mixed(RecipePart):
         either: bool | int = 0
         number: float | None = None
         several: tuple[int, ...] = ()

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from tfcommx import report
 from tfcommx.report.page import write_page
-from tfcommx.report.progress import Progress
+from tfcommx.report.progress import ProgressDisplay
 from tfcommx.report.summary import PARTS, ReportError, phase_rows
 
 
@@ -156,7 +156,7 @@ def test_no_saving_is_claimed_where_there_is_none(summary):
 
 def test_progress_without_a_terminal_is_one_line_per_epoch(summary):
     stream = io.StringIO()
-    with Progress(steps=4, epochs=2, stream=stream) as progress:
+    with ProgressDisplay(steps=4, epochs=2, stream=stream) as progress:
         for each in summary["rows"]:
             progress.step()
             progress.step()
@@ -175,7 +175,7 @@ def test_progress_on_a_terminal_is_one_bar(summary, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream = io.StringIO()
     stream.isatty = lambda: True
-    with Progress(steps=4, epochs=2, stream=stream) as progress:
+    with ProgressDisplay(steps=4, epochs=2, stream=stream) as progress:
         for each in summary["rows"]:
             progress.step()
             progress.step()
@@ -200,7 +200,7 @@ def test_the_progress_line_fits_the_terminal(columns, parts, monkeypatch):
     status = {"epoch": 6, "step": 1, "steps": 900, "loss": 0.5123, "accuracy": 0.81}
     status |= {"counted": "images", "throughput": 1234.0, "data": 0.02, "gradients": 0.3}
     console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
-    with Progress(steps=9900, epochs=11, shown=False) as progress:
+    with ProgressDisplay(steps=9900, epochs=11, shown=False) as progress:
         monkeypatch.setattr(progress, "console", console)
         progress.shown = True
         progress.__enter__()
@@ -219,7 +219,7 @@ def test_what_is_counted_has_its_name(summary, tmp_path):
     """Images, or word pieces; runs before the two had names counted images."""
     stream = io.StringIO()
     words = {"counted": "word pieces"}
-    with Progress(steps=4, epochs=2, stream=stream) as progress:
+    with ProgressDisplay(steps=4, epochs=2, stream=stream) as progress:
         progress.epoch(summary["rows"][0] | words)
     assert "14 pieces" in stream.getvalue() and "word pieces/s" in stream.getvalue()
     text = shown(summary | words | {"rows": [one | words for one in summary["rows"]]})
@@ -231,7 +231,7 @@ def test_what_is_counted_has_its_name(summary, tmp_path):
 
 def test_other_ranks_are_silent(summary):
     stream = io.StringIO()
-    with Progress(steps=2, epochs=1, shown=False, stream=stream) as progress:
+    with ProgressDisplay(steps=2, epochs=1, shown=False, stream=stream) as progress:
         progress.step()
         progress.epoch(summary["rows"][0])
     assert stream.getvalue() == ""
@@ -300,7 +300,7 @@ def test_the_bar_goes_to_the_terminal_that_is_named(tmp_path, capsys):
     A device that is a terminal gets the bar, anything else is not touched.
     """
     leader, follower = os.openpty()
-    with Progress(steps=2, epochs=1, terminal=os.ttyname(follower)) as progress:
+    with ProgressDisplay(steps=2, epochs=1, terminal=os.ttyname(follower)) as progress:
         progress.step()
     shown = b""
     # The kernel passes on what was written in pieces, when it likes
@@ -308,7 +308,7 @@ def test_the_bar_goes_to_the_terminal_that_is_named(tmp_path, capsys):
         shown += os.read(leader, 100_000)
     assert b"epoch 1/1" in shown
     for name in ("not a tty", str(tmp_path / "file")):
-        with Progress(steps=2, epochs=1, terminal=name) as progress:
+        with ProgressDisplay(steps=2, epochs=1, terminal=name) as progress:
             progress.step()
             progress.epoch(row(1, 28, "torus"))
     assert not (tmp_path / "file").exists() and not Path("not a tty").exists()
@@ -395,7 +395,7 @@ def test_long_epochs_have_lines_of_their_own(monkeypatch):
     status = {"epoch": 1, "step": 1, "steps": 4, "loss": 0.5, "accuracy": 0.81}
     status |= {"counted": "images", "throughput": 1000.0, "data": 0.02, "gradients": 0.3}
     stream = io.StringIO()
-    with Progress(steps=8, epochs=1, stream=stream) as progress:
+    with ProgressDisplay(steps=8, epochs=1, stream=stream) as progress:
         for _ in range(2):
             progress.step(status)
     *_, line = stream.getvalue().splitlines()

@@ -23,7 +23,7 @@ from tfcommx.strategies.easgd.server import (
     cut,
     start_message,
 )
-from tfcommx.strategies.easgd.worker import Worker
+from tfcommx.strategies.easgd.worker import EasgdWorker
 from tfcommx.watch import membership as membership_module
 from tfcommx.watch.membership import Membership
 
@@ -99,7 +99,7 @@ def test_an_answer_that_was_sent_before_the_server_ended_counts(
 ) -> None:
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.3)
     messages = Messages()
-    worker = Worker(messages, 1, cut(1, [0]), np.dtype("float64"), left(0))
+    worker = EasgdWorker(messages, 1, cut(1, [0]), np.dtype("float64"), left(0))
     late = threading.Timer(0.1, lambda: messages.inbox.append((0, FORCE, np.array([2.0]))))
     late.start()
     assert worker.exchange(np.array([7.0])).tolist() == [2]
@@ -126,7 +126,7 @@ def test_weights_that_are_not_finite_are_sent_to_no_server(
     """One of three servers alone would see the NaN; the parts of the others would be met."""
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     messages = Messages()
-    worker = Worker(messages, 5, cut(3, [0, 1, 2]), np.dtype("float32"), left(0, 1, 2))
+    worker = EasgdWorker(messages, 5, cut(3, [0, 1, 2]), np.dtype("float32"), left(0, 1, 2))
     for odd in (np.nan, np.inf):
         assert not worker.exchange(np.array([1, 2, odd])).any()
     assert messages.sent == [] and caplog.text.count("The weights of rank 5 are not finite") == 1
@@ -138,7 +138,7 @@ def test_the_answers_of_several_servers_are_put_in_order_and_one_that_is_gone_is
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     parts = [(2, np.array([5.0])), (0, np.zeros(0)), (1, np.array([4.0]))]
     messages = Messages(*((server, FORCE, part) for server, part in parts))
-    worker = Worker(messages, 1, cut(2, [0, 1, 2]), np.dtype("float64"), left(1))
+    worker = EasgdWorker(messages, 1, cut(2, [0, 1, 2]), np.dtype("float64"), left(1))
     assert worker.exchange(np.array([7.0, 8.0])).tolist() == [4, 5]
     assert [(to, array.tolist()) for to, _, array in messages.sent] == [(0, []), (1, [7]), (2, [8])]
     messages.inbox = [(server, FORCE, part) for server, part in parts[:2]]
@@ -152,7 +152,7 @@ def test_a_server_that_nobody_tells_of_is_found_and_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(membership_module, "FIND_SECONDS", 0.02)
     membership = left(0, 2)
     membership.probe_with(lambda rank: False, [0, 2, 3], 0.1)
-    worker = Worker(Messages(), 1, cut(1, [3]), np.dtype("float64"), membership)
+    worker = EasgdWorker(Messages(), 1, cut(1, [3]), np.dtype("float64"), membership)
     with pytest.raises(RuntimeError, match="Rank 3, which held the centre, has ended"):
         worker.exchange(np.array([7.0]))
 

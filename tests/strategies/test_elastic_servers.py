@@ -26,7 +26,7 @@ from tfcommx.strategies import ElasticAveraging
 from tfcommx.strategies.easgd import process as easgd_process
 from tfcommx.strategies.easgd.process import END, CentreProcess
 from tfcommx.strategies.easgd.server import DONE, START, Centre, CentreServer, cut, start_message
-from tfcommx.strategies.easgd.worker import Worker
+from tfcommx.strategies.easgd.worker import EasgdWorker
 from tfcommx.watch import liveness, membership
 from tfcommx.watch.membership import Membership
 
@@ -51,7 +51,9 @@ def test_parts_have_the_bits_of_the_whole_for_the_same_order_of_messages(
         for thread in threads:
             thread.start()
         parts = cut(entries, ranks[:servers])
-        sides = [Worker(post[rank], rank, parts, np.dtype(dtype), Membership()) for rank in workers]
+        sides = [
+            EasgdWorker(post[rank], rank, parts, np.dtype(dtype), Membership()) for rank in workers
+        ]
         first = numbers.normal(size=entries).astype(dtype)
         sides[0].start(0.3, first)
         whole = Centre(first, 0.3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from tfcommx.strategies.sharded.strategy.strategy import pull_times
 from threaded_optimizers import (
     SHAPES,
     continue_from,
@@ -34,6 +33,7 @@ from tfcommx.core import (
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import make_plan
 from tfcommx.strategies import Sharded
+from tfcommx.strategies.sharded.strategy import pull_times
 
 K = keras.optimizers
 CLUSTER = Topology(2, 2)

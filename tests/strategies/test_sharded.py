@@ -6,7 +6,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tfcommx.strategies.sharded.strategy.shards import lay_out
 from threaded_optimizers import (
     SHAPES,
     continue_from,
@@ -25,6 +24,7 @@ from tfcommx.optim.keras_internals import copy_state, plain_copy, require_sharda
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.strategies import Sharded
+from tfcommx.strategies.sharded.shards import lay_out
 
 K = keras.optimizers
 

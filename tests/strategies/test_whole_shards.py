@@ -9,7 +9,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tfcommx.strategies.sharded.strategy.whole_shards import WholeShards, lay_out_whole
 from threaded_optimizers import (
     DENSE,
     SHAPES,
@@ -31,6 +30,7 @@ from tfcommx.optimizers.lamb import LAMB
 from tfcommx.optimizers.lars import LARS
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.strategies import Sharded, Shards
+from tfcommx.strategies.sharded.whole_shards import WholeShards, lay_out_whole
 
 K = keras.optimizers
 

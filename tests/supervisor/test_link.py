@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tfcommx.launch.handshake import NO_PARTNER, Handshake
-from tfcommx.supervisor.generation import PROTOCOL, Link, RunSecret
+from tfcommx.supervisor.generation import PROTOCOL, RankZeroListener, RunSecret
 
 
-def call(link: Link, said: Any, **changes: Any) -> tuple[socket.socket, Any]:
+def call(link: RankZeroListener, said: Any, **changes: Any) -> tuple[socket.socket, Any]:
     """Connect as a rank does, with the variables that it has."""
     own = link.variables | changes
     places, _, port = own["TFCOMMX_SUPERVISOR"].rpartition(":")
@@ -32,7 +32,7 @@ def heard() -> queue.SimpleQueue[dict[str, Any]]:
 
 @pytest.fixture
 def link(heard):
-    link = Link(RunSecret(), 3, heard.put, [], local=True)
+    link = RankZeroListener(RunSecret(), 3, heard.put, [], local=True)
     yield link
     link.close()
 
@@ -69,7 +69,7 @@ def test_strangers_get_no_answer(link, heard, changes: dict[str, str]) -> None:
 
 def test_ranks_of_this_host_alone_are_served_on_the_loopback_only(heard) -> None:
     for local in (True, False):
-        link = Link(RunSecret(), 0, heard.put, [], local)
+        link = RankZeroListener(RunSecret(), 0, heard.put, [], local)
         places, _, port = link.variables["TFCOMMX_SUPERVISOR"].rpartition(":")
         first, *others = places.split(",")
         assert (first == "127.0.0.1") == local and int(port) > 0
@@ -79,7 +79,7 @@ def test_ranks_of_this_host_alone_are_served_on_the_loopback_only(heard) -> None
 
 
 def test_interfaces_that_are_named_are_the_only_ones_that_it_listens_at(heard) -> None:
-    link = Link(RunSecret(), 0, heard.put, ["lo"], local=False)
+    link = RankZeroListener(RunSecret(), 0, heard.put, ["lo"], local=False)
     assert link._listening.getsockname()[0] == "127.0.0.1"
     link.close()
 

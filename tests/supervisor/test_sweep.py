@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tfcommx.checkpoint.place import Place
+from tfcommx.checkpoint.place import SnapshotFolder
 from tfcommx.supervisor import sweep
 
 DAYS = 3 * 24 * 3600.0
@@ -26,7 +26,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a run that has not written for days; no process has its name."""
     monkeypatch.setattr(sweep, "MEMORY", tmp_path)
     folder = tmp_path / f"tfcommx-{os.getuid()}-0123456789abcdef-node1"
-    Place(folder, Path("run")).path.mkdir(parents=True)
+    SnapshotFolder(folder, Path("run")).path.mkdir(parents=True)
     folder.chmod(0o700)
     long_ago = time.time() - DAYS
     for path in (*folder.iterdir(), folder):
@@ -53,7 +53,7 @@ def test_a_run_that_cannot_be_seen_keeps_its_snapshots(memory: Path) -> None:
 
 
 def test_a_process_holds_the_folder_as_long_as_it_uses_it(memory: Path) -> None:
-    place = Place(memory, Path("run"))
+    place = SnapshotFolder(memory, Path("run"))
     place.path.chmod(0o700)
     place.make()
     sweep.remove_stale_memory()

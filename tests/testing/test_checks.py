@@ -14,7 +14,7 @@ from pairs_format import Pairs
 
 import tfcommx as cx
 from tfcommx import routes
-from tfcommx.compression import Compressed, Compression
+from tfcommx.compression import Compression, CompressionResult
 from tfcommx.compression.powersgd import PowerSGD
 from tfcommx.core import Scheme, Sparse, Topology, Traffic
 from tfcommx.planner.automatic import PlanRequest, propose
@@ -82,20 +82,20 @@ class Changed(Compression):
     def first_state(self, shapes: Any) -> Any:
         return PowerSGD(2).first_state(shapes)
 
-    def run(self, gradients: Any, state: Any, add: Any) -> Compressed:
+    def run(self, gradients: Any, state: Any, add: Any) -> CompressionResult:
         done = PowerSGD(2).run(gradients, state, add)
         return self.change(done, gradients)
 
 
-def lossy(done: Compressed, gradients: Any) -> Compressed:
+def lossy(done: CompressionResult, gradients: Any) -> CompressionResult:
     return done._replace(sent=[1.1 * one for one in done.sent])
 
 
-def eager(done: Compressed, gradients: Any) -> Compressed:
+def eager(done: CompressionResult, gradients: Any) -> CompressionResult:
     return done._replace(state=tf.constant(done.state.numpy()))
 
 
-def own_noise(done: Compressed, gradients: Any) -> Compressed:
+def own_noise(done: CompressionResult, gradients: Any) -> CompressionResult:
     changed = [total + 1e-7 * one for total, one in zip(done.totals, gradients, strict=True)]
     return done._replace(totals=changed)
 

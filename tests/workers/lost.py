@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import paced
 
-from tfcommx.recipes.families import Data, Place
+from tfcommx.recipes.families import Data, DataRank
 
 
 def die(where: str) -> None:
@@ -40,7 +40,7 @@ def build_net(inputs: int, outputs: int) -> keras.Model:
     return keras.Model(pictures, keras.layers.Dense(outputs)(flow))
 
 
-def open_noise(place: Place, count: int = 128) -> Data:
+def open_noise(place: DataRank, count: int = 128) -> Data:
     """Open the data of paced.py, which is closed behind the last save."""
     data = paced.open_noise(place, count)
     close = data.close

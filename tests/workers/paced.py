@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.recipes.datasets.picture_files import open_arrays
-from tfcommx.recipes.families import Data, Place
+from tfcommx.recipes.families import Data, DataRank
 
 # Of a step, the first time
 SECONDS = (
@@ -40,7 +40,7 @@ def build_net(inputs: int, outputs: int) -> keras.Model:
     return keras.Model(pictures, keras.layers.Dense(outputs)(flow))
 
 
-def open_noise(place: Place, count: int = 1664) -> Data:
+def open_noise(place: DataRank, count: int = 1664) -> Data:
     """Make pictures and labels that have nothing to do with each other."""
     random = np.random.default_rng(0)
     images = random.integers(0, 255, (count, 8, 8), np.uint8)

@@ -1,6 +1,4 @@
-"""Tell "auto" how many training steps follow, as far as `fit` knows.
-
-ChooseAgain: let `Scheme("auto")` choose another plan if the network has changed.
+"""ChooseAgain: let `Scheme("auto")` choose another plan if the network has changed.
 
 calls of Keras   |-- every --|-- every --|-- every --|-- every --|-- every --|
 mean seconds         usual      as usual    25 % off    25 % off    25 % off
@@ -9,6 +7,8 @@ messages            measured    measured                twice off   twice off   
 Steps, and single messages, vary with all that the machines do. A change of the network shows in
 the fastest of many messages, each time that they are measured, and in the same direction as in the
 steps.
+
+Tell "auto" how many training steps follow, as far as `fit` knows.
 """
 
 from __future__ import annotations

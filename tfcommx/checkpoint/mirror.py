@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tfcommx.checkpoint.place import Place, check_file_name
+from tfcommx.checkpoint.place import SnapshotFolder, check_file_name
 from tfcommx.launch.handshake import NO_PARTNER, Caller, Entrance, Handshake
 from tfcommx.watch.liveness import listen
 
@@ -67,7 +67,7 @@ class Mirrors:
     """
 
     def __init__(
-        self, handshake: Handshake, host: str, interfaces: list[str], place: Place
+        self, handshake: Handshake, host: str, interfaces: list[str], place: SnapshotFolder
     ) -> None:
         self.handshake, self.place = handshake, place
         listening, addresses = listen(interfaces, one_host=False)

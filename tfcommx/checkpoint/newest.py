@@ -1,10 +1,10 @@
-"""Which saves on disk are whole: every rank looks at the files that it would read.
-
-The newest checkpoint that is whole: in the memory of the hosts, or on disk.
+"""The newest checkpoint that is whole: in the memory of the hosts, or on disk.
 
 After the loss of hosts every file of a snapshot lies on one of those that are left, or it is not
 whole. Each host needs the files of the ranks that its ranks inherit from, and the model; what it
 lacks, a host that has it broadcasts.
+
+Which saves on disk are whole: every rank looks at the files that it would read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tfcommx.checkpoint.files import (
     read_heads,
     residuals_name,
 )
-from tfcommx.checkpoint.place import Held, Place, needed
+from tfcommx.checkpoint.place import Held, SnapshotFolder, needed
 from tfcommx.checkpoint.records import COPY, OptimizerRecord, read_residuals
 from tfcommx.collectives import process
 from tfcommx.core import PlanError, reading
@@ -141,7 +141,7 @@ def newest(folder: Path) -> Newest | None:
     supervised = supervision()
     if supervised is None or not supervised.generation:
         return None if disk is None else Newest(disk, folder, "file")
-    place = Place(supervised.memory, folder)
+    place = SnapshotFolder(supervised.memory, folder)
     if folder not in _found:
         _found[folder] = _bring(place, supervised, disk)
     memory = _found[folder]
@@ -171,7 +171,7 @@ def _is_newer(disk: Head | None, memory: Head) -> bool:
     return (disk.epoch, disk.step) > (memory.epoch, memory.step)
 
 
-def _bring(place: Place, supervised: Supervision, disk: Head | None) -> Head | None:
+def _bring(place: SnapshotFolder, supervised: Supervision, disk: Head | None) -> Head | None:
     """Find the newest whole snapshot, complete what each host needs of it, delete all others."""
     here = process.current()
     hosts = here.gather_objects(supervised.host)
@@ -195,7 +195,7 @@ def _bring(place: Place, supervised: Supervision, disk: Head | None) -> Head | N
     return head
 
 
-def make_on_all(place: Place, speaks: bool) -> None:
+def make_on_all(place: SnapshotFolder, speaks: bool) -> None:
     """Make the folder of snapshots on each host, by the rank that speaks for it.
 
     **Ranks:** all. **Raises:** PlanError, on all, if a host has no folder that is private.
@@ -258,7 +258,7 @@ def missing(
     return found
 
 
-def _broadcast(place: Place, name: str, size: int, root: int, speaks: bool) -> None:
+def _broadcast(place: SnapshotFolder, name: str, size: int, root: int, speaks: bool) -> None:
     """Give a file of rank `root`'s host to every host. **Ranks:** all."""
     here, target = process.current(), place.path / name
     writes = speaks and not target.exists()

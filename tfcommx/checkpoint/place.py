@@ -44,7 +44,7 @@ class Held(NamedTuple):
     files: dict[str, int]
 
 
-class Place:
+class SnapshotFolder:
     """This host's folder for the snapshots of a checkpoint folder.
 
     Args:

@@ -1,10 +1,4 @@
-"""What the snapshots of one process have cost.
-
-Writes one snapshot beside the steps: to this host's memory, then to the mirror.
-
-RestoreRankValues: give each rank its own statistics and metrics back in mid-epoch.
-
-Snapshots: copies of all ranks' state in the memory of the hosts, taken beside the steps.
+"""Snapshots: copies of all ranks' state in the memory of the hosts, taken beside the steps.
 
 step 40          vote: all have written save 20?     yes: copy the state
 steps 41 ...                                         a thread writes the copy, and sends the mirror
@@ -12,6 +6,12 @@ step 60          vote: all have written save 40?     yes: 40 is whole, 20 is del
                                                      no: vote again after each step
 
 Two saves are kept: the last one that is whole, and the one that is being written.
+
+What the snapshots of one process have cost.
+
+Writes one snapshot beside the steps: to this host's memory, then to the mirror.
+
+RestoreRankValues: give each rank its own statistics and metrics back in mid-epoch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import tensorflow as tf
 from tfcommx.checkpoint.files import Head, memory_model_name, residuals_name
 from tfcommx.checkpoint.mirror import PROTOCOL, Mirrors, Row, partner
 from tfcommx.checkpoint.newest import RUN, Newest, make_on_all, newest, newest_of_run
-from tfcommx.checkpoint.place import Place, head_array
+from tfcommx.checkpoint.place import SnapshotFolder, head_array
 from tfcommx.checkpoint.records import read_own, residual_arrays
 from tfcommx.checkpoint.restoring import load, restored
 from tfcommx.checkpoint.state import copy_model
@@ -111,7 +111,7 @@ class Writing:
         self,
         captured: Captured,
         rank: int,
-        place: Place,
+        place: SnapshotFolder,
         mirror: Callable[[list[str], list[int]], None] | None,
         keep: int | None,
     ) -> None:
@@ -251,7 +251,7 @@ class Snapshots:
                 "strategy=ElasticAveraging, which goes on by itself when a rank is lost. Leave "
                 "`memory_every` out."
             )
-        self.place = Place(self.supervised.memory, self.folder)
+        self.place = SnapshotFolder(self.supervised.memory, self.folder)
         here = process.current()
         self._comm = here
         if here.rank == 0:

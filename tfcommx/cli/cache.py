@@ -16,7 +16,7 @@ from tfcommx.core import PlanError, local_path
 
 if TYPE_CHECKING:
     from tfcommx.collectives.comm import Comm
-    from tfcommx.data import DataCache
+    from tfcommx.data.cache import DataCache
 
 Memory = Annotated[Path, typer.Option(help="Folder of shared memory.")]
 Disk = Annotated[Path | None, typer.Option(help="Folder of the local disk level.")]
@@ -68,7 +68,8 @@ def warm(
         )
     load_tensorflow()
     from tfcommx import init
-    from tfcommx.data import DataCache, find_source
+    from tfcommx.data.cache import DataCache
+    from tfcommx.data.sources import find_source
 
     samples, comm = find_source(source, split), init()
     # So that the process ends normally, and removes its slab

@@ -1,6 +1,6 @@
-"""The trial launches of `tfcommx doctor`. They print nothing.
+"""`tfcommx doctor`: check whether this machine, or these hosts, can train, and what to fix.
 
-`tfcommx doctor`: check whether this machine, or these hosts, can train, and what to fix.
+The trial launches of `tfcommx doctor`. They print nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOW_TO_LAUNCH = (
 )
 
 
-class Ended(NamedTuple):
+class LaunchResult(NamedTuple):
     """A command that has ended, or was ended because it took too long."""
 
     status: int
@@ -67,11 +67,11 @@ def exchange(hosts: tuple[Host, ...], engine: str, gpus: int) -> list[Finding]:
     try:
         ended = _run(launch.words(), env)
     except LaunchError as error:
-        ended = Ended(error.status, str(error))
+        ended = LaunchResult(error.status, str(error))
     return judge(engine, ended, 0 if hidden else gpus)
 
 
-def judge(engine: str, ended: Ended, gpus: int) -> list[Finding]:
+def judge(engine: str, ended: LaunchResult, gpus: int) -> list[Finding]:
     """Turn a launch of `tfcommx.cli.doctor_exchange` into findings; each rank should see `gpus`."""
     name = f"exchange, {'Gloo' if engine == 'gloo' else 'MPI'}"
     found = _marked(ended.output)
@@ -109,13 +109,13 @@ def on_host(host: str) -> list[Finding]:
     return [Finding("ssh", FAILED, f"{host}: {_last_words(ended)}", remedy)]
 
 
-def _run(words: list[str], env: dict[str, str]) -> Ended:
+def _run(words: list[str], env: dict[str, str]) -> LaunchResult:
     """Run a command; end it with all its children if it takes too long."""
     try:
         done = run_to_end(words, LIMIT_SECONDS, env, grace=GRACE_SECONDS)  # It ends its ranks
     except OSError as error:
-        return Ended(127, str(error))
-    return Ended(1 if done.late else done.status, done.output + done.errors, done.late)
+        return LaunchResult(127, str(error))
+    return LaunchResult(1 if done.late else done.status, done.output + done.errors, done.late)
 
 
 def _marked(output: str) -> dict[str, Any] | None:
@@ -126,7 +126,7 @@ def _marked(output: str) -> dict[str, Any] | None:
     return None
 
 
-def _last_words(ended: Ended) -> str:
+def _last_words(ended: LaunchResult) -> str:
     """Return the most telling line of a failed command's output."""
     if ended.late:
         return f"it had not ended after {LIMIT_SECONDS} s"
@@ -135,7 +135,7 @@ def _last_words(ended: Ended) -> str:
     return f"status {ended.status}: {' '.join((telling or lines)[:1])[:300]}"
 
 
-def _remedy(engine: str, ended: Ended) -> str:
+def _remedy(engine: str, ended: LaunchResult) -> str:
     if ended.late:
         return (
             "Do the hosts reach each other on all ports? If they have several interfaces, name "

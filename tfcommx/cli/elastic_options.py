@@ -22,7 +22,7 @@ from tfcommx.supervisor.hosts import (
     HostSource,
     ScriptHosts,
 )
-from tfcommx.supervisor.supervisor import Stop, Supervisor, say
+from tfcommx.supervisor.supervisor import StopSignal, Supervisor, say
 
 
 class Elastic(NamedTuple):
@@ -163,7 +163,7 @@ def supervise(
     options: ElasticOptions,
     remote: RemoteHosts,
     make_launch: Callable[[list[Host], int], Launch],
-    stop: Stop,
+    stop: StopSignal,
 ) -> None:
     """Keep a run going until it has ended well.
 

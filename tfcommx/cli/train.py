@@ -1,6 +1,6 @@
-"""Starts `tfcommx train` on several ranks as `tfcommx run` does; Ctrl-C saves first.
+"""`tfcommx train`: train a model as a recipe says.
 
-`tfcommx train`: train a model as a recipe says.
+Starts `tfcommx train` on several ranks as `tfcommx run` does; Ctrl-C saves first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def launch_train(hosts: list[Host], words: list[str], folder: Path, saves: bool 
     **Raises:** LaunchError if a rank fails; SystemExit after a user's error.
     """
     running = Running(Launch(tuple(hosts), train_command(words)))
-    stop = Stop(running, folder, saves)
+    stop = LaunchStopper(running, folder, saves)
     on_end_signals(stop.ask)
     lines = RankLines()
     status = running.wait(lines)
@@ -92,7 +92,7 @@ def supervise_train(
             options,
             RemoteHosts(),
             make_launch,
-            Stop(None, folder),
+            LaunchStopper(None, folder),
         )
     except LaunchError as error:
         if error.status == USER_ERROR:  # A rank has printed it
@@ -112,7 +112,7 @@ def refuse(running: Running, status: int, lines: RankLines) -> None:
     raise LaunchError(str(running.failed(status, lines, advice)))
 
 
-class Stop:
+class LaunchStopper:
     """Ends a launch when this process gets a signal."""
 
     def __init__(self, running: Running | None, folder: Path, saves: bool = True) -> None:

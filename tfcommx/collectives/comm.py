@@ -1,6 +1,4 @@
-"""Of several plans under trial on one rank: which one is measured now.
-
-Comm: the collectives of one rank, whatever library carries them out.
+"""Comm: the collectives of one rank, whatever library carries them out.
 
 Every collective takes a group (`world`, `node` or `peers`) and a name that is equal on all members
 and not in flight twice. All members call it, with equal dtype and shape. A group of one rank
@@ -15,6 +13,8 @@ What a Comm has beside its collectives, by life:
 To add a library, write a subclass of `Comm` in a file of its own: the abstract methods, which begin
 with `_`. `collectives/horovod.py` is the one that trains, `collectives/threads.py`
 the one for tests; tests/laws run every route on the latter.
+
+Of several plans under trial on one rank: which one is measured now.
 
 WatchedSum: a small sum over the ranks within a step, which the stall watch can name.
 """

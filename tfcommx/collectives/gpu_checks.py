@@ -1,9 +1,9 @@
-"""Say which GPU of the machine a process means by a number, so that ranks can compare.
-
-What `init()` checks of the ranks' GPUs before anything is trained on them.
+"""What `init()` checks of the ranks' GPUs before anything is trained on them.
 
 That each rank has a GPU to itself; that the native library was built for it; and, because Horovod
 does not check the launches of its own CUDA kernels, that a sum of several tensors is right.
+
+Say which GPU of the machine a process means by a number, so that ranks can compare.
 """
 
 from __future__ import annotations

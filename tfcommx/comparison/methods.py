@@ -11,7 +11,14 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from tfcommx.recipes.reader import Part, RecipeError, YamlError, error_lines, parse, refuse_unknown
+from tfcommx.recipes.reader import (
+    RecipeError,
+    RecipePart,
+    YamlError,
+    error_lines,
+    parse,
+    refuse_unknown,
+)
 from tfcommx.recipes.recipe import Recipe
 
 SHIPPED = Path(__file__).with_name("methods.yaml")
@@ -19,7 +26,7 @@ SHIPPED = Path(__file__).with_name("methods.yaml")
 NAME = re.compile(r"\w[\w.-]*$")
 
 
-class Method(Part):
+class Method(RecipePart):
     """A way to train a recipe: what differs from the recipe.
 
     >>> method = Method(about="1 %", scheme={"route": "allgather"}, also={"optimizer.momentum": 0})

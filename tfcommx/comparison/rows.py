@@ -1,4 +1,8 @@
-"""What trainings show of a method: scores at equal steps, bytes and time; the Pareto set.
+"""Makes the rows of a comparison from trainings and step times; pure.
+
+A row is one method at one bandwidth: what `--json` writes, and tables show.
+
+What trainings show of a method: scores at equal steps, bytes and time; the Pareto set.
 
 Pure functions of numbers. A curve is what a training had spent at the end of each of its epochs,
 and its score there:
@@ -8,10 +12,6 @@ and its score there:
           |  o   .-o
           | o  o'
           +--------------------- cost: bytes, or seconds
-
-Makes the rows of a comparison from trainings and step times; pure.
-
-A row is one method at one bandwidth: what `--json` writes, and tables show.
 """
 
 from __future__ import annotations

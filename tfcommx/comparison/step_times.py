@@ -31,7 +31,7 @@ from tfcommx.comparison.trainings import LOG, Setup, TrainingError, run_command
 from tfcommx.core import NOMINAL, Link, Links, Profile, Scheme, Topology, reading
 from tfcommx.planner.predict import Setting
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.recipes.strategies import Synchronous
+from tfcommx.recipes.strategies import SynchronousRecipe
 from tfcommx.simulator.assumptions import Assumptions, measured_time
 
 # Steps of a profile: other work on the machine comes and goes
@@ -112,7 +112,7 @@ def step_seconds(
 
 def meets_in_steps(recipe: Recipe) -> bool:
     """Tell whether gradients are exchanged in each step, while others are computed."""
-    return isinstance(recipe.strategy, Synchronous)
+    return isinstance(recipe.strategy, SynchronousRecipe)
 
 
 def scaled(profile: Profile, compute_s: float) -> Profile:

@@ -5,16 +5,16 @@
 
 A selection chooses entries, and a wire format writes them in fewer bits. A compression turns a
 bucket's gradients into other, shorter vectors, which any dense route sums, and turns the sums back.
-Error feedback is around any: what a rank did not send stays in its residual (`runtime.compressor`).
-A compression may keep state, equal on all ranks, which is saved and follows its variables as
-residuals do.
+Error feedback is around any: what a rank did not send stays in its residual
+(`runtime.bucket_runner`). A compression may keep state, equal on all ranks, which is saved and
+follows its variables as residuals do.
 
 Laws: what all ranks sent plus what they keep is what came, to float32 rounding; all ranks get the
 same bits; NaN and Inf reach all ranks, and enter neither a residual nor a state.
 
 To add one:
-    1. A file here with a frozen class that derives from `base.Compression`, and `read`, which makes
-       one from what follows the slash in a name, "" if nothing does.
+    1. A file here with a frozen class derived from `compression.Compression`, and `read`, which
+       makes one from what follows the slash in a name, "" if nothing does.
     2. A row of COMPRESSIONS below.
     `cx.testing.check_compression` holds it to the laws; a test of its own calls that. The planner
     and the simulator price what `sums` says.
@@ -25,7 +25,7 @@ Importing this loads no TensorFlow, because plans and prices need only sizes.
 
 from __future__ import annotations
 
-from tfcommx.compression.compression import Compressed, Compression
+from tfcommx.compression.compression import Compression, CompressionResult
 from tfcommx.core import check_name, is_member, load_member
 
 # Name -> what makes it from the part of its name after the slash, as module:member
@@ -34,7 +34,7 @@ COMPRESSIONS = {
     "packed": "tfcommx.compression.packed:read",
 }
 
-__all__ = ["COMPRESSIONS", "Compressed", "Compression", "get"]
+__all__ = ["COMPRESSIONS", "Compression", "CompressionResult", "get"]
 
 
 def get(name: str) -> Compression:

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 Add = Callable[[Tensor], Tensor]
 
 
-class Compressed(NamedTuple):
+class CompressionResult(NamedTuple):
     """What one step of a compression gives."""
 
     # The sum over the ranks of what each sent, by variable, in its shape; equal on all ranks
@@ -65,7 +65,7 @@ class Compression(abc.ABC):
         return 4.0
 
     @abc.abstractmethod
-    def run(self, gradients: Sequence[Tensor], state: Tensor, add: Add) -> Compressed:
+    def run(self, gradients: Sequence[Tensor], state: Tensor, add: Add) -> CompressionResult:
         """Compress, sum, and decompress.
 
         Args:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tfcommx.compression.compression import Add, Compressed, Compression, Shape, Tensor
+from tfcommx.compression.compression import Add, Compression, CompressionResult, Shape, Tensor
 from tfcommx.core import PlanError
 
 # Whole numbers in a float32, the base in which they are its digits, and a sum's largest digit:
@@ -55,7 +55,7 @@ class Packed(Compression):
         """Return how often a step goes through the gradients' bytes."""
         return 8.0
 
-    def run(self, gradients: Sequence[Tensor], state: Tensor, add: Add) -> Compressed:
+    def run(self, gradients: Sequence[Tensor], state: Tensor, add: Add) -> CompressionResult:
         """Agree on steps, then send whole numbers of them.
 
         **Cost:** two sums; 8 passes over the gradients.
@@ -81,7 +81,7 @@ class Packed(Compression):
             parts = tf.split(tf.reshape(entries, [-1])[: sum(sizes)], sizes)
             return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
-        return Compressed(by_variable(totals), by_variable(steps * numbers), state)
+        return CompressionResult(by_variable(totals), by_variable(steps * numbers), state)
 
 
 def read(argument: str) -> Packed:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tfcommx.compression.compression import Add, Compressed, Compression, Shape, Tensor
+from tfcommx.compression.compression import Add, Compression, CompressionResult, Shape, Tensor
 from tfcommx.core import PlanError
 
 
@@ -57,7 +57,7 @@ class PowerSGD(Compression):
         ]
         return np.concatenate(parts)
 
-    def run(self, gradients: Sequence[Tensor], state: Tensor, add: Add) -> Compressed:
+    def run(self, gradients: Sequence[Tensor], state: Tensor, add: Add) -> CompressionResult:
         """Take a step of power iteration with all matrices.
 
         **Cost:** two sums; four passes over the gradients, of 2 R operations an entry; two
@@ -93,7 +93,7 @@ class PowerSGD(Compression):
             for left, right in zip(lefts, sides, strict=True):
                 yield tf.matmul(left, right)
 
-        return Compressed(
+        return CompressionResult(
             _in_order(products(rights), iter(summed[len(lefts) :]), shapes, short),
             _in_order(products(own), iter(others), shapes, short),
             after,

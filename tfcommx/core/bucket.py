@@ -1,8 +1,8 @@
-"""Piece: a stretch of a variable that is too long for one bucket.
+"""Bucket: variables whose gradients travel together. RouteOptions: settings of their route.
+
+Piece: a stretch of a variable that is too long for one bucket.
 
 Sparse: the selected entries of a vector.
-
-Bucket: variables whose gradients travel together. RouteOptions: settings of their route.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Seconds from bytes and a link: the primitives of the alpha-beta-gamma model.
 
-They price algorithms on an idle network; `simulator.stages` adds what the engine takes.
+They price algorithms on an idle network; `simulator.step` adds what the engine takes.
 
 Source: the ring algorithms' prices of Shi et al., "Towards Scalable Distributed Training of Deep
 Learning on Public Cloud Clusters" (2021), section 3.2, equations 3 and 7 to 10. The paper counts

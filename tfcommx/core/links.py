@@ -1,6 +1,6 @@
-"""EngineSettings: which engine carries collectives out. Calibration: what that took, measured.
+"""Link and Links: what a message costs inside a node and between nodes. Traffic: bytes sent.
 
-Link and Links: what a message costs inside a node and between nodes. Traffic: bytes sent.
+EngineSettings: which engine carries collectives out. Calibration: what that took, measured.
 
 Fits alpha and beta of a link to times of several sizes, without TensorFlow.
 """
@@ -36,7 +36,7 @@ class EngineSettings:
     name: str = "ring"
     # Network adapters of a node, >= 1. The rate of a port is that of all of them together.
     nics: int = 1
-    # What joins the ranks of a node, in the table of `engines.wiring`. It decides which latencies
+    # What joins the ranks of a node, in the table of `engines.engine`. It decides which latencies
     # NCCL assumes there.
     wiring: str = "nvlink"
     # Seconds between two looks of Horovod's background thread at what waits (HOROVOD_CYCLE_TIME),

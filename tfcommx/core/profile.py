@@ -1,6 +1,6 @@
-"""Layer and LayerTable: the work and the variables of a model's layers, without the model.
+"""Profile: the times of a training step on one rank, variable by variable, without exchange.
 
-Profile: the times of a training step on one rank, variable by variable, without exchange.
+Layer and LayerTable: the work and the variables of a model's layers, without the model.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def wire_words(k: int, size: int, wire: str) -> tuple[int, int, int]:
     Args:
         k: entries in the buffer, >= 0.
         size: length of the vector that the entries were selected from, >= 0.
-        wire: one of `terms.SPARSE_WIRES`.
+        wire: one of `core.SPARSE_WIRES`.
     """
     dtype = value_dtype(wire)
     coded = dtype in CODE_BITS

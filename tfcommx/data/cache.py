@@ -1,8 +1,4 @@
-"""Finds the rank of this process and its launch, and states what is equal on all its ranks.
-
-Opens the slab of a node: how it is named, how large it is, what it says about itself.
-
-DataCache: read and decode once, then feed every process of a node from memory.
+"""DataCache: read and decode once, then feed every process of a node from memory.
 
     source (any file system)  ->  local disk: encoded bytes  ->  node's memory: decoded uint8, one
     slab  ->  batches
@@ -15,7 +11,9 @@ one call of `dataset` has its epochs and what it served (`epochs`, `epoch_stats`
 Clusters" (2021), section 4.1; we keep one copy per node in shared memory and not one per process.
 Loading runs ahead of training as in Ma et al., "Theano-MPI" (2016), section 3.3.
 
-Finds the source that a user names: a path, or a TensorFlow data set.
+Finds the rank of this process and its launch, and states what is equal on all its ranks.
+
+Opens the slab of a node: how it is named, how large it is, what it says about itself.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ import numpy as np
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.comparisons import Facts
-from tfcommx.core import PlanError, Topology, local_path
+from tfcommx.core import PlanError, Topology
 from tfcommx.data import capacity, order, slab_files
 from tfcommx.data.disk import Disk
 from tfcommx.data.epochs import Epochs, EpochStats, warn_if_served
@@ -44,9 +42,8 @@ from tfcommx.data.pipeline import prefetch_sizes, weak_method, without_autotune
 from tfcommx.data.reshuffle import reshuffle
 from tfcommx.data.slab import Slab
 from tfcommx.data.slab_files import remove_unused
-from tfcommx.data.sources.folder import Folder, check_folder
+from tfcommx.data.sources import find_source
 from tfcommx.data.sources.source import Source, contents_of, key_of
-from tfcommx.data.sources.tfrecord import imagenet, tfds
 from tfcommx.launch import launcher
 
 
@@ -393,23 +390,3 @@ def _close(filler: Filler, slab: Slab, disk: Disk | None) -> None:
     slab.close()
     if disk is not None:
         disk.close()
-
-
-def find_source(text: str | os.PathLike, split: str = "train") -> Source:
-    """Return the samples that a path or a name stands for.
-
-    Args:
-        text: a folder of class folders, a folder of ImageNet's shards, or the name of a TensorFlow
-            data set, such as `imagenette/160px-v2`. What begins with `/`, `.` or `~` is a path.
-        split: of shards and of TensorFlow data sets.
-
-    **Raises:** PlanError if there is no such folder or data set, or nothing in it that can be read,
-    and for an address such as gs://bucket/folder.
-    """
-    path = local_path("source", text)
-    if isinstance(text, os.PathLike) or text.startswith((os.sep, ".", "~")):
-        check_folder(path)
-    elif not path.is_dir():  # Names of data sets have a slash too, before the configuration
-        return tfds(text, split)
-    shards = next(path.glob(f"{split}-*-of-*"), None)
-    return imagenet(path, split) if shards is not None else Folder(path)

@@ -1,8 +1,8 @@
-"""Memory limits of this process's control groups: those of a container or of a batch job.
+"""Sizes a slab: the memory that its samples need, and the memory that is available.
+
+Memory limits of this process's control groups: those of a container or of a batch job.
 
 **Source:** Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
-
-Sizes a slab: the memory that its samples need, and the memory that is available.
 """
 
 from __future__ import annotations

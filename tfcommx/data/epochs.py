@@ -1,6 +1,6 @@
-"""Counts what a dataset serves in each epoch, and how long its consumer waits.
+"""What one call of `DataCache.dataset` asks for: some epochs, as batches of sample numbers.
 
-What one call of `DataCache.dataset` asks for: some epochs, as batches of sample numbers.
+Counts what a dataset serves in each epoch, and how long its consumer waits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""BatchSpec: how samples are served, from the size of a batch to the type of its values.
+"""Options of the data cache: how samples are kept.
 
-Options of the data cache: how samples are kept.
+BatchSpec: how samples are served, from the size of a batch to the type of its values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from tfcommx.core import PlanError, check_name, check_whole, local_path
 from tfcommx.data.sources.source import MAX_PIXELS
-from tfcommx.kernels.augment import Rule
+from tfcommx.kernels.augment import CropRule
 
 CROPS = ("random", "center", "whole")
 DTYPES = ("uint8", "float16", "bfloat16", "float32")
@@ -99,9 +99,9 @@ class BatchSpec:
                 f"mean={self.mean}, std={self.std}. Divide those of values from 0 to 255 by 255."
             )
 
-    def rule(self, seed: int) -> Rule:
+    def rule(self, seed: int) -> CropRule:
         """Return how windows are drawn."""
-        return Rule(self.crop, self.flip, self.area, self.aspect, self.center, seed)
+        return CropRule(self.crop, self.flip, self.area, self.aspect, self.center, seed)
 
 
 ON_ERROR = ("raise", "skip")

@@ -10,7 +10,7 @@ Routes ask the engine of the links for the price of each collective, so the same
 engine at work makes of it. Prices need neither TensorFlow nor the engine.
 
 To add one:
-    1. Write the file: a class derived from `base.Engine`, with the collectives that are no ring.
+    1. Write the file: a class derived from `engine.Engine`, with the collectives that are no ring.
        Its docstring names the source of its algorithms and of its choice among them.
     2. Add its ENGINE to `_ALL` below, and to the list in docs/how-to/simulate-and-plan.md.
     tests/engines walks over the table.

@@ -1,4 +1,9 @@
-"""What joins the ranks of a node, and what a ring gets of it: one row a kind.
+"""What an engine is: the prices of its collectives over the ranks of a topology.
+
+A group of ranks is given as a topology of its own: the ranks of a node as `Topology(1, slots)`,
+peers as `Topology(nodes, 1)` with `shared_port` as the link between.
+
+What joins the ranks of a node, and what a ring gets of it: one row a kind.
 
 In a flat ring each rank of a node sends to the next one while it receives from the one before, all
 at the same time:
@@ -14,11 +19,6 @@ them.
 Source: PCI Express and NVLink are duplex; that a switch forwards between its ports without the root
 complex, and that GPUs without peer access go through host memory, is in NVIDIA's "GPUDirect RDMA"
 guide ("Supported Systems") and in NCCL's path types (NVL, PIX, PXB, PHB, SYS).
-
-What an engine is: the prices of its collectives over the ranks of a topology.
-
-A group of ranks is given as a topology of its own: the ranks of a node as `Topology(1, slots)`,
-peers as `Topology(nodes, 1)` with `shared_port` as the link between.
 
 An engine whose allreduce of all ranks was measured: a curve for short vectors, and not a line.
 

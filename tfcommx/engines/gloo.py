@@ -9,7 +9,7 @@ MiB at most. While a rank adds one segment that came, the next one is on its way
 Horovod names no algorithm, so Gloo's `allreduce` takes its ring at all sizes: its bcube and its
 halving-doubling allreduce are never used. `allgatherv` is a ring, and `alltoallv` sends to all
 ranks before it waits. Gloo's `reduce_scatter` is not used, as its sums are wrong at times:
-`comm.horovod` adds the shards of an all-to-all.
+`collectives.horovod` adds the shards of an all-to-all.
 
 Source: gloo/allreduce.cc (`ring`), gloo/allgatherv.cc and gloo/alltoallv.cc of pytorch/gloo;
 horovod/common/ops/gloo_operations.cc, and collective_operations.h (`PrepareOutputAndParams`) for

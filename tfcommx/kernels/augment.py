@@ -20,7 +20,7 @@ import numpy as np
 from tfcommx.kernels.draws import uniform
 
 
-class Rule(NamedTuple):
+class CropRule(NamedTuple):
     """How windows are drawn."""
 
     # "random", "center" or "whole"
@@ -47,10 +47,10 @@ class Window(NamedTuple):
     flip: int = 0
 
 
-def window_of(rule: Rule, epoch: int, sample: int, height: int, width: int) -> Window:
+def window_of(rule: CropRule, epoch: int, sample: int, height: int, width: int) -> Window:
     """Draw the window of one sample of height x width pixels: a pure function of its arguments.
 
-    >>> window_of(Rule(crop="center", center=0.5), epoch=0, sample=7, height=100, width=200)
+    >>> window_of(CropRule(crop="center", center=0.5), epoch=0, sample=7, height=100, width=200)
     Window(top=25, left=75, height=50, width=50, flip=0)
     """
     flip = int(rule.flip and uniform(rule.seed, epoch, sample, 0) < 0.5)
@@ -68,7 +68,7 @@ def _centered(h: int, w: int, height: int, width: int, flip: int) -> Window:
 
 
 def _random_window(
-    rule: Rule, epoch: int, sample: int, height: int, width: int, flip: int
+    rule: CropRule, epoch: int, sample: int, height: int, width: int, flip: int
 ) -> Window:
     # The native op holds its bounds as float32.
     area_low, area_high, aspect_low, aspect_high = (

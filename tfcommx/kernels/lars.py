@@ -1,9 +1,9 @@
-"""Norms: the squared norms of many tensors in one pass, in one order of additions.
+"""The update of LARS for all variables in one pass, once their rates are known.
+
+Norms: the squared norms of many tensors in one pass, in one order of additions.
 
 ops/kernels/norms.h has the order. It depends on nothing but a tensor's size, so every rank, device
 and number of threads gets the same bits.
-
-The update of LARS for all variables in one pass, once their rates are known.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def gpu_architectures() -> list[int] | None:
     """Return the GPU architectures that the library was built for; None without GPU kernels.
 
     Returns:
-        Numbers such as 70, as gpu_architectures.py describes them. None also if TFCOMMX_NATIVE=0
+        Numbers such as 70, as build.py describes them. None also if TFCOMMX_NATIVE=0
         keeps the library from being loaded. The library is not loaded for the answer.
     """
     built = facts()

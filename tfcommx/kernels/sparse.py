@@ -1,6 +1,6 @@
-"""Keep: what rounding leaves of selected entries goes into their residual.
+"""Merge: (index, value) pairs, added into zeros in the order of the list.
 
-Merge: (index, value) pairs, added into zeros in the order of the list.
+Keep: what rounding leaves of selected entries goes into their residual.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Small numbers that kernels read on the host, so that it never waits for a GPU.
+"""Arrival: a number that exists once tensors do, not only once a GPU has been asked for them.
+
+Small numbers that kernels read on the host, so that it never waits for a GPU.
 
 Makes variables while a step is traced, without having it traced a second time for them.
-
-Arrival: a number that exists once tensors do, not only once a GPU has been asked for them.
 
 Stamp: the time at which a tensor is ready, in traced code.
 """

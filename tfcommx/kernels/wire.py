@@ -1,11 +1,11 @@
-"""Ascending indices by Elias-Fano coding: the definition, in plain TensorFlow.
+"""Wire: selected entries as one buffer of int32 words, and back.
+
+`core.wire_formats` counts the words, ops/kernels/wire.h has their layout, and the module
+`tfcommx.wire.codec` says what each format is for.
+
+Ascending indices by Elias-Fano coding: the definition, in plain TensorFlow.
 
 ops/kernels/wire_elias.h has the layout and its source.
-
-Wire: selected entries as one buffer of int32 words, and back.
-
-`terms.wire_formats` counts the words, ops/kernels/wire.h has their layout, and the module
-`tfcommx.wire.codec` says what each format is for.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
     Args:
         sparse: indices int32 [k] in [0, size), ascending except for the pair formats; values
             float32 [k], rounded to nearest even if the format's are narrower; size an int.
-        wire: one of `terms.SPARSE_WIRES`.
+        wire: one of `core.SPARSE_WIRES`.
 
     Returns:
         int32 [words].
@@ -100,7 +100,7 @@ def decode(
         words: int32 [p * words], what p ranks encoded with the same k, size and wire.
         k: entries in each buffer.
         size: length of the vector, or of each shard, that the indices point into.
-        wire: one of `terms.SPARSE_WIRES`.
+        wire: one of `core.SPARSE_WIRES`.
         shards: divides p: as many of the buffers are of each equal part of a vector of
             shards * size < 2^31 entries.
 

@@ -1,8 +1,8 @@
-"""Numbers of a few bits, packed into int32 words from the lowest bit on: plain TensorFlow.
-
-Values as codes of 8 or 4 bits, in blocks that share a step.
+"""Values as codes of 8 or 4 bits, in blocks that share a step.
 
 ops/kernels/wire_codes.h has the rule and its reasons.
+
+Numbers of a few bits, packed into int32 words from the lowest bit on: plain TensorFlow.
 """
 
 from __future__ import annotations

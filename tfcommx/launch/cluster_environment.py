@@ -1,15 +1,15 @@
-"""Recognise launchers that started several processes, and whose variables make no ranks.
-
-Without this, each of their processes would be rank 0 of 1: it would train alone, and all would save
-to the same files. To recognise another one, add a row to OTHER_LAUNCHERS.
-
-Read what launchers other than horovodrun and mpirun tell each process.
+"""Read what launchers other than horovodrun and mpirun tell each process.
 
     environment --cluster_environment()--> ClusterEnvironment --rendezvous.join()--> Gloo launch
 
 To add a launcher, write a function that returns its ClusterEnvironment, or None if it did not start
 this process, and add it to LAUNCHERS. A launcher that is only recognised, so that its processes are
 refused instead of training alone, is a row of other_launchers.
+
+Recognise launchers that started several processes, and whose variables make no ranks.
+
+Without this, each of their processes would be rank 0 of 1: it would train alone, and all would save
+to the same files. To recognise another one, add a row to OTHER_LAUNCHERS.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Which texts are names of hosts: one check, wherever names enter.
-
-They come from the user, from schedulers, scripts and other ranks, and go into the command lines of
-ssh, which horovodrun gives to a shell: `-Fconfig` would be an option that runs a program.
-
-The hosts of a launch: as the user writes them, from a hostfile, or from the job's allocation.
+"""The hosts of a launch: as the user writes them, from a hostfile, or from the job's allocation.
 
     scheduler                          what is read
     Slurm                              SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE
@@ -12,6 +7,11 @@ The hosts of a launch: as the user writes them, from a hostfile, or from the job
     Kubernetes' MPI operator           the hostfile that it names or mounts
 
 **Ranks:** local, in the launcher. Needs neither TensorFlow nor Horovod.
+
+Which texts are names of hosts: one check, wherever names enter.
+
+They come from the user, from schedulers, scripts and other ranks, and go into the command lines of
+ssh, which horovodrun gives to a shell: `-Fconfig` would be an option that runs a program.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ WAITING = 16
 ROWS = 384
 
 
-class Engine(NamedTuple):
+class EngineCost(NamedTuple):
     """What a group's collectives cost besides bytes."""
 
     # Seconds of a latency term, >= 0
@@ -131,7 +131,7 @@ def calibrate(
     return Calibration.of(comm.topology.size, measured)
 
 
-def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engine:
+def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> EngineCost:
     """Measure the engine's time per collective and the latency of a group.
 
     Args:
@@ -159,7 +159,7 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
 
     reduced = seconds(lambda: comm.allreduce(tensor, group, f"{name}/allreduce", counted=False))
     if sends_messages(comm):
-        return Engine(alpha_s, [max(one - terms * alpha_s, 0.0) for one in reduced])
+        return EngineCost(alpha_s, [max(one - terms * alpha_s, 0.0) for one in reduced])
     gathered = seconds(lambda: comm.all_gather(tensor, group, f"{name}/all_gather", counted=False))
     steps = ranks - 1
     # Gloo's ring has twice the terms of an all-gather. NCCL's tree may have as many, or fewer: of
@@ -167,7 +167,7 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
     more = round(terms) - steps
     difference = statistics.median(reduced) - statistics.median(gathered)
     alpha_s = min(max(difference / more, 0.0), alpha_s) if more else 0.0
-    return Engine(alpha_s, [max(one - steps * alpha_s, 0.0) for one in gathered])
+    return EngineCost(alpha_s, [max(one - steps * alpha_s, 0.0) for one in gathered])
 
 
 def engine_fuses(comm: Comm, timer: Timer) -> bool:

@@ -1,18 +1,18 @@
-"""Measures what adding a byte to another takes (gamma), on the device where gradients are added.
-
-Measures the links of this cluster: alpha and beta by messages, gamma by adding.
+"""Measures the links of this cluster: alpha and beta by messages, gamma by adding.
 
 Under MPI each rank sends s bytes to the next one of its group while it receives as many: alpha + s
 beta. Under Gloo, and where NCCL carries the gradients, the engine gathers s bytes from each of p
 ranks in a ring: (p - 1) (alpha + s beta), plus its own time; for NCCL in the GPU's memory, because
 the host's messages take another way. Times of several sizes give alpha and beta. Among peers all
-slots of a node send at once and share its port; there s is the node's bytes. `measure.addition`
+slots of a node send at once and share its port; there s is the node's bytes. `seconds_per_byte`
 adds on the device of the residuals, because routes add there. `measure.engine`
 measures the engine's own time, messages while the ranks compute, and what the engine at work really
 takes for short allreduces of all ranks.
 
 Source: the alpha-beta model of Thakur et al., "Optimization of Collective Communication Operations
 in MPICH" (2005).
+
+Measures what adding a byte to another takes (gamma), on the device where gradients are added.
 """
 
 from __future__ import annotations

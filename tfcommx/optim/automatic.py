@@ -1,12 +1,4 @@
-"""A cache on disk of what one run has measured, for the next run.
-
-    folder/choice-1f0c9a52b7d3e846.json    {"key": what it depends on, "value": {...}}
-
-Only rank 0 reads and writes them.
-
-ExpectedRun: how many steps are expected to follow, for the choice of a plan.
-
-Choose a plan for `Scheme("auto")`: from an earlier run, by prediction, or by a trial.
+"""Choose a plan for `Scheme("auto")`: from an earlier run, by prediction, or by a trial.
 
     kept from a run before? -> its plan
     few steps follow? -> plain Horovod
@@ -15,6 +7,14 @@ Choose a plan for `Scheme("auto")`: from an earlier run, by prediction, or by a 
                                               small, or plain Horovod
 
 Rank 0 alone reads, proposes and writes; the others are told.
+
+A cache on disk of what one run has measured, for the next run.
+
+    folder/choice-1f0c9a52b7d3e846.json    {"key": what it depends on, "value": {...}}
+
+Only rank 0 reads and writes them.
+
+ExpectedRun: how many steps are expected to follow, for the choice of a plan.
 """
 
 from __future__ import annotations

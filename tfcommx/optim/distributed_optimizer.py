@@ -1,6 +1,4 @@
-"""Refuse arguments of Horovod's DistributedOptimizer, and say what to write instead.
-
-DistributedOptimizer: wrap a Keras 3 optimizer so that ranks exchange its gradients.
+"""DistributedOptimizer: wrap a Keras 3 optimizer so that ranks exchange its gradients.
 
     fit / apply_gradients -> apply -> unscale -> accumulate -> [exchange over the ranks] -> clip ->
     [update, by the strategy] -> EMA
@@ -8,6 +6,8 @@ DistributedOptimizer: wrap a Keras 3 optimizer so that ranks exchange its gradie
 The wrapped optimizer is an instance of a subclass that carries its base's name and module and adds
 nothing to its variables or its config. So a saved model holds the plain optimizer and loads with
 and without tfcommx.
+
+Refuse arguments of Horovod's DistributedOptimizer, and say what to write instead.
 """
 
 from __future__ import annotations

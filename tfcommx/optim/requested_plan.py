@@ -1,10 +1,10 @@
-"""The settings of a wrapped optimizer's exchange that do not change during training.
-
-Unique names of a model's variables, for plans and checkpoints.
-
-RequestedPlan: schemes and settings as asked for, turned into plans.
+"""RequestedPlan: schemes and settings as asked for, turned into plans.
 
 It lives as long as the optimizer; a change of scheme replaces the schemes in it.
+
+The settings of a wrapped optimizer's exchange that do not change during training.
+
+Unique names of a model's variables, for plans and checkpoints.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Deal work out to ranks evenly.
+"""Makes the plan: from the schemes that a user asks for to buckets, each with its route and k.
+
+    gradients --streams--> those that may travel together --merging--> groups --> buckets
+
+All that can be refused is refused here, before any collective.
+
+Deal work out to ranks evenly.
 
 Which gradients may travel together: sorted by scheme, route and dtype; long ones are cut.
 
 Fragments: groups of variables with about equally many entries, each exchanged at its own step.
 
 variables  --fragment_of-->  F groups  --make_plan, each-->  one plan, no bucket of two groups
-
-Makes the plan: from the schemes that a user asks for to buckets, each with its route and k.
-
-    gradients --streams--> those that may travel together --merging--> groups --> buckets
-
-All that can be refused is refused here, before any collective.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The interval in which nine of ten steps lie that were predicted so.
+"""Predicts a training step under a scheme: plan it, then simulate the plan.
+
+The interval in which nine of ten steps lie that were predicted so.
 
     predicted   |        compute        |     exposed exchange     |
     interval    |        compute        |  shortest  |  ...  longest  | ... compute takes longer |
@@ -9,8 +11,6 @@ its computing and its exchange together, where the exchange slows the computing 
 were counted on published steps that nothing here was tuned to.
 
 Source: `scripts/reproduce/intervals.py`; docs/laboratory/reproduction.md has the table.
-
-Predicts a training step under a scheme: plan it, then simulate the plan.
 
 What would shorten a step: predictions with one thing changed at a time.
 """

@@ -35,7 +35,7 @@ class DataError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class DataRank:
     """The rank that opens a data set, among which others."""
 
     topology: Topology
@@ -102,7 +102,7 @@ class Dataset(Protocol):
     def fetch(self) -> Path | None:
         """Download the files if they are not on this machine; return their folder."""
 
-    def build(self, place: Place) -> Data:
+    def build(self, place: DataRank) -> Data:
         """Open the data set on this rank.
 
         **Ranks:** all; none waits for another. **Raises:** DataError, PlanError or SampleError for

@@ -1,6 +1,6 @@
 """Optimizers of the recipes: their settings, and how they are built.
 
-To add one: write a frozen `Part` that satisfies `recipes.base.OptimizerRecipe` (its settings, a
+To add one: write a frozen `RecipePart` that satisfies `families.OptimizerRecipe` (its settings, a
 `name`, `momentum` and `build`), and add a row to `OPTIMIZERS`. Keras is imported inside functions
 only: reading a recipe must not load it. Each is built with learning rate 0: the run sets the rate
 of every step.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from tfcommx.recipes.families import OptimizerRecipe
-from tfcommx.recipes.reader import Part
+from tfcommx.recipes.reader import RecipePart
 
 if TYPE_CHECKING:
     import keras
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NOT_DECAYED = ["gamma", "beta", "bias"]
 
 
-class Sgd(Part):
+class Sgd(RecipePart):
     """Stochastic gradient descent with momentum."""
 
     name: Literal["sgd"] = "sgd"
@@ -46,7 +46,7 @@ class Sgd(Part):
         return optimizer
 
 
-class Lars(Part):
+class Lars(RecipePart):
     """LARS, for large batches of convolutional networks; biases and normalisation are excluded."""
 
     name: Literal["lars"] = "lars"
@@ -69,7 +69,7 @@ class Lars(Part):
         )
 
 
-class AdamW(Part):
+class AdamW(RecipePart):
     """Adam with decoupled weight decay; without decay it is Adam."""
 
     name: Literal["adamw"] = "adamw"

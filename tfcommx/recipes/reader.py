@@ -1,4 +1,6 @@
-"""Read YAML 1.2. The only `import yaml`: PyYAML reads YAML 1.1, where `10:00` is 600, `010` is 8.
+"""Reads YAML into checked settings; an error names its place in the file and the nearest key.
+
+Read YAML 1.2. The only `import yaml`: PyYAML reads YAML 1.1, where `10:00` is 600, `010` is 8.
 
     plain text                        value
     null, ~, nothing                  None
@@ -9,8 +11,6 @@
 
 Repeated keys, aliases, and tags other than those of these values are refused: nine lines of aliases
 can stand for a billion values. A merge key (`<<`) is plain text.
-
-Reads YAML into checked settings; an error names its place in the file and the nearest key.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], what: str = "key"
             raise ValueError(f"Unknown {what} {word!r}. {hint}Known: {', '.join(known)}.")
 
 
-class Part(BaseModel):
+class RecipePart(BaseModel):
     """Base of all parts of a recipe: frozen, validated, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -231,7 +231,7 @@ def member_of(
     In YAML it is a mapping with the member's `name` and its settings: `{name: sgd, momentum: 0}`.
 
     Args:
-        table: the members, `Part`s, by name.
+        table: the members, `RecipePart`s, by name.
         default: name of the member if the mapping has none.
         own: class for a user's own name, `module:function`; None: such names are refused.
         by_name: whether to accept a bare name, for the member with default settings.

@@ -16,8 +16,8 @@ from tfcommx.recipes.families import Dataset, Model, Objective, OptimizerRecipe,
 from tfcommx.recipes.models import MODELS
 from tfcommx.recipes.optimizers import OPTIMIZERS
 from tfcommx.recipes.reader import (
-    Part,
     RecipeError,
+    RecipePart,
     YamlError,
     change,
     error_lines,
@@ -48,7 +48,7 @@ def _scheme(value: Any) -> Scheme:
     return scheme
 
 
-class Phase(Part):
+class Phase(RecipePart):
     """Some epochs at one resolution and with one scheme."""
 
     # Passes over the training data
@@ -80,7 +80,7 @@ class Phase(Part):
         return self
 
 
-class LearningRate(Part):
+class LearningRate(RecipePart):
     """Linear warm-up to a peak, then a schedule's decay to the end of the run."""
 
     # The peak; either this or peak_per_256
@@ -123,7 +123,7 @@ class LearningRate(Part):
         return peak * self.decay.factor(step, warm_up, steps, steps_per_epoch)
 
 
-class Target(Part):
+class Target(RecipePart):
     """A score that the evaluation should reach; the run goes on after that.
 
     **Source:** DAWNBench's instructions for ImageNet (github.com/stanford-futuredata/
@@ -135,7 +135,7 @@ class Target(Part):
     at_least: float = Field(allow_inf_nan=False)
 
 
-class CheckpointSettings(Part):
+class CheckpointSettings(RecipePart):
     """Checkpoints besides those at each epoch's end, at the run's end, and when it is stopped."""
 
     # Steps of the whole run between two checkpoints; None: not by steps
@@ -149,7 +149,7 @@ class CheckpointSettings(Part):
     keep: int = Field(3, ge=1)
 
 
-class Recipe(Part):
+class Recipe(RecipePart):
     """A whole training run."""
 
     # Of the run's folder in runs/

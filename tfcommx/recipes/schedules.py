@@ -1,6 +1,6 @@
 """How the learning rate decays after the warm-up.
 
-To add a schedule: write a frozen `Part` that satisfies `Schedule` (its settings, a `name` and
+To add a schedule: write a frozen `RecipePart` that satisfies `Schedule` (its settings, a `name` and
 `factor`, a pure function), and add a row to `SCHEDULES`.
 """
 
@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
-from tfcommx.recipes.reader import Part
+from tfcommx.recipes.reader import RecipePart
 
 
 class Schedule(Protocol):
@@ -28,7 +28,7 @@ class Schedule(Protocol):
         """
 
 
-class Cosine(Part):
+class Cosine(RecipePart):
     """Half a cosine wave, from the peak to zero at the end of the run.
 
     >>> Cosine().factor(50, 0, 100, 10)
@@ -43,7 +43,7 @@ class Cosine(Part):
         return (1 + math.cos(math.pi * _progress(step, warm_up, steps))) / 2
 
 
-class Polynomial(Part):
+class Polynomial(RecipePart):
     """(1 - end) (1 - progress) ** power + end; power 2 is usual with LARS.
 
     >>> Polynomial(power=2).factor(50, 0, 100, 10)
@@ -70,10 +70,10 @@ class Linear(Polynomial):
     power: float = Field(1.0, ge=1, le=1)
 
 
-class Step(Part):
+class StepDecay(RecipePart):
     """The peak, multiplied by `times` at each of the epochs `at`.
 
-    >>> Step(at=(30, 60, 80)).factor(350, 0, 900, 10)
+    >>> StepDecay(at=(30, 60, 80)).factor(350, 0, 900, 10)
     0.1
 
     **Source:** Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 5.1.
@@ -88,7 +88,7 @@ class Step(Part):
         return self.times ** sum(step >= epoch * steps_per_epoch for epoch in self.at)
 
 
-class InverseSqrt(Part):
+class InverseSqrt(RecipePart):
     """sqrt(warm_up / step): the peak at the end of the warm-up, half of it at four times that.
 
     >>> InverseSqrt().factor(16000, 4000, 100000, 1000)
@@ -108,7 +108,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
     "cosine": Cosine,
     "linear": Linear,
     "polynomial": Polynomial,
-    "step": Step,
+    "step": StepDecay,
     "inverse_sqrt": InverseSqrt,
 }
 

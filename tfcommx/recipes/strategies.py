@@ -1,7 +1,8 @@
 """Strategies of the recipes: who updates the weights, and how often ranks meet.
 
-To add one: write a frozen `Part` with a `name`, the strategy's options, and `build`; add a row to
-`STRATEGIES`. tfcommx's strategies load TensorFlow, so they are imported inside functions only.
+To add one: write a frozen `RecipePart` with a `name`, the strategy's options, and `build`; add a
+row to `STRATEGIES`. tfcommx's strategies load TensorFlow, so they are imported inside functions
+only.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from tfcommx.recipes.reader import Part
+from tfcommx.recipes.reader import RecipePart
 
 if TYPE_CHECKING:
     import keras
@@ -33,7 +34,7 @@ class StrategyRecipe(Protocol):
         """Build what `cx.DistributedOptimizer(strategy=)` takes."""
 
 
-class Synchronous(Part):
+class SynchronousRecipe(RecipePart):
     """Gradients are exchanged in every step, and every rank applies them, as with Horovod."""
 
     name: Literal["synchronous"] = "synchronous"
@@ -55,7 +56,7 @@ class Synchronous(Part):
         return Built()
 
 
-class OuterSgd(Part):
+class OuterSgd(RecipePart):
     """The outer optimizer of weight averaging: SGD with momentum, by default DiLoCo's."""
 
     # Of the averaged updates; 1 without momentum is plain averaging
@@ -71,7 +72,7 @@ class OuterSgd(Part):
         return keras.optimizers.SGD(self.learning_rate, **options)
 
 
-class WeightAveraging(Part):
+class WeightAveragingRecipe(RecipePart):
     """Each rank applies its own gradients; every few steps the weights are averaged (local SGD)."""
 
     name: Literal["weight_averaging"] = "weight_averaging"
@@ -90,7 +91,7 @@ class WeightAveraging(Part):
     overlap: int = Field(0, ge=0)
 
     @model_validator(mode="after")
-    def _rounds_fit(self) -> WeightAveraging:
+    def _rounds_fit(self) -> WeightAveragingRecipe:
         if self.fragments > self.every:
             raise ValueError(
                 f"fragments must be at most every={self.every}. Received {self.fragments}."
@@ -115,6 +116,6 @@ class WeightAveraging(Part):
 
 
 STRATEGIES: dict[str, type[StrategyRecipe]] = {
-    "synchronous": Synchronous,
-    "weight_averaging": WeightAveraging,
+    "synchronous": SynchronousRecipe,
+    "weight_averaging": WeightAveragingRecipe,
 }

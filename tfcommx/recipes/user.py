@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from tfcommx.recipes.families import Data, Objective, Place
+from tfcommx.recipes.families import Data, DataRank, Objective
 from tfcommx.recipes.reader import RecipeError
 
 if TYPE_CHECKING:
@@ -74,17 +74,17 @@ class UserModel(UserFunction):
 
 
 class UserDataset(UserFunction):
-    """`function(place, **settings)` returns `recipes.base.Data`, as `open_arrays` does."""
+    """`function(place, **settings)` returns `recipes.families.Data`, as `open_arrays` does."""
 
     def fetch(self) -> None:
         """Do nothing: the function downloads what it needs."""
 
-    def build(self, place: Place) -> Data:
+    def build(self, place: DataRank) -> Data:
         return self.call(place=place)
 
 
 class UserTask(UserFunction):
-    """`function(data, **settings)` returns a `recipes.base.Objective`."""
+    """`function(data, **settings)` returns a `recipes.families.Objective`."""
 
     def build(self, data: Data) -> Objective:
         return self.call(data=data)

@@ -6,7 +6,7 @@ No TensorFlow is imported until events are written, so `tfcommx report` is quick
 from tfcommx.report.dry_run import read_alone, show_dry_run, write_dry_run
 from tfcommx.report.figures import PICTURES, draw, draw_links
 from tfcommx.report.page import write_report
-from tfcommx.report.progress import Progress
+from tfcommx.report.progress import ProgressDisplay
 from tfcommx.report.summary import PARTS, ReportError, read, time_to_target
 from tfcommx.report.tensorboard import TensorBoardEvents
 from tfcommx.report.terminal import show, show_run
@@ -14,7 +14,7 @@ from tfcommx.report.terminal import show, show_run
 __all__ = [
     "PARTS",
     "PICTURES",
-    "Progress",
+    "ProgressDisplay",
     "ReportError",
     "TensorBoardEvents",
     "draw",

@@ -23,7 +23,7 @@ LINE_SECONDS = 60.0
 BAR_COLUMNS = 8, 40
 
 
-class Progress:
+class ProgressDisplay:
     """One bar over all steps of a run on a terminal; elsewhere one plain line per epoch.
 
     Args:
@@ -57,7 +57,7 @@ class Progress:
         self.started = self.last_line = time.monotonic()
         self.bar: Bar | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         self.started = time.monotonic()
         if self.shown and self.console.is_terminal:
             self.bar = Bar(Line(self.console), console=self.console)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tfcommx.core import write_text
 
-# The parts of an epoch, as training.timing.Timing measures them, in the order of the stacked bars.
+# The parts of an epoch, as training.steps.Timing measures them, in the order of the stacked bars.
 PARTS = {
     "data": "waiting for data",
     "compute": "forward and backward pass",

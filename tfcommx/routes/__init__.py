@@ -3,13 +3,13 @@
 `allreduce` is the identity: with the rule `all` it is plain Horovod.
 
 Each file has, in this order: its options, if it has any; the class with `options`, `shard`, `run`
-and the prices `wire_bytes`, `port_bytes` and `seconds`, as `base.Route` says; and `ROUTE`, the one
+and the prices `wire_bytes`, `port_bytes` and `seconds`, as `route.Route` says; and `ROUTE`, the one
 object of that class. A route made of messages has a `schedule`, which is a pure function, and a
 price; `messages.MessageRoute` makes a route of them. Routes are given a communicator, a codec and a
 selection, and import none of these: prices and plans need no TensorFlow.
 
 To add one:
-    1. Write the file: a class derived from `base.Route`, or a schedule for a `MessageRoute`.
+    1. Write the file: a class derived from `route.Route`, or a schedule for a `MessageRoute`.
        The price stands beside what it prices; docs/explanation/routes.md derives it.
     2. Add its ROUTE to `_ALL` below.
        One of another package is named "module:MEMBER", and its `name` is just that.
@@ -73,7 +73,7 @@ def get(name: str) -> Route:
 def of(bucket: Bucket) -> Route:
     """Return the route of a bucket, with the prices of what travels on it."""
     route = get(bucket.route)
-    return compressed.Compressed(route) if bucket.compresses else route
+    return compressed.CompressedRoute(route) if bucket.compresses else route
 
 
 def read_plan(text: str) -> Plan:

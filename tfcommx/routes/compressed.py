@@ -40,7 +40,7 @@ def vectors(bucket: Bucket, route: Route, topology: Topology) -> list[Bucket]:
     ]
 
 
-class Compressed(Route):
+class CompressedRoute(Route):
     """A dense route with the prices of a bucket that compresses."""
 
     def __init__(self, route: Route) -> None:
@@ -50,7 +50,7 @@ class Compressed(Route):
     def run(
         self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select | None = None
     ) -> Tensor:
-        """Refuse: `runtime.compressor` runs the dense route itself, once for each vector."""
+        """Refuse: `runtime.bucket_runner` runs the dense route itself, once for each vector."""
         raise NotImplementedError("Only the prices of a bucket that compresses are here.")
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:

@@ -1,14 +1,14 @@
-"""Turn gradients into the flat vectors of a plan, and back.
+"""BucketRunner: the exchange of one bucket in a step.
+
+The only file here that asks the table of routes for anything except shards and prices.
+
+Turn gradients into the flat vectors of a plan, and back.
 
 Clip a rank's own gradients before they enter its residuals.
 
 Selector: choose the entries of a bucket that are sent; keep the rest as residual.
 
 Compressor: send a bucket's gradients by a compression; keep the rest as residual.
-
-BucketRunner: the exchange of one bucket in a step.
-
-The only file here that asks the table of routes for anything except shards and prices.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def clip_buckets(gradients: Mapping[str, tf.Tensor], plan: Plan) -> dict[str, tf
     return clipped
 
 
-class Selector:
+class BucketSelector:
     """The selection of one bucket on this rank: its rule, residual and velocity, and its seeds."""
 
     def __init__(self, plan: Plan, index: int, state: BucketState, comm: Comm) -> None:
@@ -283,7 +283,7 @@ class BucketRunner:
         if bucket.rounds:
             self.codec = codec.RoundingCodec(state.residual, self.factor)
         self._factor_after = 1.0 if exact or bucket.rounds else self.factor
-        self.selector = None if bucket.k is None else Selector(plan, index, state, comm)
+        self.selector = None if bucket.k is None else BucketSelector(plan, index, state, comm)
         self.compressor = Compressor(bucket, state, comm) if bucket.compresses else None
 
     def exchange(self, parts: Sequence[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:

@@ -1,12 +1,12 @@
-"""Check that all ranks have the same plan.
-
-PlanExecutor: exchange gradients by a plan; keep residuals for the next step.
+"""PlanExecutor: exchange gradients by a plan; keep residuals for the next step.
 
     gradients -> per bucket: flat vector -> route (+ residual -> select -> wire -> exchange ->
     merge) -> average -> unflatten
 
 Each bucket is a chain of its own in the TensorFlow graph, so one whose gradients are ready travels
 while others are computed.
+
+Check that all ranks have the same plan.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The state of compressions on its way from plan to plan: by variable, as parts of sums.
-
-It is equal on all ranks; rank 0 carries it, so that the sum of the parts is the state, to the bit.
-
-What each rank keeps between steps: by bucket in a plan, by variable between plans.
+"""What each rank keeps between steps: by bucket in a plan, by variable between plans.
 
 Between steps a rank keeps, of each bucket, its shard of
 
@@ -13,6 +9,10 @@ Between steps a rank keeps, of each bucket, its shard of
 
 Checkpoints, changes of scheme and changes of the number of ranks move them by variable, so that
 their sums over the ranks are conserved. The state of a compression goes along with rank 0.
+
+The state of compressions on its way from plan to plan: by variable, as parts of sums.
+
+It is equal on all ranks; rank 0 carries it, so that the sum of the parts is the state, to the bit.
 """
 
 from __future__ import annotations

@@ -1,14 +1,4 @@
-r"""TrialRounds: the order of plans in a trial, and the choice from their times.
-
-    step    1 2 3 | 4 5 6 | 7 8 9 | 10 11 12 | ...  18
-    plan    0 1 2 | 1 2 0 | 2 0 1 |  0  1  2 | ...
-            first use     | a plan that is hopelessly slower takes no more turns
-            does not count
-
-Plan 0 is plain Horovod. In a round each plan has one step, each time in another order, so that a
-machine that becomes slower, and what the ranks do between two rounds, weigh on all plans alike.
-
-TrialExecutor: plans for the same gradients take turns, and the fastest stays.
+r"""TrialExecutor: plans for the same gradients take turns, and the fastest stays.
 
     gradients -> + unsent residuals -> switch_case(whose turn) -> plain | plan 1 | plan 2 -> result
                                                                                         \-> stamp
@@ -19,6 +9,16 @@ are those between the ends of two exchanges: whole steps, with what of the excha
 
 Several trials, as of the two optimizers of a GAN, follow each other: steps of one would count what
 the other tries. Those that wait for another one take plain Horovod's turn in each step.
+
+TrialRounds: the order of plans in a trial, and the choice from their times.
+
+    step    1 2 3 | 4 5 6 | 7 8 9 | 10 11 12 | ...  18
+    plan    0 1 2 | 1 2 0 | 2 0 1 |  0  1  2 | ...
+            first use     | a plan that is hopelessly slower takes no more turns
+            does not count
+
+Plan 0 is plain Horovod. In a round each plan has one step, each time in another order, so that a
+machine that becomes slower, and what the ranks do between two rounds, weigh on all plans alike.
 """
 
 from __future__ import annotations

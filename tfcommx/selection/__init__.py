@@ -12,9 +12,9 @@ residual, entry by entry; NaN and Inf are chosen before all else, and never ente
 velocity. The result depends on the inputs and the seed alone.
 
 To add one:
-    1. A class in rules.py that has `select` (see `rule.Selector`), and its one object, whose name
-       is the rule's in capitals. A selector says nothing of residuals: `Rule` puts error feedback
-       around any.
+    1. A class in rules.py that has `select` (see `error_feedback.Selector`), and its one object,
+       whose name is the rule's in capitals. A selector knows no residuals: `Rule` puts error
+       feedback around any.
     2. A row of RULES below.
     tests/kernels/test_select.py and tests/laws then hold it to the laws, on every route.
 
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from tfcommx.core import check_name, is_member, load_member
 
 if TYPE_CHECKING:
-    from tfcommx.selection.rule import Rule
+    from tfcommx.selection.error_feedback import Rule
 
 # Name -> where the selector is, as module:member
 RULES = {
@@ -42,7 +42,7 @@ def rule(name: str) -> Rule:
 
     **Raises:** PlanError for an unknown name; it names the nearest one.
     """
-    from tfcommx.selection.rule import Rule
+    from tfcommx.selection.error_feedback import Rule
 
     return Rule(load_member("selection rule", name if is_member(name) else RULES[check(name)]))
 

@@ -1,4 +1,12 @@
-"""Rule `all`: every entry travels. The identity of the family.
+"""The rules of selection: which k entries of a gradient are sent.
+
+Rule `dgc`: double sampling. A sample gives a threshold; of what reaches it, the k largest go.
+
+**Source:** Lin et al., Deep Gradient Compression, 2018, section 5. There, fewer than k entries
+travel if the sample's threshold is too high; here k always do: the threshold is aimed a quarter
+low, and if that fails, all entries compete.
+
+Rule `all`: every entry travels. The identity of the family.
 
 Rules of the native selection kernel, which fuses the choice with error feedback in one pass.
 
@@ -12,12 +20,6 @@ in there.
 **Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud
 Clusters, 2021, Algorithm 1; we find the thresholds by counting in bins, in one pass, instead of by
 a binary search.
-
-Rule `dgc`: double sampling. A sample gives a threshold; of what reaches it, the k largest go.
-
-**Source:** Lin et al., Deep Gradient Compression, 2018, section 5. There, fewer than k entries
-travel if the sample's threshold is too high; here k always do: the threshold is aimed a quarter
-low, and if that fails, all entries compete.
 
 Rule `random`: k entries, every choice equally likely. What the other rules must beat.
 

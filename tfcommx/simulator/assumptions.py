@@ -1,6 +1,6 @@
-"""How long selecting from a vector takes, as a function of its entries: by formula, or measured.
+"""What a simulated step assumes besides profile, plan and links.
 
-What a simulated step assumes besides profile, plan and links.
+How long selecting from a vector takes, as a function of its entries: by formula, or measured.
 
 What a slow node and ports of varying rate make of a step: all ranks wait for the slowest.
 

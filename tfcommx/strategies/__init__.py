@@ -14,11 +14,11 @@
     >>> cx.strategies.Rebroadcast(every=5)
     Rebroadcast(every=5)
 
-To add one: write one file with a frozen dataclass that inherits from `base.Strategy`, whose fields
-are its options, and a subclass of `base.StrategyRun`; both are synchronous training, and the new
-ones override what differs. Add a row to `STRATEGIES`; list it above.
-The laws in tests/strategies run over the table: after a step all ranks hold the same weights (or,
-if it lets them drift, become equal when it says so), and a mismatch between ranks is refused.
+To add one: write one file with a frozen dataclass that inherits from `strategy.Strategy`, whose
+fields are its options, and a subclass of `strategy.StrategyRun`; both are synchronous training, and
+the new ones override what differs. Add a row to `STRATEGIES`; list it above. The laws in
+tests/strategies run over the table: after a step all ranks hold the same weights (or, if it lets
+them drift, become equal when it says so), and a mismatch between ranks is refused.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tfcommx.core import PlanError, check_name, is_member, load_member
 from tfcommx.strategies.averaging.strategy import WeightAveraging
 from tfcommx.strategies.easgd.run import ElasticRun
 from tfcommx.strategies.easgd.strategy import ElasticAveraging
-from tfcommx.strategies.sharded.strategy.run import ShardedRun
-from tfcommx.strategies.sharded.strategy.shards import Shards
-from tfcommx.strategies.sharded.strategy.strategy import Sharded
+from tfcommx.strategies.sharded.run import ShardedRun
+from tfcommx.strategies.sharded.shards import Shards
+from tfcommx.strategies.sharded.strategy import Sharded
 from tfcommx.strategies.strategy import (
     CommonState,
     Strategy,

@@ -133,7 +133,7 @@ class Strategy(Protocol):
     def plan_fragments(self) -> int:
         """The number of groups of variables, >= 1, that a plan must keep in buckets of their own.
 
-        `planner.fragments` says which they are.
+        `planner.plan` says which they are.
         """
         return 1
 

@@ -1,4 +1,6 @@
-"""Why a generation has ended, and whether the run goes on.
+"""What the supervisor knows of one generation: a start of the ranks, up to their end.
+
+Why a generation has ended, and whether the run goes on.
 
 The supervisor's end of its connection to rank 0 of a generation.
 
@@ -29,8 +31,6 @@ of the whole run:
 
 After `leaving` the ranks end with status 75, too. A program that does not connect is supervised as
 well: nothing is known of its steps.
-
-What the supervisor knows of one generation: a start of the ranks, up to their end.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class RunSecret:
         self.secret = secrets.token_hex(16)
 
 
-class Link:
+class RankZeroListener:
     """Listens for rank 0 of one generation, and for what it says.
 
     Args:

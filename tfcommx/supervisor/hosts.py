@@ -1,4 +1,6 @@
-"""How a supervised run is started again; the command line's options by another name.
+"""Which hosts may be used now: those that are named, have not been lost lately, and answer.
+
+How a supervised run is started again; the command line's options by another name.
 
 Which hosts there are: those that were given, or those that the user's script prints.
 
@@ -7,8 +9,6 @@ To add a way to find hosts: a class with `hosts()`, and a word in cli/elastic_op
 Which hosts are left out for a while: those that were lost, or said that they go.
 
 How many ranks of the next generation run on which hosts.
-
-Which hosts may be used now: those that are named, have not been lost lately, and answer.
 """
 
 from __future__ import annotations

@@ -20,7 +20,14 @@ from tfcommx.launch.horovodrun import Launch, LaunchError, Running
 from tfcommx.launch.hosts import Host
 from tfcommx.launch.rank_output import RankLines
 from tfcommx.supervisor import goodput, sweep
-from tfcommx.supervisor.generation import Deaths, Ending, Generation, Link, RunSecret, first_failure
+from tfcommx.supervisor.generation import (
+    Deaths,
+    Ending,
+    Generation,
+    RankZeroListener,
+    RunSecret,
+    first_failure,
+)
 from tfcommx.supervisor.goodput import pause_before, price
 from tfcommx.supervisor.hosts import ElasticOptions, Hosts, host_named, in_words, place, slots_of
 
@@ -35,7 +42,7 @@ POLL_SECONDS = 5.0
 USER_ERROR = 2
 
 
-class Stop(Protocol):
+class StopSignal(Protocol):
     """What this process does when it gets a signal."""
 
     # The first signal; 0: none
@@ -82,7 +89,7 @@ class Supervisor:
         hosts: Hosts,
         options: ElasticOptions,
         make_launch: Callable[[list[Host], int], Launch],
-        stop: Stop,
+        stop: StopSignal,
     ) -> None:
         self._hosts, self._options = hosts, options
         self._make_launch, self._stop = make_launch, stop
@@ -150,7 +157,9 @@ class Supervisor:
                 epochs.append(message["epoch_ended"])
                 wake.set()
 
-        link = Link(self._ours, generation.number, heard, [*self._options.interfaces], local)
+        link = RankZeroListener(
+            self._ours, generation.number, heard, [*self._options.interfaces], local
+        )
 
         def look_for_hosts() -> None:
             while not ended.is_set():

@@ -1,12 +1,14 @@
-"""The laws of a compression.
+"""The laws of each family: compressions, routes, rules, strategies and wire formats.
+
+The laws of a wire format.
+
+The laws of a compression.
 
 The laws of a route.
 
 The laws of a rule of selection.
 
 The laws of a strategy.
-
-The laws of a wire format.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def check_compression(name: str) -> None:
 
     Args:
         name: such as "powersgd/2", or "module:MEMBER", an object of a class that derives from
-            `compression.base.Compression`.
+            `compression.compression.Compression`.
 
     **Ranks:** none: everything runs in this process. **Cost:** some seconds.
     **Raises:** LawBroken; PlanError for a name that is none.
@@ -87,7 +89,7 @@ def check_route(name: str) -> None:
 
     Args:
         name: of the table, or "module:MEMBER", an object of a class that derives from
-            `routes.base.Route`.
+            `routes.route.Route`.
 
     **Ranks:** none: everything runs in this process. **Cost:** some seconds.
     **Raises:** LawBroken; PlanError for a name that is none.
@@ -121,7 +123,8 @@ def check_rule(name: str) -> None:
     """Hold a rule of selection to its laws.
 
     Args:
-        name: of the table, or "module:MEMBER", whose `select` is as `selection.base.Selector` says.
+        name: of the table, or "module:MEMBER", whose `select` is as
+            `selection.error_feedback.Selector` says.
 
     **Ranks:** none: everything runs in this process. **Cost:** some seconds.
     **Raises:** LawBroken; PlanError for a name that is none.
@@ -230,8 +233,8 @@ def check_wire(name: str) -> None:
     """Hold a wire format to its laws, on every sparse route.
 
     Args:
-        name: of `terms.SPARSE_WIRES`, or "module:MEMBER", an object of a class that derives from
-            `wire.base.WireFormat`.
+        name: of `core.SPARSE_WIRES`, or "module:MEMBER", an object of a class that derives from
+            `wire.formats.WireFormat`.
 
     **Ranks:** none: everything runs in this process. **Cost:** some seconds.
     **Raises:** LawBroken; PlanError for a name that is none.

@@ -15,13 +15,13 @@ from tfcommx import callbacks
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_of, steps_of_update
 from tfcommx.recipes.recipe import Phase
-from tfcommx.report import Progress, TensorBoardEvents
+from tfcommx.report import ProgressDisplay, TensorBoardEvents
 from tfcommx.report.summary import target_text, time_to_target
 from tfcommx.training.run import Run
 from tfcommx.training.steps import Position, StepCounter, Timing
 
 
-class LearningRate(keras.callbacks.Callback):
+class SetLearningRate(keras.callbacks.Callback):
     """Sets the learning rate of every step from the recipe.
 
     A callback and not a Keras schedule, so that a saved optimizer loads without tfcommx.
@@ -177,7 +177,10 @@ class ShowProgress(keras.callbacks.Callback):
     """Shows progress on rank 0; comes after the callbacks that measure it."""
 
     def __init__(
-        self, history: EpochHistory, progress: Progress, events: TensorBoardEvents | None = None
+        self,
+        history: EpochHistory,
+        progress: ProgressDisplay,
+        events: TensorBoardEvents | None = None,
     ) -> None:
         super().__init__()
         self.history, self.progress, self.events = history, progress, events

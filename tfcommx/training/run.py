@@ -13,7 +13,7 @@ import tfcommx as cx
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.comparisons import Facts
 from tfcommx.optim.automatic import ExpectedRun
-from tfcommx.recipes.families import Data, Objective, Place
+from tfcommx.recipes.families import Data, DataRank, Objective
 from tfcommx.recipes.recipe import Recipe, Target
 from tfcommx.training.steps import FitCall, Position
 
@@ -86,7 +86,7 @@ class Run:
 
     def batches(self, call: FitCall) -> tf.data.Dataset:
         """Return the batches of this rank for a call of `fit`."""
-        # One batch is prepared during each step: tf.data adds no such stage here (`data.prefetch`)
+        # One batch is prepared during each step: tf.data adds no such stage here (`data.pipeline`)
         return self.objective.targets(self.samples_of(call)).prefetch(1)
 
     def samples_of(self, call: FitCall) -> tf.data.Dataset:
@@ -119,7 +119,7 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
         tf.config.threading.set_inter_op_parallelism_threads(recipe.threads)
     comm = cx.init(node_size=recipe.node_size)
     _require_equal(comm, "recipe", recipe.name, _settings(recipe), SAME_RECIPE)
-    place = Place(comm.topology, comm.rank, recipe.seed, recipe.threads)
+    place = DataRank(comm.topology, comm.rank, recipe.seed, recipe.threads)
     data = recipe.data.build(place)
     batches = [recipe.batch(phase) for phase in recipe.phases]
     steps = tuple(

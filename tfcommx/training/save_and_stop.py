@@ -1,10 +1,10 @@
-"""Requests to save and stop a run: signals, or a file.
-
-Saves checkpoints, and stops a run after the same step on all ranks.
+"""Saves checkpoints, and stops a run after the same step on all ranks.
 
 rank 0   step  step  step ask step  step  step ask save, stop
 rank 1   step  step  step ask step  step  step ask save, stop
                              SIGTERM
+
+Requests to save and stop a run: signals, or a file.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tfcommx.training.callbacks import (
     EpochHistory,
     Evaluation,
     InformAuto,
-    LearningRate,
+    SetLearningRate,
     ShowProgress,
 )
 from tfcommx.training.run import Run, prepare
@@ -243,7 +243,7 @@ class RunCallbacks(NamedTuple):
     # First: the others read it
     counter: StepCounter
     timing: Timing
-    learning_rate: LearningRate
+    learning_rate: SetLearningRate
     inform_auto: InformAuto
     switch: callbacks.SwitchScheme
     choose_again: callbacks.ChooseAgain
@@ -285,14 +285,16 @@ def make_callbacks(
         history.measured_before, first_steps = (scaled_steps(count, run, saved) for count in counts)
         timing.continue_from(under_way.get("seconds", {}), first_steps)
     steps = run.steps_before(Position(recipe.epochs)) - run.steps_before(first)
-    progress = report.Progress(steps, recipe.epochs, shown=cx.is_chief(), terminal=options.terminal)
+    progress = report.ProgressDisplay(
+        steps, recipe.epochs, shown=cx.is_chief(), terminal=options.terminal
+    )
     shown = options.tensorboard and cx.is_chief()
     events = report.TensorBoardEvents(run.folder / "tensorboard") if shown else None
     saving = SaveAndStop(run, history, requests, end, totals.so_far, snapshots)
     return RunCallbacks(
         counter,
         timing,
-        LearningRate(run, counter),
+        SetLearningRate(run, counter),
         InformAuto(run),
         callbacks.SwitchScheme(changes),
         callbacks.ChooseAgain(),

@@ -1,26 +1,4 @@
-"""Which watchers are connected: at most 7 to each, however many ranks there are.
-
-A tree with 4 children to a rank, and a ring, which keeps what is below a dead rank connected with
-the rest.
-
-    0 --+-- 1 --+-- 5        tree: the parent of r is (r - 1) // 4
-        |       +-- 6
-        |       +-- 7        ring: 0 -- 1 -- 2 -- ... -- p-1 -- 0
-        |       +-- 8
-        +-- 2 --+-- 9 ...
-        +-- 3
-        +-- 4
-
-An alarm at one watcher: which ranks are missing, and from the first sign to the rank's end.
-
-    first sign -- GATHER_SECONDS --> the rank is told -- LAST_WORDS_SECONDS --> it is killed
-
-A rank that Gloo has aborted is no cause: CAUSE_SECONDS are left for a watcher to name one.
-
-What ranks of a node that die together have in common is named together; what ends after the rank
-was told ends because of the alarm.
-
-What one watcher says and decides: no sockets and no clock, so that thousands can be simulated.
+"""What one watcher says and decides: no sockets and no clock, so that thousands can be simulated.
 
     lines between watchers     .            alive
                                bye          the rank ends as it should; its watcher stays
@@ -52,6 +30,28 @@ table of faults for people; `tests/watch/test_faults.py` makes them happen.
 
 **Cost:** per beat one message of 2 bytes to each neighbour and one to the parent; per alarm at most
 NAMES ranks to each neighbour.
+
+Which watchers are connected: at most 7 to each, however many ranks there are.
+
+A tree with 4 children to a rank, and a ring, which keeps what is below a dead rank connected with
+the rest.
+
+    0 --+-- 1 --+-- 5        tree: the parent of r is (r - 1) // 4
+        |       +-- 6
+        |       +-- 7        ring: 0 -- 1 -- 2 -- ... -- p-1 -- 0
+        |       +-- 8
+        +-- 2 --+-- 9 ...
+        +-- 3
+        +-- 4
+
+An alarm at one watcher: which ranks are missing, and from the first sign to the rank's end.
+
+    first sign -- GATHER_SECONDS --> the rank is told -- LAST_WORDS_SECONDS --> it is killed
+
+A rank that Gloo has aborted is no cause: CAUSE_SECONDS are left for a watcher to name one.
+
+What ranks of a node that die together have in common is named together; what ends after the rank
+was told ends because of the alarm.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a wire format of another package is: `Scheme(wire="module:MEMBER")` on a sparse route.
+"""Bytes and dtypes of what travels: pure arithmetic, so that prices need no TensorFlow.
 
-Bytes and dtypes of what travels: pure arithmetic, so that prices need no TensorFlow.
+What a wire format of another package is: `Scheme(wire="module:MEMBER")` on a sparse route.
 """
 
 from __future__ import annotations

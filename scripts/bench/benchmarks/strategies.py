@@ -33,13 +33,13 @@ import tensorflow as tf
 from bench import options, ranks, rounds
 from bench.checks import moved_alike
 from bench.peers import threads
-from tfcommx.strategies.sharded.strategy.strategy import pull_times
 
 import tfcommx as cx
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import Link, Links, Profile, VariableProfile
 from tfcommx.planner.merging import pulls
 from tfcommx.strategies import Sharded
+from tfcommx.strategies.sharded.strategy import pull_times
 
 GAIN = 1.3  # "batched" against "at_once"
 ALLOWED = 1.05  # times a synchronous step

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.recipes.families import Data, DataError, Place
+from tfcommx.recipes.families import Data, DataError, DataRank
 from tfcommx.recipes.tasks.classify import Classification
 
 FILES = ("data.noun", "data.verb", "data.adj", "data.adv")
@@ -51,7 +51,9 @@ def split(count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.delete(shuffled, slice(None, None, ONE_IN)), shuffled[::ONE_IN]
 
 
-def open_glosses(place: Place, folder: str = "/usr/share/wordnet", vocabulary: int = 20000) -> Data:
+def open_glosses(
+    place: DataRank, folder: str = "/usr/share/wordnet", vocabulary: int = 20000
+) -> Data:
     """Open the explanations on this rank."""
     texts, fields = read_glosses(Path(folder))
     counts = collections.Counter(word for place in split(len(texts))[0] for word in texts[place])
@@ -64,9 +66,9 @@ def open_glosses(place: Place, folder: str = "/usr/share/wordnet", vocabulary: i
 
 @dataclass(frozen=True)
 class Glosses:
-    """Explanations as numbers of words, open on one rank; see `recipes.base.Data`."""
+    """Explanations as numbers of words, open on one rank; see `recipes.families.Data`."""
 
-    place: Place
+    place: DataRank
     texts: list[list[int]]
     fields: np.ndarray
     inputs: int

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.compression import Compressed, Compression
+from tfcommx.compression import Compression, CompressionResult
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RotatingRows(Compression):
         mine = [self._row(gradient, turn) for gradient in gradients]
         summed = tf.split(add(tf.concat(mine, 0)), [row.shape[0] for row in mine])
         pairs = list(zip(gradients, mine, summed, strict=True))
-        return Compressed(
+        return CompressionResult(
             totals=[self._whole(total, gradient, turn) for gradient, _, total in pairs],
             sent=[self._whole(row, gradient, turn) for gradient, row, _ in pairs],
             state=(state + 1) % np.float32(self.rows),

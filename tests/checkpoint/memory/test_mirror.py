@@ -12,14 +12,14 @@ import pytest
 
 from tfcommx.checkpoint.files import residuals_name
 from tfcommx.checkpoint.mirror import PROTOCOL, Mirrors, partner
-from tfcommx.checkpoint.place import Place
+from tfcommx.checkpoint.place import SnapshotFolder
 from tfcommx.launch.handshake import Handshake
 
 HANDSHAKE = Handshake("secret", PROTOCOL, ("run", 0))
 
 
 def mirrors(folder: Path, handshake: Handshake = HANDSHAKE) -> Mirrors:
-    place = Place(folder, Path("run"))
+    place = SnapshotFolder(folder, Path("run"))
     place.make()
     return Mirrors(handshake, folder.name, [], place)
 

@@ -12,14 +12,14 @@ import pytest
 
 from tfcommx.checkpoint.files import Head, memory_model_name, residuals_name
 from tfcommx.checkpoint.newest import choose, missing
-from tfcommx.checkpoint.place import Held, Place, head_array, needed
+from tfcommx.checkpoint.place import Held, SnapshotFolder, head_array, needed
 
 
 def head(save: int, ranks: int = 2) -> Head:
     return Head(save, 0, ranks, step=save + 1, notes={"run": "a run"})
 
 
-def fill(place: Place, one: Head, ranks: list[int]) -> None:
+def fill(place: SnapshotFolder, one: Head, ranks: list[int]) -> None:
     place.make()
     place.write(memory_model_name(one.save), {"weight0": np.arange(1000.0)})
     for rank in ranks:
@@ -28,7 +28,7 @@ def fill(place: Place, one: Head, ranks: list[int]) -> None:
 
 
 def test_whole_files_are_found_and_private(tmp_path: Path) -> None:
-    place = Place(tmp_path / "memory", Path("run"))
+    place = SnapshotFolder(tmp_path / "memory", Path("run"))
     fill(place, head(3), [0, 1])
     assert place.held()[3].head == head(3)
     assert sorted(place.held()[3].files) == sorted(needed(head(3)))
@@ -42,7 +42,7 @@ def test_whole_files_are_found_and_private(tmp_path: Path) -> None:
 def test_a_damaged_file_does_not_count_and_makes_room_for_a_copy(
     name: str, damage: str, tmp_path: Path
 ) -> None:
-    place = Place(tmp_path / "memory", Path("run"))
+    place = SnapshotFolder(tmp_path / "memory", Path("run"))
     for one in (head(2), head(3)):
         fill(place, one, [0, 1])
     path = place.path / name
@@ -60,7 +60,7 @@ def test_hundreds_of_damaged_files_do_not_count_and_raise_nothing(tmp_path: Path
 
     `zipfile` and NumPy raise NotImplementedError, RuntimeError, EOFError and KeyError for them.
     """
-    place = Place(tmp_path / "memory", Path("run"))
+    place = SnapshotFolder(tmp_path / "memory", Path("run"))
     fill(place, head(3), [0, 1])
     path = place.path / residuals_name(3, 1)
     whole = path.read_bytes()
@@ -78,7 +78,7 @@ def test_a_folder_that_was_made_before_is_refused(made: str, level: str, tmp_pat
     """A folder that another user had made was used: he read the weights, and replaced snapshots."""
     if made == "by another user" and os.geteuid():
         pytest.skip("needs root")
-    place = Place(tmp_path / "memory", Path("run"))
+    place = SnapshotFolder(tmp_path / "memory", Path("run"))
     if level == "checkpoint":
         place.path.parent.mkdir(mode=0o700)
     folder = place.path.parent if level == "run" else place.path
@@ -99,7 +99,7 @@ def test_a_folder_that_was_made_before_is_refused(made: str, level: str, tmp_pat
 
 def test_a_link_in_the_way_of_a_file_is_not_followed(tmp_path: Path) -> None:
     """The names of files under way were known: a link under such a name was written through."""
-    place, victim = Place(tmp_path / "memory", Path("run")), tmp_path / "victim"
+    place, victim = SnapshotFolder(tmp_path / "memory", Path("run")), tmp_path / "victim"
     place.make()
     victim.write_text("mine")
     for name in (residuals_name(3, 0), f".{residuals_name(3, 0)}.part"):
@@ -109,7 +109,7 @@ def test_a_link_in_the_way_of_a_file_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_file_under_way_does_not_count(tmp_path: Path) -> None:
-    place = Place(tmp_path / "memory", Path("run"))
+    place = SnapshotFolder(tmp_path / "memory", Path("run"))
     fill(place, head(3), [0])
     with contextlib.suppress(InterruptedError), place.writing(residuals_name(3, 1)) as file:
         file.write(b"half of it")
@@ -125,7 +125,7 @@ def test_a_file_under_way_does_not_count(tmp_path: Path) -> None:
 def test_other_names_are_refused(name: str, tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="no file of a snapshot"),
-        Place(tmp_path, Path("run")).writing(name),
+        SnapshotFolder(tmp_path, Path("run")).writing(name),
     ):
         pass
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tfcommx.checkpoint.files import Head
-from tfcommx.checkpoint.place import Place, head_array
+from tfcommx.checkpoint.place import SnapshotFolder, head_array
 from tfcommx.checkpoint.snapshots import Captured, Writing
 
 
-def write(place: Place, save: int) -> Writing:
+def write(place: SnapshotFolder, save: int) -> Writing:
     own = {"head": head_array(Head(save, -1, 1, 5, 12, {}))}
     captured = Captured(save, own, {"weight0": np.ones(3)}, False)
     writing = Writing(captured, 0, place, None, None)
@@ -24,14 +24,14 @@ def write(place: Place, save: int) -> Writing:
 def test_a_folder_that_is_gone_is_made_again(tmp_path: Path) -> None:
     """Once, a rank ended when its host's memory files had been deleted beside it."""
     memory = tmp_path / "memory"
-    place = Place(memory, Path("run"))
+    place = SnapshotFolder(memory, Path("run"))
     assert not write(place, 1).problem
     shutil.rmtree(memory)
     again = write(place, 2)
     assert not again.problem and again.bytes > 0
     assert list(place.held()) == [2]
     # It cannot be made where its own parent is gone: said, not raised
-    nowhere = Place(tmp_path / "gone" / "memory", Path("run"))
+    nowhere = SnapshotFolder(tmp_path / "gone" / "memory", Path("run"))
     assert "No such file" in write(nowhere, 3).problem
 
 
@@ -42,4 +42,4 @@ def test_any_failure_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise MemoryError
 
     monkeypatch.setattr(np, "savez", fail)
-    assert write(Place(tmp_path / "memory", Path("run")), 1).problem == "MemoryError"
+    assert write(SnapshotFolder(tmp_path / "memory", Path("run")), 1).problem == "MemoryError"

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from tfcommx.core import PlanError
-from tfcommx.data import DataCache
+from tfcommx.data.cache import DataCache
 from tfcommx.data.disk import Disk, drop
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.sources.arrays import Arrays

@@ -14,10 +14,10 @@ from tfcommx.recipes.datasets.picture_files import (
     ImageNet,
     TensorFlowDataset,
 )
-from tfcommx.recipes.families import DataError, Place
+from tfcommx.recipes.families import DataError, DataRank
 from tfcommx.recipes.tasks.classify import Classification
 
-ALONE = Place(Topology(1, 1), 0, seed=3)
+ALONE = DataRank(Topology(1, 1), 0, seed=3)
 
 
 @pytest.fixture

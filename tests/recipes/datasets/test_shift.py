@@ -8,7 +8,7 @@ from tfcommx.core import Topology
 from tfcommx.data.sources.arrays import Arrays
 from tfcommx.recipes.datasets import fashion_mnist
 from tfcommx.recipes.datasets.pictures import Pictures, shifted
-from tfcommx.recipes.families import Place
+from tfcommx.recipes.families import DataRank
 from tfcommx.recipes.tasks.classify import Classification
 
 COUNT, BATCH = 103, 4
@@ -20,7 +20,7 @@ def opened(memory, rank=0, shift=1, flip=True) -> Pictures:
     settings = fashion_mnist.FashionMnist(memory=memory, flip=flip, shift=shift)
     train = Arrays(PICTURES, LABELS, fashion_mnist.CLASSES)
     test = Arrays(PICTURES[::-1], LABELS[::-1], fashion_mnist.CLASSES, "test")
-    place = Place(Topology(1, 2), rank, seed=1)
+    place = DataRank(Topology(1, 2), rank, seed=1)
     return Pictures(settings, train, test, place, settings._shifted if shift else None)
 
 

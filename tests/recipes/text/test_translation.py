@@ -13,7 +13,7 @@ from tfcommx.recipes.datasets.translations import (
     PreparedPairs,
     TextFiles,
 )
-from tfcommx.recipes.families import DataError, Place
+from tfcommx.recipes.families import DataError, DataRank
 from tfcommx.recipes.models.transformer import Transformer
 from tfcommx.recipes.tasks.translate import Translate
 from tfcommx.recipes.text.decoding import greedy_decoder
@@ -44,7 +44,7 @@ def settings(tmp_path) -> TextFiles:
 
 
 def opened(settings, rank=0, ranks=2):
-    return settings.build(Place(Topology(1, ranks), rank, seed=4))
+    return settings.build(DataRank(Topology(1, ranks), rank, seed=4))
 
 
 def test_every_rank_has_its_part_and_sentences_survive(settings):

@@ -1,28 +1,33 @@
 """Where samples come from: one source a file.
 
-To add one: write a class with the members of `base.Source` in a file of its own, and name it here.
-`find_source` makes a source of a path or a name.
+To add one: write a class with the members of `source.Source` in a file of its own, and name it
+here. `find_source` makes a source of a path or a name.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
+
+from tfcommx.core import local_path
+
+if TYPE_CHECKING:
+    from tfcommx.data.sources.source import Source
 
 # Where each public name lives. Loaded on first use, because reading TFRecords needs TensorFlow.
 _PUBLIC = {
     "Arrays": "arrays",
     "Folder": "folder",
     "ImageFeatures": "tfrecord",
-    "SampleError": "base",
-    "Source": "base",
+    "SampleError": "source",
+    "Source": "source",
     "TFRecords": "tfrecord",
-    "find_source": "find",
     "imagenet": "tfrecord",
     "tfds": "tfrecord",
 }
 
-__all__ = [*_PUBLIC]
+__all__ = [*_PUBLIC, "find_source"]
 
 
 def __getattr__(name: str) -> Any:
@@ -33,3 +38,26 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+def find_source(text: str | os.PathLike, split: str = "train") -> Source:
+    """Return the samples that a path or a name stands for.
+
+    Args:
+        text: a folder of class folders, a folder of ImageNet's shards, or the name of a TensorFlow
+            data set, such as `imagenette/160px-v2`. What begins with `/`, `.` or `~` is a path.
+        split: of shards and of TensorFlow data sets.
+
+    **Raises:** PlanError if there is no such folder or data set, or nothing in it that can be read,
+    and for an address such as gs://bucket/folder.
+    """
+    from tfcommx.data.sources.folder import Folder, check_folder
+    from tfcommx.data.sources.tfrecord import imagenet, tfds
+
+    path = local_path("source", text)
+    if isinstance(text, os.PathLike) or text.startswith((os.sep, ".", "~")):
+        check_folder(path)
+    elif not path.is_dir():  # Names of data sets have a slash too, before the configuration
+        return tfds(text, split)
+    shards = next(path.glob(f"{split}-*-of-*"), None)
+    return imagenet(path, split) if shards is not None else Folder(path)

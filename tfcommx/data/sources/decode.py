@@ -1,4 +1,6 @@
-"""Checks the heads of image files before they are decoded.
+"""Decodes images, and shrinks them to the size at which they are kept.
+
+Checks the heads of image files before they are decoded.
 
 A file of some hundred kilobytes can decode to gigabytes, and some files decode without an error to
 pixels that are not those of the image.
@@ -8,8 +10,6 @@ A record: one decoded sample as bytes, as a slab holds it and as nodes send it t
     64 bytes of header: sample, label, bytes, height, width, channels, CRC, zeros | pixels | zeros
 
 Records begin at multiples of 64 bytes. ops/kernels/augment.h reads and writes the same layout.
-
-Decodes images, and shrinks them to the size at which they are kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,27 @@
-"""Everything in one bucket, after the backward pass: TopK-SGD.
+"""Merging in one pass over the gradients: single, each, threshold, MG-WFBP and OMGS.
+
+OMGS: a group waits for the next gradient if both, selected and sent together, end earlier.
+
+Group a is selected and waits for the port; merging it with b saves a latency term, if the selection
+of both ends before the port is free or soon after (Q5) and b alone would wait anyway (Q3):
+
+    compute       |  a  | select a |  b  | select b |
+    port    ... before ...             | message a  | message b |
+
+    compute       |  a  |  b  |   select ab   |
+    port    ... before ...                    | message ab |
+
+The paper calls the result optimal; it is so for two neighbours, not for a whole step
+(tests/planner/merging/test_omgs.py has an example). `optimal` is.
+
+Source: Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient
+Sparsification on GPUs" (2020), Algorithm 1 (FindMergedLayers), equations 23 to 25. The times of the
+layers still to come enter no decision, so one pass gives what the printed algorithm does by
+recomputing all timestamps after each merge. Nothing selected or sent takes no time, as equation 13
+has it (AGPM(0) of the listing would be alpha), and line 10 restarts at the group's own timestamp,
+as in the authors' code.
+
+Everything in one bucket, after the backward pass: TopK-SGD.
 
     compute   |  a  |  b  |  c  | select abc |
     port                                     |  message abc  |
@@ -44,27 +67,6 @@ Selection is not counted.
 Source: Shi et al., "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD
 Algorithms" (2019), Algorithm 1: layer l is merged into layer l - 1 if tau_b(l-1) + t_b(l-1) -
 tau_c(l) < a. In one pass, because a decision needs only what came before it.
-
-OMGS: a group waits for the next gradient if both, selected and sent together, end earlier.
-
-Group a is selected and waits for the port; merging it with b saves a latency term, if the selection
-of both ends before the port is free or soon after (Q5) and b alone would wait anyway (Q3):
-
-    compute       |  a  | select a |  b  | select b |
-    port    ... before ...             | message a  | message b |
-
-    compute       |  a  |  b  |   select ab   |
-    port    ... before ...                    | message ab |
-
-The paper calls the result optimal; it is so for two neighbours, not for a whole step
-(tests/planner/merging/test_omgs.py has an example). `optimal` is.
-
-Source: Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient
-Sparsification on GPUs" (2020), Algorithm 1 (FindMergedLayers), equations 23 to 25. The times of the
-layers still to come enter no decision, so one pass gives what the printed algorithm does by
-recomputing all timestamps after each merge. Nothing selected or sent takes no time, as equation 13
-has it (AGPM(0) of the listing would be alpha), and line 10 restarts at the group's own timestamp,
-as in the authors' code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The IDX format: arrays of unsigned bytes behind a short header, gzipped.
+"""Fashion-MNIST in a recipe: its settings.
+
+The IDX format: arrays of unsigned bytes behind a short header, gzipped.
 
 The files of Fashion-MNIST: finds or downloads the original IDX files, and reads them.
 
@@ -8,8 +10,6 @@ package by `apt-get download` (which needs no root), else from TensorFlow Datase
 **Source:** H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking
 machine learning algorithms", 2017. 60,000 training and 10,000 test images of 10 kinds of clothing;
 MIT licence.
-
-Fashion-MNIST in a recipe: its settings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pydantic import Field
 
 from tfcommx.recipes.datasets import debian
 from tfcommx.recipes.datasets.picture_dataset import PictureDataset
-from tfcommx.recipes.families import Data, DataError, Place
+from tfcommx.recipes.families import Data, DataError, DataRank
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -241,7 +241,7 @@ class FashionMnist(PictureDataset):
     def fetch(self) -> Path:
         return fetch(self.folder)
 
-    def build(self, place: Place) -> Data:
+    def build(self, place: DataRank) -> Data:
         from tfcommx.data.sources.arrays import Arrays
         from tfcommx.recipes.datasets.pictures import Pictures
 

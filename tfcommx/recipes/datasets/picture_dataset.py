@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from tfcommx.data.sources.source import MAX_PIXELS
-from tfcommx.recipes.reader import Part
+from tfcommx.recipes.reader import RecipePart
 
 if TYPE_CHECKING:
     from tfcommx.data.options import BatchSpec
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class PictureDataset(Part):
+class PictureDataset(RecipePart):
     """How the data cache keeps pictures, and how it makes batches of them."""
 
     # Folder of shared memory that holds one copy for all ranks of a node

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from tfcommx.core import PlanError, reading
 from tfcommx.recipes.datasets.picture_dataset import IMAGENET_MEAN, IMAGENET_STD, PictureDataset
-from tfcommx.recipes.families import Data, DataError, Place
+from tfcommx.recipes.families import Data, DataError, DataRank
 
 if TYPE_CHECKING:
     from tfcommx.data.sources.arrays import Arrays
@@ -43,7 +43,7 @@ class ArrayFile(ArrayPictures):
         """Return the folder of the file."""
         return self.file.parent
 
-    def build(self, place: Place) -> Data:
+    def build(self, place: DataRank) -> Data:
         """Open the file on this rank. **Raises:** DataError for a file of another kind."""
         with (
             reading("A NumPy file", self.file, "Write it with np.savez.", DataError),
@@ -63,7 +63,7 @@ class ArrayFile(ArrayPictures):
 def open_arrays(
     train: tuple[np.ndarray, np.ndarray],
     test: tuple[np.ndarray, np.ndarray],
-    place: Place,
+    place: DataRank,
     **options: Any,
 ) -> Data:
     """Open pictures that are in memory: what a user's own data set can return.
@@ -82,7 +82,7 @@ def open_arrays(
 def _open(
     train: tuple[np.ndarray, np.ndarray],
     test: tuple[np.ndarray, np.ndarray],
-    place: Place,
+    place: DataRank,
     settings: ArrayPictures,
     origin: str = "",
 ) -> Data:
@@ -129,7 +129,7 @@ class Photos(PictureDataset):
     std: tuple[float, ...] = IMAGENET_STD
 
     def open(
-        self, train: Source, test: Source, place: Place, classes: tuple[str, ...] = ()
+        self, train: Source, test: Source, place: DataRank, classes: tuple[str, ...] = ()
     ) -> Data:
         """Open two sources on this rank, with these names of the classes or their own."""
         from tfcommx.recipes.datasets.pictures import Pictures
@@ -148,7 +148,7 @@ class ImageNet(Photos):
         """Return the folder; under ImageNet's licence you download it yourself."""
         return self.folder
 
-    def build(self, place: Place) -> Data:
+    def build(self, place: DataRank) -> Data:
         """Open the shards on this rank. **Raises:** PlanError for missing shards."""
         from tfcommx.data.sources.tfrecord import imagenet
 
@@ -169,7 +169,7 @@ class ClassFolders(Photos):
     def fetch(self) -> Path:
         return self.folder
 
-    def build(self, place: Place) -> Data:
+    def build(self, place: DataRank) -> Data:
         """Open the folders on this rank. **Raises:** PlanError if there are no pictures."""
         from tfcommx.data.sources.folder import Folder
 
@@ -196,7 +196,7 @@ class TensorFlowDataset(Photos):
         tfds(self.dataset, self.train, self.folder)
         return self.folder
 
-    def build(self, place: Place) -> Data:
+    def build(self, place: DataRank) -> Data:
         """Open it on this rank. **Raises:** PlanError for unknown data sets and splits."""
         from tfcommx.data.sources.tfrecord import tfds
 

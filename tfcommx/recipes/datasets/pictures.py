@@ -8,11 +8,11 @@ import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import PlanError
-from tfcommx.data import DataCache
+from tfcommx.data.cache import DataCache
 from tfcommx.data.sources.folder import Folder, listed_names
 from tfcommx.data.sources.source import Source
 from tfcommx.recipes.datasets.picture_dataset import PictureDataset
-from tfcommx.recipes.families import Place
+from tfcommx.recipes.families import DataRank
 
 # Augments a batch of pictures [b, h, w, c]: batch, seed, resolution in pixels -> batch. The seed is
 # an integer [2], another one for every epoch, step and rank
@@ -39,7 +39,7 @@ class Pictures:
         settings: PictureDataset,
         train: Source,
         test: Source,
-        place: Place,
+        place: DataRank,
         augment: Augment | None = None,
         classes: tuple[str, ...] = (),
     ) -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.data.pipeline import without_autotune
 from tfcommx.data.sources.source import key_of
-from tfcommx.recipes.families import Place
+from tfcommx.recipes.families import DataRank
 from tfcommx.recipes.text.batches import Batch, LengthBatches, in_order, padded
 from tfcommx.recipes.text.corpus import Corpus, Pairs, open_corpora
 from tfcommx.recipes.text.vocabulary import BEGIN
@@ -41,7 +41,7 @@ class SentencePairs:
 
     redistributes = False
 
-    def __init__(self, train: Pairs, test: Pairs, size: int, folder: Path, place: Place) -> None:
+    def __init__(self, train: Pairs, test: Pairs, size: int, folder: Path, place: DataRank) -> None:
         self.vocabulary, self.corpus, self.tests = open_corpora(train, test, size, folder)
         # As they were written: BLEU compares texts, not word pieces
         self.references = [translation for _, translation in test]

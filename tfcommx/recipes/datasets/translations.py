@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from tfcommx.recipes.datasets import debian
-from tfcommx.recipes.families import Data, DataError, Place
-from tfcommx.recipes.reader import Part
+from tfcommx.recipes.families import Data, DataError, DataRank
+from tfcommx.recipes.reader import RecipePart
 
 if TYPE_CHECKING:
     from tfcommx.recipes.text.corpus import Pairs
 
 
-class Translations(Part):
+class Translations(RecipePart):
     """Settings of every data set of translations: the vocabulary, and where it is kept."""
 
     # Word pieces of both languages together, four marks included
@@ -36,7 +36,7 @@ class Translations(Part):
     # Folder on a disk of each node for vocabulary and encoded sentences
     kept: Path = Path("~/.cache/tfcommx/text")
 
-    def open(self, train: Pairs, test: Pairs, place: Place) -> Data:
+    def open(self, train: Pairs, test: Pairs, place: DataRank) -> Data:
         """Open training and test pairs on this rank."""
         from tfcommx.recipes.datasets.sentence_pairs import SentencePairs
 
@@ -109,7 +109,7 @@ class TextFiles(Translations):
     def fetch(self) -> Path:
         return self.source.parent
 
-    def build(self, place: Place) -> Data:
+    def build(self, place: DataRank) -> Data:
         """Open the files on this rank. **Raises:** DataError for missing or unequal files."""
         train = LinePairs(self.source, self.target)
         return self.open(train, LinePairs(self.test_source, self.test_target), place)
@@ -156,7 +156,7 @@ class TensorFlowTranslations(Translations):
         self._builder().download_and_prepare()
         return self.folder
 
-    def build(self, place: Place) -> Data:
+    def build(self, place: DataRank) -> Data:
         """Open it on this rank. **Raises:** DataError for unknown data sets."""
         builder = self._builder()
         builder.download_and_prepare()
@@ -291,6 +291,6 @@ class Catalogues(Translations):
                     raise
         return target
 
-    def build(self, place: Place) -> Data:
+    def build(self, place: DataRank) -> Data:
         folder = self.fetch()
         return self.open(CataloguePairs(folder, False), CataloguePairs(folder, True), place)

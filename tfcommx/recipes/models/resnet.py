@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from tfcommx.recipes.reader import Part
+from tfcommx.recipes.reader import RecipePart
 
 if TYPE_CHECKING:
     import keras
@@ -23,7 +23,7 @@ DEPTHS = {
 EXPANSION = 4
 
 
-class ResNet(Part):
+class ResNet(RecipePart):
     """A residual network that takes pictures of any size.
 
     Version 1.5: the 3x3 convolution of a bottleneck has the stride, not the 1x1 before it.

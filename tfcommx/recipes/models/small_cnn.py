@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from tfcommx.recipes.reader import Part
+from tfcommx.recipes.reader import RecipePart
 
 if TYPE_CHECKING:
     import keras
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MEAN, DEVIATION = 0.286, 0.353
 
 
-class SmallCnn(Part):
+class SmallCnn(RecipePart):
     """A small convolutional network for any resolution: it ends in an average over positions."""
 
     name: Literal["small_cnn"] = "small_cnn"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tfcommx.recipes.reader import Part
+from tfcommx.recipes.reader import RecipePart
 
 if TYPE_CHECKING:
     import keras
@@ -18,7 +18,7 @@ SIZES = {
 }
 
 
-class Transformer(Part):
+class Transformer(RecipePart):
     """A Transformer for translation; both languages and the output share one embedding.
 
     It takes {"source": int [n, words], "target": int [n, words]}, padded with 0, and returns the

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from tfcommx.recipes.reader import Part
+from tfcommx.recipes.reader import RecipePart
 
 if TYPE_CHECKING:
     import keras
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 STAGES = (2, 2, 4, 4, 4)
 
 
-class Vgg19(Part):
+class Vgg19(RecipePart):
     """VGG-19, configuration E.
 
     **Source:** Simonyan, Zisserman, "Very Deep Convolutional Networks for Large-Scale Image

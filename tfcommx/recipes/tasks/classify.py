@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from tfcommx.recipes.families import Data, Gather, Scorer
-from tfcommx.recipes.reader import Part
+from tfcommx.recipes.reader import RecipePart
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
 
-class Classify(Part):
+class Classify(RecipePart):
     """Classify pictures."""
 
     name: Literal["classify"] = "classify"

@@ -10,14 +10,14 @@ from pydantic import Field
 
 from tfcommx.core import PlanError
 from tfcommx.recipes.families import Data, Gather, Scorer
-from tfcommx.recipes.reader import Part
+from tfcommx.recipes.reader import RecipePart
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
 
-class Translate(Part):
+class Translate(RecipePart):
     """Translate sentences; measure BLEU on the test pairs."""
 
     name: Literal["translate"] = "translate"

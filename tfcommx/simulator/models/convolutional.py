@@ -1,4 +1,10 @@
-"""AlexNet, with the two groups of convolutions 2, 4 and 5.
+"""Convolutional networks: AlexNet, VGG, GoogLeNet and ResNet-50.
+
+GoogLeNet, with its two auxiliary classifiers.
+
+Source: Szegedy et al., "Going Deeper with Convolutions" (2015), table 1 and section 5.
+
+AlexNet, with the two groups of convolutions 2, 4 and 5.
 
 Source: Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks" (2012),
 section 3.5, in one column: 96, 256, 384, 384 and 256 filters.
@@ -8,10 +14,6 @@ VGG-16 and VGG-19 on ImageNet; VGG-16 on CIFAR-10, with normalization and one de
 Source: Simonyan and Zisserman, "Very Deep Convolutional Networks" (2015), table 1, columns D and E.
 Nobody trains the three dense layers of 4,096 on CIFAR-10: its usual form has one, and
 normalization after each convolution. Shi et al. (2020), table V, count its 54 tensors.
-
-GoogLeNet, with its two auxiliary classifiers.
-
-Source: Szegedy et al., "Going Deeper with Convolutions" (2015), table 1 and section 5.
 
 ResNet-50, with the stride in the 3 x 3 convolution (version 1.5).
 

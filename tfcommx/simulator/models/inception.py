@@ -1,4 +1,6 @@
-"""Inception-v4: 149 convolutions, each with a normalization.
+"""Inception-v3 and Inception-v4.
+
+Inception-v4: 149 convolutions, each with a normalization.
 
 Source: Szegedy et al., "Inception-v4, Inception-ResNet and the Impact of Residual Connections on
 Learning" (2017), figures 3 to 9 and table 1.

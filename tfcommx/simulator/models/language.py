@@ -1,4 +1,11 @@
-"""The language model of the papers on merged gradients: two LSTM layers of 1,500 units on PTB.
+"""Language models: LSTM, BERT and the Transformer.
+
+The Transformer, base and big, with one embedding for both languages and the output.
+
+Source: Vaswani et al., "Attention Is All You Need" (2017), sections 3 and 5.1, table 3: about
+37,000 word pieces, projections of attention without bias.
+
+The language model of the papers on merged gradients: two LSTM layers of 1,500 units on PTB.
 
 Source: Zaremba et al., "Recurrent Neural Network Regularization" (2014), section 4.1, the large
 model; Shi et al. (2020), table V, count its 11 tensors: each layer has two biases.
@@ -7,11 +14,6 @@ BERT with both heads of its pre-training; the decoder of the words shares their 
 
 Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2019), section 3.
 The words predicted are all words of a sentence.
-
-The Transformer, base and big, with one embedding for both languages and the output.
-
-Source: Vaswani et al., "Attention Is All You Need" (2017), sections 3 and 5.1, table 3: about
-37,000 word pieces, projections of attention without bias.
 """
 
 from __future__ import annotations

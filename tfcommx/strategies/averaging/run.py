@@ -1,4 +1,10 @@
-"""Rounds of weight averaging that travel while steps are taken.
+"""The steps of weight averaging.
+
+A fragment f of F has its round after the steps whose number, counted since all weights were equal,
+leaves a remainder of (f + 1) every / F when divided by `every`; with F = 1 all variables every
+`every` steps. A round that overlaps steps ends `overlap` steps later.
+
+Rounds of weight averaging that travel while steps are taken.
 
     step         t                 t + 1   ...   t + overlap
     weights w    snapshot = w      w + u1        start + (w - snapshot)
@@ -9,12 +15,6 @@ them: each update is sent once.
 
 **Source:** Douillard et al., "Streaming DiLoCo with Overlapping Communication" (2025), section 2.2:
 we differ in that they mix start weights and w, half and half, which drops half of those updates.
-
-The steps of weight averaging.
-
-A fragment f of F has its round after the steps whose number, counted since all weights were equal,
-leaves a remainder of (f + 1) every / F when divided by `every`; with F = 1 all variables every
-`every` steps. A round that overlaps steps ends `overlap` steps later.
 """
 
 from __future__ import annotations

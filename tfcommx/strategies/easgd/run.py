@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.background import END_SECONDS
 from tfcommx.strategies.easgd.server import CentreServer, cut
-from tfcommx.strategies.easgd.worker import Worker
+from tfcommx.strategies.easgd.worker import EasgdWorker
 from tfcommx.strategies.strategy import StrategyRun, Update
 
 CHIEF = 0  # The rank whose weights the centre begins with
@@ -83,7 +83,7 @@ class ElasticRun(StrategyRun):
         self._every, self._blocking = every, blocking
         self._averages_statistics = averages_statistics
         self._weights: Mapping[str, tf.Variable] = {}
-        self._worker: Worker | None = None
+        self._worker: EasgdWorker | None = None
         # On a rank that holds a range of the centre
         self._server: ServerThread | None = None
         # Between the beginning of a training and its end
@@ -182,7 +182,7 @@ class ElasticRun(StrategyRun):
         messages = comm.messages.open_to_centre() if extra else comm.messages.open_own()
         dtype = np.dtype(self._dtype.as_numpy_dtype)
         parts = cut(sum(self._sizes()), self._servers)
-        self._worker = Worker(messages, comm.rank, parts, dtype, comm.membership)
+        self._worker = EasgdWorker(messages, comm.rank, parts, dtype, comm.membership)
         if comm.rank in self._servers:
             everyone = range(comm.topology.size)
             self._server = ServerThread(CentreServer(messages, everyone, comm.membership))

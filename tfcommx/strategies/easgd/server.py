@@ -33,7 +33,7 @@ LOOK_SECONDS = 0.0005
 HEADER = 16
 
 
-class Part(NamedTuple):
+class CentreRange(NamedTuple):
     """The range of the flat centre that one server holds."""
 
     # Its rank
@@ -43,7 +43,7 @@ class Part(NamedTuple):
     stop: int
 
 
-def cut(entries: int, servers: Sequence[int]) -> list[Part]:
+def cut(entries: int, servers: Sequence[int]) -> list[CentreRange]:
     """Cut the centre into ranges, one for each server, whose lengths differ by at most 1.
 
     >>> cut(8, [0, 1, 2])
@@ -51,7 +51,7 @@ def cut(entries: int, servers: Sequence[int]) -> list[Part]:
 stop=8)]
     """
     ends = [entries * number // len(servers) for number in range(len(servers) + 1)]
-    return [Part(*row) for row in zip(servers, ends, ends[1:], strict=False)]
+    return [CentreRange(*row) for row in zip(servers, ends, ends[1:], strict=False)]
 
 
 def start_message(alpha: float, values: np.ndarray) -> np.ndarray:

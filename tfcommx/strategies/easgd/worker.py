@@ -31,7 +31,7 @@ from tfcommx.strategies.easgd.server import (
     STARTED,
     STATISTICS,
     VALUES,
-    Part,
+    CentreRange,
     start_message,
 )
 from tfcommx.watch.membership import Membership
@@ -46,7 +46,7 @@ AWAITED = {FORCE: "the force", CENTRE: "the other ranks to end their training"}
 EMPTY = np.zeros(0)
 
 
-class Worker:
+class EasgdWorker:
     """A worker's side of the exchange.
 
     Args:
@@ -61,7 +61,7 @@ class Worker:
         self,
         messages: PointToPoint,
         rank: int,
-        parts: Sequence[Part],
+        parts: Sequence[CentreRange],
         dtype: np.dtype,
         membership: Membership,
     ) -> None:

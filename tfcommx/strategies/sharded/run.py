@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfcommx.core import PlanError
 from tfcommx.runtime.bucket_runner import BucketRunner, join
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.strategies.sharded.strategy.shards import Segment, Shards
+from tfcommx.strategies.sharded.shards import Segment, Shards
 from tfcommx.strategies.strategy import StrategyRun, Update
 
 # Whose sums a rank's shard needs beside those of the group that shares the weights

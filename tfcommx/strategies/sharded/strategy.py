@@ -1,6 +1,4 @@
-"""Times of pulls and forward passes by layer, for pulls in batches.
-
-Sharded: each rank updates 1/p of the weights and keeps 1/p of the state.
+"""Sharded: each rank updates 1/p of the weights and keeps 1/p of the state.
 
     gradients -> reduce-scatter -> each rank updates its shard -> all-gather -> weights on all ranks
                  [push]            [1/p of the optimizer's state]  [pull]
@@ -14,6 +12,8 @@ This file has the options and cuts the weights; `shards` and `whole_shards` are 
 **Source:** Wang, Pi, Zhou, "Scalable Distributed DL Training: Batching Communication and
 Computation" (2019), on the parameter servers of BigDL. There a server is a thread of its own beside
 each worker; here ranks exchange by collectives.
+
+Times of pulls and forward passes by layer, for pulls in batches.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tfcommx.core import GROUPS, Links, Plan, PlanError, Profile, Topology, chec
 from tfcommx.planner.merging import pulls
 from tfcommx.planner.merging.pulls import PullTimes
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.strategies.sharded.strategy.run import ShardedRun
-from tfcommx.strategies.sharded.strategy.shards import Segment, Shards, lay_out
-from tfcommx.strategies.sharded.strategy.whole_shards import WholeShards, lay_out_whole
+from tfcommx.strategies.sharded.run import ShardedRun
+from tfcommx.strategies.sharded.shards import Segment, Shards, lay_out
+from tfcommx.strategies.sharded.whole_shards import WholeShards, lay_out_whole
 from tfcommx.strategies.strategy import Strategy
 
 

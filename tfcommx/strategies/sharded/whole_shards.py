@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import Plan, PlanError
 from tfcommx.planner.plan import balance
-from tfcommx.strategies.sharded.strategy.shards import (
+from tfcommx.strategies.sharded.shards import (
     Segment,
     Shards,
     Slots,
