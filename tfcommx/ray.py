@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tfcommx.core import PlanError, check_whole
+from tfcommx.core import ConfigurationError, LaunchError, RankLostError, check_whole
 from tfcommx.launch.cluster_environment import OTHER_LAUNCHERS
 
 # For all workers to be placed and started
@@ -103,9 +103,9 @@ def run(
         What each rank's call returned, by rank. Ranks of a node are consecutive, and those on the
         driver's own node come first.
 
-    **Ranks:** the driver calls; `ray.init()` may have been called before. **Raises:** PlanError for
-    a missing Ray, or places that the cluster does not have within 300 s; RuntimeError that names
-    the rank which failed first; then all others have been ended.
+    **Ranks:** the driver calls; `ray.init()` may have been called before. **Raises:** LaunchError
+    for a missing Ray, or places that the cluster does not have within 300 s; RuntimeError that
+    names the rank which failed first; then all others have been ended.
     """
     ray = _ray()
     check_whole("num_workers", num_workers, least=1)
@@ -114,7 +114,7 @@ def run(
     if workers_per_node is not None:
         check_whole("workers_per_node", workers_per_node, least=1)
         if num_workers % workers_per_node:
-            raise PlanError(
+            raise ConfigurationError(
                 f"workers_per_node must divide num_workers, {num_workers}. Received "
                 f"{workers_per_node}."
             )
@@ -126,7 +126,7 @@ def run(
     workers: list[Any] = []
     try:
         if not group.wait(START_SECONDS):
-            raise PlanError(
+            raise LaunchError(
                 f"{len(bundles)} places of {bundles[0]} ({strategy}) are required for "
                 f"{num_workers} workers. The cluster has {ray.cluster_resources()} and gave none "
                 f"within {START_SECONDS:g} s."
@@ -148,7 +148,7 @@ def _ray() -> Any:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise PlanError("Ray is required: pip install 'ray>=2.40'.") from error
+        raise LaunchError("Ray is required: pip install 'ray>=2.40'.") from error
     return ray
 
 
@@ -170,7 +170,7 @@ def _start(ray: Any, group: Any, each: dict[str, float], workers: int, bundles: 
     try:
         places = ray.get([worker.place.remote() for worker in started], timeout=START_SECONDS)
     except ray.exceptions.GetTimeoutError as error:
-        raise PlanError(
+        raise LaunchError(
             f"{workers} workers must start within {START_SECONDS:g} s. Not all did: `ray list "
             "actors` says why."
         ) from error
@@ -216,7 +216,7 @@ def _call(
         try:
             results[rank] = ray.get(ended)
         except ray.exceptions.RayError as error:
-            raise RuntimeError(
+            raise RankLostError(
                 f"Rank {rank} of {len(workers)} failed on {places[rank].address}; the others have "
                 f"been ended. {error}"
             ) from error

@@ -46,7 +46,19 @@ SECTIONS = {
     "Data": ("tfcommx", ("DataCache", "BatchSpec")),
     "Options of DataCache": ("tfcommx.data.options", ("Options",)),
     "Laws for members of your own": ("tfcommx.testing", None),
-    "Terms": ("tfcommx", ("Topology", "Plan", "PlanError")),
+    "Terms": ("tfcommx", ("Topology", "Plan")),
+    "Errors": (
+        "tfcommx",
+        (
+            "TfcommxError",
+            "ConfigurationError",
+            "PlanError",
+            "LaunchError",
+            "RankLostError",
+            "DataError",
+            "CheckpointError",
+        ),
+    ),
 }
 # How a user writes what is in a module
 WRITTEN = {

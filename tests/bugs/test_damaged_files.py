@@ -27,6 +27,7 @@ from tfcommx.comparison.trainings import Setup, TrainingError, trained
 from tfcommx.core import (
     NOMINAL,
     Bucket,
+    DataError,
     Links,
     MeasuredStep,
     NoOptions,
@@ -39,7 +40,7 @@ from tfcommx.core import (
 from tfcommx.kernels import loader
 from tfcommx.measure.horovod_timeline import read_timeline
 from tfcommx.recipes.datasets.picture_files import ArrayFile
-from tfcommx.recipes.families import DataError, DataRank
+from tfcommx.recipes.families import DataRank
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.recipes.recipe import read as read_recipe
 from tfcommx.recipes.text import corpus
@@ -95,7 +96,7 @@ def test_the_file_of_a_rank(
 ) -> None:
     cx.checkpoint.save(model, tmp_path, 0)
     path = tmp_path / residuals_name(0, 0)
-    check(path, lambda: read(path), cx.PlanError, 400)
+    check(path, lambda: read(path), cx.CheckpointError, 400)
 
 
 def test_a_checkpoint_whose_files_are_damaged_names_them(
@@ -105,11 +106,11 @@ def test_a_checkpoint_whose_files_are_damaged_names_them(
     check(
         tmp_path / "model-0000.keras",
         lambda: cx.checkpoint.restore(model, tmp_path),
-        cx.PlanError,
+        cx.CheckpointError,
         30,
     )
     path = tmp_path / "checkpoint.json"
-    check(path, lambda: cx.checkpoint.last(tmp_path), cx.PlanError)
+    check(path, lambda: cx.checkpoint.last(tmp_path), cx.CheckpointError)
 
 
 @pytest.mark.parametrize("name", ["model-0001.keras", "residuals-0001-rank-0000.npz", "missing"])
@@ -137,9 +138,9 @@ LOCAL: dict[str, tuple[str, Callable[[Path], Any], type[Exception]]] = {
     "profile": (
         Profile("tiny", (VariableProfile("a", (8, 10)),), 0.01, 0.02, batch=32).to_json(),
         Profile.read,
-        cx.PlanError,
+        cx.DataError,
     ),
-    "links": (json.dumps({"links": NOMINAL.to_dict(), "points": {}}), Links.read, cx.PlanError),
+    "links": (json.dumps({"links": NOMINAL.to_dict(), "points": {}}), Links.read, cx.DataError),
     "step": (
         MeasuredStep(
             Profile("tiny", (VariableProfile("a", (80,)),), 0.01, 0.02, batch=32),
@@ -150,7 +151,7 @@ LOCAL: dict[str, tuple[str, Callable[[Path], Any], type[Exception]]] = {
             Timeline((), 0.0, 0.0, 32, 2),
         ).to_json(),
         lambda path: MeasuredStep.read(path, routes.read_plan),
-        cx.PlanError,
+        cx.DataError,
     ),
     "alone": (
         json.dumps({"ranks": 1, "phases": [{"throughput": 12.0}]}),
@@ -171,7 +172,7 @@ def test_files_that_a_command_wrote(name: str, tmp_path: Path) -> None:
 def test_a_timeline(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     shutil.copy(ROOT / "tests/measure/horovod_timeline.json", path)
-    check(path, lambda: read_timeline(path), cx.PlanError)
+    check(path, lambda: read_timeline(path), cx.DataError)
     text = path.read_text()
     events = json.loads(text[: text.rfind("},") + 1] + "]")[:60]
     for event in events:
@@ -181,7 +182,7 @@ def test_a_timeline(tmp_path: Path) -> None:
             )
             try:
                 read_timeline(path)
-            except cx.PlanError as problem:  # Most have too few steps; none may raise another
+            except cx.DataError as problem:  # Most have too few steps; none may raise another
                 assert str(path) in str(problem)
 
 

@@ -12,7 +12,7 @@ from tfcommx.collectives import gpu_checks
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.gpu_checks import RankGpu
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import PlanError, Topology
+from tfcommx.core import PlanError, TfcommxError, Topology
 from tfcommx.kernels import build, loader
 
 
@@ -74,7 +74,7 @@ def test_a_gpu_that_nothing_was_built_for_is_refused_before_the_first_step(
     def work(comm: Comm) -> None:
         try:
             gpu_checks.check_gpus(comm, [t4, v100(1, built=built)][comm.rank])
-        except PlanError as error:
+        except TfcommxError as error:
             refused.append(str(error))
 
     ThreadComm.run(Topology(2, 1), work)

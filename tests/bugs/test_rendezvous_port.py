@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tfcommx.collectives import rendezvous
-from tfcommx.core import PlanError
+from tfcommx.core import LaunchError, PlanError, TfcommxError
 from tfcommx.launch.cluster_environment import ClusterEnvironment, cluster_environment
 from tfcommx.launch.handshake import Handshake
 
@@ -119,7 +119,7 @@ def beside(work: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> None:
         try:
             found.append(work())
-        except PlanError as error:
+        except TfcommxError as error:
             found.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -162,13 +162,13 @@ def test_a_refusal_of_any_length_arrives(monkeypatch: pytest.MonkeyPatch) -> Non
     port = free_port()
 
     def fail(*_: Any) -> Any:
-        raise PlanError("no room " * 5000)
+        raise LaunchError("no room " * 5000)
 
     monkeypatch.setattr(rendezvous, "_serve", fail)
     rank_0 = beside(lambda: gather(place(0, port)))
     with pytest.raises(PlanError, match=r"^Rank 0: no room .*\.\.\.$"):
         ask(place(1, port))
-    assert isinstance(rank_0(), PlanError)
+    assert isinstance(rank_0(), LaunchError)
 
 
 def listening(port: int) -> set[str]:

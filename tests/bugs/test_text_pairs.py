@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tfcommx.core import DataError
 from tfcommx.recipes.datasets.translations import LinePairs
-from tfcommx.recipes.families import DataError
 
 # What str.splitlines, or a file that is opened as text, takes for the end of a line
 SEPARATORS = ["\r", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tfcommx.cli.main import app
 from tfcommx.comparison import step_times, trainings
-from tfcommx.core import PlanError, Profile, VariableProfile
+from tfcommx.core import ConfigurationError, Profile, VariableProfile
 from tfcommx.recipes.reader import RecipeError
 
 RECIPE = """
@@ -203,10 +203,10 @@ def test_steps_of_another_model(commands: Commands, recipe: Path) -> None:
     ("words", "kind", "match"),
     [
         (["--methods", "dnese"], RecipeError, "Did you mean 'dense'"),
-        (["--bandwidths", "fast"], PlanError, "needs numbers > 0"),
-        (["--hosts", "a:1"], PlanError, "need --measured-at"),
-        (["--hosts", "a:1,b:1", "--measured-at", "0"], PlanError, "needs a number > 0"),
-        (["--hosts", "a:1", "--measured-at", "1e9"], PlanError, "= 2 slots. Received 1"),
+        (["--bandwidths", "fast"], ConfigurationError, "needs numbers > 0"),
+        (["--hosts", "a:1"], ConfigurationError, "need --measured-at"),
+        (["--hosts", "a:1,b:1", "--measured-at", "0"], ConfigurationError, "needs a number > 0"),
+        (["--hosts", "a:1", "--measured-at", "1e9"], ConfigurationError, "= 2 slots. Received 1"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_trained(

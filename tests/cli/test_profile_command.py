@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tfcommx import routes
 from tfcommx.cli.main import app
-from tfcommx.core import MeasuredStep, PlanError
+from tfcommx.core import ConfigurationError, MeasuredStep
 
 COMMAND = ["profile", "configs/fashion_mnist.yaml", "--steps", "2", "--set", "batch_per_rank=8"]
 
@@ -18,7 +18,9 @@ COMMAND = ["profile", "configs/fashion_mnist.yaml", "--steps", "2", "--set", "ba
 def test_one_rank_alone_exchanges_nothing(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     ended = CliRunner().invoke(app, [*COMMAND, "--exchange", str(file)])
-    assert isinstance(ended.exception, PlanError) and "two or more ranks" in str(ended.exception)
+    assert isinstance(ended.exception, ConfigurationError) and "two or more ranks" in str(
+        ended.exception
+    )
     assert not file.exists()
 
 

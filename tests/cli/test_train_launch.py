@@ -15,7 +15,8 @@ import warm_ranks
 from launching import QUICK, ROOT
 
 from tfcommx.cli.train import LaunchStopper, refuse
-from tfcommx.launch.horovodrun import Launch, LaunchError, Running
+from tfcommx.core import LaunchError
+from tfcommx.launch.horovodrun import Launch, Running
 from tfcommx.launch.hosts import Host
 from tfcommx.launch.rank_output import RankLines
 from tfcommx.recipes.recipe import read

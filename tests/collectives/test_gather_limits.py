@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfcommx.collectives.horovod import HorovodComm
 from tfcommx.collectives.plain_data import encode
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import PlanError, Topology
+from tfcommx.core import PlanError, TfcommxError, Topology
 from tfcommx.watch.membership import Membership
 
 
@@ -40,7 +40,7 @@ def test_an_all_gather_has_less_than_two_gib_of_each_rank(
         )
         try:
             gather.get_concrete_function(tf.TensorSpec([entries], dtype))
-        except PlanError as error:
+        except TfcommxError as error:
             return str(error), gathered
         return "", gathered
 

@@ -18,7 +18,7 @@ import warm_ranks
 from launching import QUICK, WORKERS, free_port, horovodrun
 
 from tfcommx.collectives import rendezvous
-from tfcommx.core import PlanError
+from tfcommx.core import PlanError, TfcommxError
 from tfcommx.launch.cluster_environment import ClusterEnvironment, cluster_environment
 from tfcommx.launch.handshake import Caller, Handshake
 from tfcommx.launch.launcher import launcher
@@ -33,7 +33,7 @@ def together(ranks: int, work: Callable[[int], Any]) -> list[Any]:
     def run(rank: int) -> None:
         try:
             found[rank] = work(rank)
-        except PlanError as error:
+        except TfcommxError as error:
             found[rank] = error
 
     threads = [threading.Thread(target=run, args=[rank]) for rank in range(ranks)]

@@ -20,26 +20,26 @@ from PIL import Image
 
 from tfcommx.checkpoint.files import Head, memory_model_name, residuals_name
 from tfcommx.checkpoint.place import SnapshotFolder, head_array
-from tfcommx.core import NOMINAL, Links, PlanError, Profile, Topology
+from tfcommx.core import NOMINAL, Links, Profile, TfcommxError, Topology
 from tfcommx.data.disk import Disk
 from tfcommx.data.slab import Slab
-from tfcommx.data.slab_files import SlabError, prefix, reserved_bytes, slab_state
+from tfcommx.data.slab_files import prefix, reserved_bytes, slab_state
 from tfcommx.data.sources import SampleError, TFRecords
 from tfcommx.data.sources.decode import decode
 from tfcommx.measure.horovod_timeline import read_timeline
 from tfcommx.recipes.datasets.fashion_mnist import read_idx
 from tfcommx.recipes.datasets.picture_files import ArrayFile
 from tfcommx.recipes.datasets.translations import LinePairs, catalogue_pairs
-from tfcommx.recipes.families import DataError, DataRank
+from tfcommx.recipes.families import DataRank
 from tfcommx.recipes.text.corpus import open_corpora
 from tfcommx.report.dry_run import read_alone
-from tfcommx.report.summary import REQUIRED, ReportError
+from tfcommx.report.summary import REQUIRED
 from tfcommx.report.summary import read as read_summary
 
 # How long each reader is tried.
 SECONDS = 4.0
 # A damaged file is refused by one of these.
-ERRORS = (SampleError, DataError, PlanError, SlabError, ReportError)
+ERRORS = (TfcommxError,)
 
 
 class Reader:

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import ROOT
 
-from tfcommx.core import PlanError
+from tfcommx.core import LaunchError, PlanError
 from tfcommx.launch.commands import RemoteHosts, is_local
-from tfcommx.launch.horovodrun import LaunchError
 from tfcommx.launch.hosts import Host
 from tfcommx.supervisor.hosts import (
     LEAVING_SECONDS,

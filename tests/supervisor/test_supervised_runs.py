@@ -19,7 +19,7 @@ from launching import QUICK, ROOT, WORKERS
 from typer.testing import CliRunner
 
 from tfcommx.cli.main import app
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.supervisor.sweep import MEMORY
 
 RANK = str(WORKERS / "elastic_rank.py")
@@ -231,4 +231,4 @@ def test_what_cannot_be_is_refused_before_anything_starts() -> None:
     }
     for words, said in cases.items():
         refused = CliRunner().invoke(app, ["run", *words, "--", "true"]).exception
-        assert isinstance(refused, PlanError) and said in str(refused), refused
+        assert isinstance(refused, ConfigurationError) and said in str(refused), refused

@@ -122,7 +122,7 @@ say(f"loop {equal(weight)} {int(optimizer.iterations)}")
 
 try:
     fit(net, cx.callbacks.BroadcastState(), cx.callbacks.CompareReplicas(), epochs=1)
-except cx.PlanError as refused:
+except cx.TfcommxError as refused:
     say(str(refused))
 
 if server == "extra_rank" and comm.rank == 0:
@@ -142,7 +142,7 @@ else:
     say(f"survives {state(net)}")
     try:
         comm.gather_objects(0)
-    except cx.PlanError as refused:
+    except cx.TfcommxError as refused:
         say(str(refused))
 
 # Then a server

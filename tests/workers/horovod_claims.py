@@ -153,7 +153,7 @@ def horovods_other_parts() -> None:
     model = net()
     model.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=False)
     assert "Horovod's elastic" in raises(
-        cx.PlanError, lambda: hvd_keras.elastic.KerasState(model).commit()
+        cx.ConfigurationError, lambda: hvd_keras.elastic.KerasState(model).commit()
     )
     raises(ValueError, lambda: hvd.SyncBatchNormalization())
     raises(Exception, lambda: hvd.broadcast_variables([keras.Variable(1.0)], root_rank=0))

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.optim.wrapped import trains_alone
 
 log = logging.getLogger("tfcommx")
@@ -39,13 +39,13 @@ class AgreeOnStop(keras.callbacks.Callback):
 
     **Ranks:** all, with equal `every`. **Cost:** an allreduce of 4 bytes each time; Keras waits for
     every step.
-    **Raises:** PlanError if `every` is no integer >= 1.
+    **Raises:** ConfigurationError if `every` is no integer >= 1.
     """
 
     def __init__(self, every: int = 1) -> None:
         super().__init__()
         if not isinstance(every, Integral) or every < 1:
-            raise PlanError(f"`every` must be an integer >= 1. Received {every!r}.")
+            raise ConfigurationError(f"`every` must be an integer >= 1. Received {every!r}.")
         self.every, self.calls = every, 0
         # By this rank, since the ranks last asked each other
         self.wanted = False
@@ -100,9 +100,9 @@ class CompareReplicas(keras.callbacks.Callback):
         self.strict, self.identical = strict, True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Refuse a strategy that lets weights differ for good. **Raises:** PlanError."""
+        """Refuse a strategy that lets weights differ for good. **Raises:** ConfigurationError."""
         if trains_alone(self.model):
-            raise PlanError(
+            raise ConfigurationError(
                 "CompareReplicas needs ranks that have equal weights. Received "
                 "strategy=ElasticAveraging, with which each rank trains its own. Leave it out."
             )

@@ -184,7 +184,7 @@ class RecalibrateBatchNorm(keras.callbacks.Callback):
 
     **Ranks:** each by itself; equal data gives equal statistics. **Cost:** that many forward
     passes, not traced.
-    **Raises:** PlanError for `batches` out of range.
+    **Raises:** ConfigurationError for `batches` out of range.
     """
 
     def __init__(self, data: Iterable[Any], batches: int = 100) -> None:

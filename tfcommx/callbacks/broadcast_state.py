@@ -12,7 +12,7 @@ import keras
 from tfcommx.callbacks.average import EpochMetrics
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.centre import begin_centre, take_centre
 from tfcommx.optim.keras_internals import (
@@ -92,8 +92,9 @@ class BroadcastState(keras.callbacks.Callback):
     **Ranks:** all. **Cost:** one broadcast per variable, once; twice if a layer was not built; the
     first batch is sent to all ranks, for one forward pass outside of a graph; one small exchange on
     the host, an epoch.
-    **Raises:** PlanError if ranks would wait for each other forever: with unequal numbers of
-    steps in an epoch, unequal first epochs or unequal last ones. PlanError if the models differ.
+    **Raises:** ConfigurationError if ranks would wait for each other forever: with unequal numbers
+    of steps in an epoch, unequal first epochs or unequal last ones. ConfigurationError if the
+    models differ.
     """
 
     def __init__(self, root: int = 0, compare: bool = True) -> None:
@@ -132,13 +133,13 @@ class BroadcastState(keras.callbacks.Callback):
             one.path for one in layers_of(self.model) if isinstance(one, SyncBatchNormalization)
         ]
         if waiting and self.begun:
-            raise PlanError(
+            raise ConfigurationError(
                 "With strategy=ElasticAveraging ranks take steps of their own, and no layer may "
                 f"wait for the others. Received SyncBatchNormalization ({', '.join(waiting)}). Use "
                 "keras.layers.BatchNormalization."
             )
         if self.unbuilt and self.begun:
-            raise PlanError(
+            raise ConfigurationError(
                 "With strategy=ElasticAveraging all ranks must begin with the same weights. "
                 "Received a model with layers that only the first step builds. Call it on a "
                 "batch before `fit`."
@@ -336,7 +337,7 @@ class BroadcastState(keras.callbacks.Callback):
 
 def _require_equal(values: Sequence[Any], what: str, remedy: str) -> None:
     if len(set(values)) > 1:
-        raise PlanError(
+        raise ConfigurationError(
             f"Every rank must {what}. Received {list(values)} on ranks 0 to {len(values) - 1}. "
             f"{remedy}"
         )

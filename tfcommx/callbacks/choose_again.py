@@ -81,7 +81,7 @@ class ChooseAgain(keras.callbacks.Callback):
     **Ranks:** all, with equal arguments. **Cost:** one exchange of some bytes for `every` calls.
     Messages are measured once after a choice, and else in at most 2 % of the time. After a change
     the training step is traced again, and a trial follows; not if too few steps are left for one.
-    **Raises:** PlanError if `every` is no integer >= 1.
+    **Raises:** ConfigurationError if `every` is no integer >= 1.
     """
 
     def __init__(self, every: int = 100) -> None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
-from tfcommx.core import PlanError, Scheme
+from tfcommx.core import ConfigurationError, Scheme
 from tfcommx.optim.keras_internals import has_schedule
 from tfcommx.optim.requested_plan import by_pattern
 from tfcommx.optim.wrapped import exchanger_in, optimizers_in, wrapped_optimizers
@@ -34,8 +34,9 @@ class WarmUp(keras.callbacks.Callback):
     In the step after the last one the full rate is set, unless something else, such as a
     LearningRateScheduler, has set another one by then.
 
-    **Raises:** PlanError for a rate or a number of steps out of range, and, before the first step,
-    for an optimizer whose rate is a schedule, and without `optimizer` if the model has several.
+    **Raises:** ConfigurationError for a rate or a number of steps out of range, and, before the
+    first step, for an optimizer whose rate is a schedule, and without `optimizer` if the model has
+    several.
     **Source:** Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
     """
 
@@ -48,7 +49,7 @@ class WarmUp(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if not isinstance(learning_rate, Real) or learning_rate <= 0 or steps < 1:
-            raise PlanError(
+            raise ConfigurationError(
                 f"`learning_rate` must be a number > 0 and `steps` >= 1. Received {learning_rate} "
                 f"and {steps}."
             )
@@ -64,13 +65,13 @@ class WarmUp(keras.callbacks.Callback):
         self.over, self.last = False, None
         names = [repr(optimizer.name) for optimizer in optimizers_in(self.model)]
         if self.optimizer is None and len(names) > 1:
-            raise PlanError(
+            raise ConfigurationError(
                 "WarmUp needs `optimizer` if a model has several, whose rates it cannot know. "
                 f"Received a model with {', '.join(names)}. Add a WarmUp(..., optimizer=...) for "
                 "each that is to warm up."
             )
         if has_schedule(self.optimizer or self.model.optimizer):
-            raise PlanError(
+            raise ConfigurationError(
                 "WarmUp sets the optimizer's learning rate, which must be a number. Received an "
                 "optimizer with a schedule. Give the schedule a warm-up of its own "
                 "(CosineDecay has `warmup_steps`), or the optimizer a number."
@@ -110,8 +111,8 @@ class SwitchScheme(keras.callbacks.Callback):
 
     **Ranks:** all, with equal arguments. **Cost:** the training step is traced again after a change
     of scheme.
-    **Raises:** PlanError without a `resolution` for `resolutions`, for a key that is no epoch, and,
-    before the first step, for a scheme that cannot be carried out.
+    **Raises:** ConfigurationError without a `resolution` for `resolutions`, for a key that is no
+    epoch, and, before the first step, for a scheme that cannot be carried out.
     """
 
     def __init__(
@@ -122,13 +123,13 @@ class SwitchScheme(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if resolutions and resolution is None:
-            raise PlanError(
+            raise ConfigurationError(
                 "`resolution`, the variable that the input pipeline reads, is required with "
                 "`resolutions`. Received None."
             )
         for epoch, change in [*(schemes or {}).items(), *(resolutions or {}).items()]:
             if not isinstance(epoch, Integral) or epoch < 0:
-                raise PlanError(
+                raise ConfigurationError(
                     f"Epochs must be integers >= 0. Received {epoch!r}, for {change!r}."
                 )
         self.schemes, self.resolutions = dict(schemes or {}), dict(resolutions or {})

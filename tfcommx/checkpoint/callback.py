@@ -16,7 +16,7 @@ from tfcommx.checkpoint.newest import Newest
 from tfcommx.checkpoint.saving import Patience, SaveError, claim, release, save
 from tfcommx.checkpoint.snapshots import RestoreRankValues, Snapshots
 from tfcommx.collectives import process
-from tfcommx.core import PlanError, check_whole, local_path, require_equal
+from tfcommx.core import CheckpointError, check_whole, local_path, require_equal
 from tfcommx.launch.supervision import supervision
 from tfcommx.optim.keras_internals import begin_at_epoch, skip_steps
 from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
@@ -41,9 +41,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     **Ranks:** all. **Cost:** rank 0 writes the model, each rank its residuals (4 bytes per entry
     that it selects from, or sends in 16 bits). Of a snapshot: see Snapshots.
-    **Raises:** PlanError, before the first step, for a model that Keras cannot write down, for a
-    damaged checkpoint.json, for a folder that a rank cannot write to or another run saves into, for
-    an address such as gs://bucket/run, and for ranks that were given different arguments.
+    **Raises:** CheckpointError, before the first step, for a model that Keras cannot write down,
+    for a damaged checkpoint.json, for a folder that a rank cannot write to or another run saves
+    into, for an address such as gs://bucket/run, and for ranks that were given different arguments.
     """
 
     def __init__(self, folder: str | Path, keep: int = 1, memory_every: int | None = None) -> None:
@@ -77,7 +77,7 @@ class Checkpoint(keras.callbacks.Callback):
         try:
             json.dumps(keras.saving.serialize_keras_object(self.model))
         except Exception as error:  # Of any kind: it is raised by a get_config() of the user.
-            raise PlanError(
+            raise CheckpointError(
                 "A checkpoint needs a model that model.save can write down, with its optimizer "
                 f"and its loss. Received {self.model.name!r}, for which Keras says: {error} Give "
                 "that object a get_config(), or train without Checkpoint."
@@ -105,14 +105,14 @@ class Checkpoint(keras.callbacks.Callback):
         for rank, (_, _, (host, path)) in enumerate(rows):
             other, first = first_of_host.setdefault(host, (rank, path))
             if path != first:
-                raise PlanError(
+                raise CheckpointError(
                     "All ranks of a host must save into one folder. Received a relative path, and "
                     f"other working directories: {first} on rank {other}, {path} on rank {rank}. "
                     "Give an absolute path."
                 )
         for rank, (reason, _, _) in enumerate(rows):
             if reason:
-                raise PlanError(
+                raise CheckpointError(
                     "A checkpoint needs a folder that every rank can write to. Received "
                     f"{self.folder}, of which rank {rank} says: {reason}. Make room for it, or "
                     "give another."
@@ -122,7 +122,9 @@ class Checkpoint(keras.callbacks.Callback):
         try:
             blind = claim(self.folder)
         except SaveError as error:
-            raise PlanError(f"A checkpoint needs a folder of one run alone. {error}") from error
+            raise CheckpointError(
+                f"A checkpoint needs a folder of one run alone. {error}"
+            ) from error
         if blind and here.rank == 0:
             log.warning(
                 "The checkpoint folder %s of rank %d is another than that of rank 0, on a disk of "

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfcommx.core import PlanError
+from tfcommx.core import CheckpointError
 from tfcommx.optim.keras_internals import saved_values, variables_with_own_files
 from tfcommx.optim.replica_forms import tables_of
 from tfcommx.optim.requested_plan import path_of
@@ -66,7 +66,7 @@ def restore_exact(model: keras.Model, path: Path, same_optimizers: Sequence[bool
         same_optimizers: whether each wrapped optimizer, in order, must have the saved state.
 
     **Ranks:** local. **Cost:** one pass over the weights and the state of optimizers.
-    **Raises:** PlanError that names the variable or layer which differs.
+    **Raises:** CheckpointError that names the variable or layer which differs.
     """
     with np.load(path) as stored:
         if "exact" not in stored:
@@ -85,7 +85,7 @@ def restore_exact(model: keras.Model, path: Path, same_optimizers: Sequence[bool
     tables = tables_of(model)
     for layer, table in content["tables"].items():
         if tables.get(layer) != table:
-            raise PlanError(
+            raise CheckpointError(
                 f"A restored model must have the vocabularies and bins that it was saved with, "
                 f"which are no variables. Received, for layer {layer}, "
                 f"{tables.get(layer)}; {path.parent} has {table}. Give the layer the same "
@@ -97,13 +97,13 @@ def _require_equal(
     variables: Sequence[keras.Variable], digests: Sequence[str], owner: str, path: Path
 ) -> None:
     if len(variables) != len(digests):
-        raise PlanError(
+        raise CheckpointError(
             f"A restored model must hold exactly what was saved. Received {len(variables)} "
             f"variables of {owner}; {path.parent} has {len(digests)}. {REMEDY}"
         )
     for variable, saved, loaded in zip(variables, digests, _digests(variables), strict=True):
         if saved != loaded:
-            raise PlanError(
+            raise CheckpointError(
                 f"A restored model must hold exactly what was saved. Received "
                 f"{path_of(variable)!r} of {owner}, which is {loaded} after loading and was "
                 f"{saved} (dtype, shape, digest) in {path.parent}. {REMEDY}"

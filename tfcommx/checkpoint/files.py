@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfcommx.collectives import process
-from tfcommx.core import PlanError, require_equal, write_text
+from tfcommx.core import CheckpointError, require_equal, write_text
 
 HEAD = "checkpoint.json"
 
@@ -47,8 +47,8 @@ class Head(NamedTuple):
 def read_heads(folder: Path) -> list[Head | None]:
     """Return what checkpoint.json says, as each rank sees it; None if a rank sees none.
 
-    **Ranks:** all. **Raises:** PlanError, on all, if one is damaged, or if the ranks name different
-    folders.
+    **Ranks:** all. **Raises:** CheckpointError, on all, if one is damaged, or if the ranks name
+    different folders.
     """
     own = _read_head(folder / HEAD)
     seen = fields_of(own) if isinstance(own, Head) else own
@@ -57,7 +57,7 @@ def read_heads(folder: Path) -> list[Head | None]:
     heads = [head_of(one) if isinstance(one, dict) else one for _, one in everyone]
     for rank, head in enumerate(heads):
         if isinstance(head, str):
-            raise PlanError(
+            raise CheckpointError(
                 f'{folder / HEAD} must name a save, such as {{"save": 3, "epoch": 3, "ranks": '
                 f"4}}. Received {head[:80]!r} on rank {rank}. Write into it what lies beside it "
                 f"({model_name(3)}, {residuals_name(3, 0)} to rank-0003.npz are save 3 of 4 "

@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tfcommx.core import CheckpointError
 from tfcommx.launch.supervision import supervision
 
 LOCK = ".checkpoint.lock"
@@ -58,7 +59,7 @@ class Owner(NamedTuple):
         return Owner(run, generation, socket.gethostname(), os.getpid())
 
 
-class FolderInUse(OSError):
+class FolderInUse(CheckpointError, OSError):
     """A folder into which another run saves."""
 
 

@@ -31,7 +31,7 @@ from tfcommx.checkpoint.files import (
 from tfcommx.checkpoint.place import Held, SnapshotFolder, needed
 from tfcommx.checkpoint.records import COPY, OptimizerRecord, read_residuals
 from tfcommx.collectives import process
-from tfcommx.core import PlanError, reading
+from tfcommx.core import CheckpointError, reading
 from tfcommx.launch.supervision import Supervision, supervision
 
 log = logging.getLogger("tfcommx")
@@ -62,11 +62,14 @@ def read_inherited(
         return [], missing, ""
     try:
         if here.rank == 0:
-            with reading("The model of a checkpoint", weights, COPY), ZipFile(weights) as file:
+            with (
+                reading("The model of a checkpoint", weights, COPY, CheckpointError),
+                ZipFile(weights) as file,
+            ):
                 if damaged := file.testzip():
                     raise ValueError(f"a wrong checksum of {damaged}")
         files = [read_residuals(path, rank) for path, rank in zip(paths, inherited, strict=True)]
-    except PlanError as error:
+    except CheckpointError as error:
         return [], "", str(error)
     return files, "", ""
 
@@ -135,7 +138,7 @@ def newest(folder: Path) -> Newest | None:
     In memory it looks in the second generation of a supervised run and those after it, once.
 
     **Ranks:** all. **Cost:** as long as it has not looked, each host reads its snapshots, and what
-    it lacks is broadcast. **Raises:** PlanError if checkpoint.json is damaged.
+    it lacks is broadcast. **Raises:** CheckpointError if checkpoint.json is damaged.
     """
     disk = newest_whole(folder, read_heads(folder)[0])
     supervised = supervision()
@@ -198,7 +201,7 @@ def _bring(place: SnapshotFolder, supervised: Supervision, disk: Head | None) ->
 def make_on_all(place: SnapshotFolder, speaks: bool) -> None:
     """Make the folder of snapshots on each host, by the rank that speaks for it.
 
-    **Ranks:** all. **Raises:** PlanError, on all, if a host has no folder that is private.
+    **Ranks:** all. **Raises:** CheckpointError, on all, if a host has no folder that is private.
     """
     problem = ""
     if speaks:
@@ -208,7 +211,7 @@ def make_on_all(place: SnapshotFolder, speaks: bool) -> None:
             problem = str(error)
     for rank, text in enumerate(process.current().gather_objects(problem)):
         if text:
-            raise PlanError(
+            raise CheckpointError(
                 "Snapshots in memory need a folder that only this user can enter, on each host. "
                 f"Received, on rank {rank}: {text} Remove it, or leave `memory_every` out."
             )

@@ -28,7 +28,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from tfcommx.checkpoint.files import Head, head_of, memory_model_name, residuals_name
-from tfcommx.core import PlanError
+from tfcommx.core import CheckpointError
 from tfcommx.core.files import open_private, reading
 
 # Of a damaged file
@@ -111,7 +111,7 @@ class SnapshotFolder:
                 _check(path)
                 if found[3]:
                     heads[number] = read_head(path)
-            except PlanError:
+            except CheckpointError:
                 path.unlink(missing_ok=True)
                 continue
             names.setdefault(number, {})[path.name] = path.stat().st_size
@@ -158,15 +158,21 @@ def check_file_name(name: str) -> None:
 
 
 def read_head(path: Path) -> Head:
-    """Return the head in a rank's file. **Raises:** PlanError for a damaged file."""
-    with reading("A rank's file of a snapshot", path, DELETE), np.load(path) as stored:
+    """Return the head in a rank's file. **Raises:** CheckpointError for a damaged file."""
+    with (
+        reading("A rank's file of a snapshot", path, DELETE, CheckpointError),
+        np.load(path) as stored,
+    ):
         found: dict[str, Any] = json.loads(str(stored["head"]))
         return head_of(found)
 
 
 def _check(path: Path) -> None:
-    """Compare the checksums of a file. **Raises:** PlanError for a damaged file."""
-    with reading("A file of a snapshot", path, DELETE), zipfile.ZipFile(path) as file:
+    """Compare the checksums of a file. **Raises:** CheckpointError for a damaged file."""
+    with (
+        reading("A file of a snapshot", path, DELETE, CheckpointError),
+        zipfile.ZipFile(path) as file,
+    ):
         if damaged := file.testzip():
             raise ValueError(f"a wrong checksum of {damaged}")
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tfcommx.checkpoint.exact import exact_arrays, wide
 from tfcommx.checkpoint.state import copy_optimizer, saved_by_keras
-from tfcommx.core import reading, replacing
+from tfcommx.core import CheckpointError, reading, replacing
 from tfcommx.optim.keras_internals import (
     seed_generators,
     statistics_of,
@@ -115,9 +115,12 @@ def own_variables(model: keras.Model) -> list[keras.Variable]:
 def read_own(path: Path) -> list[np.ndarray]:
     """Return the values of a rank's `own_variables`; none of files of older writers.
 
-    **Raises:** PlanError for a damaged file.
+    **Raises:** CheckpointError for a damaged file.
     """
-    with reading("A rank's file of a checkpoint", path, COPY), np.load(path) as stored:
+    with (
+        reading("A rank's file of a checkpoint", path, COPY, CheckpointError),
+        np.load(path) as stored,
+    ):
         return [
             stored[f"own{number}"]
             for number in range(len(stored.files))
@@ -159,8 +162,14 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
 
 
 def read_residuals(path: Path, rank: int) -> list[OptimizerRecord]:
-    """Return what `rank` kept, of each wrapped optimizer. **Raises:** PlanError if damaged."""
-    with reading("A rank's file of a checkpoint", path, COPY), np.load(path) as stored:
+    """Return what `rank` kept, of each wrapped optimizer.
+
+    **Raises:** CheckpointError if damaged.
+    """
+    with (
+        reading("A rank's file of a checkpoint", path, COPY, CheckpointError),
+        np.load(path) as stored,
+    ):
         return [_record_in(entry, stored, rank) for entry in json.loads(str(stored["index"]))]
 
 

@@ -17,7 +17,7 @@ from tfcommx.checkpoint.newest import Newest, newest, read_inherited
 from tfcommx.checkpoint.records import OptimizerRecord
 from tfcommx.checkpoint.state import saved_by_keras, set_model, set_optimizer
 from tfcommx.collectives import process
-from tfcommx.core import PlanError, local_path, reading
+from tfcommx.core import CheckpointError, local_path, reading
 from tfcommx.optim.keras_internals import (
     finalize_layers,
     seed_generators,
@@ -82,9 +82,9 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     If a file of the last save is missing or damaged, the newest older save that is whole is taken,
     with a warning.
 
-    **Raises:** FileNotFoundError that names the missing file, if no older save is whole; PlanError
-    that names a damaged one, for a model that is not built, or lacks variables or optimizers of the
-    checkpoint, and if the ranks name different folders.
+    **Raises:** FileNotFoundError that names the missing file, if no older save is whole;
+    CheckpointError that names a damaged one, for a model that is not built, or lacks variables or
+    optimizers of the checkpoint, and if the ranks name different folders.
     """
     found = newest(local_path("folder", folder))
     if found is None:
@@ -128,13 +128,17 @@ def load(model: keras.Model, found: Newest) -> None:
         with np.load(weights) as arrays:
             set_model(model, arrays)
     elif weights.is_file():  # The others get it by BroadcastState.
-        with reading(f"The model of a checkpoint of {model.name!r}", weights, MODEL):
+        with reading(
+            f"The model of a checkpoint of {model.name!r}", weights, MODEL, CheckpointError
+        ):
             model.load_weights(weights)
     for index, optimizer in enumerate(optimizers):
         if here.rank == 0 and (state := files[0][index].state):  # Others by BroadcastState, too
             set_optimizer(optimizer, state)
     if found.source != "memory" and weights.is_file():
-        with reading(f"The model of a checkpoint of {model.name!r}", weights, MODEL):
+        with reading(
+            f"The model of a checkpoint of {model.name!r}", weights, MODEL, CheckpointError
+        ):
             root_file = folder / residuals_name(head.save, 0)
             if root_file.is_file():
                 # Other ranks get the state of those that Keras does not save by BroadcastState
@@ -190,7 +194,7 @@ def _trains_as_saved(optimizer: keras.optimizers.Optimizer, root: _RootState) ->
 
 def _require_built(model: keras.Model) -> None:
     if not model.built or not model.weights:
-        raise PlanError(
+        raise CheckpointError(
             f"A checkpoint is restored into a model that is built. Received {model.name!r}, which "
             "has no weights yet, or was never called. Call it on a batch, or "
             "model.build(input_shape), first."
@@ -208,7 +212,7 @@ def _read_files(folder: Path, head: Head, weights: Path) -> list[list[OptimizerR
                 f"{head.epoch} in {folder}. Copy it there, or use a folder that all nodes see."
             )
         if problem:
-            raise PlanError(
+            raise CheckpointError(
                 f"Rank {rank} cannot read the checkpoint of epoch {head.epoch} in {folder}. "
                 f"Received: {problem} With keep=2 an older save is taken; without one, delete "
                 "checkpoint.json to begin anew."
@@ -228,7 +232,7 @@ def _roots_of(
     everyone = here.gather_objects(mine if here.rank == 0 else None)
     roots = [_RootState(*root) for root in everyone[0]]
     if len(roots) != optimizers:
-        raise PlanError(
+        raise CheckpointError(
             f"The checkpoint in {folder} has the state of {len(roots)} wrapped optimizers. "
             f"Received a model with {optimizers}. Compile it as it was."
         )
@@ -247,7 +251,7 @@ def _known_variables(
     known = dict(zip(names, model.weights, strict=True))
     needed = set(root.trained).union(root.common, *(record.variables for record in records))
     if unknown := sorted(needed - set(known)):
-        raise PlanError(
+        raise CheckpointError(
             f"The checkpoint in {folder} holds state of {unknown[0]!r}, which this model does not "
             f"have (it has {min(known)!r}, ...). Give the model and its layers the names that "
             "they had."

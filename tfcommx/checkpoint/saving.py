@@ -38,7 +38,7 @@ from tfcommx.checkpoint.files import (
 from tfcommx.checkpoint.records import write_residuals
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import local_path, replacing
+from tfcommx.core import CheckpointError, local_path, replacing
 from tfcommx.optim.centre import with_centre
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
@@ -49,7 +49,7 @@ log = logging.getLogger("tfcommx")
 FAILURES = 3
 
 
-class SaveError(OSError):
+class SaveError(CheckpointError, OSError):
     """A checkpoint that could not be written, on all ranks; the one before is intact."""
 
 
@@ -153,7 +153,7 @@ def save(
     that is there writes, the centre in the place of its weights.
     **Raises:** SaveError, on all ranks, if one of them cannot write, as on a full disk, or if
     another run saves into the folder. The save before is intact, and nothing is left of this one.
-    PlanError if the ranks name different folders, or an address such as gs://bucket/run.
+    CheckpointError if the ranks name different folders, or an address such as gs://bucket/run.
     """
     here, folder = process.current(), local_path("folder", folder)
     if trains_alone(model):

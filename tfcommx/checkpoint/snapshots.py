@@ -40,7 +40,7 @@ from tfcommx.checkpoint.records import read_own, residual_arrays
 from tfcommx.checkpoint.restoring import load, restored
 from tfcommx.checkpoint.state import copy_model
 from tfcommx.collectives import process
-from tfcommx.core import PlanError, local_path
+from tfcommx.core import CheckpointError, local_path
 from tfcommx.launch.launcher import launch_interfaces
 from tfcommx.launch.supervision import MEMORY, PAUSED, SupervisorLink, supervision
 from tfcommx.optim.keras_internals import finalize_layers, statistics_of
@@ -219,8 +219,8 @@ class Snapshots:
     **Ranks:** all. **Cost:** a snapshot copies what this rank alone has, and the first rank of each
     host the model; a thread writes the copies. About twice a second, and for each snapshot, an
     allreduce of 16 bytes.
-    **Raises:** PlanError, in a supervised run, for strategy=ElasticAveraging, whose ranks have no
-    step in common.
+    **Raises:** CheckpointError, in a supervised run, for strategy=ElasticAveraging, whose ranks
+    have no step in common.
     """
 
     def __init__(self, model: keras.Model, folder: str | Path, every: int | None) -> None:
@@ -246,7 +246,7 @@ class Snapshots:
             self.supervised = None  # Such ranks go on by themselves
             return
         if trains_alone(model):
-            raise PlanError(
+            raise CheckpointError(
                 "Snapshots in memory need ranks that take each step together. Received "
                 "strategy=ElasticAveraging, which goes on by itself when a rank is lost. Leave "
                 "`memory_every` out."

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from tfcommx.checkpoint.exact import wide
-from tfcommx.core import PlanError
+from tfcommx.core import CheckpointError
 from tfcommx.optim.keras_internals import finalize_layers, inner_optimizer, layers_of
 from tfcommx.optim.wrapped import wrapped_optimizers
 
@@ -82,12 +82,12 @@ def copy_model(model: keras.Model) -> dict[str, np.ndarray]:
 def set_model(model: keras.Model, arrays: Mapping[str, np.ndarray]) -> None:
     """Give a model, and its built optimizers, the state that `copy_model` has returned.
 
-    **Ranks:** local. **Raises:** PlanError for a model with other weights.
+    **Ranks:** local. **Raises:** CheckpointError for a model with other weights.
     """
     weights = model.weights
     stored = [arrays[name] for name in arrays if name.startswith("weight")]
     if [tuple(one.shape) for one in weights] != [one.shape for one in stored]:
-        raise PlanError(
+        raise CheckpointError(
             f"A snapshot needs the model that it was taken of. It has {len(stored)} weights. "
             f"Received {model.name!r} with {len(weights)}, or with other shapes. Build the same "
             "model in each generation."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
-from tfcommx.core import PlanError, local_path
+from tfcommx.core import ConfigurationError, local_path
 
 if TYPE_CHECKING:
     from tfcommx.collectives.comm import Comm
@@ -63,7 +63,7 @@ def warm(
     cache warm SOURCE --hold`.
     """
     if disk is None and not hold:
-        raise PlanError(
+        raise ConfigurationError(
             "A level that keeps the samples is required. Give --disk FOLDER, or --hold, or both."
         )
     load_tensorflow()

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.launch.launcher import CENTRE_LAUNCH, CENTRE_VARIABLE, launcher, run_name
 
 # Two that train, and the one with the centre
@@ -31,12 +31,12 @@ def centre(
     """
     here = launcher()
     if here.kind != "mpi" or here.size < FEWEST:
-        raise PlanError(
+        raise ConfigurationError(
             f"An MPI launch of at least {FEWEST} processes is required: {CENTRE_LAUNCH}. Received "
             f"{here.size} processes, launched by {here.kind}."
         )
     if shutil.which(command[0]) is None:
-        raise PlanError(f"A command that can be run is required. Received {command[0]!r}.")
+        raise ConfigurationError(f"A command that can be run is required. Received {command[0]!r}.")
     words = SERVER if here.rank == here.size - 1 else command
     os.environ[CENTRE_VARIABLE] = run_name()
     sys.stdout.flush()

@@ -27,7 +27,7 @@ from tfcommx.comparison.step_times import (
     step_seconds,
 )
 from tfcommx.comparison.trainings import Setup, train, trained
-from tfcommx.core import PlanError, Profile, Topology, write_text
+from tfcommx.core import ConfigurationError, Profile, Topology, write_text
 from tfcommx.launch.hosts import parse_hosts
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.recipes.recipe import Recipe
@@ -136,16 +136,20 @@ def compare(
 
 
 def _check_hosts(hosts: str | None, measured_at: float | None, ranks: int) -> None:
-    """Refuse hosts with other ranks than the trainings have. **Raises:** PlanError."""
+    """Refuse hosts with other ranks than the trainings have. **Raises:** ConfigurationError."""
     if hosts is None and measured_at is None:
         return
     if hosts is None or measured_at is None:
-        raise PlanError("Steps on --hosts need --measured-at, their bandwidth; one was given.")
+        raise ConfigurationError(
+            "Steps on --hosts need --measured-at, their bandwidth; one was given."
+        )
     if not 0 < measured_at < float("inf"):
-        raise PlanError(f"`--measured-at` needs a number > 0, as 200e6. Received {measured_at}.")
+        raise ConfigurationError(
+            f"`--measured-at` needs a number > 0, as 200e6. Received {measured_at}."
+        )
     slots = sum(host.slots for host in parse_hosts(hosts))
     if slots != ranks:
-        raise PlanError(
+        raise ConfigurationError(
             f"The hosts of -H must have --nodes x --slots = {ranks} slots. Received {slots}, in "
             f"{hosts!r}."
         )
@@ -156,13 +160,15 @@ def _words(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[float]:
-    """Read bandwidths. **Raises:** PlanError."""
+    """Read bandwidths. **Raises:** ConfigurationError."""
     try:
         found = [float(word) for word in _words(text)]
     except ValueError:
         found = []
     if not found or not all(0 < one < float("inf") for one in found):
-        raise PlanError(f"`--bandwidths` needs numbers > 0, as 200e6,1e9. Received {text!r}.")
+        raise ConfigurationError(
+            f"`--bandwidths` needs numbers > 0, as 200e6,1e9. Received {text!r}."
+        )
     return found
 
 

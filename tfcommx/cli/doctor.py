@@ -20,8 +20,9 @@ from rich.text import Text
 from tfcommx.cli import doctor_host
 from tfcommx.cli.doctor_exchange import MARK
 from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding, find_program
+from tfcommx.core import LaunchError
 from tfcommx.launch.commands import GRACE_SECONDS, SSH, run_to_end
-from tfcommx.launch.horovodrun import BINDING, KINDS, Launch, LaunchError, environment, search_path
+from tfcommx.launch.horovodrun import BINDING, KINDS, Launch, environment, search_path
 from tfcommx.launch.hosts import Host, check_host_name, parse_hosts
 
 # A launch takes some seconds on a machine that is not loaded
@@ -186,7 +187,7 @@ def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
     Returns:
         Host -> its findings; those of launches on several hosts under ALL_HOSTS.
 
-    **Raises:** PlanError for hosts in another form than horovodrun's.
+    **Raises:** ConfigurationError for hosts in another form than horovodrun's.
     """
     here = socket.gethostname()
     if hosts is None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.launch.commands import RemoteHosts
 from tfcommx.launch.horovodrun import Launch, on_end_signals
 from tfcommx.launch.hosts import Host, ranks_on
@@ -86,7 +86,7 @@ class Elastic(NamedTuple):
         return any(value is not None for value in self)
 
     def options(self, ranks: int | None, interfaces: tuple[str, ...] = ()) -> ElasticOptions:
-        """Return the limits of the run. **Raises:** PlanError for values out of range.
+        """Return the limits of the run. **Raises:** ConfigurationError for values out of range.
 
         Args:
             ranks: -np, or None.
@@ -113,17 +113,17 @@ class Elastic(NamedTuple):
             name: who names them, for messages.
             ranks: -np, or None.
 
-        **Raises:** PlanError for hosts from two sources, or too few slots.
+        **Raises:** ConfigurationError for hosts from two sources, or too few slots.
         """
         if self.host_discovery_script and hosts:
-            raise PlanError(
+            raise ConfigurationError(
                 "The hosts must come from one source. Received --host-discovery-script, and "
                 f"{name}. Leave one of them out."
             )
         if self.host_discovery_script:
             return ScriptHosts(self.host_discovery_script, self.slots)
         if self.slots:
-            raise PlanError(
+            raise ConfigurationError(
                 "--slots is for hosts of --host-discovery-script. Received none. Write the number "
                 "behind each host: -H node1:4."
             )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tfcommx.cli.plan import advice
-from tfcommx.core import Links, MeasuredStep, PlanError, Timeline, Topology, write_text
+from tfcommx.core import DataError, Links, MeasuredStep, Timeline, Topology, write_text
 from tfcommx.measure.horovod_timeline import (
     Message,
     RecordedStep,
@@ -98,7 +98,7 @@ def _is_timeline(run: Path) -> bool:
     try:
         return is_timeline(run)
     except OSError as error:
-        raise PlanError(
+        raise DataError(
             "A file that `horovodrun --timeline-filename` or `tfcommx profile --exchange` wrote is "
             f"required. Received {run}: {error}."
         ) from error

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated_step
-from tfcommx.core import PlanError, check_name, check_whole, replacing
+from tfcommx.core import ConfigurationError, check_name, check_whole, replacing
 
 # Compared where the file names none: they lose nothing, and the first is plain Horovod's
 SCHEMES: dict[str, dict[str, Any]] = {"horovod": {}, "torus": {"scheme": "torus"}}
@@ -88,8 +88,8 @@ def machines(
 def read_offers(file: Path) -> Offers:
     """Read the file of a user.
 
-    **Raises:** PlanError for a key that is not known, with the nearest one, and for a machine
-    without a price.
+    **Raises:** ConfigurationError for a key that is not known, with the nearest one, and for a
+    machine without a price.
     """
     found = read_keys(file)
     shared = {name: value for name, value in found.items() if name not in OWN}
@@ -98,7 +98,7 @@ def read_offers(file: Path) -> Offers:
     for name, settings in _named(file, found, "machines").items():
         price = settings.pop("price", None)
         if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < 1e12:
-            raise PlanError(
+            raise ConfigurationError(
                 f"`price`, of a node per hour and > 0, is required of each machine. Received "
                 f"{price!r} of {name!r}."
             )
@@ -121,18 +121,18 @@ def offer_rows(offers: Offers) -> list[dict[str, Any]]:
         cell, and `unbeaten` one of these if none of its model is faster and cheaper.
 
     **Cost:** some 10 ms for each row, however many ranks.
-    **Raises:** PlanError for settings that are out of range, and for a scheme that can be carried
-    out nowhere.
+    **Raises:** ConfigurationError for settings that are out of range, and for a scheme that can be
+    carried out nowhere.
     """
     rows: list[dict[str, Any]] = []
-    refused: dict[str, PlanError] = {}
+    refused: dict[str, ConfigurationError] = {}
     for machine, cell in offers.cells():
         found = []
         for name, scheme in offers.schemes.items():
             settings = Settings(**{**cell, **scheme})
             try:
                 _, step = simulated_step(settings)
-            except PlanError as error:
+            except ConfigurationError as error:
                 refused.setdefault(name, error)
                 continue
             found.append(_row(offers, machine, settings, name, step))
@@ -194,7 +194,7 @@ def _named(file: Path, found: Mapping[str, Any], key: str) -> dict[str, dict[str
         or not rows
         or not all(isinstance(x, dict) for x in rows.values())
     ):
-        raise PlanError(
+        raise ConfigurationError(
             f"`{key}` must have a row for each name, as `large: {{slots: 8}}`. Received {rows!r} "
             f"in {file}."
         )
@@ -208,7 +208,7 @@ def _check_settings(file: Path, settings: Mapping[str, Any], also: tuple[str, ..
     for name, value in settings.items():
         check_name(f"setting in {file}", name, [*KINDS, *also])
         if value is None or value == []:
-            raise PlanError(
+            raise ConfigurationError(
                 f"`{name}` in {file} needs a value, or a list of values. Received {value!r}."
             )
 

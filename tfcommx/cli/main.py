@@ -31,24 +31,9 @@ from tfcommx.cli import (
     train,
 )
 from tfcommx.cli.environment import print_any_character, quiet_tensorflow
-from tfcommx.comparison.trainings import TrainingError
-from tfcommx.core import PlanError, local_path
-from tfcommx.data.slab_files import SlabError
-from tfcommx.data.sources.source import SampleError
+from tfcommx.core import LaunchError, TfcommxError, local_path
 from tfcommx.launch.launcher import launcher
-from tfcommx.recipes.families import DataError
-from tfcommx.recipes.reader import RecipeError
-from tfcommx.report.summary import ReportError
 
-USER_ERRORS = (
-    PlanError,
-    RecipeError,
-    DataError,
-    ReportError,
-    SampleError,
-    SlabError,
-    TrainingError,
-)
 # Other ranks wait so long before they print an error, which rank 0 most likely has too. The
 # launcher ends all ranks after rank 0 has printed it.
 RANK_0_FIRST_SECONDS = 5.0
@@ -109,10 +94,10 @@ def main() -> None:
         quiet_tensorflow()
     try:
         app()
-    except train.LaunchError as error:
+    except LaunchError as error:
         tell(error)
         sys.exit(error.status)
-    except USER_ERRORS as error:
+    except TfcommxError as error:
         tell(error)
         sys.exit(train.USER_ERROR)
 
@@ -121,7 +106,7 @@ def tell(error: Exception) -> None:
     """Print an error that the user can fix, with the rank on ranks other than 0."""
     try:
         rank = launcher().rank
-    except PlanError:  # Most likely `error` itself
+    except TfcommxError:  # Most likely `error` itself
         rank = 0
     if rank:
         time.sleep(RANK_0_FIRST_SECONDS)

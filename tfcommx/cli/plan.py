@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tfcommx.core import Links, PlanError, Profile, Scheme, Topology, write_text
+from tfcommx.core import ConfigurationError, Links, Profile, Scheme, Topology, write_text
 
 if TYPE_CHECKING:
     from tfcommx.planner.predict import Prediction
@@ -85,13 +85,16 @@ def _asked(selection: str, density: float, wire: str, compression: str) -> Schem
 
 
 def profile_of(model: str, throughput: float, batch: int) -> Profile:
-    """Return the profile of a file, or of a known model at a throughput. **Raises:** PlanError."""
+    """Return the profile of a file, or of a known model at a throughput.
+
+    **Raises:** ConfigurationError.
+    """
     from tfcommx.simulator import models
 
     if model in models.MODELS:
         return Profile.from_throughput(models.get(model), throughput, batch=batch)
     if not Path(model).is_file():
-        raise PlanError(
+        raise ConfigurationError(
             f"A file of a profile, or a model ({', '.join(models.MODELS)}), is required. Received "
             f"{model!r}."
         )

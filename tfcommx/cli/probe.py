@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
-from tfcommx.core import PlanError, write_text
+from tfcommx.core import ConfigurationError, write_text
 
 
 def probe(
@@ -36,7 +36,7 @@ def probe(
     comm = init()
     # Rank 0 writes; all ranks must know if it cannot
     if not comm.gather_objects(output.parent.is_dir() and os.access(output.parent, os.W_OK))[0]:
-        raise PlanError(
+        raise ConfigurationError(
             f"`--output` must be in a folder that rank 0 can write to. Received {output}. Make "
             "the folder, or give another."
         )

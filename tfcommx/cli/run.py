@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from tfcommx.cli import elastic_options
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import RemoteHosts, is_local
-from tfcommx.launch.horovodrun import Launch, LaunchError, Running, on_end_signals, search_path
+from tfcommx.launch.horovodrun import Launch, Running, on_end_signals, search_path
 from tfcommx.launch.hosts import Host, allocation, parse_hosts, ranks_on, read_hostfile
 from tfcommx.launch.rank_output import RankLines
 from tfcommx.supervisor.supervisor import EndAtOnce
@@ -67,7 +67,7 @@ def run(
     elastic option the ranks are then started again, on the hosts that are left.
     """
     if gloo and mpi:
-        raise PlanError("One of --gloo and --mpi is required at most. Received both.")
+        raise ConfigurationError("One of --gloo and --mpi is required at most. Received both.")
     if shutil.which(command[0], path=search_path()) is None:
         raise LaunchError(
             f"A command that can be run is required. Received {command[0]!r}.", NOT_FOUND
@@ -112,10 +112,10 @@ def find_hosts(
 ) -> tuple[str, list[Host]]:
     """Return who names the hosts, and the hosts.
 
-    **Raises:** PlanError for unusable hosts, and for an unknown number of ranks.
+    **Raises:** ConfigurationError for unusable hosts, and for an unknown number of ranks.
     """
     if hosts and hostfile:
-        raise PlanError("One of -H and --hostfile is required at most. Received both.")
+        raise ConfigurationError("One of -H and --hostfile is required at most. Received both.")
     if hosts:
         return "-H", parse_hosts(hosts)
     if hostfile:
@@ -124,7 +124,7 @@ def find_hosts(
         return given.source, given.hosts
     if ranks:
         return "-np", [Host("localhost", ranks)]
-    raise PlanError(
+    raise ConfigurationError(
         "A number of ranks is required: -np 4 on this machine, -H node1:4,node2:4 on several. "
         "Received neither, outside of an allocation."
     )

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from tfcommx.core import (
+    ConfigurationError,
     EngineSettings,
     Link,
     Links,
-    PlanError,
     Scheme,
     Topology,
     check_name,
@@ -106,9 +106,9 @@ class Settings:
                 object.__setattr__(self, name, _number(name, value, kind))
         for name in ("between_gbit", "inside_gbytes", "efficiency", "bucket_mbytes"):
             if not 0 < getattr(self, name) < math.inf:
-                raise PlanError(f"`{name}` must be > 0. Received {getattr(self, name)!r}.")
+                raise ConfigurationError(f"`{name}` must be > 0. Received {getattr(self, name)!r}.")
         if self.efficiency > 1:
-            raise PlanError(f"`efficiency` must be in (0, 1]. Received {self.efficiency}.")
+            raise ConfigurationError(f"`efficiency` must be in (0, 1]. Received {self.efficiency}.")
 
     @property
     def requested_scheme(self) -> Scheme:
@@ -148,7 +148,7 @@ class Settings:
         """Return links with what these settings say of the engine."""
         mbytes = self.fusion_mbytes
         if mbytes is not None and not 0 <= mbytes < math.inf:
-            raise PlanError(f"`fusion_mbytes` must be >= 0. Received {mbytes}.")
+            raise ConfigurationError(f"`fusion_mbytes` must be >= 0. Received {mbytes}.")
         buffer = None if mbytes is None else round(mbytes * 2**20)
         said: dict[str, Any] = {
             "name": self.engine,
@@ -178,7 +178,7 @@ def _number(name: str, value: Any, kind: type) -> Any:
     if kind is int:
         return check_whole(name, value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise PlanError(f"`{name}` must be a number. Received {value!r}.")
+        raise ConfigurationError(f"`{name}` must be a number. Received {value!r}.")
     return float(value)
 
 
@@ -216,7 +216,9 @@ def simulate(
     """Simulate a step: what would a model take on a cluster, under a scheme?"""
     settings = _settings(settings_file, given)
     if sweep and trace:
-        raise PlanError("`--trace` writes one timeline. Received --sweep. Leave one of them out.")
+        raise ConfigurationError(
+            "`--trace` writes one timeline. Received --sweep. Leave one of them out."
+        )
     if sweep:
         name, values = _sweep(sweep)
         steps = [simulated_step(dataclasses.replace(settings, **{name: value})) for value in values]
@@ -275,13 +277,16 @@ def _settings(file: Path | None, given: dict[str, Any]) -> Settings:
 
 
 def read_keys(file: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file, with _ for -. **Raises:** PlanError for another file."""
+    """Return the keys of a YAML file, with _ for -.
+
+    **Raises:** ConfigurationError for another file.
+    """
     try:
         found = parse(file.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, RecursionError) as error:
-        raise PlanError(f"A YAML file is required. Received {file}: {error}.") from error
+        raise ConfigurationError(f"A YAML file is required. Received {file}: {error}.") from error
     if not isinstance(found, dict):
-        raise PlanError(f"Settings, one a line, are required. Received {file}: {found!r}.")
+        raise ConfigurationError(f"Settings, one a line, are required. Received {file}: {found!r}.")
     return {str(name).replace("-", "_"): value for name, value in found.items()}
 
 
@@ -292,7 +297,7 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
     words = [word.strip() for word in listed.split(",") if word.strip()]
     values = words if KINDS[name] is str else _numbers(words, name)
     if not values:
-        raise PlanError(f"`--sweep` needs values, as nodes=1,2,4. Received {text!r}.")
+        raise ConfigurationError(f"`--sweep` needs values, as nodes=1,2,4. Received {text!r}.")
     return name, values
 
 
@@ -314,7 +319,7 @@ def _numbers(words: list[str], name: str) -> list[Any]:
                     break
                 found.append(following)
     except (ValueError, IndexError) as error:
-        raise PlanError(
+        raise ConfigurationError(
             f"Numbers are required, as {name}=1,2,4 or {name}=1,2,4,...,64. Received "
             f"{','.join(words)!r}."
         ) from error

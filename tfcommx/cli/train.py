@@ -18,8 +18,9 @@ import typer
 from tfcommx.cli import elastic_options
 from tfcommx.cli.elastic_options import Elastic, supervise
 from tfcommx.cli.environment import load_tensorflow, quiet_horovod
+from tfcommx.core import LaunchError
 from tfcommx.launch.commands import RemoteHosts
-from tfcommx.launch.horovodrun import Launch, LaunchError, Running, on_end_signals
+from tfcommx.launch.horovodrun import Launch, Running, on_end_signals
 from tfcommx.launch.hosts import Host, parse_hosts, ranks_on
 from tfcommx.launch.rank_output import RankLines
 from tfcommx.recipes.recipe import Recipe
@@ -109,7 +110,7 @@ def refuse(running: Running, status: int, lines: RankLines) -> None:
     if first and first.status == USER_ERROR:
         sys.exit(USER_ERROR)
     advice = "Add --resume to continue from the last checkpoint."
-    raise LaunchError(str(running.failed(status, lines, advice)))
+    raise LaunchError(str(running.failed(status, lines, advice)), 1)
 
 
 class LaunchStopper:

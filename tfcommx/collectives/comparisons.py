@@ -1,7 +1,7 @@
 """Facts that must be equal on all ranks, compared when the ranks next exchange objects.
 
-    rank 0   DataCache states its samples       gather_objects -> equal: nothing happens
-    rank 1        DataCache states its samples  gather_objects -> unequal: PlanError, on every rank
+    rank 0   DataCache states its samples       gather_objects -> equal: nothing happens rank 1
+    DataCache states its samples  gather_objects -> unequal: ConfigurationError, on every rank
 
 To state a fact exchanges nothing, so that a data set can be opened at any time, and one that a
 single rank opens for itself makes no rank wait. The digests travel with the next objects that all
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 
 # Facts that wait to be compared, at most; the oldest are dropped, which one rank alone has stated
 MOST = 64
@@ -91,8 +91,8 @@ class Comparisons:
             everyone: `digests` of all ranks, in rank order.
             gather: returns what all ranks give it, in rank order; called on all ranks or none.
 
-        **Ranks:** all. **Raises:** PlanError, on every rank, if a rank has facts that rank 0 lacks,
-        and lacks facts of the same kind that rank 0 has.
+        **Ranks:** all. **Raises:** ConfigurationError, on every rank, if a rank has facts that rank
+        0 lacks, and lacks facts of the same kind that rank 0 has.
         """
         if not any(everyone):
             return
@@ -129,7 +129,7 @@ def _refuse(roots: Sequence[Facts], rank: int, theirs: Sequence[Facts]) -> NoRet
         f"{item}: {there} on rank 0, {here} on rank {rank}" for item, there, here in rows[:NAMED]
     )
     more = f"; and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
-    raise PlanError(
+    raise ConfigurationError(
         f"Every rank must have the same {facts.kind}. Received {root.name} on rank 0 and "
         f"{facts.name} on rank {rank}, which differ in {named}{more}. {facts.remedy}"
     )

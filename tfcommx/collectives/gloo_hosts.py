@@ -21,7 +21,7 @@ import os
 import time
 from typing import Any
 
-from tfcommx.core import PlanError
+from tfcommx.core import LaunchError
 from tfcommx.launch.hosts import check_host_name, is_host_name
 from tfcommx.launch.launcher import Launcher, rendezvous_seconds
 
@@ -47,8 +47,8 @@ def gloo_hosts(here: Launcher) -> list[str]:
     each took the store, a single Python process, 0.65 ms, which makes 11 s at 128 ranks.
 
     **Ranks:** all.
-    **Raises:** PlanError that names the first missing rank after RENDEZVOUS_SECONDS, what the store
-    holds in place of a rank's host, or a store that has ended.
+    **Raises:** LaunchError that names the first missing rank after RENDEZVOUS_SECONDS, what the
+    store holds in place of a rank's host, or a store that has ended.
     """
     store = Store(*(os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT")))
     seconds = rendezvous_seconds(RENDEZVOUS_SECONDS)
@@ -73,25 +73,25 @@ def gloo_hosts(here: Launcher) -> list[str]:
         if not problem:
             answered = time.monotonic()
         if written and time.monotonic() > answered + GONE_SECONDS:
-            raise PlanError(
+            raise LaunchError(
                 f"Horovod's rendezvous at {store} is required until all ranks know their hosts. "
                 f"Rank {here.rank} of {here.size} received for {GONE_SECONDS:g} s: {reason}. "
                 "The output of rank 0, or of the launcher, says why it has ended."
             )
         if late:
-            raise PlanError(
+            raise LaunchError(
                 f"Rank {len(hosts)} of {here.size} has not called init() within {seconds:g} s "
                 f"(seen from rank {here.rank}). Does every rank call tfcommx.init()?"
                 + (f" Horovod's rendezvous at {store} answers: {reason}." if reason else "")
             )
         time.sleep(max(0.02, here.size / 500))  # All together at most 500 reads a second
     if hosts[here.rank] != own:
-        raise PlanError(
+        raise LaunchError(
             f"Horovod's rendezvous at {store} must name {own} as the host of rank {here.rank}, as "
             f"this rank has written. Received {hosts[here.rank]!r}. {_REMEDY}"
         )
     if here.rank == 0 and (reason := store.put("all", hosts, deadline)):
-        raise PlanError(
+        raise LaunchError(
             f"Horovod's rendezvous at {store} must take the list of hosts. Received: {reason}. "
             "Does the launcher still run?"
         )
@@ -105,7 +105,7 @@ _REMEDY = (
 
 
 def _checked(answer: bytes, key: str, size: int) -> list[str]:
-    """Return the hosts of an answer. **Raises:** PlanError that shows what is none."""
+    """Return the hosts of an answer. **Raises:** LaunchError that shows what is none."""
     try:
         value: Any = json.loads(answer)
     except (ValueError, RecursionError):
@@ -114,7 +114,7 @@ def _checked(answer: bytes, key: str, size: int) -> list[str]:
     right = isinstance(hosts, list) and len(hosts) == (size if key == "all" else 1)
     if not right or not all(map(is_host_name, hosts)):
         required = f"a list of {size} names" if key == "all" else f"the name of rank {key}'s host"
-        raise PlanError(
+        raise LaunchError(
             f"Horovod's rendezvous must hold {required} in {SCOPE}/{key}, as JSON. Received "
             f"{answer[:60]!r}, which no rank has written. {_REMEDY}"
         )

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import PlanError
+from tfcommx.core import LaunchError
 from tfcommx.kernels import loader
 from tfcommx.kernels.build import build_advice, capability, covers, in_words
 
@@ -125,7 +125,7 @@ def check_gpus(comm: Comm, mine: RankGpu) -> list[RankGpu]:
 
     **Ranks:** all; the same error on all. **Cost:** one exchange of objects, on the CPU: NCCL would
     fail at two ranks on a GPU before it could be said why.
-    **Raises:** PlanError.
+    **Raises:** LaunchError.
     """
     with tf.device("/cpu:0"):
         everyone = [RankGpu(*row) for row in comm.gather_objects(tuple(mine))]
@@ -133,7 +133,7 @@ def check_gpus(comm: Comm, mine: RankGpu) -> list[RankGpu]:
     for rank, gpu in enumerate(everyone):
         first = places.index(places[rank])
         if gpu.identity and first != rank:
-            raise PlanError(
+            raise LaunchError(
                 f"One GPU per process is required. Ranks {first} and {rank} on {gpu.host} both "
                 f"keep {gpu.identity}. Launch at most as many processes on this host as it has "
                 "GPUs, or bind another GPU to each."
@@ -141,7 +141,7 @@ def check_gpus(comm: Comm, mine: RankGpu) -> list[RankGpu]:
     for rank, gpu in enumerate(everyone):
         if gpu.architecture and gpu.built is not None and not covers(gpu.built, gpu.architecture):
             advice = build_advice(gpu.architecture for gpu in everyone if gpu.architecture)
-            raise PlanError(
+            raise LaunchError(
                 "The native library must be built for the GPU of every rank. Received, on rank "
                 f"{rank}, {gpu} and a library for {in_words(gpu.built)}. {advice} To do "
                 "without GPU kernels, more slowly: `export TFCOMMX_NATIVE=0`."
@@ -164,7 +164,7 @@ def check_fused_sum(comm: Comm, everyone: Sequence[RankGpu], device: str = "/gpu
     **Ranks:** all; the same error on all.
     **Cost:** nothing unless Horovod adds on the GPU of every rank; then one allreduce of 5 kB and
     one exchange of objects.
-    **Raises:** PlanError.
+    **Raises:** LaunchError.
     """
     if comm.topology.size == 1 or not all(gpu.sums for gpu in everyone):
         return
@@ -176,7 +176,7 @@ def check_fused_sum(comm: Comm, everyone: Sequence[RankGpu], device: str = "/gpu
             advice = build_advice(gpu.architecture for gpu in everyone)
             built = everyone[rank].built
             library = f", which is for {in_words(built)}" if built is not None else ""
-            raise PlanError(
+            raise LaunchError(
                 "Horovod must add the ranks' tensors correctly on their GPUs. Received, on rank "
                 f"{rank}, {text}. The ranks have {', '.join(sorted(set(map(str, everyone))))}. On "
                 "a GPU that it was not built for, Horovod's CUDA kernels do not run, and it does "

@@ -19,7 +19,7 @@ from tfcommx.collectives.comm import LARGEST_COUNT, Comm
 from tfcommx.collectives.messages import Messages
 from tfcommx.collectives.plain_data import decode, encode
 from tfcommx.collectives.point_to_point import PointToPoint
-from tfcommx.core import PlanError, Topology, Traffic
+from tfcommx.core import ConfigurationError, LaunchError, PlanError, Topology, Traffic
 from tfcommx.launch.cluster_environment import check_alone
 from tfcommx.launch.launcher import Launcher
 
@@ -35,7 +35,7 @@ _GATHERED_SIZES, _GATHERED = {"name": "tfcommx.sizes"}, {"name": "tfcommx.object
 def import_horovod() -> tuple[ModuleType, ModuleType]:
     """Import Horovod's module for TensorFlow, and its operations.
 
-    **Raises:** PlanError if Horovod is missing, of another release, or built for another
+    **Raises:** LaunchError if Horovod is missing, of another release, or built for another
     TensorFlow.
     """
     remedy = (
@@ -46,12 +46,14 @@ def import_horovod() -> tuple[ModuleType, ModuleType]:
         import horovod.tensorflow as hvd
         from horovod.tensorflow import mpi_ops
     except (ImportError, tf.errors.NotFoundError) as error:
-        raise PlanError(
+        raise LaunchError(
             f"Horovod {HOROVOD}x, built for TensorFlow {tf.__version__}, is required. Received: "
             f"{error}. {remedy}"
         ) from error
     if not horovod.__version__.startswith(HOROVOD):
-        raise PlanError(f"Horovod {HOROVOD}x is required. Received {horovod.__version__}. {remedy}")
+        raise LaunchError(
+            f"Horovod {HOROVOD}x is required. Received {horovod.__version__}. {remedy}"
+        )
     return hvd, mpi_ops
 
 
@@ -105,7 +107,7 @@ def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:
 def without_mpi() -> Iterator[None]:
     """Let Horovod start without MPI in a single process.
 
-    **Raises:** PlanError if another launcher has started several processes.
+    **Raises:** LaunchError if another launcher has started several processes.
     """
     check_alone()
     with _environment(dict.fromkeys(("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"), "gloo")):
@@ -185,7 +187,7 @@ class HorovodComm(Comm):
         make_messages: makes a PointToPoint of this rank; None if there can be none.
 
     **Ranks:** all, with equal topologies. It starts Horovod.
-    **Raises:** PlanError if Horovod is missing, runs already, or counts other ranks.
+    **Raises:** LaunchError if Horovod is missing, runs already, or counts other ranks.
     """
 
     def __init__(
@@ -212,7 +214,7 @@ class HorovodComm(Comm):
     def _start(self, here: Launcher, sets: list[Any]) -> None:
         hvd, size = self._hvd, self.topology.size
         if hvd.is_initialized():
-            raise PlanError(
+            raise ConfigurationError(
                 "tfcommx.init() starts Horovod itself, with its node and peer groups. Received "
                 "an initialised Horovod. Call tfcommx.init() instead of hvd.init()."
             )
@@ -228,7 +230,7 @@ class HorovodComm(Comm):
                 os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0")
             )
         if (hvd.rank(), hvd.size()) != (here.rank, size):
-            raise PlanError(
+            raise LaunchError(
                 f"Horovod counts rank {hvd.rank()} of {hvd.size()}, the launcher rank {here.rank} "
                 f"of {size}. Start the script with horovodrun (or mpirun)."
             )

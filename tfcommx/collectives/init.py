@@ -9,7 +9,7 @@ from tfcommx.collectives import comm as base
 from tfcommx.collectives import exit_message, gpu_checks, horovod, mpi, process, rendezvous
 from tfcommx.collectives.gloo_hosts import gloo_hosts
 from tfcommx.collectives.unwrapped import UnwrappedOptimizers
-from tfcommx.core import PlanError, Topology
+from tfcommx.core import ConfigurationError, Topology
 from tfcommx.launch import cluster_environment, launcher
 from tfcommx.watch import liveness
 
@@ -47,10 +47,10 @@ def init(
     **Ranks:** all, with equal `node_size`.
     **Cost:** one exchange of host names before Horovod starts, and on GPUs a small sum that is
     verified; static process sets, so nothing per step.
-    **Raises:** PlanError for seconds that are not > 0, for a node_size that does not divide the
-    number of ranks, for ranks of a host that are not consecutive, for more ranks than GPUs on a
-    host, for a GPU that the native library was not built for or on which Horovod adds wrongly, if
-    Horovod is missing, and if a rank does not come.
+    **Raises:** ConfigurationError for seconds that are not > 0, for a node_size that does not divide
+    the number of ranks, and for ranks of a host that are not consecutive; LaunchError for more
+    ranks than GPUs on a host, for a GPU that the native library was not built for or on which
+    Horovod adds wrongly, if Horovod is missing, and if a rank does not come.
     """
     for name, seconds in (
         ("watch_seconds", watch_seconds),
@@ -58,7 +58,7 @@ def init(
         ("stall_limit_seconds", stall_limit_seconds),
     ):
         if seconds is not None and not 0 < seconds < math.inf:
-            raise PlanError(
+            raise ConfigurationError(
                 f"`{name}` must be > 0 and finite, or None for no watch. Received {seconds!r}."
             )
     stall_seconds = launcher.seconds_from("TFCOMMX_STALL_SECONDS", stall_seconds, off=True)
@@ -102,7 +102,7 @@ def init(
 def _started_before(node_size: int | None) -> base.Comm:
     comm = process.current()
     if node_size not in (None, comm.topology.slots):
-        raise PlanError(
+        raise ConfigurationError(
             f"init() was called before, with {comm.topology.slots} ranks to a node. Received "
             f"node_size={node_size}. Call it once."
         )
@@ -112,7 +112,7 @@ def _started_before(node_size: int | None) -> base.Comm:
 def _topology(here: launcher.Launcher, node_size: int | None) -> Topology:
     if node_size is not None:
         if not isinstance(node_size, int) or node_size < 1 or here.size % node_size:
-            raise PlanError(
+            raise ConfigurationError(
                 f"`node_size` must divide the number of ranks. Received node_size={node_size} "
                 f"with {here.size} ranks."
             )

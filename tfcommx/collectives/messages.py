@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.point_to_point import Channel, PointToPoint
-from tfcommx.core import MPI_LAUNCH, PlanError, Topology, Traffic
+from tfcommx.core import MPI_LAUNCH, ConfigurationError, Topology, Traffic
 from tfcommx.kernels.traced import untraced
 
 NEED_MPI = (
@@ -52,10 +52,11 @@ class Messages:
     def open(self) -> PointToPoint | None:
         """Get ready for `run`; return None for a single rank, which sends none.
 
-        **Ranks:** all, outside of traced code. **Raises:** PlanError without an MPI launch.
+        **Ranks:** all, outside of traced code. **Raises:** ConfigurationError without an MPI
+        launch.
         """
         if not self.possible:
-            raise PlanError(NEED_MPI)
+            raise ConfigurationError(NEED_MPI)
         if self._of_steps is None and self._topology.size > 1:
             self._of_steps = self._make()
             self._counted.append(self._of_steps)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tfcommx.collectives.plain_data import decode, encode
+from tfcommx.core import LaunchError, RankLostError
 from tfcommx.launch.hosts import check_host_name
 from tfcommx.launch.launcher import launcher, message_timeout, rendezvous_seconds
 from tfcommx.launch.mpi_start import limited
@@ -103,14 +104,14 @@ class MpiPointToPoint:
             communicator.
 
     **Ranks:** all make it together, in the same order.
-    **Raises:** RuntimeError if MPI supports threads at a lower level.
+    **Raises:** LaunchError if MPI supports threads at a lower level.
     """
 
     def __init__(self, watched: bool, lasting: bool = True, with_centre: bool = False) -> None:
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise RuntimeError(
+            raise LaunchError(
                 "Messages beside Horovod need MPI with MPI_THREAD_MULTIPLE. Received less. "
                 "Call tfcommx.init() before anything that starts MPI."
             )
@@ -168,7 +169,7 @@ class MpiPointToPoint:
                     awaited,
                 )
             if waited > self._timeout:
-                raise RuntimeError(
+                raise RankLostError(
                     f"A message must come within {self._timeout:.0f} s. Rank {self._world.rank} "
                     f"has waited longer for ranks {awaited}. Are they alive, and does the network "
                     "work? If they are only slow, raise TFCOMMX_MESSAGE_TIMEOUT_SECONDS."

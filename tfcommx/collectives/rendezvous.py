@@ -28,7 +28,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from tfcommx.collectives.horovod import serve_rendezvous
-from tfcommx.core import PlanError, Topology
+from tfcommx.core import LaunchError, Topology
 from tfcommx.launch.cluster_environment import ClusterEnvironment
 from tfcommx.launch.handshake import NO_PARTNER, Caller, Entrance, Handshake, shortened
 from tfcommx.launch.hosts import check_host_name, is_host_name
@@ -66,9 +66,9 @@ def join(here: ClusterEnvironment, any_order: bool = False) -> None:
         any_order: whether ranks of a host need not be consecutive.
 
     **Ranks:** all, before Horovod starts. **Cost:** one connection of every rank to rank 0.
-    **Raises:** PlanError, on all ranks that have come, that names ranks which did not come or came
-    twice, or are not in the order of their hosts; a port that is in use; an address that does not
-    answer.
+    **Raises:** LaunchError, on all ranks that have come, that names ranks which did not come or
+    came twice, or are not in the order of their hosts; a port that is in use; an address that does
+    not answer.
     """
     seconds = rendezvous_seconds(SECONDS)
     log.info(
@@ -97,7 +97,7 @@ def _gather(
     try:
         server = _listen(here)
     except OSError as error:
-        raise PlanError(
+        raise LaunchError(
             f"Rank 0 needs TCP port {here.port} to bring the ranks of {here.launcher} together. "
             f"Received: {error}. Set TFCOMMX_PORT to a free one, equal on all ranks."
         ) from error
@@ -128,7 +128,7 @@ def _gather(
             everyone.append(arrival)
     try:
         if problem:
-            raise PlanError(problem)
+            raise LaunchError(problem)
         own = _address_of_rank_0(arrivals.values())
         hosts = [socket.gethostname(), *(arrivals[rank].host for rank in range(1, here.size))]
         if not any_order:  # Later, rank 0 would end with its rendezvous before others know why
@@ -219,7 +219,7 @@ def _slots(hosts: list[str], local_ranks: list[int | None]) -> list[list[int]]:
     >>> _slots(["a", "a", "b"], [None, None, None])
     [[0, 2, 0, 2], [1, 2, 0, 1], [0, 1, 1, 2]]
 
-    **Raises:** PlanError if a launcher's local ranks are not those of consecutive ranks.
+    **Raises:** LaunchError if a launcher's local ranks are not those of consecutive ranks.
     """
     names = list(dict.fromkeys(hosts))
     sizes = Counter(hosts)
@@ -227,7 +227,7 @@ def _slots(hosts: list[str], local_ranks: list[int | None]) -> list[list[int]]:
     for rank, host in enumerate(hosts):
         local = hosts[:rank].count(host)
         if local_ranks[rank] not in (None, local):
-            raise PlanError(
+            raise LaunchError(
                 f"Consecutive ranks must be on the same host. Rank {rank} on {host} is the host's "
                 f"number {local}, and its launcher says {local_ranks[rank]}. Place ranks by node "
                 "(srun --distribution=block)."
@@ -248,7 +248,7 @@ def _answer(arrival: Arrival, text: dict[str, Any]) -> None:
 def _ask(here: ClusterEnvironment, deadline: float, seconds: float) -> tuple[dict[str, str], str]:
     """Tell rank 0 who this is, and wait for its answer; return settings and own address."""
     reason: object = "no process listens there"
-    # Before the loop, because a PlanError is a ValueError, after which it would call again
+    # Before the loop, because a LaunchError is a ValueError, after which it would call again
     host, handshake = check_host_name(socket.gethostname(), "this host"), _handshake(here)
     addresses = (here.address, *here.others)
     for address in itertools.cycle(addresses):
@@ -265,11 +265,11 @@ def _ask(here: ClusterEnvironment, deadline: float, seconds: float) -> tuple[dic
             time.sleep(0.2 / len(addresses))
             continue
         if isinstance(answer, dict) and "problem" in answer:
-            raise PlanError(_printable(answer["problem"]))
+            raise LaunchError(_printable(answer["problem"]))
         settings = _settings(here, host, answer)
         # On rank 0's host, the address that other hosts know
         return settings, answer["address"] if _on_this_host(own, peer) else own
-    raise PlanError(
+    raise LaunchError(
         f"Rank {here.rank} of {here.size} could not join rank 0 at {' or '.join(addresses)}, port "
         f"{here.port}, within {seconds:g} s: {reason}. Does rank 0 run and call tfcommx.init()? Is "
         "the port open between the hosts, and TFCOMMX_SECRET equal on all ranks? "
@@ -283,7 +283,7 @@ def _ask(here: ClusterEnvironment, deadline: float, seconds: float) -> tuple[dic
 def _handshake(here: ClusterEnvironment) -> Handshake:
     secret = os.environ.get("TFCOMMX_SECRET")
     if secret is not None and not secret.strip():
-        raise PlanError(
+        raise LaunchError(
             f"TFCOMMX_SECRET must be a text that only the ranks know. Received {secret!r} on rank "
             f"{here.rank} of {here.size}, which every process knows. Set it to the same random "
             "text on all ranks, or unset it in a network that is yours alone."
@@ -302,7 +302,7 @@ def _settings(here: ClusterEnvironment, host: str, answer: Any) -> dict[str, str
         host: its name.
         answer: of rank 0.
 
-    **Raises:** PlanError for an answer that rank 0 does not give.
+    **Raises:** LaunchError for an answer that rank 0 does not give.
     """
     try:
         (local_rank, local_size, cross_rank, cross_size), port = answer["slot"], answer["port"]
@@ -319,7 +319,7 @@ def _settings(here: ClusterEnvironment, host: str, answer: Any) -> dict[str, str
     except (LookupError, TypeError, ValueError):
         right = False
     if not right:
-        raise PlanError(
+        raise LaunchError(
             f"Rank 0 at {here.address}, port {here.port}, must answer rank {here.rank} of "
             f"{here.size} with its place among the ranks, and with the address and port of "
             f"Horovod's rendezvous. Received {_printable(answer)}. Is it another program's port? "
@@ -359,7 +359,7 @@ def interface_of(address: str) -> str:
             return name
     if address.startswith("127."):  # The loopback interface has the whole range
         return interface_of("127.0.0.1")
-    raise PlanError(
+    raise LaunchError(
         f"This host must have an interface with the address {address}, by which rank 0 is reached. "
         f"Received {', '.join(psutil.net_if_addrs())}. Name one in HOROVOD_GLOO_IFACE."
     )

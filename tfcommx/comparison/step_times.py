@@ -85,7 +85,7 @@ def step_seconds(
         links: what messages cost on it.
         steps: of each epoch; empty: not known, rounds of weight averaging are taken as whole.
 
-    **Raises:** PlanError for a scheme that the cluster cannot carry out.
+    **Raises:** ConfigurationError for a scheme that the cluster cannot carry out.
     """
     numbers = [number for number, phase in enumerate(recipe.phases) for _ in range(phase.epochs)]
     every, hiding = recipe.strategy.every, recipe.strategy.overlapped_steps

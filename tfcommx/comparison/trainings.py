@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tfcommx.core import reading
+from tfcommx.core import TfcommxError, reading
 from tfcommx.launch.horovodrun import on_end_signals
 from tfcommx.recipes.reader import parse
 from tfcommx.report.summary import read, write_json
@@ -32,7 +32,7 @@ KEPT = ("epoch", "phase", "steps", "bytes_between_nodes", "clock_seconds")
 LOG = "log.txt"
 
 
-class TrainingError(RuntimeError):
+class TrainingError(TfcommxError, RuntimeError):
     """A training, or a measurement, that has failed; the message names its log."""
 
 

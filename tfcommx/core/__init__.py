@@ -5,13 +5,15 @@ collective starts.
 """
 
 from tfcommx.core.bucket import LARGEST, Bucket, NoOptions, Piece, RouteOptions, Sparse
-from tfcommx.core.checks import (
+from tfcommx.core.checks import check_name, check_whole, is_member, load_member, require_equal
+from tfcommx.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    LaunchError,
     PlanError,
-    check_name,
-    check_whole,
-    is_member,
-    load_member,
-    require_equal,
+    RankLostError,
+    TfcommxError,
 )
 from tfcommx.core.files import local_path, reading, replacing, write_text
 from tfcommx.core.links import NOMINAL, Calibration, EngineSettings, Link, Links, Traffic
@@ -50,7 +52,11 @@ __all__ = [
     "WIRES",
     "Bucket",
     "Calibration",
+    "CheckpointError",
+    "ConfigurationError",
+    "DataError",
     "EngineSettings",
+    "LaunchError",
     "Layer",
     "LayerTable",
     "Link",
@@ -61,11 +67,13 @@ __all__ = [
     "Plan",
     "PlanError",
     "Profile",
+    "RankLostError",
     "ReadOptions",
     "RouteOptions",
     "Scheme",
     "Span",
     "Sparse",
+    "TfcommxError",
     "Timeline",
     "Topology",
     "Traffic",

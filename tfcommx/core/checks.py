@@ -1,4 +1,4 @@
-"""Checks of names and numbers, and the error that refuses a setting before anything is sent."""
+"""Checks of names and numbers: a setting is refused before anything is sent."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-
-class PlanError(ValueError):
-    """A scheme, plan or topology that cannot be carried out; nothing has been sent yet."""
+from tfcommx.core.errors import ConfigurationError
 
 
 def check_name(what: str, name: str, known: Iterable[str]) -> str:
@@ -24,14 +22,14 @@ def check_name(what: str, name: str, known: Iterable[str]) -> str:
         name: as the user gave it.
         known: all names that are allowed.
 
-    **Raises:** PlanError.
+    **Raises:** ConfigurationError.
     """
     names = sorted(known)
     if name in names:
         return name
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise PlanError(f"Unknown {what} {name!r}. {hint}Known: {', '.join(names)}.")
+    raise ConfigurationError(f"Unknown {what} {name!r}. {hint}Known: {', '.join(names)}.")
 
 
 def is_member(name: Any) -> bool:
@@ -59,11 +57,11 @@ def require_named_members(source: str, *names: Any) -> None:
         source: of the names, for the message.
         names: those of the table of a family, and others.
 
-    **Raises:** PlanError.
+    **Raises:** ConfigurationError.
     """
     for name in names:
         if is_member(name) and name not in _named_members:
-            raise PlanError(
+            raise ConfigurationError(
                 f"{source} may name a member of another package only if a Scheme of this process "
                 f"names it, because its module is imported. Received {name!r}. If you trust it, "
                 f"make that Scheme first, such as Scheme({name!r}) for a route."
@@ -78,17 +76,17 @@ def load_member(what: str, name: str, kind: type | None = None) -> Any:
         name: as the user gave it.
         kind: the class that the object must be an instance of; None: anything.
 
-    **Raises:** PlanError if there is none, or if it is something else.
+    **Raises:** ConfigurationError if there is none, or if it is something else.
     """
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(
+        raise ConfigurationError(
             f"A {what} 'module:MEMBER' must be importable on every rank. Received {name!r}: "
             f"{error}. Install its package, or set PYTHONPATH."
         ) from error
     if kind is not None and not isinstance(found, kind):
-        raise PlanError(
+        raise ConfigurationError(
             f"A {what} must be an object of a class that derives from {kind.__module__}."
             f"{kind.__name__}. Received {name!r}, which is {found!r}."
         )
@@ -101,13 +99,13 @@ def check_whole(what: str, value: Any, least: int | None = None) -> int:
     >>> check_whole("entries", 1e9, least=1)
     1000000000
 
-    **Raises:** PlanError, also for less than `least`.
+    **Raises:** ConfigurationError, also for less than `least`.
     """
     is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
     if isinstance(value, bool) or not is_whole:
-        raise PlanError(f"`{what}` must be a whole number. Received {value!r}.")
+        raise ConfigurationError(f"`{what}` must be a whole number. Received {value!r}.")
     if least is not None and value < least:
-        raise PlanError(f"`{what}` must be >= {least}. Received {value!r}.")
+        raise ConfigurationError(f"`{what}` must be >= {least}. Received {value!r}.")
     return int(value)
 
 
@@ -127,11 +125,11 @@ def require_equal(what: str, values: Sequence[Any]) -> None:
         what: the value's name, for the message.
         values: of each rank.
 
-    **Raises:** PlanError that names the first rank whose value is another than rank 0's.
+    **Raises:** ConfigurationError that names the first rank whose value is another than rank 0's.
     """
     for rank, value in enumerate(values):
         if value != values[0]:
-            raise PlanError(
+            raise ConfigurationError(
                 f"All ranks must have the same {what}. Received {values[0]!r} on rank 0 and "
                 f"{value!r} on rank {rank}. Do not make it from the time, a random number or the "
                 "rank: let rank 0 decide, or give it as an argument of the command."

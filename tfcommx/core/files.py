@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from tfcommx.core.checks import PlanError
+from tfcommx.core.errors import ConfigurationError, DataError, TfcommxError
 
 # A single slash, too: `pathlib` makes `gs:/bucket` of `gs://bucket`
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
@@ -35,11 +35,11 @@ def local_path(what: str, path: str | os.PathLike[str]) -> Path:
         what: the option that the path was given for, for the message.
         path: as the user gave it.
 
-    **Raises:** PlanError for the address of an object store or a server (`gs://`, `s3://`,
+    **Raises:** ConfigurationError for the address of an object store or a server (`gs://`, `s3://`,
     `hdfs://`, `file://`), for a variable that no shell has replaced, and for an empty text.
     """
     if not isinstance(path, str | os.PathLike) or not (text := str(path)):
-        raise PlanError(
+        raise ConfigurationError(
             f"`{what}` must be the path of a file or folder. Received {path!r}. Was it taken from "
             "a variable that is not set?"
         )
@@ -50,19 +50,19 @@ def local_path(what: str, path: str | os.PathLike[str]) -> Path:
             else "Mount it (gcsfuse, s3fs, NFS) and give the path there, or write to a local "
             "folder and copy it."
         )
-        raise PlanError(
+        raise ConfigurationError(
             f"`{what}` must be a path of a mounted file system. Received {text!r}, the address of "
             f"another kind of storage. {remedy}"
         )
     if text.startswith("$"):
-        raise PlanError(
+        raise ConfigurationError(
             f"`{what}` must be a path without variables. Received {text!r}, which no shell has "
             "replaced. Give the folder itself."
         )
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise PlanError(
+        raise ConfigurationError(
             f"`{what}` must be a path whose `~` is a known home. Received {text!r}: {error} Give "
             "the folder itself."
         ) from error
@@ -70,14 +70,14 @@ def local_path(what: str, path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def reading(
-    what: str, path: str | os.PathLike[str], remedy: str, error: type[Exception] = PlanError
+    what: str, path: str | os.PathLike[str], remedy: str, error: type[TfcommxError] = DataError
 ) -> Iterator[None]:
     """Replace whatever a parser raises for a damaged file by an error that names the file.
 
     >>> with reading("A plan", "plan.json", "Make it again."):
     ...     [][0]
     Traceback (most recent call last):
-    tfcommx.core.checks.PlanError: A plan is required in plan.json. Received IndexError: ...
+    tfcommx.core.errors.DataError: A plan is required in plan.json. Received IndexError: ...
 
     Parsers of NumPy, zip and JSON raise errors of a dozen classes for files that were cut or
     changed, so all of them are caught, except those of a process that is to end.
@@ -94,7 +94,7 @@ def reading(
         if isinstance(problem, error) and str(path) in str(problem):
             raise
         text = " ".join(str(problem).split())[:200].removesuffix(".")
-        name = "" if isinstance(problem, PlanError | error) else f"{type(problem).__name__}: "
+        name = "" if isinstance(problem, TfcommxError) else f"{type(problem).__name__}: "
         raise error(f"{what} is required in {path}. Received {name}{text}. {remedy}") from problem
 
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfcommx.core.checks import PlanError, check_whole
+from tfcommx.core.checks import check_whole
+from tfcommx.core.errors import ConfigurationError
 from tfcommx.core.files import local_path, reading
 from tfcommx.core.topology import Topology
 
@@ -50,7 +51,7 @@ class EngineSettings:
         check_whole("nics", self.nics, least=1)
         check_whole("fusion_bytes", self.fusion_bytes, least=0)
         if not isinstance(self.cycle_s, int | float) or not 0 <= self.cycle_s < math.inf:
-            raise PlanError(f"`cycle_s` must be >= 0. Received {self.cycle_s!r}.")
+            raise ConfigurationError(f"`cycle_s` must be >= 0. Received {self.cycle_s!r}.")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Calibration:
         if self.points and not (
             numbers and sizes == sorted(set(sizes)) and [0, *seconds] == sorted([0, *seconds])
         ):
-            raise PlanError(
+            raise ConfigurationError(
                 "A calibration needs sizes that grow and seconds >= 0 that do not fall. Received "
                 f"{self.points}."
             )
@@ -105,7 +106,7 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.alpha_s < 0 or self.beta_s_per_byte <= 0 or self.gamma_s_per_byte < 0:
-            raise PlanError(
+            raise ConfigurationError(
                 "A link needs alpha_s >= 0, beta_s_per_byte > 0, gamma_s_per_byte >= 0. "
                 f"Received {self}."
             )
@@ -185,8 +186,8 @@ class Links(NamedTuple):
             path: of the file.
             topology: of the cluster that it must have been measured on; None: of any.
 
-        **Raises:** PlanError if the file is missing or says something else, or if it was measured
-        on a cluster without a kind of link that this topology has.
+        **Raises:** ConfigurationError if the file is missing or says something else, or if it was
+        measured on a cluster without a kind of link that this topology has.
         """
         remedy = "Measure them: `horovodrun ... tfcommx probe`, and copy the file to every node."
         with reading("A file of links", path, remedy):
@@ -205,7 +206,7 @@ def _check_kinds(path: str | Path, points: Mapping[str, Any], topology: Topology
     """Refuse links of another cluster; a file without points, written by hand, says nothing."""
     for kind, ranks in (("inside", topology.slots), ("between", topology.nodes)):
         if ranks > 1 and points.get(kind) == []:
-            raise PlanError(
+            raise ConfigurationError(
                 f"Links of this cluster, {topology}, are required. Received {path}, which was "
                 f"measured without links {kind} nodes. Measure them: `horovodrun ... tfcommx "
                 "probe`."
@@ -246,11 +247,11 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     Returns:
         alpha (seconds, >= 0) and beta (seconds per byte, > 0).
 
-    **Raises:** PlanError for fewer than two sizes or times that are not positive.
+    **Raises:** ConfigurationError for fewer than two sizes or times that are not positive.
     """
     latencies, sizes, seconds = np.array(points, np.float64).reshape(-1, 3).T
     if len(set(sizes)) < 2 or (seconds <= 0).any():
-        raise PlanError(
+        raise ConfigurationError(
             "A fit of alpha and beta needs times > 0 of two or more sizes. Received "
             f"{list(points)}."
         )

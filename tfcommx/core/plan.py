@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfcommx.core.bucket import Bucket, Piece, RouteOptions
-from tfcommx.core.checks import PlanError, check_name, require_named_members
+from tfcommx.core.checks import check_name, require_named_members
+from tfcommx.core.errors import PlanError
 from tfcommx.core.topology import Topology
 
 OPERATIONS = ("average", "sum")

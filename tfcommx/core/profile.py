@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tfcommx.core.checks import PlanError, check_whole, python_number
+from tfcommx.core.checks import check_whole, python_number
+from tfcommx.core.errors import ConfigurationError
 from tfcommx.core.files import local_path, reading
 
 
@@ -48,7 +49,7 @@ class LayerTable:
     def __post_init__(self) -> None:
         twice = [name for name, times in Counter(x.name for x in self.layers).items() if times > 1]
         if twice or not self.tensors or not self.operations > 0:
-            raise PlanError(
+            raise ConfigurationError(
                 "A table of layers needs unique names, a variable and an operation. Received "
                 f"{self.name!r} with {len(self.layers)} layers, {self.tensors} variables and "
                 f"{self.operations} operations; names that come twice: {twice}."
@@ -111,7 +112,9 @@ class VariableProfile:
                 continue
             _check_seconds(f"{name} of {self.name!r}", value)
         if any(length < 0 for length in shape):
-            raise PlanError(f"Lengths >= 0 are required. Received shape={shape} of {self.name!r}.")
+            raise ConfigurationError(
+                f"Lengths >= 0 are required. Received shape={shape} of {self.name!r}."
+            )
 
     @property
     def size(self) -> int:
@@ -156,17 +159,21 @@ class Profile:
         for name in ("forward_s", "backward_s"):
             _check_seconds(f"`{name}`", getattr(self, name))
         if self.density is not None and not 0 < self.density <= 1:
-            raise PlanError(f"`density` must be in (0, 1] or None. Received {self.density!r}.")
+            raise ConfigurationError(
+                f"`density` must be in (0, 1] or None. Received {self.density!r}."
+            )
         self._check_variables()
 
     def _check_variables(self) -> None:
         counts = Counter(variable.name for variable in self.variables)
         if twice := [name for name, times in counts.items() if times > 1]:
-            raise PlanError(f"Each variable must be in a profile once. Received twice: {twice}.")
+            raise ConfigurationError(
+                f"Each variable must be in a profile once. Received twice: {twice}."
+            )
         for variable in self.variables:
             # A sum of as many parts may be off in its last bits
             if variable.ready_s > self.backward_s * (1 + 1e-9):
-                raise PlanError(
+                raise ConfigurationError(
                     "Each gradient is ready before the backward pass ends. Received "
                     f"ready_s={variable.ready_s} of {variable.name!r} with "
                     f"backward_s={self.backward_s}."
@@ -211,7 +218,7 @@ class Profile:
     def from_json(text: str) -> Profile:
         """Read what `to_json` wrote.
 
-        **Raises:** PlanError for anything else.
+        **Raises:** ConfigurationError for anything else.
         """
         try:
             read: Mapping[str, Any] = json.loads(text)
@@ -221,16 +228,19 @@ class Profile:
             )
             return Profile(**{**read, "variables": rows})
         except Exception as error:  # Of any kind, because the text may say anything
-            if isinstance(error, PlanError):
+            if isinstance(error, ConfigurationError):
                 raise
-            raise PlanError(
+            raise ConfigurationError(
                 "A profile, as `Profile.to_json` writes it, is required. Received "
                 f"{text[:60]!r}: {type(error).__name__}: {error}."
             ) from error
 
     @staticmethod
     def read(path: str | Path) -> Profile:
-        """Read a file that `to_json` wrote. **Raises:** PlanError if it is missing or different."""
+        """Read a file that `to_json` wrote.
+
+        **Raises:** ConfigurationError if it is missing or different.
+        """
         remedy = "Make it anew: `tfcommx profile`, or `Profile.to_json`."
         with reading("A profile", path, remedy):
             return Profile.from_json(local_path("path", path).read_text())
@@ -259,10 +269,12 @@ class Profile:
             batch: samples of one rank in a step, >= 1.
             dtype: of the gradients.
 
-        **Raises:** PlanError for a throughput or a batch that is not positive.
+        **Raises:** ConfigurationError for a throughput or a batch that is not positive.
         """
         if not 0 < samples_per_second < math.inf:
-            raise PlanError(f"`samples_per_second` must be > 0. Received {samples_per_second!r}.")
+            raise ConfigurationError(
+                f"`samples_per_second` must be > 0. Received {samples_per_second!r}."
+            )
         batch = check_whole("batch", batch)
         step = batch / samples_per_second
         forward, backward = step * FORWARD_SHARE, step * (1 - FORWARD_SHARE)
@@ -285,4 +297,4 @@ class Profile:
 
 def _check_seconds(what: str, value: Any) -> None:
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise PlanError(f"{what} must be seconds >= 0. Received {value!r}.")
+        raise ConfigurationError(f"{what} must be seconds >= 0. Received {value!r}.")

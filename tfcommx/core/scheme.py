@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tfcommx.core.checks import PlanError, check_name, is_member, name_members, python_number
+from tfcommx.core.checks import check_name, is_member, name_members, python_number
+from tfcommx.core.errors import PlanError
 
 # The wire format of a dense route that sends the gradient's own dtype.
 PLAIN = "plain"

@@ -101,7 +101,7 @@ class MeasuredStep(NamedTuple):
             path: of the file.
             read_plan: reads a plan with the options of every route: `routes.read_plan`.
 
-        **Raises:** PlanError if it is missing or says something else.
+        **Raises:** ConfigurationError if it is missing or says something else.
         """
         remedy = "Make it anew: `tfcommx profile --exchange`, or `MeasuredStep.to_json`."
         with reading("A measured step", path, remedy):

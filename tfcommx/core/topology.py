@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from tfcommx.core.checks import PlanError, check_name
+from tfcommx.core.checks import check_name
+from tfcommx.core.errors import PlanError
 
 GROUPS = ("world", "node", "peers")
 

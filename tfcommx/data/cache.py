@@ -31,7 +31,7 @@ import numpy as np
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.comparisons import Facts
-from tfcommx.core import PlanError, Topology
+from tfcommx.core import ConfigurationError, Topology
 from tfcommx.data import capacity, order, slab_files
 from tfcommx.data.disk import Disk
 from tfcommx.data.epochs import Epochs, EpochStats, warn_if_served
@@ -52,14 +52,14 @@ def find_position(topology: Topology | None, rank: int | None) -> tuple[Topology
 
     A process that no launcher started, without `tfcommx.init()`, is alone.
 
-    **Raises:** PlanError if a launcher started several processes and `tfcommx.init()` was not
-    called.
+    **Raises:** ConfigurationError if a launcher started several processes and `tfcommx.init()` was
+    not called.
     """
     if topology is None and process.started():
         comm = process.current()
         topology, rank = comm.topology, comm.rank if rank is None else rank
     elif topology is None and (size := launcher.launcher().size) > 1:
-        raise PlanError(
+        raise ConfigurationError(
             f"tfcommx.init() must be called before a DataCache is made. Received {size} launched "
             "processes without it, each of which would serve all samples. Call it first, on "
             "every rank, or give `topology` and `rank`."
@@ -100,8 +100,8 @@ def open_slab(
         node: number of the node: several may stand on one machine.
         own: whether no other run may use the slab.
 
-    **Raises:** SlabError if there is too little memory. PlanError with `own`, if the launcher gives
-    the run no name.
+    **Raises:** SlabError if there is too little memory. ConfigurationError with `own`, if the
+    launcher gives the run no name.
     """
     key = key_of((FORMAT, source.key, source.count, source.channels, options.store))
     name = f"{slab_files.prefix()}{key[:16]}-{node}"
@@ -169,9 +169,9 @@ class DataCache:
     **Cost:** one walk over the source's list. 64 samples are read to estimate the memory, by the
     first process of a node and, without `partial`, by one that finds a slab made for another part.
     **Raises:** SlabError if memory is too small, shared memory cannot be used or no sample can be
-    read. PlanError for unknown or bad options, a bad rank, a launch without `tfcommx.init()`, and
-    with `reshuffle_fraction` if the launcher gives the run no name; later, on all ranks, for
-    samples or options that differ between ranks.
+    read. ConfigurationError for unknown or bad options, a bad rank, a launch without
+    `tfcommx.init()`, and with `reshuffle_fraction` if the launcher gives the run no name; later, on
+    all ranks, for samples or options that differ between ranks.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class DataCache:
             (images spec.dtype [b, h, w, c], labels int64 [b]). A skipped sample leaves its batch
             smaller by one.
 
-        **Raises:** PlanError for arguments out of range, and inside a tf.function.
+        **Raises:** ConfigurationError for arguments out of range, and inside a tf.function.
         """
         import tensorflow as tf
 

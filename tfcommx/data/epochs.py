@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.data import order
 from tfcommx.data.options import BatchSpec
 
@@ -110,22 +110,22 @@ class Epochs(NamedTuple):
             ranks: over which they are divided.
             store: short side at which images are kept, pixels; None: their own size.
 
-        **Raises:** PlanError.
+        **Raises:** ConfigurationError.
         """
         import tensorflow as tf
 
         if tf.inside_function():
-            raise PlanError(
+            raise ConfigurationError(
                 "`dataset` must be called outside of tf.function, because it makes a variable. "
                 "Pass the dataset to the function."
             )
         if self.first < 0 or self.epochs < 1 or not 0 <= self.step <= self.steps:
-            raise PlanError(
+            raise ConfigurationError(
                 "`first_epoch` must be >= 0, `epochs` >= 1, `step` in "
                 f"[0, {self.steps}]. Received {self.first}, {self.epochs}, {self.step}."
             )
         if self.steps == 0:
-            raise PlanError(
+            raise ConfigurationError(
                 f"At least one batch per rank is required. {samples} samples over "
                 f"{ranks} ranks give none of {self.spec.batch}. Lower `batch`, or set "
                 "drop_remainder=False."

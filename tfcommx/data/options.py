@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tfcommx.core import PlanError, check_name, check_whole, local_path
+from tfcommx.core import ConfigurationError, check_name, check_whole, local_path
 from tfcommx.data.sources.source import MAX_PIXELS
 from tfcommx.kernels.augment import CropRule
 
@@ -27,7 +27,7 @@ class BatchSpec:
     >>> train = cx.BatchSpec(64, 128, crop="random", flip=True)
     >>> evaluate = cx.BatchSpec(64, 128, crop="center", shuffle=False, drop_remainder=False)
 
-    **Raises:** PlanError for a value out of its range.
+    **Raises:** ConfigurationError for a value out of its range.
     """
 
     # Samples per rank and step, >= 1.
@@ -71,12 +71,12 @@ class BatchSpec:
 
     def _check_size(self) -> None:
         if self.batch < 1 or (self.resolution is not None and self.resolution < 1):
-            raise PlanError(
+            raise ConfigurationError(
                 f"`batch` and `resolution` must be >= 1. Received batch={self.batch}, "
                 f"resolution={self.resolution}."
             )
         if self.resolution is None and self.crop != "whole":
-            raise PlanError(
+            raise ConfigurationError(
                 f"Crop {self.crop!r} needs a `resolution`, because crops differ in size. "
                 "Received None. Give one, or crop 'whole'."
             )
@@ -87,14 +87,14 @@ class BatchSpec:
             or not 0 < self.aspect[0] <= self.aspect[1]
             or not 0 < self.center <= 1
         ):
-            raise PlanError(
+            raise ConfigurationError(
                 "`area` must be ascending in (0, 1], `aspect` ascending and > 0, `center` in "
                 f"(0, 1]. Received area={self.area}, aspect={self.aspect}, center={self.center}."
             )
 
     def _check_values(self) -> None:
         if not all(0 <= m <= 1 for m in self.mean) or not all(0 < s < math.inf for s in self.std):
-            raise PlanError(
+            raise ConfigurationError(
                 "`mean` must be in [0, 1] and `std` > 0, of pixels / 255. Received "
                 f"mean={self.mean}, std={self.std}. Divide those of values from 0 to 255 by 255."
             )
@@ -115,7 +115,7 @@ class Options:
     one node, a run has a slab of its own, because `DataCache.reshuffle` writes over samples that
     another run would be reading.
 
-    **Raises:** PlanError for a value out of its range.
+    **Raises:** ConfigurationError for a value out of its range.
     """
 
     # Of parts, order and augmentation, in [0, 2^63).
@@ -156,16 +156,18 @@ class Options:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, str(local_path(name, getattr(self, name))))
         if not 0 <= self.seed < 2**63:
-            raise PlanError(f"`seed` must be in [0, 2^63). Received {self.seed}.")
+            raise ConfigurationError(f"`seed` must be in [0, 2^63). Received {self.seed}.")
         for name in ("verify", "reshuffle_fraction"):
             if not 0 <= getattr(self, name) <= 1:
-                raise PlanError(f"`{name}` must be in [0, 1]. Received {getattr(self, name)}.")
+                raise ConfigurationError(
+                    f"`{name}` must be in [0, 1]. Received {getattr(self, name)}."
+                )
         if self.max_pixels < 1:
-            raise PlanError(f"`max_pixels` must be >= 1. Received {self.max_pixels}.")
+            raise ConfigurationError(f"`max_pixels` must be >= 1. Received {self.max_pixels}.")
         for name in ("store", "memory_bytes", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise PlanError(f"`{name}` must be >= 1 or None. Received {value}.")
+                raise ConfigurationError(f"`{name}` must be >= 1 or None. Received {value}.")
 
     def to_agree_on(self) -> dict[str, str]:
         """Return option -> value of those that must be equal on all ranks.
@@ -180,7 +182,7 @@ class Options:
 def options_of(arguments: dict[str, Any]) -> Options:
     """Return the options of these keyword arguments.
 
-    **Raises:** PlanError for an unknown one, with the nearest known one.
+    **Raises:** ConfigurationError for an unknown one, with the nearest known one.
     """
     known = [field.name for field in fields(Options)]
     for name in arguments:

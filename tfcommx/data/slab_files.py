@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError, DataError
 from tfcommx.core.files import open_own
 
 MAGIC = b"TFCXSLB1"
@@ -42,7 +42,7 @@ _PUNCH_HOLE = 1 | 2
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 
 
-class SlabError(RuntimeError):
+class SlabError(DataError):
     """A slab that cannot be made or used."""
 
 
@@ -237,7 +237,7 @@ def _write_header(file: int, key: str, count: int, length: int, metadata: dict[s
     os.posix_fallocate(file, 0, data_at)
     text = json.dumps({"key": key, "pid": os.getpid(), "created": time.time(), **metadata}).encode()
     if len(text) >= PAGE - METADATA_AT:
-        raise PlanError(
+        raise ConfigurationError(
             f"The facts of a slab must fit {PAGE - METADATA_AT} bytes. Received {len(text)}."
         )
     identity = secrets.randbits(63)

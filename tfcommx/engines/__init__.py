@@ -39,7 +39,7 @@ def get(name: str) -> Engine:
     >>> get("gloo").uses_all_nics
     False
 
-    **Raises:** PlanError for an unknown name; it names the nearest one.
+    **Raises:** ConfigurationError for an unknown name; it names the nearest one.
     """
     return ENGINES[check_name("engine", name, ENGINES)]
 

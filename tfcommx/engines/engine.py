@@ -63,7 +63,7 @@ WIRINGS = {
 
 
 def get(name: str) -> Wiring:
-    """Return the wiring of a name. **Raises:** PlanError for an unknown one."""
+    """Return the wiring of a name. **Raises:** ConfigurationError for an unknown one."""
     return WIRINGS[check_name("wiring", name, WIRINGS)]
 
 
@@ -79,7 +79,7 @@ def ring_link(wire: Link, slots: int, wiring: str) -> Link:
         slots: ranks of the node, >= 1.
         wiring: in `WIRINGS`.
 
-    **Raises:** PlanError for an unknown wiring.
+    **Raises:** ConfigurationError for an unknown wiring.
     """
     found = get(wiring)
     streams = slots if found.is_shared else 1

@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tfcommx.core import TfcommxError
 from tfcommx.kernels import build
 
 FOLDER = Path(__file__).resolve().parent.parent / "lib"
@@ -24,7 +25,7 @@ REBUILD = (
 )
 
 
-class NativeLibraryError(RuntimeError):
+class NativeLibraryError(TfcommxError, RuntimeError):
     """The native op library cannot be used with this TensorFlow, or with this Python code."""
 
 

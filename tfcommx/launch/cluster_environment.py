@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.launch.hosts import check_host_name, expand_nodelist
 
 
@@ -70,7 +70,8 @@ def check_alone() -> None:
     A launcher that gives a process its number, but not how many there are, is refused unless
     another variable states that the process is alone: WORLD_SIZE=1, for one.
 
-    **Ranks:** local. **Raises:** PlanError: each would train alone, and all would save as rank 0.
+    **Ranks:** local. **Raises:** ConfigurationError: each would train alone, and all would save as
+    rank 0.
     """
     for row in (*OTHER_LAUNCHERS, *_without_row(os.environ)):
         size, index = os.environ.get(row.size, ""), os.environ.get(row.index, "")
@@ -80,7 +81,7 @@ def check_alone() -> None:
             several, variable = index != "" and not says_alone(), row.index
         if several:
             alone = "" if size else ", or set WORLD_SIZE=1"
-            raise PlanError(
+            raise ConfigurationError(
                 "Several processes must be started by tfcommx run, horovodrun, mpirun, srun or "
                 "torchrun: by another launcher each trains alone. "
                 f"Received {variable}={os.environ[variable]} of {row.name}. Call `tfcommx run -- "
@@ -149,13 +150,13 @@ def cluster_environment() -> ClusterEnvironment | None:
     """Read what the launcher says; None for a process that none of LAUNCHERS has started.
 
     **Ranks:** local.
-    **Raises:** PlanError that names a variable which is missing or no number, or a rank that is not
-    below the number of ranks.
+    **Raises:** ConfigurationError that names a variable which is missing or no number, or a rank
+    that is not below the number of ranks.
     """
     environments = (read() for read in LAUNCHERS)
     here = next((environment for environment in environments if environment is not None), None)
     if here is not None and here.rank >= here.size:
-        raise PlanError(
+        raise ConfigurationError(
             f"A rank must be below the number of ranks. Received rank {here.rank} of {here.size} "
             f"from {here.launcher}. Correct its variables, or unset them to train alone."
         )
@@ -235,8 +236,8 @@ def tf_config() -> ClusterEnvironment | None:
     The chief, if there is one, is rank 0, and the workers follow in their order. Rank 0 listens at
     the port that TF_CONFIG gives it, where TensorFlow's server would.
 
-    **Raises:** PlanError for tasks that are no ranks (parameter servers, evaluators), and for text
-    that cannot be read.
+    **Raises:** ConfigurationError for tasks that are no ranks (parameter servers, evaluators), and
+    for text that cannot be read.
     """
     if not (text := os.environ.get("TF_CONFIG", "").strip()):
         return None
@@ -277,14 +278,14 @@ LAUNCHERS: tuple[Callable[[], ClusterEnvironment | None], ...] = (srun, torchrun
 def _rank_of_one() -> bool:
     """Return True if RANK fits the single process that WORLD_SIZE states, or that is the default.
 
-    **Raises:** PlanError for variables of several processes: a service that sets RANK and
+    **Raises:** ConfigurationError for variables of several processes: a service that sets RANK and
     MASTER_ADDR but no WORLD_SIZE would start trainings of one process each.
     """
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     several = size == "" and bool(rank or os.environ.get("MASTER_ADDR"))
     if several:
         given = [name for name in ("RANK", "MASTER_ADDR") if os.environ.get(name)]
-        raise PlanError(
+        raise ConfigurationError(
             "WORLD_SIZE, the number of processes, is required beside RANK and MASTER_ADDR. "
             f"Received {' and '.join(given)} alone. Set it, equal on all ranks; to train in one "
             "process, set WORLD_SIZE=1."
@@ -299,8 +300,8 @@ def _addresses(tasks: Any) -> list[str]:
     return [str(task) for task in tasks]
 
 
-def _tf_config_error(received: str) -> PlanError:
-    return PlanError(
+def _tf_config_error(received: str) -> ConfigurationError:
+    return ConfigurationError(
         "TF_CONFIG must name a chief and workers, as lists of host:port, and this process's task, "
         "because each of them becomes a rank. "
         f"Received {received}. Start chief and workers only; or set RANK, WORLD_SIZE, MASTER_ADDR "
@@ -315,7 +316,7 @@ def _own_port() -> int | None:
 
 def _word(launcher: str, name: str) -> str:
     if not (value := os.environ.get(name, "")):
-        raise PlanError(
+        raise ConfigurationError(
             f"{launcher} seems to have started this process, so {name} is required in its "
             f"environment. Received none. Export it in the script that {launcher} starts, or start "
             "the ranks with `tfcommx run`."
@@ -326,7 +327,7 @@ def _word(launcher: str, name: str) -> str:
 def _number(launcher: str, name: str) -> int:
     value = _word(launcher, name)
     if not value.isdecimal():
-        raise PlanError(f"{name} must be a whole number >= 0. Received {value!r}.")
+        raise ConfigurationError(f"{name} must be a whole number >= 0. Received {value!r}.")
     return int(value)
 
 
@@ -336,5 +337,5 @@ def _port(launcher: str, name: str) -> int:
 
 def _as_port(name: str, value: str) -> int:
     if not value.isdecimal() or not 0 < int(value) < 65_536:
-        raise PlanError(f"{name} must be a TCP port, from 1 to 65535. Received {value!r}.")
+        raise ConfigurationError(f"{name} must be a TCP port, from 1 to 65535. Received {value!r}.")
     return int(value)

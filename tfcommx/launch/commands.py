@@ -121,7 +121,7 @@ class RemoteHosts(NamedTuple):
     identity_file: Path | None = None
 
     def words(self, host: str, command: Sequence[str]) -> list[str]:
-        """Return the words that run a command on a host. **Raises:** PlanError for no host."""
+        """Return the words that run a command on a host. **Raises:** LaunchError for no host."""
         check_host_name(host, "the list of hosts")
         if os.environ.get(AGENT) == KUBEXEC:
             return [KUBEXEC, host, shlex.join(command)]

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from tfcommx.core import LaunchError
 from tfcommx.launch.hosts import Host
 from tfcommx.launch.rank_output import RankLines
 
@@ -42,14 +43,6 @@ CROWDED = (
     "--mca mpi_yield_when_idle 1 --mca threads_pthreads_yield_strategy nanosleep "
     "--mca threads_pthreads_nanosleep_time 20000"
 )
-
-
-class LaunchError(RuntimeError):
-    """A launch that has failed; the message says which rank ended first, and `status` how."""
-
-    def __init__(self, message: str, status: int = 1) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,8 @@ class Launch:
         if program is None:
             raise LaunchError(
                 f"horovodrun is required beside {sys.executable}. Install Horovod in this "
-                "environment."
+                "environment.",
+                1,
             )
         where = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
         # The cache holds what was found of these hosts an hour ago, in one file for all launches
@@ -244,7 +238,7 @@ class Running:
         if first is None:
             words = shlex.join(self.launch.command)
             said = lines.launcher_error()
-            return LaunchError(f"`{words}` did not start on all ranks, status {status}. {said}")
+            return LaunchError(f"`{words}` did not start on all ranks, status {status}. {said}", 1)
         where = self.launch.host_of(first.rank)
         parts = [
             f"Rank {first.rank} on {where} {first.how()}; all others were ended.",

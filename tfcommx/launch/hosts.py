@@ -22,7 +22,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 
 # Of letters, digits and "._-", which horovodrun takes; longer ones no resolver takes
 HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
@@ -44,10 +44,10 @@ def check_host_name(name: object, source: str) -> str:
         name: as it was received.
         source: where from, for the message.
 
-    **Raises:** PlanError if it is none.
+    **Raises:** ConfigurationError if it is none.
     """
     if not is_host_name(name):
-        raise PlanError(
+        raise ConfigurationError(
             "A host's name must be made of the letters A to Z, digits, `.`, `_` and `-`, begin "
             "with a letter, digit or `_`, and have at most 253 characters. Received "
             f"{name!r:.80} from {source}. Name the host by its address, or as ssh knows it."
@@ -79,7 +79,8 @@ class Allocation(NamedTuple):
 def merge(names: list[tuple[str, int]], source: str) -> list[Host]:
     """Add the slots of hosts that are named several times; the first mention gives the order.
 
-    All hosts of a launch pass here. **Raises:** PlanError for a name that no host can have.
+    All hosts of a launch pass here. **Raises:** ConfigurationError for a name that no host can
+    have.
     """
     slots: dict[str, int] = {}
     for name, count in names:
@@ -90,7 +91,7 @@ def merge(names: list[tuple[str, int]], source: str) -> list[Host]:
 def parse_hosts(text: str, source: str = "-H") -> list[Host]:
     """Read hosts as horovodrun's -H has them; a host without a number has one slot.
 
-    **Raises:** PlanError for what is no host; `source` is named in its message.
+    **Raises:** ConfigurationError for what is no host; `source` is named in its message.
 
     >>> parse_hosts("node1:4,node2")
     [Host(name='node1', slots=4), Host(name='node2', slots=1)]
@@ -99,7 +100,7 @@ def parse_hosts(text: str, source: str = "-H") -> list[Host]:
     for word in text.split(","):
         match = re.fullmatch(r"([^:\s]+)(?::([1-9][0-9]*))?", word.strip())
         if not match:
-            raise PlanError(
+            raise ConfigurationError(
                 "Hosts must be NAME:SLOTS, separated by commas, such as node1:4,node2:4. "
                 f"Received {word!r} from {source}."
             )
@@ -111,12 +112,12 @@ def read_hostfile(path: Path) -> list[Host]:
     """Read a hostfile: a line a host, `node1 slots=4` or `node1:4`; `#` begins a remark.
 
     A host without a number has one slot, and may be named again.
-    **Raises:** PlanError if it cannot be read, or holds no host.
+    **Raises:** ConfigurationError if it cannot be read, or holds no host.
     """
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise PlanError(f"A hostfile is required at {path}. Received: {error}.") from None
+        raise ConfigurationError(f"A hostfile is required at {path}. Received: {error}.") from None
     found: list[tuple[str, int]] = []
     for line in lines:
         text = line.partition("#")[0].strip()
@@ -126,7 +127,9 @@ def read_hostfile(path: Path) -> list[Host]:
         (host,) = parse_hosts(text.split()[0], str(path))
         found.append((host.name, int(slots[1]) if slots else host.slots))
     if not found:
-        raise PlanError(f"A hostfile must name at least one host. Received an empty {path}.")
+        raise ConfigurationError(
+            f"A hostfile must name at least one host. Received an empty {path}."
+        )
     return merge(found, str(path))
 
 
@@ -168,13 +171,13 @@ def expand_tasks(text: str) -> list[int]:
 def allocation() -> Allocation | None:
     """Return the hosts of this job's allocation; None outside of one.
 
-    **Raises:** PlanError if a scheduler's variables or files cannot be read.
+    **Raises:** ConfigurationError if a scheduler's variables or files cannot be read.
     """
     if nodes := os.environ.get("SLURM_JOB_NODELIST"):
         names = expand_nodelist(nodes)
         tasks = expand_tasks(os.environ.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))
         if len(names) != len(tasks):
-            raise PlanError(
+            raise ConfigurationError(
                 f"SLURM_TASKS_PER_NODE must have a number for each of the {len(names)} nodes of "
                 f"SLURM_JOB_NODELIST={nodes}. Received {os.environ['SLURM_TASKS_PER_NODE']!r}. "
                 "Name the hosts by -H."
@@ -202,7 +205,7 @@ def ranks_on(hosts: list[Host], ranks: int, source: str) -> list[Host]:
         ranks: how many ranks are to be started, >= 1.
         source: of the hosts, for the message.
 
-    **Raises:** PlanError if there are too few slots.
+    **Raises:** ConfigurationError if there are too few slots.
 
     >>> ranks_on([Host("node1", 4), Host("node2", 4)], 5, "-H")
     [Host(name='node1', slots=4), Host(name='node2', slots=1)]
@@ -211,7 +214,7 @@ def ranks_on(hosts: list[Host], ranks: int, source: str) -> list[Host]:
     if ranks > slots:
         each = -(-ranks // len(hosts))
         wider = ",".join(f"{host.name}:{each}" for host in hosts)
-        raise PlanError(
+        raise ConfigurationError(
             f"-np must be at most the number of slots. Received -np {ranks}, and {slots} slots "
             f"from {source}. Give fewer, or name the hosts with more: -H {wider}."
         )

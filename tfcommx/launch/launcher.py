@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from tfcommx.core import PlanError, local_path
+from tfcommx.core import ConfigurationError, local_path
 from tfcommx.core.files import open_private
 from tfcommx.launch.cluster_environment import cluster_environment
 
@@ -74,7 +74,7 @@ def on_one_host() -> bool:
 def _number(name: str) -> int:
     value = os.environ.get(name, "")
     if not value.isdecimal():
-        raise PlanError(
+        raise ConfigurationError(
             f"{name} must be a whole number >= 0, as horovodrun and mpirun set it. Received "
             f"{value!r}. Unset what another launch has left in the environment."
         )
@@ -89,7 +89,7 @@ def seconds_from(name: str, default: float | None, off: bool = False) -> float |
         default: what holds without it.
         off: whether 0 is allowed; it then means None.
 
-    **Raises:** PlanError for what is no such number.
+    **Raises:** ConfigurationError for what is no such number.
     """
     word = os.environ.get(name)
     if word is None:
@@ -101,7 +101,7 @@ def seconds_from(name: str, default: float | None, off: bool = False) -> float |
     if off and seconds == 0:
         return None
     if not 0 < seconds < math.inf:
-        raise PlanError(
+        raise ConfigurationError(
             f"{name} must be a number of seconds > 0{', or 0 for off' * off}. Received {word!r}."
         )
     return seconds
@@ -121,7 +121,7 @@ def run_name() -> str:
     """Return a name that all processes of this run have, and no other run on the machine.
 
     It is the launch's; of a process that no launcher started, it is made of the process.
-    **Raises:** PlanError if the launcher gives none.
+    **Raises:** ConfigurationError if the launcher gives none.
     """
     kind = launcher().kind
     if kind == "none":
@@ -130,13 +130,13 @@ def run_name() -> str:
         line = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
         return f"{os.getpid()} {line.rpartition(')')[2].split()[19]}"
     if kind not in VARIABLES:
-        raise PlanError(
+        raise ConfigurationError(
             "The run has a name once its ranks have met. Received a process that has not called "
             "tfcommx.init() yet. Call it first."
         )
     _, names = VARIABLES[kind]
     if missing := [name for name in names if name not in os.environ]:
-        raise PlanError(
+        raise ConfigurationError(
             f"A name of the run is required in {' and '.join(names)}, as horovodrun and mpirun "
             f"set them. Received none in {' and '.join(missing)}. Launch with one of them, or set "
             "it, equal on all ranks."
@@ -157,8 +157,8 @@ def cache_folder() -> Path:
     TFCOMMX_CACHE; without it `tfcommx` in XDG_CACHE_HOME, or in ~/.cache; in the folder of
     temporary files for a user who has no home.
 
-    **Raises:** PlanError for an address such as gs://bucket/cache, and for a folder of temporary
-    files that another user has made.
+    **Raises:** ConfigurationError for an address such as gs://bucket/cache, and for a folder of
+    temporary files that another user has made.
     """
     if own := os.environ.get("TFCOMMX_CACHE"):
         return local_path("TFCOMMX_CACHE", own)
@@ -171,5 +171,5 @@ def cache_folder() -> Path:
         try:
             os.close(open_private(folder))  # Another user could have made it
         except OSError as error:
-            raise PlanError(f"{error} Or set TFCOMMX_CACHE to another folder.") from error
+            raise ConfigurationError(f"{error} Or set TFCOMMX_CACHE to another folder.") from error
         return folder

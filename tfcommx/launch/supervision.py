@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.launch.handshake import LARGEST_MESSAGE, NO_PARTNER, Handshake
 
 log = logging.getLogger("tfcommx")
@@ -60,7 +60,8 @@ class Supervision(NamedTuple):
 def supervision() -> Supervision | None:
     """Return the run that this rank belongs to; None if nobody supervises it.
 
-    **Ranks:** local. **Raises:** PlanError for variables that a supervisor has not written so.
+    **Ranks:** local. **Raises:** ConfigurationError for variables that a supervisor has not written
+    so.
     """
     run = os.environ.get("TFCOMMX_RUN")
     if not run:
@@ -76,7 +77,7 @@ def supervision() -> Supervision | None:
             host,
         )
     except (KeyError, ValueError) as error:
-        raise PlanError(
+        raise ConfigurationError(
             "A supervised run needs what `tfcommx run` sets beside TFCOMMX_RUN: "
             "TFCOMMX_GENERATION, TFCOMMX_SUPERVISOR and TFCOMMX_SUPERVISOR_SECRET. Received "
             f"{error}. Unset TFCOMMX_RUN, or start with `tfcommx run`."

@@ -15,7 +15,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.core import Bucket, MeasuredStep, Piece, Plan, PlanError, Profile, Span, Timeline
+from tfcommx.core import (
+    Bucket,
+    ConfigurationError,
+    MeasuredStep,
+    Piece,
+    Plan,
+    Profile,
+    Span,
+    Timeline,
+)
 from tfcommx.kernels.traced import stamp
 from tfcommx.measure.profile import WARM_UP, StepTiming, batches_of, statistics_kept, variable_names
 
@@ -42,8 +51,8 @@ def measure_exchange(
         Means over the steps on this rank, and its profile.
 
     **Ranks:** all, with equal plans. **Cost:** three times `steps` + 2 steps, three tracings.
-    **Raises:** PlanError for a model that is not compiled or not built, without data, or for a plan
-    of other variables.
+    **Raises:** ConfigurationError for a model that is not compiled or not built, without data, or
+    for a plan of other variables.
     """
     timing = StepTiming(model, data, steps)
     for _ in range(steps + WARM_UP):
@@ -51,7 +60,7 @@ def measure_exchange(
     profile = timing.measured().profile
     names = [row.name for row in reversed(profile.variables)]
     if plan.paths != set(names):
-        raise PlanError(
+        raise ConfigurationError(
             "A plan of the variables that the loss depends on is required. Received one that "
             f"differs in {sorted(plan.paths ^ set(names))[:3]}. Leave variables without a gradient "
             "out of both."

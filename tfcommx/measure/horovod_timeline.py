@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 from tfcommx.core import (
     Bucket,
+    DataError,
     MeasuredStep,
     Plan,
-    PlanError,
     Profile,
     Span,
     Timeline,
@@ -220,7 +220,7 @@ def read_timeline(path: Path) -> Recording:
     """Read a file that Horovod wrote, also one that a killed run has left without an end.
 
     **Ranks:** none. **Cost:** some 3 s for 100 MB, which are a thousand steps of 160 tensors.
-    **Raises:** PlanError for a file that is damaged, or without two steps of the same tensors.
+    **Raises:** DataError for a file that is damaged, or without two steps of the same tensors.
     """
     remedy = "Record it anew: `horovodrun --timeline-filename FILE`."
     with reading("A timeline of Horovod", path, remedy):
@@ -238,7 +238,7 @@ def _recording(path: Path) -> Recording:
             steps.append(step)
         before = step.end_s
     if not steps:
-        raise PlanError(
+        raise DataError(
             f"A timeline of Horovod with two steps or more is required. Received {path}, with "
             f"{len(found)} messages. Start the run with `horovodrun --timeline-filename FILE`."
         )
@@ -255,7 +255,7 @@ def _events(path: Path) -> list[Mapping[str, Any]]:
             continue
         if isinstance(found, list) and all(isinstance(event, dict) for event in found):
             return found
-    raise PlanError(
+    raise DataError(
         "A timeline of Horovod, a list of events in JSON, is required. Received "
         f"{path}: {text[:60]!r}."
     )
@@ -373,18 +373,18 @@ def measured_step(recording: Recording, step: RecordedStep, topology: Topology) 
         step: of it.
         topology: of its ranks.
 
-    **Raises:** PlanError if anything but sums of float gradients travelled, and for a topology of
+    **Raises:** DataError if anything but sums of float gradients travelled, and for a topology of
     another number of ranks.
     """
     if topology.size != recording.ranks:
-        raise PlanError(
+        raise DataError(
             f"Nodes with as many slots are required for the run's {recording.ranks} ranks. "
             f"Received slots={topology.slots}. Set --slots to the ranks of a node."
         )
     tensors = [tensor for message in step.messages for tensor in message.tensors]
     for one in tensors:
         if one.operation != "ALLREDUCE" or one.dtype not in DTYPES:
-            raise PlanError(
+            raise DataError(
                 "To simulate a recorded step, sums of gradients alone are required. Received "
                 f"{one.operation} of {one.dtype}, {one.name!r}. Measure this run with "
                 "`tfcommx profile --exchange`."

@@ -193,7 +193,7 @@ def probe(
     **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) times 1 to
     16 exchanges of each size and group, 20 tiny collectives a group, an allreduce of each size of
     the curve and of block.
-    **Raises:** PlanError if the nodes have unequal numbers of slots.
+    **Raises:** ConfigurationError if the nodes have unequal numbers of slots.
     """
     topology = comm.topology
     topology.require_even("probing the links")
@@ -247,7 +247,7 @@ def fastest_message(comm: Comm, clock: Callable[[], float] = time.perf_counter) 
 
     **Ranks:** all, outside of traced code. **Cost:** 9 MB through each port, or 9 messages if these
     are more.
-    **Raises:** PlanError if the nodes have unequal numbers of slots.
+    **Raises:** ConfigurationError if the nodes have unequal numbers of slots.
     """
     comm.topology.require_even("measuring messages between nodes")
     timer = functools.partial(_slowest_seconds, comm, repeats=WATCHED_TIMES, clock=clock)

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfcommx import selection
 from tfcommx.collectives.unwrapped import allow_plain_optimizers
-from tfcommx.core import SPARSE_WIRES, PlanError, Profile, VariableProfile
+from tfcommx.core import SPARSE_WIRES, ConfigurationError, Profile, VariableProfile
 from tfcommx.kernels.traced import stamp
 from tfcommx.wire import codec
 
@@ -72,7 +72,7 @@ def profile(
 
     **Ranks:** local; the plan of a launch needs one profile, the same on all ranks.
     **Cost:** twice `steps` + 2 steps, two tracings, an optimizer's state for a moment.
-    **Raises:** PlanError for a model that is not compiled or not built, or without data.
+    **Raises:** ConfigurationError for a model that is not compiled or not built, or without data.
     """
     return measure(model, data, steps, rule, density).profile
 
@@ -160,13 +160,13 @@ def statistics_kept(model: keras.Model) -> Iterator[None]:
 
 def _check(model: keras.Model, steps: int) -> list[keras.Variable]:
     if not model.compiled or not model.built:
-        raise PlanError(
+        raise ConfigurationError(
             f"A compiled model that is built is required. Received {model.name!r}, which is not "
             f"{'compiled' if model.built else 'built'}. Call model.compile(...), and give it an "
             "Input or call it once."
         )
     if steps < 1 or not model.trainable_variables:
-        raise PlanError(
+        raise ConfigurationError(
             f"Steps >= 1 and trainable variables are required. Received steps={steps} and "
             f"{len(model.trainable_variables)} variables."
         )
@@ -174,10 +174,10 @@ def _check(model: keras.Model, steps: int) -> list[keras.Variable]:
 
 
 def batches_of(data: Iterable[Any], count: int) -> list[tuple[Any, Any, Any]]:
-    """Return the first batches as tensors. **Raises:** PlanError if there are none."""
+    """Return the first batches as tensors. **Raises:** ConfigurationError if there are none."""
     found = [_tensors(batch) for batch in itertools.islice(data, count)]
     if not found:
-        raise PlanError("Batches to measure with are required. Received none.")
+        raise ConfigurationError("Batches to measure with are required. Received none.")
     return found
 
 

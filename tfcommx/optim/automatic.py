@@ -33,7 +33,16 @@ import tensorflow as tf
 
 import tfcommx
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import NO_COMPRESSION, Links, Plan, PlanError, Scheme, reading, write_text
+from tfcommx.core import (
+    NO_COMPRESSION,
+    Links,
+    Plan,
+    PlanError,
+    Scheme,
+    TfcommxError,
+    reading,
+    write_text,
+)
 from tfcommx.launch.launcher import cache_folder, launcher
 from tfcommx.measure.links import probe
 from tfcommx.planner.automatic import (
@@ -66,7 +75,7 @@ def read(kind: str, key: Any) -> dict[str, Any] | None:
             found = json.loads(path.read_text())
             if found["key"] == json.loads(json.dumps(key)):
                 return dict(found["value"])
-    except (OSError, PlanError) as error:
+    except (OSError, TfcommxError) as error:
         log.warning("What was measured before cannot be read, and is measured again: %s", error)
     return None
 

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.optim.keras_internals import numbered_stem
 from tfcommx.optim.requested_plan import path_of
 
@@ -47,12 +47,14 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
         root: a rank, in [0, number of ranks).
 
     **Ranks:** all. **Cost:** one broadcast per variable.
-    **Raises:** PlanError if ranks have other shapes or dtypes, or layers of the same names in
-    another order, before anything is sent.
+    **Raises:** ConfigurationError if ranks have other shapes or dtypes, or layers of the same names
+    in another order, before anything is sent.
     """
     here, variables = process.current(), list(variables)
     if not 0 <= root < here.topology.size:
-        raise PlanError(f"`root` must be a rank in [0, {here.topology.size}). Received {root!r}.")
+        raise ConfigurationError(
+            f"`root` must be a rank in [0, {here.topology.size}). Received {root!r}."
+        )
     names = _require_equal_variables(variables)[root]
     for variable, name in zip(variables, names, strict=True):
         if name != path_of(variable):
@@ -79,7 +81,7 @@ def _require_equal_variables(variables: Sequence[keras.Variable]) -> list[list[s
     for rank, theirs in enumerate(everyone):
         for one, other in itertools.zip_longest(mine, theirs):
             if one is None or other is None or one[1:] != other[1:]:
-                raise PlanError(
+                raise ConfigurationError(
                     "Model and optimizer must have the same variables on every rank. On rank "
                     f"{here.rank} there is {one or 'nothing more'} where rank {rank} has "
                     f"{other or 'nothing more'}."
@@ -100,7 +102,7 @@ def _require_same_order(mine: Sequence[str], theirs: Sequence[str], rank: int) -
     if ours == others or Counter(ours) != Counter(others):
         return
     place = next(place for place, layer in enumerate(ours) if layer != others[place])
-    raise PlanError(
+    raise ConfigurationError(
         "Variables must be in the same order on every rank, because they are paired by position. "
         f"On rank {process.rank()} there is {mine[place]!r} where rank {rank} has "
         f"{theirs[place]!r}. Make the layers in a fixed order, such as that of sorted(...): that "

@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import keras
 
 from tfcommx.collectives import process
-from tfcommx.core import AUTO, Links, Plan, PlanError, Profile, Scheme, Topology
+from tfcommx.core import AUTO, ConfigurationError, Links, Plan, Profile, Scheme, Topology
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.keras_internals import (
     AgreedLossScale,
@@ -69,13 +69,13 @@ _OPERATIONS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 def refuse_horovod_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function that takes Horovod's place refuse its arguments in words, before it runs.
 
-    **Raises:** PlanError that says what to write instead.
+    **Raises:** ConfigurationError that says what to write instead.
     """
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if found := next((name for name in kwargs if name in INSTEAD), None):
-            raise PlanError(
+            raise ConfigurationError(
                 f"tfcommx.DistributedOptimizer has no `{found}`. {INSTEAD[found]} All arguments of "
                 "Horovod: docs/how-to/move-from-horovod.md."
             )
@@ -94,7 +94,7 @@ def _check_operation(operation: object) -> None:
         if name in ("Average", "Sum")
         else "Horovod has none for Keras either. In a custom loop: hvd.DistributedGradientTape."
     )
-    raise PlanError(f'`op` must be "average" or "sum". Received hvd.{name}. {remedy}')
+    raise ConfigurationError(f'`op` must be "average" or "sum". Received hvd.{name}. {remedy}')
 
 
 @refuse_horovod_arguments
@@ -177,26 +177,26 @@ def DistributedOptimizer(
     1 MB through each port, twice; under Gloo 256 KiB from each of the other nodes for each slot),
     some tenths of a second to some seconds of planning, at most 18 steps of the trial,
     and the tracing of three exchanges in place of one.
-    **Raises:** RuntimeError before init(). PlanError for a scheme that cannot be carried out,
-    momentum in both the scheme and the optimizer, or an optimizer wrapped twice.
+    **Raises:** RuntimeError before init(). ConfigurationError for a scheme that cannot be carried
+    out, momentum in both the scheme and the optimizer, or an optimizer wrapped twice.
     """
     _check_optimizer(optimizer)
     strategy = strategy_of(strategy)
     if not strategy.in_lock_step and getattr(_inner(optimizer), "use_ema", False):
-        raise PlanError(
+        raise ConfigurationError(
             "The centre of elastic averaging is an average already. Received an optimizer with "
             "use_ema=True. Leave it out."
         )
     overwrites = getattr(_inner(optimizer), "ema_overwrite_frequency", None)
     if strategy.updates_apart and getattr(_inner(optimizer), "use_ema", False) and overwrites:
-        raise PlanError(
+        raise ConfigurationError(
             "With WeightAveraging each rank has a moving average of its own between rounds, which "
             "must not replace weights that were just averaged. Received "
             f"ema_overwrite_frequency={overwrites!r}. Leave it out: `fit` ends with the moving "
             "average over all ranks."
         )
     if not isinstance(plan, Plan | None):
-        raise PlanError(f"`plan` must be a tfcommx.Plan or None. Received {plan!r}.")
+        raise ConfigurationError(f"`plan` must be a tfcommx.Plan or None. Received {plan!r}.")
     inner = _inner(optimizer)
     settings = ExchangeSettings(
         operation=op,
@@ -243,18 +243,18 @@ def _reduce(wrapped: keras.optimizers.Optimizer) -> tuple[Any, ...]:
 
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     if type(optimizer).__module__.startswith("tf_keras"):
-        raise PlanError(
+        raise ConfigurationError(
             "An optimizer of Keras 3 is required. Received "
             f"{type(optimizer).__name__} of tf_keras, which is Keras 2. Unset "
             "TF_USE_LEGACY_KERAS, and import keras, not tf_keras."
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise PlanError(
+        raise ConfigurationError(
             "A Keras optimizer is required, such as keras.optimizers.SGD(0.1). Received "
             f"{optimizer!r}."
         )
     if isinstance(_inner(optimizer), ExchangesGradients):
-        raise PlanError(
+        raise ConfigurationError(
             f"A plain optimizer is required. Received {optimizer.name!r}, which is wrapped "
             "already. Wrap it once."
         )
@@ -274,5 +274,7 @@ def _profile_of(profile: Profile | str | Path | None) -> Profile | None:
     if isinstance(profile, str | Path):
         return Profile.read(profile)
     if not isinstance(profile, Profile | None):
-        raise PlanError(f"`profile` must be a Profile, its file, or None. Received {profile!r}.")
+        raise ConfigurationError(
+            f"`profile` must be a Profile, its file, or None. Received {profile!r}."
+        )
     return profile

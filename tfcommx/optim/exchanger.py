@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm, WatchedSum
-from tfcommx.core import PlanError, Scheme
+from tfcommx.core import ConfigurationError, Scheme
 from tfcommx.kernels.traced import untraced
 from tfcommx.optim.carried_state import CarriedState
 from tfcommx.optim.keras_internals import StepUnderWay, compiled_by_xla, traced_batch
@@ -41,7 +41,7 @@ class Exchanger:
     def __init__(
         self, comm: Comm, schemes: Scheme | Mapping[str, Scheme], settings: ExchangeSettings
     ) -> None:
-        """Check what can be checked before the first step. **Raises:** PlanError."""
+        """Check what can be checked before the first step. **Raises:** ConfigurationError."""
         self.comm, self.settings = comm, settings
         self.names = VariableNames()
         self.requested = RequestedPlan(comm, schemes, settings, self.names)
@@ -75,12 +75,12 @@ class Exchanger:
         without momentum they wait until others with momentum follow. Functions that were traced
         before must be traced again (the callback SwitchScheme does it).
 
-        **Ranks:** all, between the same two steps. **Raises:** PlanError for a scheme that cannot
-        be carried out.
+        **Ranks:** all, between the same two steps. **Raises:** ConfigurationError for a scheme that
+        cannot be carried out.
         """
         self.requested.check(schemes)
         if not self.in_lock_step:
-            raise PlanError(
+            raise ConfigurationError(
                 "A change of scheme needs ranks that exchange gradients. Received one with "
                 f"{self.settings.strategy}. Leave SwitchScheme out."
             )
@@ -260,19 +260,19 @@ class Exchanger:
     ) -> None:
         """Take note of the next gradients' variables, and of all that the optimizer has.
 
-        **Raises:** PlanError for what would fail or hang later: XLA, and a loss scale decided by
-        each rank alone.
+        **Raises:** ConfigurationError for what would fail or hang later: XLA, and a loss scale
+        decided by each rank alone.
         """
         self.step.variables = tuple(variables)
         self.names.of([*built, *variables])
         if compiled_by_xla():
-            raise PlanError(
+            raise ConfigurationError(
                 "Horovod's collectives cannot be compiled by XLA. Received jit_compile=True "
                 "(Keras's 'auto' turns it on with a GPU). Call model.compile(..., "
                 "jit_compile=False), or add the callback BroadcastState."
             )
         if self.loss_scale == "local" and self.ranks > 1:
-            raise PlanError(
+            raise ConfigurationError(
                 "A LossScaleOptimizer outside of the wrapped optimizer decides on each rank alone "
                 "whether to take a step. Wrap it: "
                 "DistributedOptimizer(LossScaleOptimizer(optimizer)), or add the callback "
@@ -336,9 +336,12 @@ class Exchanger:
 
     @tf.autograph.experimental.do_not_convert
     def check_exchange_ran(self, optimizer: str) -> None:
-        """Refuse an optimizer whose step has bypassed `exchange`. **Raises:** PlanError."""
+        """Refuse an optimizer whose step has bypassed `exchange`.
+
+        **Raises:** ConfigurationError.
+        """
         if not self.step.exchange_ran:
-            raise PlanError(
+            raise ConfigurationError(
                 f"A wrapped optimizer must take its step as Keras's own do. {optimizer!r} has "
                 "taken it without an exchange: it hands the gradients on, as "
                 "keras.optimizers.MultiOptimizer does, or has a step of its own, or Keras has "

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from tfcommx.collectives import process
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.optim.keras_internals import (
     given_name,
     inner_optimizer,
@@ -48,7 +48,7 @@ def require_equal_forms(model: keras.Model) -> None:
     numbers.
 
     **Ranks:** all. **Cost:** two small exchanges on the host.
-    **Raises:** PlanError that names the layer and the ranks.
+    **Raises:** ConfigurationError that names the layer and the ranks.
     """
     forms = [form_of(layer) for layer in _compared_layers(model)]
     gathered = _gather_if_unequal([tuple(form) for form in forms])
@@ -58,7 +58,7 @@ def require_equal_forms(model: keras.Model) -> None:
         for first, other in zip(everyone[0], others, strict=False):
             _require_equal_settings(first.label, first.settings, other.settings, rank)
         if len(others) != len(everyone[0]):
-            raise PlanError(
+            raise ConfigurationError(
                 "The model must have the same layers on every rank. Received "
                 f"{len(everyone[0])} on rank 0 and {len(others)} on rank {rank}. Build the same "
                 "model on every rank."
@@ -68,7 +68,7 @@ def require_equal_forms(model: keras.Model) -> None:
 def require_equal_optimizers(model: keras.Model) -> None:
     """Refuse optimizers whose settings differ between ranks; the learning rate is broadcast.
 
-    **Ranks:** all. **Cost:** two small exchanges on the host. **Raises:** PlanError.
+    **Ranks:** all. **Cost:** two small exchanges on the host. **Raises:** ConfigurationError.
     """
     forms = [
         (inner_optimizer(one).name, _settings_of(inner_optimizer(one)))
@@ -185,7 +185,7 @@ def _require_equal_names(
         # Names that a user derives from Keras's, such as "dense_3_out", have other numbers
         plain, others_plain = (re.sub(r"_?\d+", "", name) for name in (one.name, other.name))
         if reordered or plain != others_plain:
-            raise PlanError(
+            raise ConfigurationError(
                 "Layers must be made in the same order, with the same names, on every rank: their "
                 f"variables are paired by position. Received {one.label!r} (of layer "
                 f"{one.name!r}) on rank 0, where rank {rank} has {other.label!r} (of layer "
@@ -199,7 +199,7 @@ def _require_equal_settings(
 ) -> None:
     for name in first:
         if name in other and first[name] != other[name]:
-            raise PlanError(
+            raise ConfigurationError(
                 "Layers and optimizers must have the same settings on every rank. Received for "
                 f"{label} {name} = {_short(first[name])} on rank 0 and {_short(other[name])} on "
                 f"rank {rank}. Build and compile the same model on every rank, from the same "

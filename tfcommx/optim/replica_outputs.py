@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.optim.keras_internals import call_alike, calls_recorded, constants_of, loss_of
 
 log = logging.getLogger("tfcommx")
@@ -100,7 +100,8 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
 
     **Ranks:** all. **Cost:** one pass over the variables; the batch is sent to all ranks, and each
     calls the model once, outside of a graph; if the digests of the results differ twice more.
-    **Raises:** PlanError, on all ranks, that names the first layer which computes something else.
+    **Raises:** ConfigurationError, on all ranks, that names the first layer which computes
+    something else.
     """
     here = process.current()
     if here.topology.size == 1:
@@ -125,7 +126,7 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
         return
     if any(errors):
         rank = next(rank for rank, error in enumerate(errors) if error)
-        raise PlanError(
+        raise ConfigurationError(
             f"All ranks must be able to call the model on rank {root}'s first batch. Received on "
             f"rank {rank}: {errors[rank]} Build the same model on every rank."
         )
@@ -149,7 +150,7 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
     for rank, (other, _) in enumerate(samples):
         if names := _differences(samples[root][0], other):
             difference = _largest_difference(samples[root][0], other, names[0])
-            raise PlanError(
+            raise ConfigurationError(
                 "All ranks must compute the same from the same batch, and their variables are "
                 f"equal. Received {names[0]} of rank {root}'s first batch that differs between "
                 f"rank {root} and rank {rank}{difference}. {_first_layer(model, batch, root, rank)}"

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import NOMINAL, PlanError
+from tfcommx.core import NOMINAL, ConfigurationError
 from tfcommx.optim.requested_plan import path_of
 from tfcommx.strategies import ShardedRun, Shards, StrategyRun
 
@@ -53,7 +53,7 @@ class Sharding:
             whole: whether the optimizer needs whole variables.
 
         Local: what ranks must agree on, they compare at the first step.
-        **Raises:** PlanError for what cannot be sharded.
+        **Raises:** ConfigurationError for what cannot be sharded.
         """
         strategy, links = exchanger.settings.strategy, exchanger.settings.links or NOMINAL
         plan, weights = exchanger.requested.plan_of(variables), exchanger.weights_of(variables)
@@ -96,10 +96,10 @@ class Sharding:
     def gathered_at(self, steps: int) -> WholeState:
         """Return the whole state, if it was gathered at this step, on rank 0.
 
-        **Raises:** PlanError otherwise.
+        **Raises:** ConfigurationError otherwise.
         """
         if self._gathered is None or self._gathered[0] != steps or self.comm.rank:
-            raise PlanError(
+            raise ConfigurationError(
                 'With strategy="sharded" each rank has a part of the optimizer\'s state, and rank '
                 f"0 writes the whole after all ranks have gathered it. Rank {self.comm.rank} "
                 f"wants to write it after step {steps}. Call cx.consolidate(optimizer) on all "

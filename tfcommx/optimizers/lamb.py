@@ -51,7 +51,7 @@ class LAMB(LayerwiseOptimizer):
     **Ranks:** local; `cx.DistributedOptimizer` wraps it as any other. Equal gradients give equal
     weights on every rank, bit by bit.
     **Cost:** Adam's, and one pass over weights and updates; memory for all updates at once.
-    **Raises:** PlanError for numbers out of range.
+    **Raises:** ConfigurationError for numbers out of range.
     **Source:** You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
     minutes" (2020), Algorithm 2 with phi(z) = z. The paper excludes no variable; its code for BERT
     excludes biases and layer normalisation, as the default here.

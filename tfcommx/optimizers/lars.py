@@ -49,7 +49,7 @@ class LARS(LayerwiseOptimizer):
     weights on every rank, bit by bit.
     **Cost:** one pass over weights and gradients for the norms, one for the update; a momentum for
     each weight.
-    **Raises:** PlanError for numbers out of range.
+    **Raises:** ConfigurationError for numbers out of range.
     **Source:** You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
     Algorithm 1; equation 11 of Shi et al., "Towards Scalable Distributed Training of Deep Learning
     on Public Cloud Clusters" (2021). The papers exclude no variable.

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcommx.core import PlanError, check_name
+from tfcommx.core import ConfigurationError, check_name
 from tfcommx.kernels.lars import squared_norms, squared_norms_definition
 from tfcommx.optim.keras_internals import UpdatesTogether, compiled_by_xla
 from tfcommx.optim.requested_plan import path_of
@@ -39,7 +39,8 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
             otherwise they are local.
         keras_options: the other arguments of every Keras optimizer.
 
-    **Raises:** PlanError for numbers out of range, or an `exclude` that is no list of patterns.
+    **Raises:** ConfigurationError for numbers out of range, or an `exclude` that is no list of
+    patterns.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
     ) -> None:
         check_name("norms", norms, MODES)
         if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
-            raise PlanError(
+            raise ConfigurationError(
                 "`exclude` must be a list of patterns of variable paths, such as "
                 f"{list(EXCLUDED)}. Received {exclude!r}."
             )
@@ -133,9 +134,12 @@ def shares_norms(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def check_number(what: str, value: float, wanted: str) -> float:
-    """Return a number in the range that is `wanted`, a key of RANGES. **Raises:** PlanError."""
+    """Return a number in the range that is `wanted`, a key of RANGES.
+
+    **Raises:** ConfigurationError.
+    """
     if not isinstance(value, int | float) or not RANGES[wanted](value):
-        raise PlanError(f"`{what}` must be a number {wanted}. Received {value!r}.")
+        raise ConfigurationError(f"`{what}` must be a number {wanted}. Received {value!r}.")
     return float(value)
 
 

@@ -23,7 +23,7 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from tfcommx.collectives import process
-from tfcommx.core import Links, PlanError
+from tfcommx.core import ConfigurationError, Links
 from tfcommx.optim.result_bytes import HEAD, computed, outcome_of, unpack
 from tfcommx.optimizers.parallel_shares import (
     Choice,
@@ -80,8 +80,8 @@ def parallel_operator(
     **Ranks:** all of the world, with equal arguments and tensors of equal shapes; the choice is
     agreed on the first call.
     **Cost:** the first call for some shapes times op on random tensors of these shapes.
-    **Raises:** PlanError for wrong arguments, or those that differ between ranks. What op raises on
-    one rank ends all: InvalidArgumentError with that error's text and the rank.
+    **Raises:** ConfigurationError for wrong arguments, or those that differ between ranks. What op
+    raises on one rank ends all: InvalidArgumentError with that error's text and the rank.
     """
     if isinstance(links, str | Path):
         links = Links.read(links)
@@ -121,7 +121,7 @@ class ParallelOperator:
         whole = tf.convert_to_tensor(tensors)
         rows = whole.shape[0] if whole.shape.rank else None
         if rows is None:
-            raise PlanError(
+            raise ConfigurationError(
                 "One tensor is shared out by ranges of its rows, whose number must be known while "
                 f"tracing. Received shape {whole.shape}. Give a list of tensors instead."
             )

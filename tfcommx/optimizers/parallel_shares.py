@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfcommx import engines
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import Links, PlanError, check_name
+from tfcommx.core import ConfigurationError, Links, check_name
 from tfcommx.optim.result_bytes import HEAD, computed, size_bytes
 from tfcommx.planner.plan import balance
 
@@ -75,7 +75,9 @@ class SharesPlanner:
         check_name("mode", mode, MODES)
         check_name("group", group, ("world", "node"))
         if not callable(op):
-            raise PlanError(f"`op` must be a function of a list of tensors. Received {op!r}.")
+            raise ConfigurationError(
+                f"`op` must be a function of a list of tensors. Received {op!r}."
+            )
         self.op, self.mode, self.group, self.links, self.comm = op, mode, group, links, comm
         self.members = comm.members(group)
         # This rank's among the members
@@ -92,9 +94,9 @@ class SharesPlanner:
         said = self.comm.gather_objects((problem, str(specs), str(results), self.mode))
         for rank, (found, *rest) in enumerate(said):
             if found:
-                raise PlanError(f"op failed while it was tried on rank {rank}: {found}")
+                raise ConfigurationError(f"op failed while it was tried on rank {rank}: {found}")
             if rest != list(said[0][1:]):
-                raise PlanError(
+                raise ConfigurationError(
                     "parallel_operator needs equal arguments on every rank. Rank 0 and rank "
                     f"{rank} differ: {said[0][1:]} and {tuple(rest)}."
                 )
@@ -125,7 +127,7 @@ class SharesPlanner:
             ranges
             and any(one.shape[:1] != spec.shape[:1] for one, spec in zip(found, specs, strict=True))
         ):
-            raise PlanError(
+            raise ConfigurationError(
                 "`op` must return one tensor for each item, and one of as many rows for a range. "
                 f"Received {found} for {specs}."
             )
@@ -182,9 +184,9 @@ class SharesPlanner:
 
 
 def spec_of(tensor: tf.Tensor) -> tf.TensorSpec:
-    """Return shape and dtype. **Raises:** PlanError for a shape that is not known."""
+    """Return shape and dtype. **Raises:** ConfigurationError for a shape that is not known."""
     if not tensor.shape.is_fully_defined():
-        raise PlanError(
+        raise ConfigurationError(
             "parallel_operator needs tensors and results whose shapes are known while tracing. "
             f"Received shape {tensor.shape}. Declare it with tf.ensure_shape."
         )

@@ -30,10 +30,6 @@ Gather = Callable[[Any], list[Any]]
 Scorer = Callable[["tf.data.Dataset", Gather], dict[str, float]]
 
 
-class DataError(RuntimeError):
-    """Data that is missing or damaged; the message ends with what to do."""
-
-
 @dataclass(frozen=True)
 class DataRank:
     """The rank that opens a data set, among which others."""
@@ -105,8 +101,8 @@ class Dataset(Protocol):
     def build(self, place: DataRank) -> Data:
         """Open the data set on this rank.
 
-        **Ranks:** all; none waits for another. **Raises:** DataError, PlanError or SampleError for
-        missing or damaged samples.
+        **Ranks:** all; none waits for another. **Raises:** DataError, ConfigurationError or
+        SampleError for missing or damaged samples.
         """
 
 

@@ -35,7 +35,7 @@ from pydantic import (
     model_validator,
 )
 
-from tfcommx.core import local_path
+from tfcommx.core import ConfigurationError, local_path
 
 NULL = re.compile(r"(?:null|Null|NULL|~)?")
 BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
@@ -170,7 +170,7 @@ _Loader.add_constructor(TAG + "map", lambda loader, node: loader.construct_mappi
 _Loader.add_constructor(None, yaml.constructor.SafeConstructor.construct_undefined)
 
 
-class RecipeError(ValueError):
+class RecipeError(ConfigurationError):
     """A recipe that cannot be run; the message names the place in the file."""
 
 

@@ -108,7 +108,7 @@ class WeightAveragingRecipe(RecipePart):
         return self.fragments * self.overlap
 
     def build(self) -> Strategy:
-        """Build tfcommx's WeightAveraging. **Raises:** PlanError for options at odds."""
+        """Build tfcommx's WeightAveraging. **Raises:** ConfigurationError for options at odds."""
         from tfcommx.strategies import WeightAveraging as Built
 
         outer = None if self.outer is None else self.outer.build()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tfcommx.core import write_text
+from tfcommx.core import DataError, write_text
 
 # The parts of an epoch, as training.steps.Timing measures them, in the order of the stacked bars.
 PARTS = {
@@ -36,7 +36,7 @@ REQUIRED = (
 )
 
 
-class ReportError(ValueError):
+class ReportError(DataError):
     """A run folder without a summary that can be shown."""
 
 

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfcommx import compression, routes, selection
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import Bucket, Piece, Plan, PlanError, Sparse
+from tfcommx.core import Bucket, ConfigurationError, Piece, Plan, Sparse
 from tfcommx.kernels.sparse import keep
 from tfcommx.routes.compressed import vectors
 from tfcommx.runtime.residuals import BucketState
@@ -112,12 +112,12 @@ def clip_before_accumulation(
         The gradients, scaled by one factor in (0, 1]; shapes and dtypes as they came.
 
     **Ranks:** local. **Cost:** two passes; no gradient is returned before the last one is there.
-    **Raises:** PlanError for a norm or a number of ranks out of range.
+    **Raises:** ConfigurationError for a norm or a number of ranks out of range.
     **Source:** Lin et al., "Deep Gradient Compression" (2018), section 3.3; there, what is summed
     are gradients divided by the number of ranks.
     """
     if norm <= 0 or ranks < 1:
-        raise PlanError(
+        raise ConfigurationError(
             f"Clipping needs norm > 0 and ranks >= 1. Received norm={norm}, ranks={ranks}."
         )
     limit = norm * ranks ** (0.5 if operation == "average" else -0.5)

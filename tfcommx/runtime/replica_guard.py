@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import check_whole
+from tfcommx.core import TfcommxError, check_whole
 
 # Between the error of rank 0 and those of the others: rank 0's is the one to read.
 RANK_0_FIRST_SECONDS = 3.0
@@ -37,7 +37,7 @@ CAUSES = {
 }
 
 
-class ReplicaError(RuntimeError):
+class ReplicaError(TfcommxError, RuntimeError):
     """Replicas that must be equal differ; the message names what, on which ranks, and the cause."""
 
 
@@ -48,7 +48,7 @@ class ReplicaGuard:
         """Get ready to check every so many steps, >= 1; None: never.
 
         `compares_weights` is False if the strategy lets the weights differ for a while.
-        **Raises:** PlanError for an `every` out of range.
+        **Raises:** ConfigurationError for an `every` out of range.
         """
         if every is not None:
             check_whole("check_replicas_every", every, least=1)

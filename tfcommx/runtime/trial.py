@@ -31,7 +31,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import Piece, Plan, PlanError
+from tfcommx.core import ConfigurationError, Piece, Plan
 from tfcommx.kernels.traced import stamp
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.rates import highest
@@ -76,7 +76,7 @@ class TrialRounds:
         **Raises:** PlanError for fewer steps than LEAST_ROUNDS rounds take.
         """
         if steps < LEAST_ROUNDS * plans:
-            raise PlanError(
+            raise ConfigurationError(
                 f"A trial of {plans} plans takes at least {LEAST_ROUNDS * plans} steps. Received "
                 f"{steps}."
             )

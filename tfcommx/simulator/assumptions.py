@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from tfcommx import engines
-from tfcommx.core import Calibration, Links, PlanError, Profile, Topology, check_name
+from tfcommx.core import Calibration, ConfigurationError, Links, Profile, Topology, check_name
 
 # Entries of a vector -> seconds of selecting from it.
 SelectionTime = Callable[[int], float]
@@ -56,11 +56,13 @@ def interpolated_time(points: Sequence[tuple[int, float]]) -> SelectionTime:
     >>> curve(150), curve(400)
     (2.0, 6.0)
 
-    **Raises:** PlanError without any point.
+    **Raises:** ConfigurationError without any point.
     """
     known = sorted(dict(points).items())
     if not known or known[0][0] < 1:
-        raise PlanError(f"Times of vectors of >= 1 entry are required. Received {list(points)}.")
+        raise ConfigurationError(
+            f"Times of vectors of >= 1 entry are required. Received {list(points)}."
+        )
     sizes = [size for size, _ in known]
 
     def seconds(entries: int) -> float:
@@ -128,10 +130,10 @@ class Assumptions:
             if value is None and name in ("engine_s", "contention"):
                 continue
             if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise PlanError(f"`{name}` must be >= 0. Received {name}={value!r}.")
+                raise ConfigurationError(f"`{name}` must be >= 0. Received {name}={value!r}.")
         slow_node, slow_port, jitter = self.slow_node, self.slow_port, self.jitter
         if not (1 <= slow_node < math.inf and 0 < slow_port <= 1 and 0 <= jitter < 1):
-            raise PlanError(
+            raise ConfigurationError(
                 "`slow_node` must be >= 1, `slow_port` in (0, 1] and `jitter` in [0, 1). Received "
                 f"{slow_node=}, {slow_port=}, {jitter=}."
             )

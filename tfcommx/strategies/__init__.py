@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfcommx.core import PlanError, check_name, is_member, load_member
+from tfcommx.core import ConfigurationError, check_name, is_member, load_member
 from tfcommx.strategies.averaging.strategy import WeightAveraging
 from tfcommx.strategies.easgd.run import ElasticRun
 from tfcommx.strategies.easgd.strategy import ElasticAveraging
@@ -74,7 +74,8 @@ __all__ = [
 def strategy_of(asked: str | Strategy) -> Strategy:
     """Return the strategy that is asked for, by name, as an instance, or as "module:MEMBER".
 
-    **Raises:** PlanError for an unknown name, with the nearest one, and for what is no strategy.
+    **Raises:** ConfigurationError for an unknown name, with the nearest one, and for what is no
+    strategy.
     """
     if is_member(asked):
         outside: Strategy = load_member("strategy", asked, Strategy)
@@ -84,7 +85,7 @@ def strategy_of(asked: str | Strategy) -> Strategy:
     is_instance = dataclasses.is_dataclass(asked) and not isinstance(asked, type)
     if is_instance and isinstance(asked, Strategy):
         return asked
-    raise PlanError(
+    raise ConfigurationError(
         f"`strategy` must be one of {', '.join(STRATEGIES)}, or an instance such as "
         f"tfcommx.strategies.Rebroadcast(every=5). Received {asked!r}."
     )

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import RemoteHosts, is_local, run_to_end
-from tfcommx.launch.horovodrun import LaunchError
 from tfcommx.launch.hosts import Host, merge, parse_hosts
 
 # Of --blacklist-cooldown-range and --elastic-timeout
@@ -35,7 +34,7 @@ TIMEOUT_SECONDS = 600.0
 class ElasticOptions:
     """Limits of a supervised run.
 
-    **Raises:** PlanError for values out of their ranges.
+    **Raises:** ConfigurationError for values out of their ranges.
     """
 
     # Ranks of a generation, >= 1
@@ -60,13 +59,13 @@ class ElasticOptions:
     def __post_init__(self) -> None:
         """Check them."""
         if self.most is not None and self.most < self.fewest:
-            raise PlanError(
+            raise ConfigurationError(
                 "--max-np must be at least --min-np. Received "
                 f"--max-np {self.most} and --min-np {self.fewest}."
             )
         shortest, longest = self.cooldown
         if not 0 < shortest <= longest < math.inf:
-            raise PlanError(
+            raise ConfigurationError(
                 "--blacklist-cooldown-range must be two numbers of seconds, 0 < shortest <= "
                 f"longest. Received {shortest:g} and {longest:g}."
             )
@@ -83,7 +82,10 @@ class HostSource(Protocol):
     name: str
 
     def hosts(self) -> list[Host]:
-        """Return the hosts with their slots. **Raises:** PlanError if they cannot be found."""
+        """Return the hosts with their slots.
+
+        **Raises:** ConfigurationError if they cannot be found.
+        """
         ...
 
 
@@ -110,7 +112,7 @@ class ScriptHosts:
         self.name, self._slots = script, slots
 
     def hosts(self) -> list[Host]:
-        """Run the script. **Raises:** PlanError if it fails, or prints what is no host."""
+        """Run the script. **Raises:** ConfigurationError if it fails, or prints what is no host."""
         done = run_to_end(self.name, SCRIPT_SECONDS)
         if done.late:
             raise self._refusal(f"no end within {SCRIPT_SECONDS:g} s")
@@ -124,15 +126,15 @@ class ScriptHosts:
         for word in printed.split():
             try:
                 (host,) = parse_hosts(word, "the script")
-            except PlanError as error:
+            except ConfigurationError as error:
                 raise self._refusal(str(error)) from None
             if ":" not in word and self._slots is None:
                 raise self._refusal(f"{word!r} without a number, and no --slots")
             found.append((host.name, host.slots if ":" in word else self._slots or 1))
         return merge(found, self.name)
 
-    def _refusal(self, received: str) -> PlanError:
-        return PlanError(
+    def _refusal(self, received: str) -> ConfigurationError:
+        return ConfigurationError(
             "The host discovery script must print the hosts, a line each, such as node1:4, and "
             f"end with status 0. Received from `{self.name}`: {received}."
         )
@@ -280,11 +282,11 @@ class Hosts:
     def offered(self) -> list[Host]:
         """Return the hosts that may be used, with their slots; they need not answer.
 
-        **Raises:** PlanError if none were ever found; later those found last are returned.
+        **Raises:** ConfigurationError if none were ever found; later those found last are returned.
         """
         try:
             self._named, self._refusal = self._source.hosts(), ""
-        except PlanError as error:
+        except ConfigurationError as error:
             if not self._named:
                 raise
             if str(error) != self._refusal:
@@ -340,7 +342,8 @@ class Hosts:
                 raise LaunchError(
                     f"{fewest} ranks are required. {self._source.name} and the hosts' state gave "
                     f"{found} within {self._options.timeout:g} s. Lower --min-np, or raise "
-                    "--elastic-timeout."
+                    "--elastic-timeout.",
+                    1,
                 )
             if not waiting:
                 waiting = True

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
+from tfcommx.core import LaunchError
 from tfcommx.launch.commands import is_local
-from tfcommx.launch.horovodrun import Launch, LaunchError, Running
+from tfcommx.launch.horovodrun import Launch, Running
 from tfcommx.launch.hosts import Host
 from tfcommx.launch.rank_output import RankLines
 from tfcommx.supervisor import goodput, sweep

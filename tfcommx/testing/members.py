@@ -20,7 +20,15 @@ import tensorflow as tf
 from tfcommx import compression, routes, selection
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import NOMINAL, SPARSE_WIRES, VALUE_DTYPES, PlanError, Scheme, Sparse, Topology
+from tfcommx.core import (
+    NOMINAL,
+    SPARSE_WIRES,
+    VALUE_DTYPES,
+    ConfigurationError,
+    Scheme,
+    Sparse,
+    Topology,
+)
 from tfcommx.core.checks import check_name, is_member
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.keras_internals import ExchangesGradients, UpdatesShards, copy_with
@@ -43,7 +51,7 @@ def check_compression(name: str) -> None:
             `compression.compression.Compression`.
 
     **Ranks:** none: everything runs in this process. **Cost:** some seconds.
-    **Raises:** LawBroken; PlanError for a name that is none.
+    **Raises:** LawBroken; ConfigurationError for a name that is none.
     """
     found = compression.get(name)
     shapes = list(laws.SHAPES.values())
@@ -55,7 +63,7 @@ def check_compression(name: str) -> None:
         f"{start.shape} and {sizes} came for {shapes}.",
     )
     if not found.sums(shapes):
-        raise PlanError(
+        raise ConfigurationError(
             f"A compression that shortens the gradients of the shapes {shapes} is required. "
             f"Received {name!r}, whose `sums` are empty. Check one with smaller parts."
         )
@@ -92,7 +100,7 @@ def check_route(name: str) -> None:
             `routes.route.Route`.
 
     **Ranks:** none: everything runs in this process. **Cost:** some seconds.
-    **Raises:** LawBroken; PlanError for a name that is none.
+    **Raises:** LawBroken; ConfigurationError for a name that is none.
     """
     route = routes.get(name)
     selected = {"selection": "exact", "density": 0.1} if route.sparse else {}
@@ -127,7 +135,7 @@ def check_rule(name: str) -> None:
             `selection.error_feedback.Selector` says.
 
     **Ranks:** none: everything runs in this process. **Cost:** some seconds.
-    **Raises:** LawBroken; PlanError for a name that is none.
+    **Raises:** LawBroken; ConfigurationError for a name that is none.
     """
     _check_choice(name)
     laws.check_on_sparse_routes(repr(name), selection=name)
@@ -179,7 +187,7 @@ def check_strategy(asked: str | Strategy, steps: int = 4) -> None:
         steps: with SGD and momentum, each rank with gradients of its own, >= 1.
 
     **Ranks:** none: everything runs in this process. **Cost:** a second.
-    **Raises:** LawBroken; PlanError for a name that is none.
+    **Raises:** LawBroken; ConfigurationError for a name that is none.
     """
     strategy = strategy_of(asked)
     for topology in (Topology(2, 1), Topology(2, 2)):
@@ -237,7 +245,7 @@ def check_wire(name: str) -> None:
             `wire.formats.WireFormat`.
 
     **Ranks:** none: everything runs in this process. **Cost:** some seconds.
-    **Raises:** LawBroken; PlanError for a name that is none.
+    **Raises:** LawBroken; ConfigurationError for a name that is none.
     """
     if not is_member(name):
         check_name("wire format", name, SPARSE_WIRES)

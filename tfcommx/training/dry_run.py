@@ -44,7 +44,8 @@ def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str
         What is written: seconds of rank 0, memory of the largest rank, and bytes that one rank
         sends in a step, as the mean over the ranks.
 
-    **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
+    **Ranks:** all, with the same recipe. **Raises:** ConfigurationError and DataError before the
+    first step.
     """
     run = prepare(recipe, output_folder)
     keras.utils.set_random_seed(recipe.seed)

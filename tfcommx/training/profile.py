@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.core import MeasuredStep, PlanError
+from tfcommx.core import ConfigurationError, MeasuredStep
 from tfcommx.launch.launcher import launcher
 from tfcommx.measure.exchange import measure_exchange
 from tfcommx.measure.profile import MeasuredProfile, measure
@@ -25,7 +25,7 @@ from tfcommx.training.train import compile_model
 def measure_recipe(recipe: Recipe, steps: int) -> MeasuredProfile:
     """Measure the model of a recipe's first phase, and the selection that its scheme asks for.
 
-    **Ranks:** one process. **Raises:** PlanError and DataError as training does.
+    **Ranks:** one process. **Raises:** ConfigurationError and DataError as training does.
     """
     recipe = recipe.model_copy(update={"node_size": None})
     scheme = recipe.scheme_of_epoch()[0]
@@ -47,10 +47,10 @@ def measure_recipe_exchange(recipe: Recipe, steps: int) -> MeasuredStep:
         Means on this rank.
 
     **Ranks:** all, two or more, with the same recipe. **Cost:** as `measure_exchange`.
-    **Raises:** PlanError on one rank, and as training does; DataError likewise.
+    **Raises:** ConfigurationError on one rank, and as training does; DataError likewise.
     """
     if launcher().size == 1:
-        raise PlanError(
+        raise ConfigurationError(
             "A step with its exchange is measured on two or more ranks. Received one. Start it "
             "with horovodrun -np 2 or more."
         )

@@ -109,9 +109,9 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
         folder: for checkpoint and report.
 
     **Ranks:** all, with the same recipe.
-    **Raises:** DataError for missing samples; PlanError if recipes or data sets differ between
-    ranks, if there are too few samples for a step, if the target is no score of the task, or if the
-    task has no `counted`.
+    **Raises:** DataError for missing samples; ConfigurationError if recipes or data sets differ
+    between ranks, if there are too few samples for a step, if the target is no score of the task,
+    or if the task has no `counted`.
     """
     if recipe.threads:
         # Must be set before TensorFlow runs anything
@@ -132,7 +132,7 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
     _require_equal(comm, "data set", f"that of the recipe {recipe.name!r}", facts, SAME_DATA)
     for number, count in enumerate(steps):
         if not count:
-            raise cx.PlanError(
+            raise cx.ConfigurationError(
                 f"A step needs batch * ranks <= {data.count} samples. phases[{number}] has "
                 f"{batches[number]} * {comm.topology.size}. Lower its batch, or batch_per_rank."
             )
@@ -144,7 +144,10 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
 
 
 def _require_equal(comm: Comm, kind: str, name: str, values: dict[str, str], remedy: str) -> None:
-    """Compare facts over the ranks. **Ranks:** all. **Raises:** PlanError, on every rank."""
+    """Compare facts over the ranks. **Ranks:** all.
+
+    **Raises:** ConfigurationError, on every rank.
+    """
     comm.comparisons.state(Facts(kind, name, values, remedy))
     comm.gather_objects(None)
 
@@ -165,19 +168,19 @@ def _settings(value: Any, name: str = "") -> dict[str, str]:
 
 
 def check_counted(objective: Objective) -> None:
-    """Check that a user's own task has `counted`. **Raises:** PlanError."""
+    """Check that a user's own task has `counted`. **Raises:** ConfigurationError."""
     if not isinstance(getattr(objective, "counted", None), str):
-        raise cx.PlanError(
+        raise cx.ConfigurationError(
             "A task's objective needs `counted`: what a batch's size counts, such as 'images'. "
             f"{type(objective).__name__} has none."
         )
 
 
 def check_target(target: Target, objective: Objective) -> None:
-    """Check that the target is a score of the task. **Raises:** PlanError."""
+    """Check that the target is a score of the task. **Raises:** ConfigurationError."""
     known = [score.removeprefix("test_") for score in objective.scores]
     if target.score not in known:
-        raise cx.PlanError(
+        raise cx.ConfigurationError(
             f"A target needs a score of the task: {', '.join(known)}. Received {target.score!r}. "
             "Change target.score."
         )

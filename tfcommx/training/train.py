@@ -70,7 +70,8 @@ def train(
         `target` says when the recipe's target was reached, `stopped` where and why the run was
         stopped. Until an epoch has ended there is no report, and `rows` is empty.
 
-    **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
+    **Ranks:** all, with the same recipe. **Raises:** ConfigurationError and DataError before the
+    first step.
     """
     options, start = options or TrainOptions(), time.monotonic()
     end = None if options.minutes is None else start + 60 * options.minutes
@@ -151,7 +152,7 @@ def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
     The next generations of a supervised run resume what those before have saved. If that was the
     last epoch, only the report is missing.
 
-    **Raises:** PlanError if another resumed run has no epochs left to train.
+    **Raises:** ConfigurationError if another resumed run has no epochs left to train.
     """
     own = newest_of_run(run.checkpoint) is not None
     resume = resume or own
@@ -164,7 +165,7 @@ def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
             run.checkpoint,
         )
     if saved and resume and not own and saved.epoch + 1 >= run.recipe.epochs:
-        raise cx.PlanError(
+        raise cx.ConfigurationError(
             f"A resumed run needs epochs left to train. {run.checkpoint} holds {saved.epoch + 1} "
             f"of {run.recipe.epochs}."
         )

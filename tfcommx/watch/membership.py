@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from tfcommx.core import PlanError
+from tfcommx.core import RankLostError
 
 # Between two looks for ranks whose end nobody would tell
 FIND_SECONDS = 5.0
@@ -98,10 +98,10 @@ class Membership:
     def require_all(self) -> None:
         """Refuse a collective that would wait forever for a rank that has died.
 
-        **Raises:** PlanError that names it.
+        **Raises:** RankLostError that names it.
         """
         for rank, what in list(self._died.items()):
-            raise PlanError(
+            raise RankLostError(
                 "A collective needs all ranks. Received a call of one after rank "
                 f"{rank} has left ({what}); the training alone goes on without it. Let one rank "
                 "save the model, and start again."

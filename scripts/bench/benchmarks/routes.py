@@ -36,7 +36,7 @@ from bench.checks import gradient, weighted_sum
 import tfcommx as cx
 from tfcommx import routes
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import NOMINAL, PLAIN, Links, Plan, PlanError, Scheme, replacing
+from tfcommx.core import NOMINAL, PLAIN, ConfigurationError, Links, Plan, Scheme, replacing
 from tfcommx.launch.launcher import launch_interfaces
 from tfcommx.measure.links import probe
 from tfcommx.planner.check import check_scheme
@@ -104,7 +104,10 @@ def measure_network(comm: Comm, chosen: argparse.Namespace) -> Network:
 
 
 def planned(comm: Comm, scheme: Scheme, n: int, links: Links) -> Plan:
-    """Plan the exchange of one gradient. **Raises:** PlanError if it cannot be carried out."""
+    """Plan the exchange of one gradient.
+
+    **Raises:** ConfigurationError if it cannot be carried out.
+    """
     check_scheme(scheme, comm.topology, comm.messages.possible)
     return make_plan(
         [Gradient("gradient", (n, 1), "float32")], {"*": scheme}, comm.topology, "sum", links
@@ -157,7 +160,7 @@ def row_of(
         name: route and wire format; `torus+pipeline` is the torus with the pipeline among peers.
         n: entries of the gradient.
 
-    **Ranks:** all. **Raises:** PlanError if it cannot be carried out.
+    **Ranks:** all. **Raises:** ConfigurationError if it cannot be carried out.
     """
     full_name, wire = name
     route_name, _, among_peers = full_name.partition("+")
@@ -225,7 +228,7 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
         for name in names(chosen):
             try:
                 rows.append(row_of(comm, name, n, network, chosen))
-            except PlanError as refusal:
+            except ConfigurationError as refusal:
                 refused.append(f"{' '.join(name)}: left out: {refusal}")
         yield table(rows, refused)
 

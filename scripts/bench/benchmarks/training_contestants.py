@@ -16,7 +16,7 @@ import tfcommx as cx
 from tfcommx import routes
 from tfcommx.collectives.comm import Comm
 from tfcommx.compression import COMPRESSIONS
-from tfcommx.core import Links, Plan, PlanError, Profile, Scheme, VariableProfile
+from tfcommx.core import ConfigurationError, Links, Plan, Profile, Scheme, VariableProfile
 from tfcommx.optim.requested_plan import VariableNames
 from tfcommx.planner.plan import Gradient, make_plan
 
@@ -82,7 +82,10 @@ def split_name(name: str, chosen: argparse.Namespace) -> tuple[str, float]:
 
 
 def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.optimizers.Optimizer:
-    """Return the optimizer of a scheme. **Raises:** PlanError for what cannot be carried out."""
+    """Return the optimizer of a scheme.
+
+    **Raises:** ConfigurationError for what cannot be carried out.
+    """
     if name == ALONE:
         return DenseSgd(0.01)
     if name == "horovod":
@@ -110,7 +113,7 @@ def contestants(
     for name in dict.fromkeys([ALONE, *chosen.schemes]):
         try:
             optimizer = optimizer_of(name, links, chosen)
-        except PlanError as refusal:
+        except ConfigurationError as refusal:
             if comm.rank == 0:
                 print(f"{model}, {name}: left out: {refusal}", flush=True)
             continue

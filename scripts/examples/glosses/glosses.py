@@ -20,7 +20,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.recipes.families import Data, DataError, DataRank
+from tfcommx.core import DataError
+from tfcommx.recipes.families import Data, DataRank
 from tfcommx.recipes.tasks.classify import Classification
 
 FILES = ("data.noun", "data.verb", "data.adj", "data.adv")

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tfcommx.core import DataError
 from tfcommx.recipes.datasets import fashion_mnist
 from tfcommx.recipes.datasets.__main__ import main
 from tfcommx.recipes.datasets.fashion_mnist import FILES, fetch, load, read_idx
-from tfcommx.recipes.families import DataError
 
 TRAIN, TEST = 5, 3
 

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from data_helpers import make_folder, picture
 
-from tfcommx.core import PlanError, Topology
+from tfcommx.core import DataError, PlanError, Topology
 from tfcommx.data.sources.folder import Folder
 from tfcommx.recipes.datasets import picture_files
 from tfcommx.recipes.datasets.picture_files import (
@@ -14,7 +14,7 @@ from tfcommx.recipes.datasets.picture_files import (
     ImageNet,
     TensorFlowDataset,
 )
-from tfcommx.recipes.families import DataError, DataRank
+from tfcommx.recipes.families import DataRank
 from tfcommx.recipes.tasks.classify import Classification
 
 ALONE = DataRank(Topology(1, 1), 0, seed=3)

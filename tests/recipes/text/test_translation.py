@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.core import PlanError, Topology
+from tfcommx.core import DataError, PlanError, Topology
 from tfcommx.recipes.datasets.translations import (
     CataloguePairs,
     Catalogues,
@@ -13,7 +13,7 @@ from tfcommx.recipes.datasets.translations import (
     PreparedPairs,
     TextFiles,
 )
-from tfcommx.recipes.families import DataError, DataRank
+from tfcommx.recipes.families import DataRank
 from tfcommx.recipes.models.transformer import Transformer
 from tfcommx.recipes.tasks.translate import Translate
 from tfcommx.recipes.text.decoding import greedy_decoder

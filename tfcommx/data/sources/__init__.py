@@ -48,7 +48,7 @@ def find_source(text: str | os.PathLike, split: str = "train") -> Source:
             data set, such as `imagenette/160px-v2`. What begins with `/`, `.` or `~` is a path.
         split: of shards and of TensorFlow data sets.
 
-    **Raises:** PlanError if there is no such folder or data set, or nothing in it that can be read,
+    **Raises:** DataError if there is no such folder or data set, or nothing in it that can be read,
     and for an address such as gs://bucket/folder.
     """
     from tfcommx.data.sources.folder import Folder, check_folder

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from tfcommx.core import PlanError
+from tfcommx.core import DataError
 from tfcommx.data.sources.source import key_of
 
 
@@ -42,13 +42,13 @@ class Arrays:
             or not 1 <= images.shape[3] <= 4
             or labels.shape != images.shape[:1]
         ):
-            raise PlanError(
+            raise DataError(
                 "Images uint8 [n, h, w, c] with c in [1, 4] and labels [n] are required. "
                 f"Received {images.dtype} {list(images.shape)} and {list(labels.shape)}. "
                 "Convert the images, or give one label for each."
             )
         if labels.dtype.kind not in "biuf" or np.any(labels % 1 != 0):
-            raise PlanError(
+            raise DataError(
                 f"Labels that are whole numbers are required. Received {labels.dtype}, such as "
                 f"{labels.flat[0]}. Convert them."
             )

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfcommx.core import PlanError, local_path
+from tfcommx.core import DataError, local_path
 from tfcommx.data.sources.source import key_of
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
@@ -36,14 +36,14 @@ def check_folder(path: Path) -> None:
     """Refuse a path that is no folder."""
     if not path.is_dir():
         what = f"{path} is no folder" if path.exists() else f"The folder {path} does not exist"
-        raise PlanError(f"{what}. Check the path and its mount.")
+        raise DataError(f"{what}. Check the path and its mount.")
 
 
 def _refuse(error: OSError) -> None:
     link = (
         f"; it is a link to {os.readlink(error.filename)}" if os.path.islink(error.filename) else ""
     )
-    raise PlanError(
+    raise DataError(
         f"Images and folders that can be read are required. {error.filename}: "
         f"{error.strerror}{link}. Fix or remove it."
     ) from error
@@ -132,7 +132,7 @@ class Folder:
         classes: names of the class folders to take, in the order of their labels; by default all.
 
     **Cost:** one walk over the folder with one stat per file.
-    **Raises:** PlanError if there is no class folder or no image, a folder cannot be listed, or a
+    **Raises:** DataError if there is no class folder or no image, a folder cannot be listed, or a
     link is broken.
     """
 
@@ -172,7 +172,7 @@ class Folder:
             self.contents[f"class {kind!r}"] = f"{len(images)} files ({key_of(sizes)[:8]})"
         self.count = len(self._files)
         if not self.count:
-            raise PlanError(
+            raise DataError(
                 f"Images ({', '.join(ENDINGS)}) in class folders are required. {self.path} has "
                 f"{len(found)} folders and no such image in them. Give the folder that holds the "
                 "class folders."

@@ -16,12 +16,14 @@ from typing import Protocol
 
 import numpy as np
 
+from tfcommx.core import DataError
+
 # Most pixels of an image, unless the user allows more: 512 MiB of red, green and blue. Pillow opens
 # no larger ones either. Each of the threads that fill the cache may decode such an image.
 MAX_PIXELS = 178_956_970
 
 
-class SampleError(ValueError):
+class SampleError(DataError):
     """A sample that cannot be read or decoded; the message names where it comes from."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tfcommx.core import PlanError
+from tfcommx.core import DataError
 from tfcommx.data.sources.source import SampleError, key_of
 from tfcommx.kernels.crc32c import crc32c
 
@@ -91,7 +91,7 @@ class TFRecords:
             `broken`; else they are an error.
 
     **Cost:** a scan over all records' frames, 16 files at a time, when it is made.
-    **Raises:** SampleError for a broken file, without `skip`; PlanError if there is no record.
+    **Raises:** SampleError for a broken file, without `skip`; DataError if there is no record.
     """
 
     shape = None
@@ -116,7 +116,7 @@ class TFRecords:
         self.count = len(self._rows)
         self.name = f"{self.files[0]} and {len(self.files) - 1} more" if self.files else "no files"
         if not self.count:
-            raise PlanError(
+            raise DataError(
                 f"TFRecord files with records are required. Received {len(self.files)} files "
                 f"without any: {self.name}. Check the path and the pattern."
             )
@@ -131,7 +131,7 @@ class TFRecords:
         try:
             return scan(file)
         except OSError as error:
-            raise PlanError(
+            raise DataError(
                 f"TFRecord files that can be read are required. {file}: {error.strerror}. Check "
                 "the path and its mount."
             ) from error
@@ -212,7 +212,7 @@ def imagenet(folder: str | os.PathLike, split: str = "train", skip: bool = False
     Returns:
         A source with labels 0 to 999.
 
-    **Raises:** as TFRecords; PlanError if a shard is missing.
+    **Raises:** as TFRecords; DataError if a shard is missing.
     """
     name = re.compile(rf"{re.escape(split)}-(\d+)-of-(\d+)")
     files = sorted(
@@ -227,7 +227,7 @@ def imagenet(folder: str | os.PathLike, split: str = "train", skip: bool = False
             if missing is None
             else f"{split}-{missing:05d}-of-{total:05d} is missing"
         )
-        raise PlanError(
+        raise DataError(
             f"All shards of one set, {total}, are required. {folder} has {len(files)} of {split}. "
             f"{what}. Bring what is missing, remove what does not belong, or name the files "
             "yourself: TFRecords(files)."
@@ -245,7 +245,7 @@ def tfds(name: str, split: str = "train", data_dir: str | os.PathLike | None = N
 
     **Cost:** if it has not been prepared, it is downloaded and prepared, by every process that
     asks: prepare it first.
-    **Raises:** PlanError for unknown data sets and splits, data sets that are no images with
+    **Raises:** DataError for unknown data sets and splits, data sets that are no images with
     labels, and other file formats than TFRecord.
     """
     try:
@@ -255,7 +255,7 @@ def tfds(name: str, split: str = "train", data_dir: str | os.PathLike | None = N
     except (ImportError, ValueError, AssertionError) as error:
         # An unknown version is an AssertionError. Below the first line stand hundreds of names.
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise PlanError(
+        raise DataError(
             f"A data set that TensorFlow Datasets can load is required. Received {name!r}: "
             f"{reason}. Check its name, or, if a folder was meant, its path."
         ) from error
@@ -274,14 +274,14 @@ def _image_features(builder: Any, name: str) -> ImageFeatures:
         or not isinstance(features[keys[0]], tensorflow_datasets.features.Image)
         or not isinstance(features[keys[1]], tensorflow_datasets.features.ClassLabel)
     ):
-        raise PlanError(
+        raise DataError(
             f"A data set of images and class labels is required. {name} has the features "
             f"{features} and the supervised keys {keys}. Choose another, or give its samples as "
             "arrays."
         )
     image, label = keys
     if features[image].dtype != np.uint8:
-        raise PlanError(
+        raise DataError(
             f"Images of 8 bits a channel (uint8) are required. Those of {name} are "
             f"{np.dtype(features[image].dtype)}, and decoding would keep the upper 8 bits. Scale "
             "them, and give them as arrays or as files."
@@ -293,12 +293,12 @@ def _image_features(builder: Any, name: str) -> ImageFeatures:
 def _files_of(builder: Any, name: str, split: str) -> list[str]:
     """Return the TFRecord files of a split, or refuse it."""
     if split not in builder.info.splits:
-        raise PlanError(
+        raise DataError(
             f"Unknown split {split!r} of {name}. Known: "
             f"{', '.join(sorted(builder.info.splits))}. Give a whole split."
         )
     if builder.info.file_format.value != "tfrecord":
-        raise PlanError(
+        raise DataError(
             f"The file format tfrecord is required. {name} is prepared as "
             f"{builder.info.file_format.value}. "
             "Prepare it with file_format='tfrecord' in another data_dir."

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 
 # Keras keeps them out of the config.
 _NOT_IN_CONFIG = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
@@ -48,7 +48,7 @@ def copy_with(
         optimizer: any Keras optimizer.
         changed: arguments of its constructor that replace those of its config.
 
-    **Raises:** PlanError if the optimizer cannot be made from its own config.
+    **Raises:** ConfigurationError if the optimizer cannot be made from its own config.
     """
     cls = wrapped_class(type(optimizer), mixin)
     rate = None if changed else optimizer._learning_rate
@@ -63,7 +63,7 @@ def copy_with(
     except (TypeError, ValueError, NotImplementedError) as error:
         copy = None if changed else _copy_without_surplus(cls, optimizer)
         if copy is None:
-            raise PlanError(
+            raise ConfigurationError(
                 f"The optimizer {optimizer.name!r} ({type(optimizer).__name__}) is wrapped by a "
                 f"copy made from its get_config(), which failed: {error} "
                 f"{_odd_arguments(optimizer)}Let get_config() return all arguments of its "

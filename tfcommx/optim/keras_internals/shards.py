@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.optim.keras_internals.optimizers import plain_copy, slots_of
 from tfcommx.optim.keras_internals.step import ExchangesGradients
 from tfcommx.optim.sharding import Sharding
@@ -38,13 +38,13 @@ OURS = ("tfcommx>LAMB", "tfcommx>LARS")
 
 
 def require_shardable(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuse an optimizer that might be another one on shards. **Raises:** PlanError."""
+    """Refuse an optimizer that might be another one on shards. **Raises:** ConfigurationError."""
     cls = type(optimizer)
     of_keras = cls is getattr(keras.optimizers, cls.__name__, None)
     if of_keras and cls.__name__ in ELEMENTWISE + OF_VARIABLES:
         return
     if keras.saving.get_registered_name(cls) not in OURS:
-        raise PlanError(
+        raise ConfigurationError(
             'strategy="sharded" needs an optimizer that is known to update each entry, or each '
             f"variable, by itself: {', '.join(ELEMENTWISE + OF_VARIABLES)} of Keras, or LARS or "
             f"LAMB of tfcommx.optimizers. Received {cls.__name__} of {cls.__module__}. Take one of "
@@ -146,7 +146,7 @@ class UpdatesShards(ExchangesGradients):
     def whole_values(self) -> list[np.ndarray]:
         """Return what the plain optimizer would save, from the state that was gathered before.
 
-        **Raises:** PlanError if no state was gathered since the last step.
+        **Raises:** ConfigurationError if no state was gathered since the last step.
         """
         sharding = self.exchanger.sharding
         plain = self._plain()

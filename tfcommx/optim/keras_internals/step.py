@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from tfcommx.collectives.unwrapped import allow_plain_optimizers
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.optim.keras_internals.optimizers import moving_averages, state_of_weights
 
 
@@ -66,7 +66,7 @@ class Listed(list):
 
     def __call__(self) -> None:
         """Refuse what calls it, as a method of Keras 2."""
-        raise PlanError(
+        raise ConfigurationError(
             "`optimizer.variables` is a list in Keras 3. Received a call of it, as Horovod's "
             "elastic states (KerasState, TensorFlowKerasState) make, which need Keras 2 and are "
             "not available here. Start again from a checkpoint (cx.checkpoint), also with another "
@@ -107,7 +107,7 @@ class ExchangesGradients:
     ) -> Any:
         """Take a step as Keras does; refuse it if it bypassed the exchange."""
         if self.exchanger is None:
-            raise PlanError(
+            raise ConfigurationError(
                 f"{self.name!r} was made from a wrapped optimizer's class, and exchanges nothing. "
                 "Make it from the plain class, such as keras.optimizers.SGD, and wrap it."
             )
@@ -151,7 +151,7 @@ class ExchangesGradients:
             if getattr(variable, "overwrite_with_gradient", False)
         ]
         if odd and self.exchanger.ranks > 1:
-            raise PlanError(
+            raise ConfigurationError(
                 "Variables that Keras overwrites with their gradients, as float8 training has "
                 f"them, are not exchanged: ranks would differ. Received {odd[0]!r}. Train without "
                 "float8."
@@ -243,7 +243,7 @@ class UpdatesTogether:
     ) -> None:
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
         if replicas > 1:
-            raise PlanError(
+            raise ConfigurationError(
                 f"{type(self).__name__} updates one replica in a process. Received a "
                 f"tf.distribute strategy of {replicas}. Start one process for each GPU: "
                 "horovodrun, cx.init(), cx.DistributedOptimizer."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from tfcommx.core import DataError
 from tfcommx.recipes.datasets import DATASETS
-from tfcommx.recipes.families import DataError
 
 
 def main(names: list[str]) -> int:

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from tfcommx.core import DataError
 from tfcommx.launch.commands import run_to_end
-from tfcommx.recipes.families import DataError
 
 # Longest wait for one command that downloads, seconds
 DOWNLOAD_SECONDS = 120

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from pydantic import Field
 
+from tfcommx.core import DataError
 from tfcommx.recipes.datasets import debian
 from tfcommx.recipes.datasets.picture_dataset import PictureDataset
-from tfcommx.recipes.families import Data, DataError, DataRank
+from tfcommx.recipes.families import Data, DataRank
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from tfcommx.core import PlanError, reading
+from tfcommx.core import DataError, TfcommxError, reading
 from tfcommx.recipes.datasets.picture_dataset import IMAGENET_MEAN, IMAGENET_STD, PictureDataset
-from tfcommx.recipes.families import Data, DataError, DataRank
+from tfcommx.recipes.families import Data, DataRank
 
 if TYPE_CHECKING:
     from tfcommx.data.sources.arrays import Arrays
@@ -110,7 +110,7 @@ def _source(images: np.ndarray, labels: np.ndarray, name: str) -> Arrays:
 
     try:
         source = Arrays(np.asarray(images), np.asarray(labels), (), name)
-    except PlanError as error:
+    except TfcommxError as error:
         raise DataError(f"{name}: {error}") from error
     if not source.count:
         raise DataError(f"{name}: pictures are required. There are none. Add some.")
@@ -149,7 +149,7 @@ class ImageNet(Photos):
         return self.folder
 
     def build(self, place: DataRank) -> Data:
-        """Open the shards on this rank. **Raises:** PlanError for missing shards."""
+        """Open the shards on this rank. **Raises:** DataError for missing shards."""
         from tfcommx.data.sources.tfrecord import imagenet
 
         train, test = (imagenet(self.folder, split) for split in ("train", "validation"))
@@ -170,7 +170,7 @@ class ClassFolders(Photos):
         return self.folder
 
     def build(self, place: DataRank) -> Data:
-        """Open the folders on this rank. **Raises:** PlanError if there are no pictures."""
+        """Open the folders on this rank. **Raises:** DataError if there are no pictures."""
         from tfcommx.data.sources.folder import Folder
 
         return self.open(Folder(self.folder / self.train), Folder(self.folder / self.test), place)
@@ -197,7 +197,7 @@ class TensorFlowDataset(Photos):
         return self.folder
 
     def build(self, place: DataRank) -> Data:
-        """Open it on this rank. **Raises:** PlanError for unknown data sets and splits."""
+        """Open it on this rank. **Raises:** DataError for unknown data sets and splits."""
         from tfcommx.data.sources.tfrecord import tfds
 
         train, test = (tfds(self.dataset, split, self.folder) for split in (self.train, self.test))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import PlanError
+from tfcommx.core import DataError
 from tfcommx.data.cache import DataCache
 from tfcommx.data.sources.folder import Folder, listed_names
 from tfcommx.data.sources.source import Source
@@ -31,7 +31,7 @@ class Pictures:
         classes: their names; empty: those of the source.
 
     **Ranks:** every rank makes one; none waits for another.
-    **Raises:** PlanError if the sources differ in channels, or their classes have other names.
+    **Raises:** DataError if the sources differ in channels, or their classes have other names.
     """
 
     def __init__(
@@ -129,20 +129,20 @@ class Pictures:
 def _check_sources(train: Source, test: Source, classes: tuple[str, ...]) -> None:
     """Refuse test pictures that do not fit the training pictures, and classes without names."""
     if train.channels != test.channels:
-        raise PlanError(
+        raise DataError(
             f"Test pictures need as many channels as training pictures. {test.name} has "
             f"{test.channels}, {train.name} {train.channels}. Convert one of them."
         )
     if train.classes and test.classes and tuple(train.classes) != tuple(test.classes):
         differ = sorted(set(train.classes) ^ set(test.classes)) or ["their order"]
-        raise PlanError(
+        raise DataError(
             f"Test pictures need the classes of the training pictures. {test.name} and "
             f"{train.name} differ in {', '.join(map(str, differ[:5]))}. Give both the same class "
             "folders."
         )
 
     if not classes:
-        raise PlanError(
+        raise DataError(
             f"The names of the classes are required. {train.name} has none. Give them, or class "
             "folders."
         )

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from tfcommx.core import DataError
 from tfcommx.recipes.datasets import debian
-from tfcommx.recipes.families import Data, DataError, DataRank
+from tfcommx.recipes.families import Data, DataRank
 from tfcommx.recipes.reader import RecipePart
 
 if TYPE_CHECKING:

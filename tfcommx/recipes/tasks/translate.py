@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.recipes.families import Data, Gather, Scorer
 from tfcommx.recipes.reader import RecipePart
 
@@ -32,9 +32,9 @@ class Translate(RecipePart):
     length_penalty: float = Field(0.6, ge=0, allow_inf_nan=False)
 
     def build(self, data: Data) -> Translation:
-        """Return the objective. **Raises:** PlanError for data that are no sentences."""
+        """Return the objective. **Raises:** ConfigurationError for data that are no sentences."""
         if not hasattr(data, "vocabulary") or not hasattr(data, "references"):
-            raise PlanError(
+            raise ConfigurationError(
                 "The task translate needs pairs of sentences. Choose the data set text_files, "
                 "tfds_translate or catalogues, or another task."
             )
@@ -142,11 +142,11 @@ class Translation:
 
 
 def sacrebleu() -> Any:
-    """Return the library. **Raises:** PlanError with the remedy if it is not installed."""
+    """Return the library. **Raises:** ConfigurationError with the remedy if it is not installed."""
     try:
         import sacrebleu as library
     except ImportError as error:
-        raise PlanError(
+        raise ConfigurationError(
             "BLEU needs the library sacrebleu. Install it: pip install sacrebleu. Or set "
             "task.bleu_sentences=0."
         ) from error

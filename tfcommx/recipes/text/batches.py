@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class LengthBatches:
         ranks: >= 1.
         seed: of the order.
 
-    **Raises:** PlanError if `words` is less than `longest`.
+    **Raises:** ConfigurationError if `words` is less than `longest`.
     """
 
     def __init__(
         self, lengths: np.ndarray, words: int, longest: int, ranks: int, seed: int
     ) -> None:
         if words < longest:
-            raise PlanError(
+            raise ConfigurationError(
                 f"A batch needs at least as many word pieces as its longest sentence, {longest}. "
                 f"Received {words}. Raise the batch, or lower the phase's resolution."
             )

@@ -14,9 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from tfcommx.core import reading, replacing
+from tfcommx.core import DataError, reading, replacing
 from tfcommx.data.sources.source import key_of
-from tfcommx.recipes.families import DataError
 from tfcommx.recipes.text.vocabulary import Vocabulary, learn
 
 # Pairs that are encoded together

@@ -6,18 +6,18 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tfcommx.core import PlanError
+from tfcommx.core import DataError
 
 # Numbers of the marks; padding is 0, so that masks are `!= 0`
 PADDING, UNKNOWN, BEGIN, END = range(4)
 
 
 def sentencepiece() -> Any:
-    """Return the library. **Raises:** PlanError with the remedy if it is not installed."""
+    """Return the library. **Raises:** DataError with the remedy if it is not installed."""
     try:
         import sentencepiece as library
     except ImportError as error:
-        raise PlanError(
+        raise DataError(
             "Text needs the library sentencepiece. Install it: pip install sentencepiece."
         ) from error
     return library

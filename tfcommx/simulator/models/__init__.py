@@ -43,7 +43,8 @@ def get(name: str, size: int | None = None) -> LayerTable:
         name: a name of the table.
         size: of a sample: pixels of a side, or words; None: the model's usual one.
 
-    **Raises:** PlanError for an unknown name, with the nearest one, and a size that is too small.
+    **Raises:** ConfigurationError for an unknown name, with the nearest one, and a size that is too
+    small.
     """
     make = MODELS[check_name("model", name, MODELS)]
     if size is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tfcommx.core import Layer, LayerTable, PlanError
+from tfcommx.core import ConfigurationError, Layer, LayerTable
 
 # (name, shape) of the variables of a layer.
 Variables = tuple[tuple[str, tuple[int, ...]], ...]
@@ -92,7 +92,7 @@ class Builder:
             self.height -= high - 1
             self.width -= wide - 1
         if self.height < 1 or self.width < 1:
-            raise PlanError(
+            raise ConfigurationError(
                 f"This model needs larger images: a window of {high} x {wide} does not fit into "
                 "what is left of them. Leave `size` out for the usual ones."
             )

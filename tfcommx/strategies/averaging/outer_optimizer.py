@@ -27,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.unwrapped import allow_plain_optimizers
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.kernels.traced import untraced
 
 log = logging.getLogger("tfcommx")
@@ -56,19 +56,19 @@ class OuterOptimizer:
     def of(asked: Any) -> OuterOptimizer:
         """Read what a user gives: a Keras optimizer, which is not changed.
 
-        **Raises:** PlanError for what is none, and for one that joins variables or steps.
+        **Raises:** ConfigurationError for what is none, and for one that joins variables or steps.
         """
         if isinstance(asked, OuterOptimizer):
             return asked
         plain = isinstance(asked, keras.optimizers.Optimizer) and not hasattr(asked, "exchanger")
         if not plain or isinstance(asked, keras.optimizers.LossScaleOptimizer):
-            raise PlanError(
+            raise ConfigurationError(
                 "`outer` needs a plain Keras optimizer, such as keras.optimizers.SGD(0.7, "
                 f"momentum=0.9, nesterov=True). Received {asked!r}."
             )
         for option in UNFIT:
             if getattr(asked, option):
-                raise PlanError(
+                raise ConfigurationError(
                     "`outer` takes one step a round, for each variable by itself. Received an "
                     f"optimizer with {option}={getattr(asked, option)!r}. Leave it out, or give "
                     "it to the optimizer that is wrapped."
@@ -76,7 +76,7 @@ class OuterOptimizer:
         try:
             config = json.dumps(asked.get_config(), sort_keys=True)
         except TypeError as error:
-            raise PlanError(
+            raise ConfigurationError(
                 "`outer` needs an optimizer whose get_config() JSON can hold. Received "
                 f"{asked!r}: {error}. Give its parts a get_config(), or take one of Keras's."
             ) from error

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tfcommx import routes
-from tfcommx.core import Plan, PlanError, check_name, check_whole
+from tfcommx.core import ConfigurationError, Plan, check_name, check_whole
 from tfcommx.planner.plan import fragments_of_buckets
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.averaging.outer_optimizer import OuterOptimizer
@@ -58,7 +58,7 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
     state beside it: two copies with momentum. `overlap` keeps one copy more, or two with
     sends="weights"; the exchange takes what the steps leave of cores and network, and another
     collective of Horovod's waits until it has ended.
-    **Raises:** PlanError for options out of range or that exclude each other.
+    **Raises:** ConfigurationError for options out of range or that exclude each other.
     """
 
     # Steps, an integer >= 1, after which weights are averaged: tau
@@ -89,19 +89,19 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
         check_name("sends", self.sends, SENDS)
         check_name("momentum", self.momentum, MOMENTUM)
         if self.fragments > self.every:
-            raise PlanError(
+            raise ConfigurationError(
                 "At most one fragment is averaged a step. Received "
                 f"fragments={self.fragments} with every={self.every}. Take at most `every`."
             )
         object.__setattr__(self, "overlap", check_whole("overlap", self.overlap, least=0))
         if self.overlap > self.every // self.fragments:
-            raise PlanError(
+            raise ConfigurationError(
                 "A round ends before the next one begins: `overlap` is at most every // fragments. "
                 f"Received overlap={self.overlap} with every={self.every} and "
                 f"fragments={self.fragments}. Take at most {self.every // self.fragments}."
             )
         if (self.fragments > 1 or self.overlap) and self.momentum != "keep":
-            raise PlanError(
+            raise ConfigurationError(
                 "Fragments, and rounds that overlap steps, are averaged at different steps, so "
                 f'momentum must be "keep". Received momentum={self.momentum!r} with '
                 f"fragments={self.fragments} and overlap={self.overlap}."
@@ -118,13 +118,13 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
     def check(self, plan: Plan) -> None:
         """Refuse what cannot carry weights or rounds, and buckets of two fragments.
 
-        **Raises:** PlanError.
+        **Raises:** ConfigurationError.
         """
         super().check(plan)
         fragments_of_buckets(plan, self.fragments)
         for bucket in plan.buckets if self.overlap else ():
             if routes.get(bucket.route).needs_messages(bucket):
-                raise PlanError(
+                raise ConfigurationError(
                     "Rounds that overlap steps need a route of collectives: messages of two "
                     "exchanges at a time could be mistaken for each other. Received "
                     f"overlap={self.overlap} with {bucket.name} on the route {bucket.route!r}. "
@@ -140,7 +140,7 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
                     f"{odd.name} on the route {odd.route!r} with wire={odd.wire!r} and "
                     f"compression={odd.compression!r}"
                 )
-            raise PlanError(
+            raise ConfigurationError(
                 'Weights travel whole, and are averaged: sends="weights" needs dense schemes '
                 "without momentum, without a compression and without 16 bits on the wire, which "
                 f'would round the weights, and op="average". Received {what}. Take '

@@ -29,7 +29,7 @@ from typing import ClassVar
 import numpy as np
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import MPI_LAUNCH, Plan, PlanError, check_name, check_whole
+from tfcommx.core import MPI_LAUNCH, ConfigurationError, Plan, check_name, check_whole
 from tfcommx.core.checks import python_number
 from tfcommx.launch.launcher import CENTRE_LAUNCH
 from tfcommx.runtime.executor import PlanExecutor
@@ -73,7 +73,7 @@ server='thread')
     all of them through the server's link; there a thread that does four passes over the weights per
     exchange. With "sharded" each of p ranks carries and does 1/p of that, in p messages each way
     per exchange. With "extra_rank" one more process, without TensorFlow.
-    **Raises:** PlanError for options out of range.
+    **Raises:** ConfigurationError for options out of range.
     """
 
     # Steps between two exchanges of a rank, an integer >= 1: the paper's period tau, for which it
@@ -104,7 +104,9 @@ server='thread')
             if (name, value) == ("alpha", None):
                 continue
             if not isinstance(value, int | float) or not 0 < value < np.inf:
-                raise PlanError(f"`{name}` must be a finite number > 0. Received {value!r}.")
+                raise ConfigurationError(
+                    f"`{name}` must be a finite number > 0. Received {value!r}."
+                )
         check_name("statistics", self.statistics, STATISTICS)
         check_name("server", self.server, SERVERS)
 
@@ -117,17 +119,20 @@ server='thread')
         return self.beta / ranks if self.alpha is None else self.alpha
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan that exchanges gradients in a way of its own. **Raises:** PlanError."""
+        """Refuse a plan that exchanges gradients in a way of its own.
+
+        **Raises:** ConfigurationError.
+        """
         for bucket in plan.buckets:
             own = bucket.selection != "all" or bucket.momentum or bucket.clip_norm
             if own or bucket.route != "allreduce" or bucket.wire != "plain":
-                raise PlanError(
+                raise ConfigurationError(
                     f"{self.__class__.__name__} exchanges whole weights and no gradients. Received "
                     f"a scheme with route={bucket.route!r}, selection={bucket.selection!r}, "
                     f"wire={bucket.wire!r} for {bucket.variables[0]!r}. Leave `scheme` out."
                 )
         if plan.operation != "average":
-            raise PlanError(
+            raise ConfigurationError(
                 f"{self.__class__.__name__} exchanges no gradients. Received op="
                 f"{plan.operation!r}. Leave `op` out."
             )
@@ -135,12 +140,12 @@ server='thread')
     def start(self, executor: PlanExecutor) -> ElasticRun:
         """Get ready for the steps of one plan; the exchange begins with the first step.
 
-        **Raises:** PlanError without an MPI launch, and for "extra_rank" without one whose last
-        process is `tfcommx centre`'s.
+        **Raises:** ConfigurationError without an MPI launch, and for "extra_rank" without one whose
+        last process is `tfcommx centre`'s.
         """
         comm, alpha = executor.comm, self.moving_rate(executor.comm.topology.size)
         if not comm.messages.possible:
-            raise PlanError(
+            raise ConfigurationError(
                 "Elastic averaging sends messages between two ranks, which need an MPI launch: "
                 f"{MPI_LAUNCH} --mpi-args=--enable-recovery. Received a Gloo launch."
             )
@@ -149,7 +154,7 @@ server='thread')
             and comm.messages.centre_rank is None
             and comm.topology.size > 1
         ):
-            raise PlanError(
+            raise ConfigurationError(
                 "server='extra_rank' needs a launch whose last process holds the centre: "
                 f"{CENTRE_LAUNCH}. Received one of {comm.topology.size} ranks that all train."
             )

@@ -1,0 +1,51 @@
+"""The errors of tfcommx: all derive from TfcommxError.
+
+A message has the requirement, the value received, the rank or variable, and the remedy.
+
+    TfcommxError
+        ConfigurationError   a setting, an argument, or the model and optimizer that were given
+            PlanError        a scheme, plan or topology that cannot be carried out
+        LaunchError          ranks that cannot be started, or that have not come together
+        RankLostError        a rank that is missing or has left
+        DataError            samples, or a file that is damaged or does not fit
+        CheckpointError      a checkpoint that cannot be saved or restored
+"""
+
+from __future__ import annotations
+
+
+class TfcommxError(Exception):
+    """Base of all errors of tfcommx: what a user, or the owner of the machines, can mend."""
+
+
+class ConfigurationError(TfcommxError, ValueError):
+    """A setting or argument that cannot be used; no collective has started yet."""
+
+
+class PlanError(ConfigurationError):
+    """A scheme, plan or topology that cannot be carried out; no collective has started yet."""
+
+
+class LaunchError(TfcommxError, RuntimeError):
+    """Ranks that cannot be started or have not come together.
+
+    Args:
+        message: which rank, host or launcher.
+        status: exit status of `tfcommx`: of the rank that failed first; 2 if a setting is wrong.
+    """
+
+    def __init__(self, message: str, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class RankLostError(TfcommxError, RuntimeError):
+    """A rank that is missing, or that has left while others need it."""
+
+
+class DataError(TfcommxError, ValueError):
+    """Samples that cannot be used, or a file that is damaged or does not fit."""
+
+
+class CheckpointError(TfcommxError, ValueError):
+    """A checkpoint that cannot be saved or restored."""
