@@ -47,9 +47,9 @@ def init(
     **Ranks:** all, with equal `node_size`.
     **Cost:** one exchange of host names before Horovod starts, and on GPUs a small sum that is
     verified; static process sets, so nothing per step.
-    **Raises:** ConfigurationError for seconds that are not > 0, for a node_size that does not divide
-    the number of ranks, and for ranks of a host that are not consecutive; LaunchError for more
-    ranks than GPUs on a host, for a GPU that the native library was not built for or on which
+    **Raises:** ConfigurationError for seconds that are not > 0, for a node_size that does not
+    divide the number of ranks, and for ranks of a host that are not consecutive; LaunchError for
+    more ranks than GPUs on a host, for a GPU that the native library was not built for or on which
     Horovod adds wrongly, if Horovod is missing, and if a rank does not come.
     """
     for name, seconds in (
