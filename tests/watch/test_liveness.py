@@ -106,7 +106,7 @@ def test_after_a_rank_has_died_the_process_ends_without_waiting_for_it(
     """Horovod's and MPI's own ends would wait for the rank that is gone."""
     ends, statuses = [], []
     monkeypatch.setattr(liveness.atexit, "register", ends.append)
-    monkeypatch.setattr(liveness.os, "_exit", statuses.append)
+    monkeypatch.setattr(os, "_exit", statuses.append)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         membership = Membership()

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import builtins
-import functools
 import os
-import sys
-import threading
 import time
-from typing import NoReturn
 
 import numpy as np
 
 from tfcommx.collectives import mpi
+from tfcommx.launch.interpreter import ExitStatus
 from tfcommx.launch.launcher import launcher
 
 # The tag of the message, on no centre's channel
@@ -22,37 +18,6 @@ END = 0
 END_SECONDS = 2.0
 # Between two looks whether it has left
 POLL_SECONDS = 0.0005
-
-
-class ExitStatus:
-    """Notes what this process will end with: Python tells it nobody at the end."""
-
-    def __init__(self) -> None:
-        self._code: object = None
-        self._exit = sys.exit
-
-    def watch(self) -> None:
-        """Note what is given to `sys.exit` from now on."""
-
-        @functools.wraps(self._exit)
-        def exit(code: object = None, /) -> NoReturn:
-            if threading.current_thread() is threading.main_thread():
-                self._code = code
-            self._exit(code)
-
-        # `exit` and `quit` are the interpreter's own; a SystemExit that is raised is not seen
-        sys.exit = builtins.exit = builtins.quit = exit
-
-    def get(self) -> int:
-        """Return the status of a process that ends now: that of the last `sys.exit`.
-
-        1 for a message in its place, and after an exception that nothing has caught.
-        """
-        if hasattr(sys, "last_value"):
-            return 1
-        if self._code is None or isinstance(self._code, int):
-            return int(self._code or 0)
-        return 1
 
 
 def tell_the_centre_at_exit() -> None:

@@ -21,6 +21,7 @@ from tfcommx.collectives.plain_data import decode, encode
 from tfcommx.collectives.point_to_point import PointToPoint
 from tfcommx.core import ConfigurationError, LaunchError, PlanError, Topology, Traffic
 from tfcommx.launch.cluster_environment import check_alone
+from tfcommx.launch.interpreter import environment
 from tfcommx.launch.launcher import Launcher
 
 # The release that is tested; its private functions are used.
@@ -110,37 +111,21 @@ def without_mpi() -> Iterator[None]:
     **Raises:** LaunchError if another launcher has started several processes.
     """
     check_alone()
-    with _environment(dict.fromkeys(("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"), "gloo")):
+    with environment(dict.fromkeys(("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"), "gloo")):
         yield
 
 
-@contextlib.contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables while Horovod starts, which reads them then; restore them.
-
-    Launches that this process makes later must not inherit the change.
-    """
-    before = {name: os.environ[name] for name in settings if name in os.environ}
-    os.environ |= settings
-    try:
-        yield
-    finally:
-        for name in settings:
-            os.environ.pop(name, None)
-        os.environ |= before
-
-
-def settings_on_gpus(environment: Mapping[str, str]) -> dict[str, str]:
+def settings_on_gpus(variables: Mapping[str, str]) -> dict[str, str]:
     """Return what is set for Horovod where NCCL carries the collectives.
 
     >>> settings_on_gpus({"HOROVOD_CYCLE_TIME": "5"})
     {}
 
     Args:
-        environment: of the process; what the user has set in it stays. Autotune would tune no
+        variables: of the environment; what the user has set in it stays. Autotune would tune no
             cycle that was set.
     """
-    if {"HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"} & environment.keys():
+    if {"HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"} & variables.keys():
         return {}
     return {"HOROVOD_CYCLE_TIME": CYCLE_ON_GPUS}
 
@@ -222,7 +207,7 @@ class HorovodComm(Comm):
         settings = settings_on_gpus(os.environ) if self.by_nccl else {}
         with (
             without_mpi() if here.kind == "none" else contextlib.nullcontext(),
-            _environment(settings),
+            environment(settings),
         ):
             # The ranks that train; None: all processes of the launch
             hvd.init(comm=list(range(size)) if here.centre else None, process_sets=sets)

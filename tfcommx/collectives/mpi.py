@@ -14,6 +14,7 @@ import numpy as np
 from tfcommx.collectives.plain_data import decode, encode
 from tfcommx.core import LaunchError, RankLostError
 from tfcommx.launch.hosts import check_host_name
+from tfcommx.launch.interpreter import Hook, handle_uncaught
 from tfcommx.launch.launcher import launcher, message_timeout, rendezvous_seconds
 from tfcommx.launch.mpi_start import limited
 
@@ -129,15 +130,13 @@ class MpiPointToPoint:
             self._end_the_launch_after_an_exception()
 
     def _end_the_launch_after_an_exception(self) -> None:
-        report = sys.excepthook
-
-        def report_and_end(*failure: Any) -> None:
+        def report_and_end(report: Hook, *failure: Any) -> None:
             report(*failure)
             sys.stderr.write(f"tfcommx: rank {self._world.rank} gives up and ends the launch.\n")
             sys.stderr.flush()
             self._world.Abort(1)
 
-        sys.excepthook = report_and_end
+        handle_uncaught(report_and_end)
 
     def send(self, array: np.ndarray, target: int, tag: int) -> Any:
         with self._counting:

@@ -8,5 +8,6 @@ launcher             what horovodrun, mpirun and the TFCOMMX_... variables tell 
 cluster_environment  what srun, torchrun and TF_CONFIG tell it; other launchers are refused
 mpi_start            end ranks that wait in MPI's start for one that does not come
 handshake            prove knowledge of a secret; hear the callers of a socket side by side
+interpreter          changes to this process's interpreter and environment
 supervision          what `tfcommx run` tells the ranks of a supervised run
 """

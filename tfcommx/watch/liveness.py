@@ -44,6 +44,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from tfcommx.kernels import loader
+from tfcommx.launch.interpreter import Hook, end_at_once, handle_uncaught
 from tfcommx.watch.membership import Membership
 from tfcommx.watch.protocol import MISSING, neighbours
 from tfcommx.watch.stalls import CAUSES
@@ -248,8 +249,7 @@ def _wait(ours: socket.socket, here: Watched, failed: threading.Event) -> None:
         sys.stderr.write(said.format(rank=here.rank, text=text))
         sys.stderr.flush()
     time.sleep(LAUNCHER_SECONDS / 2 if failed.is_set() else LAUNCHER_SECONDS)
-    sys.stdout.flush()
-    os._exit(1)
+    end_at_once(1)
 
 
 def _cause_first(text: str) -> str:
@@ -279,21 +279,26 @@ def _say_how_it_ends(ours: socket.socket, membership: Membership) -> threading.E
     Returns:
         An event that is set if this rank has failed.
     """
-    pid, failed, no_bye, before = os.getpid(), threading.Event(), threading.Event(), sys.excepthook
+    pid, failed, no_bye = os.getpid(), threading.Event(), threading.Event()
 
-    def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def fail(
+        report: Hook,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
         # A forked child is not the rank
         if os.getpid() != pid:
-            before(kind, error, trace)
+            report(kind, error, trace)
             return
         no_bye.set()
         if GONE in str(error):
             time.sleep(2 * LAUNCHER_SECONDS)
-            before(kind, error, trace)
+            report(kind, error, trace)
             # No alarm has ended this process: nobody is missing
             sys.stderr.write(f"tfcommx: A rank has ended while this one waited for it. {CAUSES}\n")
             return
-        before(kind, error, trace)
+        report(kind, error, trace)
         failed.set()
         said = f"failed: {kind.__name__}: {_cause_first(str(error))}"[:300]
         with contextlib.suppress(OSError):
@@ -304,10 +309,8 @@ def _say_how_it_ends(ours: socket.socket, membership: Membership) -> threading.E
             with contextlib.suppress(OSError):
                 ours.send(b"bye\n")
             if membership.any_died():
-                for stream in (sys.stdout, sys.stderr):
-                    stream.flush()
-                os._exit(0)
+                end_at_once(0)
 
-    sys.excepthook = fail
+    handle_uncaught(fail)
     atexit.register(bye)
     return failed

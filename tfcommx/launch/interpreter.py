@@ -1,0 +1,83 @@
+"""Changes to this process's interpreter: uncaught exceptions, `sys.exit`, environment, its end.
+
+docs/explanation/what-it-changes.md lists who makes which of them, and why.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import NoReturn
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+Handler = Callable[[Hook, type[BaseException], BaseException, TracebackType | None], object]
+
+
+def handle_uncaught(
+    handle: Callable[[Hook, type[BaseException], BaseException, TracebackType | None], object],
+) -> None:
+    """Call `handle` for an uncaught exception of the main thread.
+
+    Args:
+        handle: is given the hook that was set before, which prints the exception, and what any
+            hook is given.
+    """
+    sys.excepthook = functools.partial(handle, sys.excepthook)
+
+
+class ExitStatus:
+    """The status that this process will end with, which Python makes known nowhere."""
+
+    def __init__(self) -> None:
+        self._code: object = None
+        self._exit = sys.exit
+
+    def watch(self) -> None:
+        """Record the argument of `sys.exit`, `exit` and `quit` from now on."""
+
+        @functools.wraps(self._exit)
+        def exit(code: object = None, /) -> NoReturn:
+            if threading.current_thread() is threading.main_thread():
+                self._code = code
+            self._exit(code)
+
+        # `exit` and `quit` are the interpreter's own; a SystemExit that is raised is not seen
+        sys.exit = builtins.exit = builtins.quit = exit
+
+    def get(self) -> int:
+        """Return the status of a process that ends now: that of the last `sys.exit`.
+
+        1 for a message in its place, and after an uncaught exception.
+        """
+        if hasattr(sys, "last_value"):
+            return 1
+        if self._code is None or isinstance(self._code, int):
+            return int(self._code or 0)
+        return 1
+
+
+@contextlib.contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and restore those of before, so that no later launch has them."""
+    before = {name: os.environ[name] for name in settings if name in os.environ}
+    os.environ |= settings
+    try:
+        yield
+    finally:
+        for name in settings:
+            os.environ.pop(name, None)
+        os.environ |= before
+
+
+def end_at_once(status: int) -> NoReturn:
+    """End the process without the interpreter's end, which would wait for lost ranks."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
