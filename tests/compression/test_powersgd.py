@@ -10,7 +10,17 @@ from tfcommx import compression
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.compression.powersgd import PowerSGD
-from tfcommx.core import Link, Links, Plan, PlanError, Profile, Scheme, Topology, VariableProfile
+from tfcommx.core import (
+    ConfigurationError,
+    Link,
+    Links,
+    Plan,
+    PlanError,
+    Profile,
+    Scheme,
+    Topology,
+    VariableProfile,
+)
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.planner.predict import Setting
 from tfcommx.runtime.executor import PlanExecutor
@@ -191,7 +201,7 @@ def test_vectors_and_small_matrices_travel_as_they_are() -> None:
     ],
 )
 def test_a_name_that_is_none_is_refused(asked: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(ConfigurationError, match=message):
         compression.get(asked)
 
 

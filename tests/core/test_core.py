@@ -10,6 +10,7 @@ import pytest
 
 from tfcommx.core import (
     Bucket,
+    ConfigurationError,
     Link,
     Plan,
     PlanError,
@@ -36,7 +37,7 @@ def test_rule_all_refuses_a_density() -> None:
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(PlanError, match="Did you mean 'hitopk'"):
+    with pytest.raises(ConfigurationError, match="Did you mean 'hitopk'"):
         check_name("route", "hitpk", ["allreduce", "hitopk", "torus"])
 
 
@@ -47,7 +48,7 @@ def test_an_empty_topology_is_refused(arguments: tuple[int, int]) -> None:
 
 
 def test_a_link_that_sends_nothing_is_refused() -> None:
-    with pytest.raises(PlanError, match="beta_s_per_byte > 0"):
+    with pytest.raises(ConfigurationError, match="beta_s_per_byte > 0"):
         Link(1e-6, 0)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tfcommx.core import PlanError, local_path, replacing, write_text
+from tfcommx.core import ConfigurationError, local_path, replacing, write_text
 from tfcommx.core.files import open_private
 
 
@@ -34,7 +34,7 @@ from tfcommx.core.files import open_private
     ],
 )
 def test_what_is_no_path_of_a_file_system_is_refused(path: Any) -> None:
-    with pytest.raises(PlanError, match="`folder` must be"):
+    with pytest.raises(ConfigurationError, match="`folder` must be"):
         local_path("folder", path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tfcommx.core import Layer, LayerTable, PlanError, Profile, VariableProfile
+from tfcommx.core import Layer, LayerTable, Profile, TfcommxError, VariableProfile
 
 LAYERS = LayerTable(
     "three",
@@ -73,5 +73,5 @@ def test_a_profile_of_sizes_has_no_times() -> None:
     ],
 )
 def test_what_is_refused_at_birth(make: object, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(TfcommxError, match=message):
         make()

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tfcommx.core import PlanError
 from tfcommx.data import batches
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.slab import Slab
@@ -160,7 +159,7 @@ def test_without_library_the_twin_serves_the_same(tmp_path, monkeypatch):
 
 def test_a_mean_of_values_up_to_255_is_refused():
     """It was subtracted from values up to 1, so that all pixels were about the same."""
-    with pytest.raises(PlanError, match=r"Received mean=\(123.68,\).*by 255"):
+    with pytest.raises(ConfigurationError, match=r"Received mean=\(123.68,\).*by 255"):
         BatchSpec(2, mean=(123.68,), std=(58.4,))
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from data_helpers import WHOLE, OpenCache, picture, served
 from PIL import Image
 
-from tfcommx.core import PlanError, Topology
+from tfcommx.core import Topology
 from tfcommx.data import pipeline
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.sources.arrays import Arrays
@@ -146,7 +146,7 @@ def test_operations_that_must_be_deterministic_cost_the_clock(folder, shm):
 def test_a_dataset_is_not_made_inside_a_function(folder, shm):
     with (
         OpenCache(folder, shm) as cache,
-        pytest.raises(PlanError, match=r"outside of tf\.function"),
+        pytest.raises(ConfigurationError, match=r"outside of tf\.function"),
     ):
         tf.function(lambda: cache.dataset(WHOLE), autograph=False)()
 
@@ -162,7 +162,7 @@ def test_an_epoch_without_a_batch_is_refused(shm):
     with OpenCache(
         Arrays(np.zeros((3, 4, 4), np.uint8), np.zeros(3)), shm, Topology(1, 2), 0
     ) as cache:
-        with pytest.raises(PlanError, match="Lower `batch`"):
+        with pytest.raises(ConfigurationError, match="Lower `batch`"):
             cache.dataset(BatchSpec(batch=2))
         assert len(list(cache.dataset(BatchSpec(batch=2, drop_remainder=False)))) == 1
 

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from data_helpers import WHOLE, OpenCache, make_folder, served
 
-from tfcommx.core import PlanError, Topology
+from tfcommx.core import Topology
 from tfcommx.data.cache import DataCache
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.slab import Slab
@@ -59,7 +59,7 @@ def test_runs_that_reshuffle_share_a_slab_with_their_own_processes_only(folder, 
     gloo = dict(
         HOROVOD_RANK="0", HOROVOD_SIZE="2", HOROVOD_LOCAL_RANK="0", HOROVOD_GLOO_RENDEZVOUS_ADDR="h"
     )
-    with pytest.raises(PlanError, match="HOROVOD_GLOO_RENDEZVOUS_PORT"):
+    with pytest.raises(ConfigurationError, match="HOROVOD_GLOO_RENDEZVOUS_PORT"):
         name(**gloo)
     runs = [name(HOROVOD_GLOO_RENDEZVOUS_PORT=port) for port in ("1", "2", "1")]
     assert len({shared, alone, mpi, *runs}) == 5 and runs[0] == runs[2]

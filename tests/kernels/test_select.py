@@ -28,7 +28,7 @@ from selection_helpers import (
 from vectors import DTYPES, KINDS, make, problems
 
 from tfcommx import selection
-from tfcommx.core import SPARSE_WIRES, PlanError
+from tfcommx.core import SPARSE_WIRES, ConfigurationError, PlanError
 from tfcommx.kernels import loader, select
 from tfcommx.wire import codec
 from tfcommx.wire.formats import size_bytes
@@ -249,7 +249,7 @@ def test_a_wrong_velocity_is_refused():
 
 
 def test_unknown_rules_and_partial_all_are_refused():
-    with pytest.raises(PlanError, match="Did you mean 'mstopk'"):
+    with pytest.raises(ConfigurationError, match="Did you mean 'mstopk'"):
         selection.rule("mstop")
     with pytest.raises(PlanError, match="needs k = n"):
         selection.rule("all").select(tf.zeros([10]), 3)

@@ -19,7 +19,17 @@ from launching import QUICK, ROOT, horovodrun
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import NOMINAL, Calibration, Link, Links, PlanError, Scheme, Topology
+from tfcommx.core import (
+    NOMINAL,
+    Calibration,
+    ConfigurationError,
+    DataError,
+    Link,
+    Links,
+    PlanError,
+    Scheme,
+    Topology,
+)
 from tfcommx.core.links import fit
 from tfcommx.measure import engine, links
 from tfcommx.measure.engine import (
@@ -75,7 +85,7 @@ def test_a_link_is_never_free_nor_ahead_of_time() -> None:
 
 @pytest.mark.parametrize("points", [[], [(1, 1000, 1.0)], [(1, 1000, 0.0), (1, 2000, 1.0)]])
 def test_what_cannot_be_fitted_is_refused(points: list) -> None:
-    with pytest.raises(PlanError, match="two or more sizes"):
+    with pytest.raises(ConfigurationError, match="two or more sizes"):
         fit(points)
 
 
@@ -457,7 +467,7 @@ def test_a_file_without_links_is_refused_by_name(tmp_path: Path, text: str | Non
     file = tmp_path / "links.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(PlanError, match=f"required in {file}.*tfcommx probe"):
+    with pytest.raises(DataError, match=f"required in {file}.*tfcommx probe"):
         Links.read(file)
 
 
@@ -467,7 +477,7 @@ def test_links_of_another_cluster_are_refused(tmp_path: Path) -> None:
     points = {"inside": [(1.0, 1024.0, 1e-3)], "between": []}
     file.write_text(links.ProbeResult(NOMINAL, points, []).to_json())
     assert Links.read(file, Topology(1, 4)) == NOMINAL
-    with pytest.raises(PlanError, match="without links between"):
+    with pytest.raises(ConfigurationError, match="without links between"):
         Links.read(file, Topology(2, 4))
 
 

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfcommx as cx
-from tfcommx.core import PlanError, Profile
+from tfcommx.core import ConfigurationError, Profile
 from tfcommx.measure import profile as measuring
 from tfcommx.measure.profile import measure, profile
 from tfcommx.wire import codec
@@ -120,13 +120,13 @@ def test_the_time_of_a_selection_is_also_that_of_merging(monkeypatch: Any) -> No
 
 def test_what_cannot_be_measured_is_refused() -> None:
     net = model()
-    with pytest.raises(PlanError, match="Batches to measure with"):
+    with pytest.raises(ConfigurationError, match="Batches to measure with"):
         profile(net, [])
-    with pytest.raises(PlanError, match="Steps >= 1"):
+    with pytest.raises(ConfigurationError, match="Steps >= 1"):
         profile(net, DATA, steps=0)
-    with pytest.raises(PlanError, match="which is not compiled"):
+    with pytest.raises(ConfigurationError, match="which is not compiled"):
         profile(keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)]), DATA)
-    with pytest.raises(PlanError, match="Did you mean 'mstopk'"):
+    with pytest.raises(ConfigurationError, match="Did you mean 'mstopk'"):
         profile(net, DATA, steps=1, rule="mstop")
 
 

@@ -265,7 +265,7 @@ def test_sparse_gradients_and_half_precision(kind: str) -> None:
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(cx.PlanError, match=rf"{message}.*Received"):
+    with pytest.raises(cx.ConfigurationError, match=rf"{message}.*Received"):
         cx.optimizers.LARS(0.1, **arguments)
 
 
@@ -277,7 +277,7 @@ def test_several_replicas_in_one_process_are_refused() -> None:
     optimizer.build([weight])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tf.distribute, "get_strategy", TwoReplicas)
-        with pytest.raises(cx.PlanError, match=r"tf\.distribute strategy of 2"):
+        with pytest.raises(cx.ConfigurationError, match=r"tf\.distribute strategy of 2"):
             optimizer.apply([tf.ones(1)], [weight])
 
 

@@ -9,6 +9,7 @@ import pytest
 from tfcommx.core import (
     NOMINAL,
     Bucket,
+    ConfigurationError,
     Link,
     Links,
     PlanError,
@@ -158,7 +159,7 @@ def test_what_is_worth_a_trial() -> None:
     ],
 )
 def test_an_auto_that_asks_for_what_it_cannot_keep_is_refused(scheme: Scheme, names: str) -> None:
-    with pytest.raises(PlanError, match=names):
+    with pytest.raises(ConfigurationError, match=names):
         check_scheme(scheme, Topology(2, 1))
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tfcommx import routes
-from tfcommx.core import Link, Links, PlanError, Profile, Scheme, Topology
+from tfcommx.core import ConfigurationError, Link, Links, PlanError, Profile, Scheme, Topology
 from tfcommx.planner import merging
 from tfcommx.planner.merging.merging import finish_s
 from tfcommx.planner.plan import Gradient, make_plan
@@ -123,7 +123,9 @@ def test_solvers_without_what_they_need_are_refused() -> None:
     untimed = Profile.of_sizes("m", PROFILE.variables)
     with pytest.raises(PlanError, match="one with sizes only"):
         make_plan(GRADIENTS, scheme, FOUR, profile=untimed)
-    with pytest.raises(PlanError, match=r"Unknown merging 'optimum'\. Did you mean 'optimal'"):
+    with pytest.raises(
+        ConfigurationError, match=r"Unknown merging 'optimum'\. Did you mean 'optimal'"
+    ):
         make_plan(GRADIENTS, {"*": Scheme(merging="optimum")}, FOUR)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfcommx.core import PlanError, Profile, Scheme, Topology, VariableProfile
+from tfcommx.core import ConfigurationError, PlanError, Profile, Scheme, Topology, VariableProfile
 from tfcommx.planner import merging
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.merging.merging import Prices
@@ -126,7 +126,7 @@ def test_dtypes_do_not_mix_and_bfloat16_travels_as_float32() -> None:
     ],
 )
 def test_schemes_that_do_not_fit(scheme: Scheme, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(ConfigurationError, match=message):
         check_scheme(scheme, Topology(2, 2))
 
 

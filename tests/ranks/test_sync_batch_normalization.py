@@ -178,5 +178,5 @@ def test_refused_where_ranks_take_steps_of_their_own(comm: Comm) -> None:
         loss="mse",
         jit_compile=False,
     )
-    with pytest.raises(cx.PlanError, match=r"norm, .*/second\)"):
+    with pytest.raises(cx.ConfigurationError, match=r"norm, .*/second\)"):
         net.fit(*batch(0), verbose=0, callbacks=[cx.callbacks.BroadcastState()])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import tfcommx.ray
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError, LaunchError, PlanError
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_numbers_that_cannot_be_are_refused(
     workers: int, each: int | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tfcommx.ray, "_ray", lambda: None)
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(ConfigurationError, match=message):
         tfcommx.ray.run(train, workers, workers_per_node=each)
 
 
@@ -104,5 +104,5 @@ def test_without_ray_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "ray", None)
     with contextlib.suppress(KeyError):
         monkeypatch.delitem(sys.modules, "ray.util")
-    with pytest.raises(PlanError, match=r"pip install 'ray>=2\.40'"):
+    with pytest.raises(LaunchError, match=r"pip install 'ray>=2\.40'"):
         tfcommx.ray.run(train, 2)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from tfcommx.cli import simulate
 from tfcommx.comparison.methods import read_methods
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.recipes.reader import RecipeError, RecipePart, YamlError, parse
 from tfcommx.recipes.recipe import read
 
@@ -118,7 +118,7 @@ def test_truth_values_stay_where_they_are_allowed() -> None:
 def test_every_file_in_yaml_is_read_so(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("nodes: 010\n")
-    with pytest.raises(PlanError, match=r"YAML 1\.1"):
+    with pytest.raises(ConfigurationError, match=r"YAML 1\.1"):
         simulate.read_keys(file)
     with pytest.raises(RecipeError, match=r"YAML 1\.1"):
         read_methods([str(file)])

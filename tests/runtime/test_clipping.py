@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfcommx import selection
-from tfcommx.core import PlanError, Scheme
+from tfcommx.core import ConfigurationError, PlanError, Scheme
 from tfcommx.runtime.bucket_runner import clip_before_accumulation
 
 
@@ -86,7 +86,7 @@ def test_clipping():
         clip([tf.constant([0.3, 0.4])], 2.0, 4)[0], np.float32([0.3, 0.4])
     )
     assert np.isnan(clip([tf.constant([np.nan, 1.0])], 2.0, 4)[0][0])
-    with pytest.raises(PlanError):
+    with pytest.raises(ConfigurationError):
         clip([tf.ones(1)], 0, 1)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import PlanError, Topology
+from tfcommx.core import ConfigurationError, Topology
 from tfcommx.runtime.replica_guard import ReplicaGuard, describe
 
 NAMES = ["dense/kernel", "dense/bias"]
@@ -47,5 +47,5 @@ def test_many_ranks_are_not_listed_one_by_one() -> None:
 
 @pytest.mark.parametrize("every", [0, -3, 2.5, "often"])
 def test_an_interval_that_is_none_is_refused(every: object) -> None:
-    with pytest.raises(PlanError, match="check_replicas_every"):
+    with pytest.raises(ConfigurationError, match="check_replicas_every"):
         ThreadComm.run(Topology(1, 2), lambda comm: ReplicaGuard(comm, every, True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.simulator import models
 
 # Parameters and tensors, exactly, with their source.
@@ -83,9 +83,9 @@ def test_operations_follow_the_size_of_a_sample() -> None:
 
 
 def test_unknown_models_and_sizes_are_refused() -> None:
-    with pytest.raises(PlanError, match="Did you mean 'resnet50'"):
+    with pytest.raises(ConfigurationError, match="Did you mean 'resnet50'"):
         models.get("resnet5")
-    with pytest.raises(PlanError, match="must be >= 1"):
+    with pytest.raises(ConfigurationError, match="must be >= 1"):
         models.get("resnet50", 0)
-    with pytest.raises(PlanError, match="needs larger images: a window of 11 x 11"):
+    with pytest.raises(ConfigurationError, match="needs larger images: a window of 11 x 11"):
         models.get("alexnet", 3)

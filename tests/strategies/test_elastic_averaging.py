@@ -15,7 +15,7 @@ from elastic_servers import SERVERS, run_ranks
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import Plan, PlanError, Scheme, Topology
+from tfcommx.core import ConfigurationError, Plan, RankLostError, Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import ElasticAveraging, ElasticRun, Update
@@ -284,7 +284,7 @@ def test_a_rank_that_has_left_is_not_missed_and_a_server_that_has_left_is_named(
         for _ in range(5):
             rank.step()
         average = rank.run.end(np.array([float(comm.rank)]))
-        with pytest.raises(PlanError, match=r"after rank 2 has left \(on there: its process"):
+        with pytest.raises(RankLostError, match=r"after rank 2 has left \(on there: its process"):
             comm.allreduce(tf.ones(1), "world", "never")
         if comm.rank == 1:  # Its server's thread has ended with the training
             comm.membership.mark_gone(0, "it has ended", True)
@@ -332,7 +332,7 @@ def test_bytes_are_those_of_the_weights_both_ways() -> None:
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(ConfigurationError, match=words):
         ElasticAveraging(**options)
 
 
@@ -347,7 +347,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -
 def test_plans_that_exchange_gradients_are_refused(
     scheme: Scheme | None, operation: str, words: str
 ) -> None:
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(ConfigurationError, match=words):
         ElasticAveraging().check(plan_for(Topology(2, 1), scheme, operation))
 
 
@@ -376,7 +376,7 @@ def test_without_messages_the_launch_line_is_named() -> None:
     def work(comm: Comm) -> None:
         comm.messages._make = None
         executor = PlanExecutor(plan_for(comm.topology), comm)
-        with pytest.raises(PlanError, match=r"horovodrun.*--mpi-args=--enable-recovery"):
+        with pytest.raises(ConfigurationError, match=r"horovodrun.*--mpi-args=--enable-recovery"):
             ElasticAveraging().start(executor)
 
     ThreadComm.run(Topology(2, 1), work)

@@ -17,13 +17,14 @@ import tensorflow as tf
 from elastic_servers import SERVERS, run_ranks
 from test_elastic_averaging import ENTRIES, RATE, SHAPES, Rank, plan_for
 
+from tfcommx.collectives import exit_message
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.point_to_point import TAGS, Channel
 from tfcommx.collectives.threads import ThreadComm, _Meeting, _ThreadPointToPoint
 from tfcommx.core import PlanError, Topology
+from tfcommx.launch.interpreter import ExitStatus
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import ElasticAveraging
-from tfcommx.strategies.easgd import process as easgd_process
 from tfcommx.strategies.easgd.process import END, CentreProcess
 from tfcommx.strategies.easgd.server import DONE, START, Centre, CentreServer, cut, start_message
 from tfcommx.strategies.easgd.worker import EasgdWorker
@@ -295,9 +296,9 @@ def test_the_process_looks_for_ranks_whose_end_nobody_would_tell(
 
 def test_a_forked_child_does_not_say_that_its_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        easgd_process.mpi, "MpiPointToPoint", lambda **options: pytest.fail("it sends")
+        exit_message.mpi, "MpiPointToPoint", lambda **options: pytest.fail("it sends")
     )
-    easgd_process._say_end(os.getpid() + 1, easgd_process.ExitStatus())
+    exit_message._say_end(os.getpid() + 1, ExitStatus())
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -366,7 +367,7 @@ def test_a_launch_fails_if_all_ranks_have(
 def test_a_rank_knows_at_its_end_what_it_ends_with(code: str, status: int) -> None:
     """`sys.exit(3)` counted as ended well."""
     script = (
-        "import atexit, sys; from tfcommx.strategies.easgd.process import ExitStatus; "
+        "import atexit, sys; from tfcommx.launch.interpreter import ExitStatus; "
         "status = ExitStatus(); status.watch(); atexit.register(lambda: print(status.get())); "
         f"exec({code!r})"
     )

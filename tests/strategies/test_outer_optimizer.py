@@ -16,7 +16,7 @@ from threaded_optimizers import DENSE, SHAPES, gradients, new_weights, train, wr
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import PlanError, Scheme, Topology
+from tfcommx.core import ConfigurationError, PlanError, Scheme, Topology
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import Gradient, fragment_of, make_plan
 from tfcommx.runtime.executor import PlanExecutor
@@ -325,7 +325,7 @@ def test_what_cannot_be_is_refused() -> None:
         (K.SGD(use_ema=True), "use_ema=True"),
         (K.AdamW(), "weight_decay=0.004"),
     ):
-        with pytest.raises(PlanError, match=said):
+        with pytest.raises(ConfigurationError, match=said):
             WeightAveraging(2, outer=outer_optimizer)
     for options, said in (
         ({"fragments": 0}, "fragments"),
@@ -335,7 +335,7 @@ def test_what_cannot_be_is_refused() -> None:
         ({"overlap": -1}, "overlap"),
         ({"overlap": 2, "fragments": 2}, "Take at most 1"),
     ):
-        with pytest.raises(PlanError, match=said):
+        with pytest.raises(ConfigurationError, match=said):
             WeightAveraging(2, **options)
     with pytest.raises(PlanError, match="Received fragments=5 and 4 variables"):
         train(sgd, WeightAveraging(5, fragments=5), TWO)
@@ -346,7 +346,7 @@ def test_rounds_that_overlap_refuse_messages() -> None:
     found = [Gradient(path, shape, "float32") for path, shape in SHAPES.items()]
     plan = make_plan(found, {"*": Scheme("pipeline")}, TWO)
     WeightAveraging(2).check(plan)
-    with pytest.raises(PlanError, match="need a route of collectives"):
+    with pytest.raises(ConfigurationError, match="need a route of collectives"):
         WeightAveraging(2, overlap=1).check(plan)
 
 

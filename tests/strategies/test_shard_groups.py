@@ -21,6 +21,7 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import (
     NOMINAL,
+    ConfigurationError,
     EngineSettings,
     Link,
     Links,
@@ -102,7 +103,7 @@ def test_a_rank_keeps_the_state_of_its_part_of_the_group(group: str, parts: int)
 
 
 def test_a_group_needs_equal_nodes_and_a_known_name() -> None:
-    with pytest.raises(PlanError, match="Unknown group 'slot'"):
+    with pytest.raises(ConfigurationError, match="Unknown group 'slot'"):
         Sharded(group="slot")
     plan = make_plan([], {"*": Scheme()}, Topology(2, 2, (("a", 2), ("b", 1))))
     with pytest.raises(PlanError, match="Equally many slots on every node"):

@@ -19,7 +19,7 @@ from threaded_optimizers import (
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import PlanError, Profile, Scheme, Topology, VariableProfile
+from tfcommx.core import ConfigurationError, PlanError, Profile, Scheme, Topology, VariableProfile
 from tfcommx.optim.keras_internals import copy_state, plain_copy, require_shardable
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import Gradient, make_plan
@@ -197,7 +197,7 @@ def test_state_that_was_not_gathered_is_not_written() -> None:
     def save(optimizer: K.Optimizer, _: object) -> str:
         consolidate(optimizer)
         optimizer.apply(gradients(optimizer.exchanger.comm.rank, 9))
-        with pytest.raises(PlanError) as refused:
+        with pytest.raises(ConfigurationError) as refused:
             optimizer.save_own_variables({})
         return str(refused.value)
 
@@ -260,7 +260,7 @@ class OwnSGD(K.SGD):
 
 
 def test_optimizers_that_nobody_knows_are_refused_by_name() -> None:
-    with pytest.raises(PlanError, match=r"Received OwnSGD of test_sharded"):
+    with pytest.raises(ConfigurationError, match=r"Received OwnSGD of test_sharded"):
         require_shardable(OwnSGD(learning_rate=0.1))
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import NOMINAL, Plan, PlanError, Scheme, Topology
+from tfcommx.core import NOMINAL, ConfigurationError, Plan, PlanError, Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import (
@@ -105,7 +105,7 @@ def test_the_table_makes_what_is_asked_for(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "5"])
 def test_a_broadcast_comes_after_whole_steps(every: object) -> None:
-    with pytest.raises(PlanError, match="`every` must be"):
+    with pytest.raises(ConfigurationError, match="`every` must be"):
         Rebroadcast(every=every)
 
 

@@ -9,7 +9,7 @@ from threaded_optimizers import gradients, new_weights, train, wrap
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import PlanError, Scheme, Topology
+from tfcommx.core import ConfigurationError, Scheme, Topology
 from tfcommx.optim.keras_internals import slots_of
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.runtime.replica_guard import ReplicaError
@@ -154,8 +154,8 @@ def test_what_cannot_carry_weights_is_refused() -> None:
         (Scheme(), "sum", "op='sum'"),
         (Scheme("asa", wire="float16"), "average", "wire='float16'"),
     ):
-        with pytest.raises(PlanError, match=said):
+        with pytest.raises(ConfigurationError, match=said):
             train(lambda: K.SGD(0.1), WeightAveraging(), THREE, scheme, op)
     for options in ({"every": 0}, {"every": True}, {"sends": "gradients"}, {"momentum": "drop"}):
-        with pytest.raises(PlanError):
+        with pytest.raises(ConfigurationError):
             WeightAveraging(**options)

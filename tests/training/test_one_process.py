@@ -19,7 +19,7 @@ from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.training import callbacks, save_and_stop, steps
 from tfcommx.training.run import Run
-from tfcommx.training.save_and_stop import StopRequests
+from tfcommx.training.signals import StopRequests
 from tfcommx.training.steps import Position
 from tfcommx.training.train import TrainOptions, first_position, make_callbacks, train
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfcommx.training.save_and_stop import SIGNALS, StopRequests
+from tfcommx.training.signals import SIGNALS, StopRequests
 from tfcommx.training.steps import FitCall, Position, StepCounter, fit_calls
 
 

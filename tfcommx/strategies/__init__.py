@@ -16,76 +16,95 @@
 
 To add one: write one file with a frozen dataclass that inherits from `strategy.Strategy`, whose
 fields are its options, and a subclass of `strategy.StrategyRun`; both are synchronous training, and
-the new ones override what differs. Add a row to `STRATEGIES`; list it above. The laws in
-tests/strategies run over the table: after a step all ranks hold the same weights (or, if it lets
+the new ones override what differs. Add a row to `STRATEGIES` in table.py; list it above. The laws
+in tests/strategies run over the table: after a step all ranks hold the same weights (or, if it lets
 them drift, become equal when it says so), and a mismatch between ranks is refused.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from tfcommx.core import ConfigurationError, check_name, is_member, load_member
-from tfcommx.strategies.averaging.strategy import WeightAveraging
-from tfcommx.strategies.easgd.run import ElasticRun
-from tfcommx.strategies.easgd.strategy import ElasticAveraging
-from tfcommx.strategies.sharded.run import ShardedRun
-from tfcommx.strategies.sharded.shards import Shards
-from tfcommx.strategies.sharded.strategy import Sharded
-from tfcommx.strategies.strategy import (
-    CommonState,
-    Strategy,
-    StrategyRun,
-    Update,
-    agree_on_strategy,
-)
-from tfcommx.strategies.synchronous import Rebroadcast, Root, Synchronous
+if TYPE_CHECKING:
+    from tfcommx.strategies.averaging.strategy import (
+        WeightAveraging as WeightAveraging,
+    )
+    from tfcommx.strategies.easgd.run import (
+        ElasticRun as ElasticRun,
+    )
+    from tfcommx.strategies.easgd.strategy import (
+        ElasticAveraging as ElasticAveraging,
+    )
+    from tfcommx.strategies.sharded.run import (
+        ShardedRun as ShardedRun,
+    )
+    from tfcommx.strategies.sharded.shards import (
+        Shards as Shards,
+    )
+    from tfcommx.strategies.sharded.strategy import (
+        Sharded as Sharded,
+    )
+    from tfcommx.strategies.strategy import (
+        CommonState as CommonState,
+    )
+    from tfcommx.strategies.strategy import (
+        Strategy as Strategy,
+    )
+    from tfcommx.strategies.strategy import (
+        StrategyRun as StrategyRun,
+    )
+    from tfcommx.strategies.strategy import (
+        Update as Update,
+    )
+    from tfcommx.strategies.strategy import (
+        agree_on_strategy as agree_on_strategy,
+    )
+    from tfcommx.strategies.synchronous import (
+        Rebroadcast as Rebroadcast,
+    )
+    from tfcommx.strategies.synchronous import (
+        Root as Root,
+    )
+    from tfcommx.strategies.synchronous import (
+        Synchronous as Synchronous,
+    )
+    from tfcommx.strategies.table import (
+        STRATEGIES as STRATEGIES,
+    )
+    from tfcommx.strategies.table import (
+        strategy_of as strategy_of,
+    )
 
-# Name -> class. Those whose options all have defaults can be asked for by name.
-STRATEGIES: dict[str, type[Strategy]] = {
-    "synchronous": Synchronous,
-    "root": Root,
-    "rebroadcast": Rebroadcast,
-    "sharded": Sharded,
-    "weight_averaging": WeightAveraging,
-    "elastic_averaging": ElasticAveraging,
+# Where each name is. Loaded at its first use, because the process that holds the centre of elastic
+# averaging loads no TensorFlow.
+_PUBLIC = {
+    "CommonState": "strategy",
+    "ElasticAveraging": "easgd.strategy",
+    "ElasticRun": "easgd.run",
+    "Rebroadcast": "synchronous",
+    "Root": "synchronous",
+    "STRATEGIES": "table",
+    "Sharded": "sharded.strategy",
+    "ShardedRun": "sharded.run",
+    "Shards": "sharded.shards",
+    "Strategy": "strategy",
+    "StrategyRun": "strategy",
+    "Synchronous": "synchronous",
+    "Update": "strategy",
+    "WeightAveraging": "averaging.strategy",
+    "agree_on_strategy": "strategy",
+    "strategy_of": "table",
 }
 
-__all__ = [
-    "STRATEGIES",
-    "CommonState",
-    "ElasticAveraging",
-    "ElasticRun",
-    "Rebroadcast",
-    "Root",
-    "Sharded",
-    "ShardedRun",
-    "Shards",
-    "Strategy",
-    "StrategyRun",
-    "Synchronous",
-    "Update",
-    "WeightAveraging",
-    "agree_on_strategy",
-    "strategy_of",
-]
+__all__ = [*_PUBLIC]
 
 
-def strategy_of(asked: str | Strategy) -> Strategy:
-    """Return the strategy that is asked for, by name, as an instance, or as "module:MEMBER".
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
 
-    **Raises:** ConfigurationError for an unknown name, with the nearest one, and for what is no
-    strategy.
-    """
-    if is_member(asked):
-        outside: Strategy = load_member("strategy", asked, Strategy)
-        return outside
-    if isinstance(asked, str):
-        return STRATEGIES[check_name("strategy", asked, STRATEGIES)]()
-    is_instance = dataclasses.is_dataclass(asked) and not isinstance(asked, type)
-    if is_instance and isinstance(asked, Strategy):
-        return asked
-    raise ConfigurationError(
-        f"`strategy` must be one of {', '.join(STRATEGIES)}, or an instance such as "
-        f"tfcommx.strategies.Rebroadcast(every=5). Received {asked!r}."
-    )
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -26,7 +26,8 @@ from tfcommx.training.callbacks import (
     ShowProgress,
 )
 from tfcommx.training.run import Run, prepare
-from tfcommx.training.save_and_stop import SaveAndStop, StopAtEpochEnd, Stopped, StopRequests
+from tfcommx.training.save_and_stop import SaveAndStop, StopAtEpochEnd, Stopped
+from tfcommx.training.signals import StopRequests
 from tfcommx.training.steps import STEP_KINDS, Position, StepCounter, Timing, fit_calls
 
 log = logging.getLogger("tfcommx")

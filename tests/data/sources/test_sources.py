@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tfcommx.core import PlanError
 from tfcommx.data.cache import DataCache
 from tfcommx.data.disk import Disk, drop
 from tfcommx.data.options import BatchSpec
@@ -40,7 +39,7 @@ def test_a_folder_that_cannot_be_listed_is_named(photos, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refused)
-    with pytest.raises(PlanError, match=r"photos/a/deep: Permission denied"):
+    with pytest.raises(DataError, match=r"photos/a/deep: Permission denied"):
         Folder(photos)
 
 
@@ -64,7 +63,7 @@ def test_hidden_folders_and_pipes_are_no_images(photos):
 @pytest.mark.parametrize("name", ["a/dead.jpg", "a/folder", "class"])
 def test_a_link_to_nowhere_is_named(photos, name):
     (photos / name).symlink_to("/nowhere")
-    with pytest.raises(PlanError, match=rf"{name}: .* link to /nowhere. Fix or remove it"):
+    with pytest.raises(DataError, match=rf"{name}: .* link to /nowhere. Fix or remove it"):
         Folder(photos)
 
 
@@ -83,7 +82,7 @@ def test_labels_that_would_be_cut_are_refused():
     pixels = np.zeros((2, 2, 2, 3), np.uint8)
     assert Arrays(pixels, np.array([0.0, 2.0])).labels.tolist() == [0, 2]
     for labels in ([0.0, 0.9], [0.0, np.nan], ["a", "b"]):
-        with pytest.raises(PlanError, match="whole numbers are required"):
+        with pytest.raises(DataError, match="whole numbers are required"):
             Arrays(pixels, np.array(labels))
 
 

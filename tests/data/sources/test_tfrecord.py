@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.core import PlanError
 from tfcommx.data.sources.decode import decode
 from tfcommx.data.sources.source import SampleError
 from tfcommx.data.sources.tfrecord import ImageFeatures, TFRecords, imagenet, scan, tfds
@@ -50,12 +49,12 @@ def test_a_missing_shard_is_named(tmp_path):
     for n in (0, 2):
         write(tmp_path / f"train-0000{n}-of-00003", range(n, n + 1))
     (tmp_path / "train-00001-of-00003.part").write_bytes(b"")
-    with pytest.raises(PlanError, match=r"has 2 of train\. train-00001-of-00003 is missing"):
+    with pytest.raises(DataError, match=r"has 2 of train\. train-00001-of-00003 is missing"):
         imagenet(tmp_path)
     write(tmp_path / "train-00001-of-00003", range(1, 2))
     assert imagenet(tmp_path).count == 3
     write(tmp_path / "train-00000-of-00001", range(3))
-    with pytest.raises(PlanError, match=r"All shards of one set"):
+    with pytest.raises(DataError, match=r"All shards of one set"):
         imagenet(tmp_path)
 
 
@@ -146,5 +145,5 @@ def test_a_tensorflow_data_set_by_name(tmp_path):
     read = [source.read(n) for n in range(9)]
     pixels = [(int(decode(data, 3)[0, 0, 0]), label) for data, label in read]
     assert sorted(pixels) == [(n, n % 2) for n in range(9)]
-    with pytest.raises(PlanError, match=r"'test'.*Known: train"):
+    with pytest.raises(DataError, match=r"'test'.*Known: train"):
         tfds("cached_colours", "test", tmp_path)

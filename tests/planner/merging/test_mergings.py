@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_helpers import brute_force, profile_of, random_case
 
-from tfcommx.core import PlanError, Profile, VariableProfile
+from tfcommx.core import ConfigurationError, PlanError, Profile, VariableProfile
 from tfcommx.planner import merging
 from tfcommx.planner.merging.merging import Prices, finish_s
 from tfcommx.simulator.assumptions import sorting_time
@@ -97,11 +97,11 @@ def test_without_times_the_profile_is_refused(name: str) -> None:
 
 
 def test_unknown_names_and_prices_are_refused() -> None:
-    with pytest.raises(PlanError, match="Did you mean 'optimal'"):
+    with pytest.raises(ConfigurationError, match="Did you mean 'optimal'"):
         merging.get("optimum")
-    with pytest.raises(PlanError, match="`bucket_bytes` must be >= 1"):
+    with pytest.raises(ConfigurationError, match="`bucket_bytes` must be >= 1"):
         Prices(lambda entries: 1.0, bucket_bytes=0)
-    with pytest.raises(PlanError, match="place of the selection"):
+    with pytest.raises(ConfigurationError, match="place of the selection"):
         Prices(lambda entries: 1.0, selection_on="gpu")
 
 

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from data_helpers import make_folder, picture
 
-from tfcommx.core import DataError, PlanError, Topology
+from tfcommx.core import DataError, Topology
 from tfcommx.data.sources.folder import Folder
 from tfcommx.recipes.datasets import picture_files
 from tfcommx.recipes.datasets.picture_files import (
@@ -56,7 +56,7 @@ def test_the_evaluation_crop_and_its_scale(folder, tmp_path):
 def test_tests_need_the_classes_of_training(folder, tmp_path):
     (folder / "test" / "class3").mkdir()
     (folder / "test" / "class3" / "0.jpg").write_bytes(picture(1))
-    with pytest.raises(PlanError, match="differ in class3"):
+    with pytest.raises(DataError, match="differ in class3"):
         ClassFolders(folder=folder, memory=tmp_path).build(ALONE)
 
 

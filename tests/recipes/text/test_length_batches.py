@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfcommx.core import PlanError
 from tfcommx.recipes.text.batches import LengthBatches, bounds, in_order, padded
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=120)
@@ -71,5 +70,5 @@ def test_padding():
 
 
 def test_a_batch_that_holds_no_sentence_is_refused():
-    with pytest.raises(PlanError, match=r"longest sentence, 32. Received 31"):
+    with pytest.raises(ConfigurationError, match=r"longest sentence, 32. Received 31"):
         LengthBatches(np.array([1]), 31, 32, 1, 0)

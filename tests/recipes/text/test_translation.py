@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.core import DataError, PlanError, Topology
+from tfcommx.core import DataError, Topology
 from tfcommx.recipes.datasets.translations import (
     CataloguePairs,
     Catalogues,
@@ -242,5 +242,5 @@ def test_a_translation_data_set_by_name(tmp_path):
 
 
 def test_pictures_are_not_translated():
-    with pytest.raises(PlanError, match="needs pairs of sentences"):
+    with pytest.raises(ConfigurationError, match="needs pairs of sentences"):
         Translate().build(object())

@@ -21,23 +21,23 @@ from __future__ import annotations
 from tfcommx.core import Layer, LayerTable
 from tfcommx.simulator.models.builder import dense, normalization
 
-VOCABULARY, UNITS, LAYERS = 10000, 1500, 2
+PTB_VOCABULARY, UNITS, LAYERS = 10000, 1500, 2
 
 
 def lstm_ptb(words: int = 35) -> LayerTable:
     """Return the layers for pieces of text of `words` words."""
-    layers = [Layer("embedding", 0, (("words", (VOCABULARY, UNITS)),))]
+    layers = [Layer("embedding", 0, (("words", (PTB_VOCABULARY, UNITS)),))]
     gates = 4 * UNITS
     for number in range(1, LAYERS + 1):
         kernels = (("kernel", (gates, UNITS)), ("recurrent_kernel", (gates, UNITS)))
         biases = (("bias", (gates,)), ("recurrent_bias", (gates,)))
         layers.append(Layer(f"lstm{number}", 2 * gates * UNITS * words, kernels + biases))
-    top = (("kernel", (VOCABULARY, UNITS)), ("bias", (VOCABULARY,)))
-    layers.append(Layer("classes", VOCABULARY * UNITS * words, top))
+    top = (("kernel", (PTB_VOCABULARY, UNITS)), ("bias", (PTB_VOCABULARY,)))
+    layers.append(Layer("classes", PTB_VOCABULARY * UNITS * words, top))
     return LayerTable("lstm_ptb", tuple(layers), f"a piece of {words} words")
 
 
-VOCABULARY, POSITIONS, SEGMENTS = 30522, 512, 2
+BERT_VOCABULARY, POSITIONS, SEGMENTS = 30522, 512, 2
 
 
 def bert_base(words: int = 128) -> LayerTable:
@@ -51,7 +51,7 @@ def bert_large(words: int = 128) -> LayerTable:
 
 
 def _bert(name: str, blocks: int, width: int, words: int) -> LayerTable:
-    tables = (("words", VOCABULARY), ("positions", POSITIONS), ("segments", SEGMENTS))
+    tables = (("words", BERT_VOCABULARY), ("positions", POSITIONS), ("segments", SEGMENTS))
     shapes = tuple((kind, (length, width)) for kind, length in tables)
     layers = [
         Layer("embedding", 0, shapes),
@@ -63,7 +63,7 @@ def _bert(name: str, blocks: int, width: int, words: int) -> LayerTable:
         dense("pooler", width, width),
         dense("predicted/transform", width, width, times=words),
         normalization("predicted/norm", width, width * words),
-        Layer("predicted", width * VOCABULARY * words, (("bias", (VOCABULARY,)),)),
+        Layer("predicted", width * BERT_VOCABULARY * words, (("bias", (BERT_VOCABULARY,)),)),
         dense("next_sentence", width, 2),
     ]
     return LayerTable(name, tuple(layers), f"a sentence of {words} word pieces")
@@ -81,7 +81,7 @@ def _block(name: str, width: int, words: int) -> list[Layer]:
     ]
 
 
-VOCABULARY, BLOCKS = 37000, 6
+WMT_VOCABULARY, BLOCKS = 37000, 6
 
 
 def transformer_base(words: int = 32) -> LayerTable:
@@ -95,7 +95,7 @@ def transformer_big(words: int = 32) -> LayerTable:
 
 
 def _transformer(name: str, width: int, words: int) -> LayerTable:
-    layers = [Layer("embedding", 0, (("words", (VOCABULARY, width)),))]
+    layers = [Layer("embedding", 0, (("words", (WMT_VOCABULARY, width)),))]
     for number in range(1, BLOCKS + 1):
         encoder = f"encoder{number}"
         layers += _attention(f"{encoder}/self", width, words)
@@ -105,7 +105,7 @@ def _transformer(name: str, width: int, words: int) -> LayerTable:
         layers += _attention(f"{decoder}/self", width, words)
         layers += _attention(f"{decoder}/source", width, words)
         layers += _inner(decoder, width, words)
-    layers.append(Layer("classes", width * VOCABULARY * words))
+    layers.append(Layer("classes", width * WMT_VOCABULARY * words))
     return LayerTable(name, tuple(layers), f"a pair of sentences of {words} word pieces")
 
 

@@ -1,0 +1,42 @@
+"""The table of strategies, and the strategy that a user asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfcommx.core import ConfigurationError, check_name, is_member, load_member
+from tfcommx.strategies.averaging.strategy import WeightAveraging
+from tfcommx.strategies.easgd.strategy import ElasticAveraging
+from tfcommx.strategies.sharded.strategy import Sharded
+from tfcommx.strategies.strategy import Strategy
+from tfcommx.strategies.synchronous import Rebroadcast, Root, Synchronous
+
+# Name -> class. Those whose options all have defaults can be asked for by name.
+STRATEGIES: dict[str, type[Strategy]] = {
+    "synchronous": Synchronous,
+    "root": Root,
+    "rebroadcast": Rebroadcast,
+    "sharded": Sharded,
+    "weight_averaging": WeightAveraging,
+    "elastic_averaging": ElasticAveraging,
+}
+
+
+def strategy_of(asked: str | Strategy) -> Strategy:
+    """Return the strategy that is asked for, by name, as an instance, or as "module:MEMBER".
+
+    **Raises:** ConfigurationError for an unknown name, with the nearest one, and for what is no
+    strategy.
+    """
+    if is_member(asked):
+        outside: Strategy = load_member("strategy", asked, Strategy)
+        return outside
+    if isinstance(asked, str):
+        return STRATEGIES[check_name("strategy", asked, STRATEGIES)]()
+    is_instance = dataclasses.is_dataclass(asked) and not isinstance(asked, type)
+    if is_instance and isinstance(asked, Strategy):
+        return asked
+    raise ConfigurationError(
+        f"`strategy` must be one of {', '.join(STRATEGIES)}, or an instance such as "
+        f"tfcommx.strategies.Rebroadcast(every=5). Received {asked!r}."
+    )
