@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tfcommx.core import ConfigurationError
 from tfcommx.data import batches
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.slab import Slab

@@ -9,7 +9,7 @@ from data_helpers import OpenCache
 
 from tfcommx.collectives import process
 from tfcommx.collectives.comparisons import Comparisons
-from tfcommx.core import Topology
+from tfcommx.core import ConfigurationError, DataError, Topology
 from tfcommx.data.options import BatchSpec, Options
 from tfcommx.data.sources.arrays import Arrays
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from data_helpers import WHOLE, OpenCache, picture, served
 from PIL import Image
 
-from tfcommx.core import Topology
+from tfcommx.core import ConfigurationError, Topology
 from tfcommx.data import pipeline
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.sources.arrays import Arrays

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from data_helpers import WHOLE, OpenCache, make_folder, served
 
-from tfcommx.core import Topology
+from tfcommx.core import ConfigurationError, Topology
 from tfcommx.data.cache import DataCache
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.slab import Slab

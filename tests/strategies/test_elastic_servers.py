@@ -21,7 +21,7 @@ from tfcommx.collectives import exit_message
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.point_to_point import TAGS, Channel
 from tfcommx.collectives.threads import ThreadComm, _Meeting, _ThreadPointToPoint
-from tfcommx.core import PlanError, Topology
+from tfcommx.core import ConfigurationError, Topology
 from tfcommx.launch.interpreter import ExitStatus
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import ElasticAveraging
@@ -218,7 +218,9 @@ def test_bytes_of_a_sharded_centre_are_equal_on_all_ranks() -> None:
 
 def test_an_extra_rank_without_its_launch_is_refused_with_the_line() -> None:
     def work(comm: Comm) -> None:
-        with pytest.raises(PlanError, match=r"--enable-recovery .*tfcommx centre -- python"):
+        with pytest.raises(
+            ConfigurationError, match=r"--enable-recovery .*tfcommx centre -- python"
+        ):
             ElasticAveraging(server="extra_rank").start(PlanExecutor(plan_for(comm.topology), comm))
 
     ThreadComm.run(Topology(2, 1), work)

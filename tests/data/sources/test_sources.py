@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tfcommx.core import DataError
 from tfcommx.data.cache import DataCache
 from tfcommx.data.disk import Disk, drop
 from tfcommx.data.options import BatchSpec

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfcommx.core import DataError
 from tfcommx.data.sources.decode import decode
 from tfcommx.data.sources.source import SampleError
 from tfcommx.data.sources.tfrecord import ImageFeatures, TFRecords, imagenet, scan, tfds

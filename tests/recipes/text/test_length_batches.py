@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tfcommx.core import ConfigurationError
 from tfcommx.recipes.text.batches import LengthBatches, bounds, in_order, padded
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=120)

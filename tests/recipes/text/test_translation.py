@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.core import DataError, Topology
+from tfcommx.core import ConfigurationError, DataError, Topology
 from tfcommx.recipes.datasets.translations import (
     CataloguePairs,
     Catalogues,
