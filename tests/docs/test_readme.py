@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -122,6 +123,16 @@ def test_the_layers_that_are_explained_are_those_that_are_checked() -> None:
     rows = re.findall(r"^\| (\d+) \| `(\w+)(?:/|\.py)?`", page, re.M)
     checked = {(level, name) for level, row in enumerate(layers[::-1]) for name in row.split(" | ")}
     assert checked == {(int(level), name) for level, name in rows}
+
+
+def test_the_functions_that_the_page_for_readers_names_exist() -> None:
+    page = (ROOT / "docs" / "explanation" / "read-the-code.md").read_text()
+    rows = re.findall(r"^\| \d \| `([\w/.]+)` \| `([\w.]+)`", page, re.M)
+    assert len(rows) == 8
+    for file, function in rows:
+        names: Any = ast.parse((ROOT / file).read_text())
+        for name in function.split("."):
+            names = next(part for part in names.body if getattr(part, "name", "") == name)
 
 
 def test_the_command_line_answers_without_tensorflow() -> None:
