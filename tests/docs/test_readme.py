@@ -71,7 +71,7 @@ def test_the_ten_lines_are_a_whole_script(tmp_path: Path) -> None:
         "model, data = (namespace(False)[name] for name in ('model', 'data'))\n"
         "model.compile"
         + after.replace("loss=...", "loss='mse'")
-        + "\nprint('sent', cx.comm.current().traffic().inside > 0)\n"
+        + "\nprint('sent', cx.collectives.current().traffic().inside > 0)\n"
     )
     script = tmp_path / "train.py"
     script.write_text(code)

@@ -44,7 +44,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 @pytest.fixture(scope="session")
-def comm() -> cx.comm.Comm:
+def comm() -> cx.collectives.comm.Comm:
     """Return the real Comm of this process.
 
     NODE_SIZE in the test's environment says how many ranks stand for a node.
@@ -54,6 +54,6 @@ def comm() -> cx.comm.Comm:
 
 
 @pytest.fixture
-def folder(comm: cx.comm.Comm, tmp_path: Path) -> Path:
+def folder(comm: cx.collectives.comm.Comm, tmp_path: Path) -> Path:
     """A folder that all ranks see."""
     return Path(comm.gather_objects(str(tmp_path))[0])

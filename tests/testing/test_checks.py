@@ -201,7 +201,7 @@ def test_our_own_members_pass() -> None:
 
 def test_a_wire_format_of_another_package_passes_and_may_be_named_by_auto() -> None:
     check_wire("broken_members:PAIRS")
-    with pytest.raises(cx.PlanError, match=r"wire\.base\.WireFormat"):
+    with pytest.raises(cx.ConfigurationError, match=r"wire\.formats\.WireFormat"):
         check_wire("broken_members:DESCENDING")
     gradients = [Gradient("w", (4000, 50), "float32")]
     asked = Scheme("auto", "mstopk", 0.01, wire="broken_members:PAIRS")

@@ -50,13 +50,13 @@ def main() -> None:
     os.chdir(file.parent)
     for name, code in json.loads(file.read_text()):
         cx.init()
-        before = cx.comm.current().traffic().inside
+        before = cx.collectives.current().traffic().inside
         try:
             exec(compile(code, name, "exec"), namespace("DataCache" in code))
         except Exception:
             print(f"{name} failed on rank {cx.rank()}:\n{traceback.format_exc()}", flush=True)
             sys.exit(1)
-        sent = cx.comm.current().traffic().inside > before
+        sent = cx.collectives.current().traffic().inside > before
         print(f"{name}: sent {sent}", flush=True)
 
 

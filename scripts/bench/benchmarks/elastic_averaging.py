@@ -71,7 +71,7 @@ class Steps:
         mine = STEP_SECONDS * (slowed if cx.rank() == 2 else 1)
         # Equally many steps on all ranks, as long as the slowest takes, if they wait for each other
         limit = 10**9 if self.alone else int(lasts / STEP_SECONDS / slowed)
-        cx.comm.current().gather_objects("all begin")
+        cx.collectives.current().gather_objects("all begin")
         end, taken = time.monotonic() + lasts, []
         while (self.alone and time.monotonic() < end) or (not self.alone and len(taken) < limit):
             start = time.perf_counter()
@@ -79,7 +79,7 @@ class Steps:
             self.step()
             taken.append(time.perf_counter() - start)
         cx.take_centre(keras.Sequential(), self.optimizer)
-        first, second, *_ = cx.comm.current().gather_objects(taken)
+        first, second, *_ = cx.collectives.current().gather_objects(taken)
         return [one for rank in (first, second) for one in rounds.of_windows(rank, EVERY)]
 
 
@@ -181,7 +181,7 @@ def accuracy_rows(samples: int, chosen: argparse.Namespace) -> list[dict[str, An
             runs = [
                 train(data, epochs, strategy, scheme, one, seed) for seed in range(chosen.seeds)
             ]
-            curves, seconds = zip(*cx.comm.current().gather_objects(runs)[0], strict=True)
+            curves, seconds = zip(*cx.collectives.current().gather_objects(runs)[0], strict=True)
             own = [accuracy_of(curve) for curve in curves]
             tried.append((statistics.fmean(own), own, curves[0], statistics.fmean(seconds), one))
         accuracy, own, curve, seconds, best = max(tried)

@@ -42,7 +42,7 @@ def make_step(entries: int) -> tuple[Callable[[], float], keras.optimizers.Optim
 
 def make_marks(buckets: int) -> tuple[Callable[[], None], Callable[[], int]]:
     """Return what the watch adds to a step of so many buckets, and how often it has counted."""
-    waits = cx.comm.current().progress.of_exchange([f"bucket {i}" for i in range(buckets)])
+    waits = cx.collectives.current().progress.of_exchange([f"bucket {i}" for i in range(buckets)])
     gradients = [tf.ones([1]) for _ in range(LAYERS)]
 
     @tf.function

@@ -45,7 +45,7 @@ class Delay(keras.callbacks.Callback):
 
 
 def on_one_node() -> bool:
-    return cx.comm.current().topology.nodes == 1
+    return cx.collectives.current().topology.nodes == 1
 
 
 @pytest.fixture(autouse=True)
