@@ -303,10 +303,10 @@ def test_the_head_of_a_jpeg_is_read_as_its_decoder_reads_it(tmp_path: Path) -> N
 def test_the_program_prints_its_classes(tmp_path: Path) -> None:
     """A class too many, or half of the pictures, is seen before the training and not after it."""
     code = (
-        "import sys; from pathlib import Path; from tfcommx.recipes.families import Place\n"
+        "import sys; from pathlib import Path; from tfcommx.recipes.families import DataRank\n"
         "from tfcommx.recipes.datasets import DATASETS; from tfcommx.core import Topology\n"
         "data = DATASETS['folder'](folder=sys.argv[1], memory=sys.argv[1])\n"
-        "for rank in 0, 1: data.build(Place(Topology(1, 2), rank)).close()\n"
+        "for rank in 0, 1: data.build(DataRank(Topology(1, 2), rank)).close()\n"
     )
     folder(tmp_path, "train/cat/1.jpg", "train/dog/2.jpg", "test/cat/3.jpg", "test/dog/4.jpg")
     done = subprocess.run(
