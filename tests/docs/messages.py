@@ -24,16 +24,16 @@ class Messages:
         self.constants: dict[str, ast.expr] = {}
         self.functions: dict[str, ast.FunctionDef] = {}
         for tree in self.trees.values():
-            for node in tree.body:
-                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                    self.constants[node.targets[0].id] = node.value
+            self.constants |= constants_of(tree)
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef):
                     self.functions[node.name] = node
 
     def found(self) -> Iterator[tuple[str, str]]:
         """Yield (place, first sentence) of each; what is put into it is HOLE."""
+        everywhere = self.constants
         for file, tree in self.trees.items():
+            self.constants = everywhere | constants_of(tree)
             for node in ast.walk(tree):
                 if (argument := _message(node)) is not None:
                     place = f"{file.relative_to(ROOT)}:{node.lineno}"
@@ -69,6 +69,14 @@ class Messages:
         if isinstance(value, ast.Name) and isinstance(self.constants.get(value.id), ast.Constant):
             return str(self.constants[value.id].value)
         return HOLE
+
+
+def constants_of(tree: ast.Module) -> dict[str, ast.expr]:
+    return {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
 
 
 def _message(node: ast.AST) -> ast.expr | None:
