@@ -56,7 +56,7 @@ def test_checkpoints(address: str, model: keras.Model) -> None:
         lambda: Snapshots(model, address, 10),
     ]
     for taker in takers:
-        with pytest.raises(cx.PlanError, match="must be a path of a mounted file system"):
+        with pytest.raises(cx.ConfigurationError, match="must be a path of a mounted file system"):
             taker()
 
 
@@ -75,11 +75,11 @@ def test_data_and_files(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setenv("TFCOMMX_CACHE", address)
     for taker in takers:
-        with pytest.raises(cx.PlanError, match="must be a path of a mounted file system"):
+        with pytest.raises(cx.TfcommxError, match="must be a path of a mounted file system"):
             taker()
     monkeypatch.delenv("TFCOMMX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", address)
-    with pytest.raises(cx.PlanError, match="XDG_CACHE_HOME"):
+    with pytest.raises(cx.ConfigurationError, match="XDG_CACHE_HOME"):
         cache_folder()
 
 
@@ -121,5 +121,5 @@ def test_commands(
 
 def test_a_variable_that_is_not_set(model: keras.Model) -> None:
     """`save(model, os.environ.get("RUN", ""))` saved into the working directory."""
-    with pytest.raises(cx.PlanError, match="must be the path of a file or folder"):
+    with pytest.raises(cx.ConfigurationError, match="must be the path of a file or folder"):
         cx.checkpoint.save(model, "", 0)

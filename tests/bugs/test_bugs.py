@@ -16,7 +16,7 @@ import pytest
 from launching import ROOT, WORKERS, horovodrun
 
 from tfcommx.collectives import gloo_hosts
-from tfcommx.core import PlanError
+from tfcommx.core import LaunchError
 from tfcommx.launch import launcher
 
 
@@ -60,7 +60,7 @@ def test_hosts_are_told_in_few_requests_and_who_is_missing_is_named(
     del store["all"], store["5"]
     monkeypatch.setattr(gloo_hosts, "RENDEZVOUS_SECONDS", 1e-6)
     for rank in (0, 7):
-        with pytest.raises(PlanError, match=f"Rank 5 of 32 .*seen from rank {rank}"):
+        with pytest.raises(LaunchError, match=f"Rank 5 of 32 .*seen from rank {rank}"):
             gloo_hosts.gloo_hosts(here[rank])
 
 

@@ -12,7 +12,7 @@ from tfcommx.collectives import gpu_checks
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.gpu_checks import RankGpu
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import PlanError, TfcommxError, Topology
+from tfcommx.core import LaunchError, TfcommxError, Topology
 from tfcommx.kernels import build, loader
 
 
@@ -59,7 +59,9 @@ def test_a_rank_without_a_gpu_keeps_none() -> None:
 
 def test_two_ranks_on_one_gpu_are_refused_by_all() -> None:
     checked(v100(0), v100(1), RankGpu("node1"), RankGpu("node1"), v100(0, "node2"))
-    with pytest.raises(PlanError, match=r"One GPU per process .* Ranks 0 and 2 .* both keep the G"):
+    with pytest.raises(
+        LaunchError, match=r"One GPU per process .* Ranks 0 and 2 .* both keep the G"
+    ):
         checked(v100(0), v100(1), v100(0))
 
 
@@ -88,7 +90,7 @@ def test_a_gpu_that_nothing_was_built_for_is_refused_before_the_first_step(
 
 def test_a_gpu_that_nothing_can_be_built_for_is_not_to_be_built_for() -> None:
     p100 = RankGpu("node1", "the GPU 0", "P100", 60, [80])
-    with pytest.raises(PlanError, match=r"P100 .*7\.0 or later are required: leave out others"):
+    with pytest.raises(LaunchError, match=r"P100 .*7\.0 or later are required: leave out others"):
         checked(p100, RankGpu("node1", "the GPU 1", "A100", 80, [80]))
 
 
@@ -156,7 +158,7 @@ def test_buffers_that_horovod_leaves_unfilled_are_noticed(
     wrong: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Horovod does not look whether its kernels were launched; training went on with such sums."""
-    with pytest.raises(PlanError, match=words) as caught:
+    with pytest.raises(LaunchError, match=words) as caught:
         sums(monkeypatch, wrong)
     text = str(caught.value)
     assert "Tesla V100 on node1 (compute capability 7.0), Tesla V100 on node2" in text
@@ -169,7 +171,7 @@ def test_an_error_of_horovod_is_told_with_what_may_have_caused_it(
     def fail(comm: Comm, totals: list[tf.Tensor]) -> list[tf.Tensor]:
         raise tf.errors.UnknownError(None, None, "ncclAllReduce failed")
 
-    with pytest.raises(PlanError, match=r"on rank 0, an error: ncclAllReduce failed\."):
+    with pytest.raises(LaunchError, match=r"on rank 0, an error: ncclAllReduce failed\."):
         sums(monkeypatch, fail)
 
 

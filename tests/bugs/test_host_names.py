@@ -15,7 +15,7 @@ import pytest
 from launching import QUICK
 
 from tfcommx.cli.doctor import on_host
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.launch import hosts as module
 from tfcommx.launch.cluster_environment import cluster_environment
 from tfcommx.launch.commands import RemoteHosts
@@ -64,9 +64,9 @@ def test_no_command_gives_ssh_an_option_for_a_host(folder: Path, words: tuple[st
 
 
 def test_ssh_is_not_asked_for_such_a_host(folder: Path) -> None:
-    with pytest.raises(PlanError, match="A host's name must"):
+    with pytest.raises(ConfigurationError, match="A host's name must"):
         RemoteHosts().run([OPTION], ["true"])
-    with pytest.raises(PlanError, match="A host's name must"):
+    with pytest.raises(ConfigurationError, match="A host's name must"):
         on_host(OPTION)
     assert not (folder / "made").exists()
 
@@ -80,7 +80,7 @@ def test_the_end_of_ssh_s_options_stands_before_a_host() -> None:
 def test_such_a_name_is_refused_wherever_hosts_are_named(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = pytest.raises(PlanError, match=r"A host's name must|Hosts must be NAME")
+    refused = pytest.raises(ConfigurationError, match=r"A host's name must|Hosts must be NAME")
     for word in (name, f"node1:2,{name}:1"):
         with refused:
             parse_hosts(word)
@@ -116,7 +116,7 @@ def test_a_name_of_slurm_s_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         ("SLURM_STEP_NODELIST", "-node[1-2]"),
     ):
         monkeypatch.setenv(variable, value)
-    with pytest.raises(PlanError, match="Received '-node1' from SLURM_STEP_NODELIST"):
+    with pytest.raises(ConfigurationError, match="Received '-node1' from SLURM_STEP_NODELIST"):
         cluster_environment()
 
 

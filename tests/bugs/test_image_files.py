@@ -20,7 +20,7 @@ from launching import QUICK
 from PIL import Image
 
 import tfcommx as cx
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.data.sources import Folder, SampleError
 from tfcommx.data.sources.decode import decode
 
@@ -270,7 +270,7 @@ def test_a_user_with_larger_images_can_allow_them(tmp_path: Path) -> None:
             assert count(cache) == served
         finally:
             cache.close()
-    with pytest.raises(PlanError, match="`max_pixels` must be >= 1"):
+    with pytest.raises(ConfigurationError, match="`max_pixels` must be >= 1"):
         cx.DataCache(tmp_path / "p", memory=tmp_path, max_pixels=0)
 
 

@@ -15,7 +15,7 @@ import warm_ranks
 from launching import QUICK, free_port
 
 from tfcommx.collectives import horovod, rendezvous
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.launch.cluster_environment import (
     OTHER_LAUNCHERS,
     ClusterEnvironment,
@@ -101,7 +101,7 @@ def test_a_tf_config_that_makes_no_ranks_is_refused(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TF_CONFIG", text)
-    with pytest.raises(PlanError, match="TF_CONFIG"):
+    with pytest.raises(ConfigurationError, match="TF_CONFIG"):
         launcher()
 
 
@@ -132,14 +132,14 @@ def test_processes_of_another_launcher_do_not_train_alone(
     several, one = LISTS.get(row.size, CLUSTERS if row.size == "CLUSTER_SPEC" else ("4", "1"))
     if row.index:
         monkeypatch.setenv(row.index, "0")
-        with pytest.raises(PlanError, match=f"{row.index}=0 .*WORLD_SIZE=1"):
+        with pytest.raises(ConfigurationError, match=f"{row.index}=0 .*WORLD_SIZE=1"):
             check_alone()
         with monkeypatch.context() as patch:
             patch.setenv("WORLD_SIZE", "1")
             check_alone()
     if row.size:
         monkeypatch.setenv(row.size, several)
-        with pytest.raises(PlanError, match=f"{row.size}=.*unset"), horovod.without_mpi():
+        with pytest.raises(ConfigurationError, match=f"{row.size}=.*unset"), horovod.without_mpi():
             pass
         monkeypatch.setenv(row.size, one)
         with horovod.without_mpi():
@@ -150,7 +150,7 @@ def test_a_size_of_a_launcher_that_is_not_listed_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SOME_WORLD_SIZE", "2")
-    with pytest.raises(PlanError, match="SOME_WORLD_SIZE=2"):
+    with pytest.raises(ConfigurationError, match="SOME_WORLD_SIZE=2"):
         check_alone()
 
 
@@ -174,7 +174,7 @@ def test_half_of_a_launchers_variables_is_no_training_of_one_process(
     """A service that set RANK and MASTER_ADDR, and WORLD_SIZE elsewhere, got N trainings of one."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(PlanError, match=named):
+    with pytest.raises(ConfigurationError, match=named):
         launcher()
 
 
@@ -187,7 +187,7 @@ def test_a_port_that_cannot_be_one_is_refused_by_its_name(
         monkeypatch.setenv(name, value)
     for name in ("MASTER_PORT", "TFCOMMX_PORT"):
         monkeypatch.setenv(name, port)
-        with pytest.raises(PlanError, match=f"{name} must be a TCP port"):
+        with pytest.raises(ConfigurationError, match=f"{name} must be a TCP port"):
             cluster_environment()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tfcommx.collectives import rendezvous
-from tfcommx.core import LaunchError, PlanError, TfcommxError
+from tfcommx.core import LaunchError, TfcommxError
 from tfcommx.launch.cluster_environment import ClusterEnvironment, cluster_environment
 from tfcommx.launch.handshake import Handshake
 
@@ -79,7 +79,7 @@ def test_the_right_answer_names_the_place_of_a_rank() -> None:
 )
 def test_no_other_answer_reaches_the_environment(answer: Any) -> None:
     before = dict(os.environ)
-    with pytest.raises(PlanError, match="must answer rank 1 of 2 with its place"):
+    with pytest.raises(LaunchError, match="must answer rank 1 of 2 with its place"):
         answered_by_another(answer)
     assert dict(os.environ) == before
 
@@ -90,7 +90,7 @@ def test_what_rank_0_gives_besides_is_not_taken() -> None:
 
 
 def test_a_problem_is_shown_without_control_characters() -> None:
-    with pytest.raises(PlanError) as refused:
+    with pytest.raises(LaunchError) as refused:
         answered_by_another({"problem": "\x1b]0;theirs\x07 rank 1 is not wanted"})
     assert str(refused.value).isprintable() and "is not wanted" in str(refused.value)
 
@@ -102,7 +102,7 @@ def test_an_empty_secret_is_an_error(
 ) -> None:
     monkeypatch.setenv("TFCOMMX_SECRET", secret)
     start = time.monotonic()
-    with pytest.raises(PlanError, match="TFCOMMX_SECRET must be a text that only the ranks know"):
+    with pytest.raises(LaunchError, match="TFCOMMX_SECRET must be a text that only the ranks know"):
         rendezvous.join(place(rank, 1))
     assert time.monotonic() - start < 5
 
@@ -166,7 +166,7 @@ def test_a_refusal_of_any_length_arrives(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(rendezvous, "_serve", fail)
     rank_0 = beside(lambda: gather(place(0, port)))
-    with pytest.raises(PlanError, match=r"^Rank 0: no room .*\.\.\.$"):
+    with pytest.raises(LaunchError, match=r"^Rank 0: no room .*\.\.\.$"):
         ask(place(1, port))
     assert isinstance(rank_0(), LaunchError)
 

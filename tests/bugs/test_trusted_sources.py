@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.launch.launcher import cache_folder
 
 # Of a shell, up to the line's end; of Python, up to the end of the call or the tuple
@@ -77,11 +77,11 @@ def test_a_cache_among_temporary_files_is_this_user_s_own(
     assert cache_folder() == folder and folder.stat().st_mode & 0o777 == 0o700
     assert cache_folder() == folder
     folder.chmod(0o770)
-    with pytest.raises(PlanError, match=r"mode 0700|must be a folder"):
+    with pytest.raises(ConfigurationError, match=r"mode 0700|must be a folder"):
         cache_folder()
     folder.rmdir()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     folder.symlink_to(elsewhere)
-    with pytest.raises(PlanError, match=r"mode 0700|must be a folder"):
+    with pytest.raises(ConfigurationError, match=r"mode 0700|must be a folder"):
         cache_folder()

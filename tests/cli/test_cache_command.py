@@ -14,7 +14,7 @@ import warm_ranks
 from launching import QUICK, ROOT
 
 from tfcommx.cli.main import main
-from tfcommx.core import PlanError
+from tfcommx.core import DataError
 from tfcommx.data.slab import Slab
 from tfcommx.data.slab_files import prefix, slab_state
 from tfcommx.data.sources import find_source
@@ -170,6 +170,6 @@ def test_a_folder_that_does_not_exist_is_named_in_one_line(words, tmp_path, monk
     ],
 )
 def test_a_source_that_does_not_exist_is_named_in_one_line(text, said):
-    with pytest.raises(PlanError, match=re.escape(said)) as error:
+    with pytest.raises(DataError, match=re.escape(said)) as error:
         find_source(text, "train")
     assert "\n" not in str(error.value)

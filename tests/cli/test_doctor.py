@@ -21,7 +21,7 @@ from tfcommx.cli import doctor_host as host
 from tfcommx.cli.doctor import LaunchResult
 from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding
 from tfcommx.cli.environment import versions
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.kernels.build import Gpu
 
 COMMAND = [sys.executable, "-m", "tfcommx.cli.main"]
@@ -188,5 +188,5 @@ def test_the_report_shows_each_line_and_its_remedy() -> None:
 
 def test_hosts_are_written_as_for_horovodrun() -> None:
     for wrong in ("", "a:0", "a:b", "a b", "a:1,"):
-        with pytest.raises(PlanError, match="node1:4,node2:4"):
+        with pytest.raises(ConfigurationError, match="node1:4,node2:4"):
             doctor.examine(wrong, launch=False)

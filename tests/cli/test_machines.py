@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tfcommx.cli.machines import offer_rows, read_offers
 from tfcommx.cli.main import app
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.report.figures import draw_machines
 
 PAGE = ROOT / "docs" / "how-to" / "which-machines.md"
@@ -117,7 +117,7 @@ def test_a_figure_of_machines_that_differ_in_words(tmp_path: Path) -> None:
 
 
 def test_a_scheme_that_can_be_carried_out_nowhere_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="Did you mean 'torus'"):
+    with pytest.raises(ConfigurationError, match="Did you mean 'torus'"):
         rows_of(tmp_path, schemes={"plain": {}, "wrong": {"scheme": "toru"}})
 
 
@@ -139,5 +139,5 @@ def test_a_scheme_that_can_be_carried_out_nowhere_is_an_error(tmp_path: Path) ->
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(ConfigurationError, match=message):
         rows_of(tmp_path, **changes)

@@ -10,7 +10,14 @@ from typer.testing import CliRunner
 
 from tfcommx import routes
 from tfcommx.cli.main import app
-from tfcommx.core import NOMINAL, PlanError, Profile, Topology, VariableProfile
+from tfcommx.core import (
+    NOMINAL,
+    ConfigurationError,
+    DataError,
+    Profile,
+    Topology,
+    VariableProfile,
+)
 
 
 @pytest.fixture
@@ -61,10 +68,10 @@ def test_a_model_by_name(files: tuple[str, str]) -> None:
     ],
 )
 def test_what_is_refused(files: tuple[str, str], words: list[str], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(ConfigurationError, match=message):
         run(*words, "--links", files[1])
 
 
 def test_links_that_are_none_are_refused(files: tuple[str, str]) -> None:
-    with pytest.raises(PlanError, match="A file of links"):
+    with pytest.raises(DataError, match="A file of links"):
         run("alexnet", "--links", "nowhere.json")

@@ -12,7 +12,7 @@ from launching import ROOT
 from typer.testing import CliRunner
 
 from tfcommx.cli.main import app
-from tfcommx.core import NOMINAL, PlanError, Profile
+from tfcommx.core import NOMINAL, ConfigurationError, Profile, TfcommxError
 from tfcommx.simulator import models
 
 KEYS = [
@@ -157,16 +157,16 @@ def test_a_measured_profile_counts_more_than_a_model(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(TfcommxError, match=message):
         run(*words)
 
 
 def test_unknown_keys_of_a_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("batches: 3\n")
-    with pytest.raises(PlanError, match="Did you mean 'batch'"):
+    with pytest.raises(ConfigurationError, match="Did you mean 'batch'"):
         run(str(tmp_path / "a.yaml"))
     (tmp_path / "a.yaml").write_text("batch: many\n")
-    with pytest.raises(PlanError, match="`batch` must be a whole number"):
+    with pytest.raises(ConfigurationError, match="`batch` must be a whole number"):
         run(str(tmp_path / "a.yaml"))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.launch import hosts as module
 from tfcommx.launch.hosts import allocation, expand_nodelist, expand_tasks, ranks_on
 
@@ -95,18 +95,18 @@ def test_the_hostfile_that_the_mpi_operator_mounts(
 def test_what_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4")
-    with pytest.raises(PlanError, match=r"each of the 3 nodes .* Received '4'"):
+    with pytest.raises(ConfigurationError, match=r"each of the 3 nodes .* Received '4'"):
         allocation()
     monkeypatch.delenv("SLURM_JOB_NODELIST")
     file = tmp_path / "empty"
     file.write_text("\n# nobody\n")
     monkeypatch.setenv("PBS_NODEFILE", str(file))
-    with pytest.raises(PlanError, match="at least one host"):
+    with pytest.raises(ConfigurationError, match="at least one host"):
         allocation()
 
 
 def test_ranks_fill_host_after_host() -> None:
     hosts = [module.Host("a", 2), module.Host("b", 2), module.Host("c", 2)]
     assert ranks_on(hosts, 3, "-H") == [("a", 2), ("b", 1)]
-    with pytest.raises(PlanError, match="-H a:3,b:3,c:3"):
+    with pytest.raises(ConfigurationError, match="-H a:3,b:3,c:3"):
         ranks_on(hosts, 7, "-H")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import ROOT
 
-from tfcommx.core import LaunchError, PlanError
+from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import RemoteHosts, is_local
 from tfcommx.launch.hosts import Host
 from tfcommx.supervisor.hosts import (
@@ -54,7 +54,7 @@ def test_a_script_prints_hosts_with_or_without_a_number() -> None:
     ],
 )
 def test_a_script_that_fails_is_named_with_what_it_said(script: str, said: str) -> None:
-    with pytest.raises(PlanError, match="The host discovery script must") as refused:
+    with pytest.raises(ConfigurationError, match="The host discovery script must") as refused:
         ScriptHosts(script).hosts()
     assert script in str(refused.value) and said in str(refused.value)
 
@@ -174,7 +174,7 @@ def test_a_host_that_leaves_is_used_only_if_there_are_too_few_others(tmp_path: P
 
 def test_a_script_that_fails_later_leaves_the_hosts_found_before(tmp_path: Path) -> None:
     hosts, said, named = choose(tmp_path, "a")
-    with pytest.raises(PlanError):
+    with pytest.raises(ConfigurationError):
         hosts.offered()
     named.write_text("a:2\n")
     assert hosts.offered() == [A]
@@ -191,7 +191,7 @@ def test_fixed_hosts_stay_and_this_host_is_local() -> None:
 
 
 def test_options_out_of_range_are_refused() -> None:
-    with pytest.raises(PlanError, match="--max-np 2 and --min-np 3"):
+    with pytest.raises(ConfigurationError, match="--max-np 2 and --min-np 3"):
         ElasticOptions(fewest=3, most=2)
-    with pytest.raises(PlanError, match="Received 5 and 4"):
+    with pytest.raises(ConfigurationError, match="Received 5 and 4"):
         ElasticOptions(cooldown=(5.0, 4.0))

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.recipes.recipe import Target
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.training.callbacks import EpochHistory
@@ -22,5 +22,5 @@ def test_evaluation_and_saving_are_left_out():
 
 def test_a_target_needs_a_score_that_is_found():
     check_target(Target(score="top5", at_least=0.9), Classification(1, 6))
-    with pytest.raises(PlanError, match=r"score of the task: accuracy\. Received 'top5'"):
+    with pytest.raises(ConfigurationError, match=r"score of the task: accuracy\. Received 'top5'"):
         check_target(Target(score="top5", at_least=0.9), Classification(1, 5))

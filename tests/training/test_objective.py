@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.training.run import check_counted
 
@@ -14,5 +14,5 @@ def test_a_task_says_what_a_batch_counts() -> None:
         """A user's task that does not."""
 
     check_counted(Classification(1, 5))
-    with pytest.raises(PlanError, match=r"`counted`.*Silent has none"):
+    with pytest.raises(ConfigurationError, match=r"`counted`.*Silent has none"):
         check_counted(Silent())

@@ -22,7 +22,7 @@ from launching import WORKERS, Ended, horovodrun
 import tfcommx as cx
 from tfcommx.collectives import process as this_process
 from tfcommx.collectives.init import init
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.watch import liveness, watcher
 
 WORKER = str(WORKERS / "faults.py")
@@ -101,7 +101,7 @@ def test_a_failure_is_told_to_the_others_and_not_blamed_on_those_that_it_drags_a
 
 
 def test_a_watch_that_cannot_be_is_refused() -> None:
-    with pytest.raises(PlanError, match="watch_seconds"):
+    with pytest.raises(ConfigurationError, match="watch_seconds"):
         init(watch_seconds=0)
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from launching import WORKERS, horovodrun
 
 from tfcommx.collectives.init import init
-from tfcommx.core import PlanError
+from tfcommx.core import ConfigurationError
 from tfcommx.launch import launcher
 from tfcommx.watch import progress, stalls
 from tfcommx.watch.stalls import (
@@ -116,10 +116,10 @@ def test_settings_come_from_the_environment_first(monkeypatch: pytest.MonkeyPatc
         assert launcher.seconds_from(name, 60.0, off=True) == seconds
     for wrong in ("soon", "-1", "nan"):
         monkeypatch.setenv(name, wrong)
-        with pytest.raises(PlanError, match=f"{name} .* or 0 for off"):
+        with pytest.raises(ConfigurationError, match=f"{name} .* or 0 for off"):
             init()
     monkeypatch.delenv(name)
-    with pytest.raises(PlanError, match="stall_limit_seconds"):
+    with pytest.raises(ConfigurationError, match="stall_limit_seconds"):
         init(stall_limit_seconds=0)
 
 
