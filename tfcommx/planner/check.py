@@ -16,7 +16,7 @@ from tfcommx.core import (
     is_member,
 )
 from tfcommx.planner import merging
-from tfcommx.routes.route import Route
+from tfcommx.routes.route import Route, SparseRoute
 from tfcommx.routes.torus import PEER_ROUTES
 from tfcommx.wire import formats
 
@@ -45,7 +45,7 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> N
         _check_cluster(routes.get(name), topology, messages)
     wire_of(scheme, route)
     wire_of(scheme, routes.get(scheme.dense_route))
-    if scheme.dense_wire != PLAIN and not route.sparse:
+    if scheme.dense_wire != PLAIN and not isinstance(route, SparseRoute):
         raise PlanError(
             "`dense_wire` is the format of what a sparse route leaves dense. Received "
             f"dense_wire={scheme.dense_wire!r} with the route {scheme.route!r}, which is dense. "
@@ -72,13 +72,13 @@ def wire_of(scheme: Scheme, route: Route) -> str:
     wire: str = getattr(scheme, name)
     if wire == PLAIN:
         return route.wires[0]
-    if is_member(wire) and route.sparse:
+    if is_member(wire) and isinstance(route, SparseRoute):
         formats.of_others(wire)
     elif wire not in route.wires:
         others = [
             one.name
             for one in routes.ROUTES.values()
-            if wire in one.wires or (is_member(wire) and one.sparse)
+            if wire in one.wires or (is_member(wire) and isinstance(one, SparseRoute))
         ]
         raise PlanError(
             f"The route {route.name!r} writes {', '.join(route.wires)}. Received {name}={wire!r}. "
@@ -102,8 +102,7 @@ def _check_auto(scheme: Scheme) -> None:
             f"`clip_norm`. Received momentum={scheme.momentum}, clip_norm={scheme.clip_norm}. Give "
             "them to the Keras optimizer, or name a route."
         )
-    sparse = [route for route in routes.ROUTES.values() if route.sparse]
-    wires = {wire for route in sparse for wire in route.wires}
+    wires = {wire for route in routes.SPARSE.values() for wire in route.wires}
     allowed: dict[str, tuple[str, ...]] = {"wire": NARROW, "dense_wire": ()}
     if scheme.selection != "all":
         known = (scheme.wire,) if formats.of_others(scheme.wire) else tuple(sorted(wires))
@@ -121,19 +120,18 @@ def _check_auto(scheme: Scheme) -> None:
 
 def _check_kinds(scheme: Scheme, route: Route) -> None:
     """Check which of the scheme's routes are sparse."""
-    if routes.get(scheme.dense_route).sparse:
-        dense = ", ".join(name for name, other in routes.ROUTES.items() if not other.sparse)
+    if isinstance(routes.get(scheme.dense_route), SparseRoute):
         raise PlanError(
-            f"`dense_route` must be a dense route ({dense}). Received {scheme.dense_route!r}."
+            f"`dense_route` must be a dense route ({', '.join(routes.DENSE)}). Received "
+            f"{scheme.dense_route!r}."
         )
-    if scheme.selection != "all" and not route.sparse:
-        sparse = ", ".join(name for name, other in routes.ROUTES.items() if other.sparse)
+    if scheme.selection != "all" and not isinstance(route, SparseRoute):
         raise PlanError(
-            f"Selection {scheme.selection!r} needs a sparse route ({sparse}). Received "
-            f"route={scheme.route!r}."
+            f"Selection {scheme.selection!r} needs a sparse route ({', '.join(routes.SPARSE)}). "
+            f"Received route={scheme.route!r}."
         )
 
-    if scheme.compression != NO_COMPRESSION and route.sparse:
+    if scheme.compression != NO_COMPRESSION and isinstance(route, SparseRoute):
         raise PlanError(
             "A compression's vectors are summed by a dense route. Received compression="
             f"{scheme.compression!r} with route={scheme.route!r}. Use allreduce or torus."

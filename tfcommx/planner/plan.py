@@ -46,7 +46,7 @@ from tfcommx.planner.check import check_scheme, wire_of
 from tfcommx.planner.prices import prices_of, sub_profile
 from tfcommx.routes.compressed import vectors
 from tfcommx.routes.messages import MessageOptions
-from tfcommx.routes.route import Route
+from tfcommx.routes.route import Route, SparseRoute
 from tfcommx.simulator.assumptions import IDEAL, Assumptions
 
 
@@ -97,6 +97,11 @@ class Stream(NamedTuple):
     # Of the flat vectors.
     dtype: str
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether selected entries travel."""
+        return isinstance(self.route, SparseRoute)
+
 
 # Position of a variable in backward order, and its gradient or a piece of it.
 Member = tuple[int, Gradient]
@@ -109,7 +114,7 @@ def sort_into_streams(
     streams: dict[Stream, list[Member]] = {}
     for order, gradient in enumerate(reversed(gradients)):
         stream = _stream_of(gradient, scheme_of(gradient.path, schemes))
-        pieces = _cut(gradient, largest) if stream.route.sparse else [gradient]
+        pieces = _cut(gradient, largest) if stream.is_sparse else [gradient]
         streams.setdefault(stream, []).extend((order, piece) for piece in pieces)
     return streams
 
@@ -121,7 +126,7 @@ def _stream_of(gradient: Gradient, scheme: Scheme) -> Stream:
             "Train its real and its imaginary part as two variables."
         )
     route = routes.get(scheme.route)
-    if route.sparse:
+    if isinstance(route, SparseRoute):
         small = len(gradient.shape) <= 1 or gradient.entries < scheme.dense_below
         if not small and gradient.dtype != "float64":
             return Stream(scheme, route, "float32")
@@ -350,7 +355,7 @@ def _merged(
 ) -> list[list[Member]]:
     """Decide which gradients of a stream travel together."""
     limit = stream.scheme.bucket_bytes
-    if stream.route.sparse:
+    if stream.is_sparse:
         limit = min(limit, DENSE_DTYPES[stream.dtype] * largest)
 
     def make_bucket(entries: int) -> Bucket:
@@ -363,7 +368,7 @@ def _merged(
     prices = prices_of(make_bucket, *cluster, limit)
     found = merging.get(stream.scheme.merging).groups(rows, prices)
     groups = [[members[position] for position in group] for group in found]
-    if not stream.route.sparse or stream.scheme.merging == "threshold":
+    if not stream.is_sparse or stream.scheme.merging == "threshold":
         return groups
     return [part for group in groups for part in _split_long(group, largest)]
 
@@ -398,7 +403,7 @@ def _bucket(gradients: list[Gradient], stream: Stream, topology: Topology, links
         momentum=float(scheme.momentum),
         clip_norm=scheme.clip_norm,
     )
-    if route.sparse:
+    if stream.is_sparse:
         start, stop = route.shard(bucket, topology, 0)
         # At least one: a small variable may be alone in its bucket.
         k = max(1, round(scheme.density * (stop - start)))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from tfcommx import engines
 from tfcommx.core import PLAIN, VALUE_DTYPES, Bucket, Links, Topology, Traffic, cost
-from tfcommx.routes.route import Route, Select, Tensor, slowest_link
+from tfcommx.routes.route import DenseRoute, Tensor, slowest_link
 from tfcommx.wire import formats
 
 if TYPE_CHECKING:
@@ -29,16 +29,14 @@ if TYPE_CHECKING:
     from tfcommx.wire.codec import Codec
 
 
-class Asa(Route):
+class Asa(DenseRoute):
     """Each rank adds one of p equal parts of the vector."""
 
     name = "asa"
     wires = (PLAIN, *VALUE_DTYPES)
     shards = "ranks"
 
-    def run(
-        self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select | None = None
-    ) -> Tensor:
+    def run(self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec) -> Tensor:
         """Return the sum of `flat` over all ranks, in its own dtype.
 
         **Ranks:** all; the result has the same bits on all: the owner of a shard, too, uses what it
