@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from reference_api import comment_above
 
 from tfcommx.compression import COMPRESSIONS
-from tfcommx.core import NARROW, PLAIN, Scheme
-from tfcommx.core.scheme import AUTO, WIRES
+from tfcommx.core import AUTO, NARROW, PLAIN, WIRES, Scheme
 from tfcommx.planner.check import PEER_ROUTES
 from tfcommx.planner.merging import MERGINGS
 from tfcommx.recipes.datasets import DATASETS

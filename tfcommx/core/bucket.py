@@ -15,7 +15,8 @@ from typing import Any, Generic, NamedTuple, cast
 
 from typing_extensions import TypeVar
 
-from tfcommx.core.scheme import NARROW, NO_COMPRESSION, PLAIN
+from tfcommx.core.scheme import NO_COMPRESSION
+from tfcommx.core.wire_formats import ENTRY_BYTES, NARROW, PLAIN
 
 # Entries of the longest piece; two of them and the padding fit int32 indices.
 LARGEST = 2**30 - 2**20
@@ -142,7 +143,7 @@ class Bucket(Generic[Options]):
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry of the flat vector."""
-        return {"float16": 2, "float32": 4, "float64": 8}[self.dtype]
+        return ENTRY_BYTES[self.dtype]
 
     @property
     def padded(self) -> int:

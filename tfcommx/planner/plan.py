@@ -27,6 +27,7 @@ from typing import NamedTuple
 from tfcommx import routes
 from tfcommx.core import (
     AUTO,
+    ENTRY_BYTES,
     LARGEST,
     NARROW,
     NO_COMPRESSION,
@@ -70,8 +71,8 @@ def balance(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
-# What the engine reduces, with the bytes of an entry; others travel as float32.
-DENSE_DTYPES = {"float16": 2, "float32": 4, "float64": 8}
+# What the engine reduces; others travel as float32.
+DENSE_DTYPES = ("float16", "float32", "float64")
 
 
 class Gradient(NamedTuple):
@@ -356,7 +357,7 @@ def _merged(
     """Decide which gradients of a stream travel together."""
     limit = stream.scheme.bucket_bytes
     if stream.is_sparse:
-        limit = min(limit, DENSE_DTYPES[stream.dtype] * largest)
+        limit = min(limit, ENTRY_BYTES[stream.dtype] * largest)
 
     def make_bucket(entries: int) -> Bucket:
         # A compression needs matrices, and does best with square ones

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tfcommx import engines
-from tfcommx.core import PLAIN, VALUE_DTYPES, Bucket, Links, Topology, Traffic, cost
+from tfcommx.core import ENTRY_BYTES, PLAIN, VALUE_DTYPES, Bucket, Links, Topology, Traffic, cost
 from tfcommx.routes.route import DenseRoute, Tensor, slowest_link
 from tfcommx.wire import formats
 
@@ -85,7 +85,7 @@ class Asa(DenseRoute):
         The paper gives no formula.
         """
         ranks, total, engine = topology.size, formats.dense_bytes(bucket), engines.of(links)
-        wide = formats.entry_bytes(formats.sum_dtype(formats.dense_dtype(bucket)))
+        wide = ENTRY_BYTES[formats.sum_dtype(formats.dense_dtype(bucket))]
         gamma = slowest_link(topology, links).gamma_s_per_byte
         added = (ranks - 1) / ranks * bucket.padded * wide * gamma
         alltoall = engine.all_to_all(total, topology, links)
