@@ -1,0 +1,62 @@
+"""Requests to save and stop a run: signals, or a file."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+# mpirun forwards SIGUSR1 to the ranks, and ends them for SIGTERM
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# In the run's folder; `touch` it to stop the run
+STOP_FILE = "stop"
+
+
+class StopRequests:
+    """Catches the first signal while it is entered; a second one has its usual effect.
+
+    Args:
+        folder: of the run, whose file `stop` counts as a signal; None on ranks other than rank 0.
+
+    **Ranks:** each by itself; the ranks agree afterwards.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.file = None if folder is None else folder / STOP_FILE
+        self.reason = ""
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequests:
+        # Python allows signal handlers there only
+        if threading.current_thread() is threading.main_thread():
+            self._before = {one: signal.signal(one, self._catch) for one in SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._restore()
+
+    def asked(self) -> bool:
+        """Return whether this rank was asked to stop."""
+        if self.file is not None and self.file.exists():
+            self.reason = self.reason or f"the file {self.file}"
+            # Else it would stop the next run too
+            with contextlib.suppress(OSError):
+                self.file.unlink()
+        return bool(self.reason)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self.reason = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for one, handler in self._before.items():
+            signal.signal(one, handler)
+        self._before = {}
