@@ -24,7 +24,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from tfcommx import routes
 from tfcommx.core import (
     AUTO,
     ENTRY_BYTES,
@@ -43,11 +42,10 @@ from tfcommx.core import (
     Topology,
 )
 from tfcommx.planner import merging
-from tfcommx.planner.check import check_scheme, wire_of
+from tfcommx.planner.check import DenseWay, SparseWay, Ways, check_scheme
 from tfcommx.planner.prices import prices_of, sub_profile
 from tfcommx.routes.compressed import vectors
 from tfcommx.routes.messages import MessageOptions
-from tfcommx.routes.route import Route, SparseRoute
 from tfcommx.simulator.assumptions import IDEAL, Assumptions
 
 
@@ -94,14 +92,14 @@ class Stream(NamedTuple):
     """Gradients that may travel together."""
 
     scheme: Scheme
-    route: Route
+    way: DenseWay | SparseWay
     # Of the flat vectors.
     dtype: str
 
     @property
     def is_sparse(self) -> bool:
         """Whether selected entries travel."""
-        return isinstance(self.route, SparseRoute)
+        return isinstance(self.way, SparseWay)
 
 
 # Position of a variable in backward order, and its gradient or a piece of it.
@@ -109,33 +107,35 @@ Member = tuple[int, Gradient]
 
 
 def sort_into_streams(
-    gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], largest: int
+    gradients: Sequence[Gradient],
+    schemes: Mapping[str, Scheme],
+    ways: Mapping[Scheme, Ways],
+    largest: int,
 ) -> dict[Stream, list[Member]]:
-    """Group the gradients, in backward order, by scheme, route and dtype; cut long ones."""
+    """Group the gradients, in backward order, by scheme, way and dtype; cut long ones."""
     streams: dict[Stream, list[Member]] = {}
     for order, gradient in enumerate(reversed(gradients)):
-        stream = _stream_of(gradient, scheme_of(gradient.path, schemes))
+        scheme = scheme_of(gradient.path, schemes)
+        stream = _stream_of(gradient, scheme, ways[scheme])
         pieces = _cut(gradient, largest) if stream.is_sparse else [gradient]
         streams.setdefault(stream, []).extend((order, piece) for piece in pieces)
     return streams
 
 
-def _stream_of(gradient: Gradient, scheme: Scheme) -> Stream:
+def _stream_of(gradient: Gradient, scheme: Scheme, ways: Ways) -> Stream:
     if gradient.dtype.startswith("complex"):
         raise PlanError(
             f"Real gradients are required. Received {gradient.dtype} for {gradient.path!r}. "
             "Train its real and its imaginary part as two variables."
         )
-    route = routes.get(scheme.route)
-    if isinstance(route, SparseRoute):
+    if ways.sparse:
         small = len(gradient.shape) <= 1 or gradient.entries < scheme.dense_below
         if not small and gradient.dtype != "float64":
-            return Stream(scheme, route, "float32")
-        route = routes.get(scheme.dense_route)
+            return Stream(scheme, ways.sparse, "float32")
     compresses = scheme.compression != NO_COMPRESSION and gradient.dtype != "float64"
     known = gradient.dtype in DENSE_DTYPES and not compresses
     dtype = gradient.dtype if known else "float32"
-    return Stream(scheme, route, dtype)
+    return Stream(scheme, ways.dense, dtype)
 
 
 def scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
@@ -289,12 +289,12 @@ def make_plan(
 
     **Raises:** PlanError for what cannot be carried out, naming the scheme, variable or hosts.
     """
-    _check_schemes(schemes, gradients, topology)
+    ways = _check_schemes(schemes, gradients, topology)
     _check_times(schemes, profile)
     cluster = (topology, links, assumptions)
     # (position of its last gradient in backward order, bucket)
     ready: list[tuple[int, Bucket]] = []
-    for stream, members in sort_into_streams(gradients, schemes, largest).items():
+    for stream, members in sort_into_streams(gradients, schemes, ways, largest).items():
         for chosen in _merged(stream, members, largest, cluster, profile):
             bucket = _bucket([gradient for _, gradient in chosen], stream, topology, links)
             ready.append((chosen[-1][0], bucket))
@@ -310,16 +310,18 @@ def make_plan(
 
 def _check_schemes(
     schemes: Mapping[str, Scheme], gradients: Sequence[Gradient], topology: Topology
-) -> None:
+) -> dict[Scheme, Ways]:
     """Refuse what cannot be carried out; warn of a pattern that matches no variable."""
+    ways: dict[Scheme, Ways] = {}
     for pattern, scheme in schemes.items():
-        check_scheme(scheme, topology)
-        if scheme.route == AUTO:
+        found = check_scheme(scheme, topology)
+        if found is None:
             raise PlanError(
                 f"A plan is made of schemes that name a route. Received {AUTO!r} for {pattern!r}, "
                 "which DistributedOptimizer resolves. Give it the scheme, or see what "
                 "`tfcommx plan` proposes."
             )
+        ways[scheme] = found
         if pattern == "*" or not gradients:
             continue
         if not any(matches(gradient.path, pattern) for gradient in gradients):
@@ -330,6 +332,7 @@ def _check_schemes(
                 len(gradients),
                 gradients[0].path,
             )
+    return ways
 
 
 def _check_times(schemes: Mapping[str, Scheme], profile: Profile | None) -> None:
@@ -389,7 +392,7 @@ def _split_long(group: list[Member], largest: int) -> list[list[Member]]:
 
 def _bucket(gradients: list[Gradient], stream: Stream, topology: Topology, links: Links) -> Bucket:
     """Make the bucket of some gradients, without its name."""
-    scheme, route = stream.scheme, stream.route
+    scheme, route = stream.scheme, stream.way.route
     sizes = tuple(gradient.entries for gradient in gradients)
     wire = _wire(stream, topology)
     bucket = Bucket(
@@ -428,19 +431,19 @@ def _compressed(
         compression=stream.scheme.compression,
         shapes=tuple(tuple(gradient.shape) for gradient in gradients),
     )
-    travelling = vectors(found, stream.route, topology)
+    travelling = vectors(found, stream.way.route, topology)
     is_shorter = sum(one.size for one in travelling) < bucket.size
     if not travelling or not is_shorter or bucket.dtype != "float32" or topology.size == 1:
-        return stream.route.cheapest(bucket, topology, links)
+        return stream.way.route.cheapest(bucket, topology, links)
     longest = max(travelling, key=lambda one: one.size)
     return dataclasses.replace(
-        found, options=stream.route.cheapest(longest, topology, links).options
+        found, options=stream.way.route.cheapest(longest, topology, links).options
     )
 
 
 def _wire(stream: Stream, topology: Topology) -> str:
     """Return how a stream is written: in 16 bits only if it is of float32, and travels."""
-    wire = wire_of(stream.scheme, stream.route)
+    wire = stream.way.wire
     as_it_is = stream.dtype != "float32" or topology.size == 1
     return PLAIN if wire in NARROW and as_it_is else wire
 
