@@ -189,8 +189,8 @@ from tfcommx.core import NOMINAL
 
 gradients = [Gradient(f"layer{i}/kernel", (512, 512), "float32") for i in range(4)]
 topology = cx.Topology(2, 2)
-for name, route in routes.ROUTES.items():
-    scheme = cx.Scheme(name, "mstopk", 0.01) if route.sparse else cx.Scheme(name)
+for name in routes.ROUTES:
+    scheme = cx.Scheme(name, "mstopk", 0.01) if name in routes.SPARSE else cx.Scheme(name)
     plan = make_plan(gradients, {"*": scheme}, topology)
     for bucket in plan.buckets:
         carried_by = routes.get(bucket.route)

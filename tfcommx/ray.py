@@ -25,22 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfcommx.core import ConfigurationError, LaunchError, RankLostError, check_whole
-from tfcommx.launch.cluster_environment import OTHER_LAUNCHERS
+from tfcommx.launch.known_launchers import variables as of_launchers
 
 # For all workers to be placed and started
 START_SECONDS = 300.0
 # For a worker that has trained to end by itself
 END_SECONDS = 10.0
-# What Ray's own processes may have from the launcher that started them: it is not theirs
-OF_OTHER_LAUNCHERS = (
-    "HOROVOD_RANK",
-    "OMPI_COMM_WORLD_RANK",
-    "SLURM_STEP_NUM_TASKS",
-    "TF_CONFIG",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCHELASTIC_RUN_ID",
-    "TFCOMMX_PORT",
-)
 
 
 class WorkerLocation(NamedTuple):
@@ -71,8 +61,8 @@ class RayWorker:
 
     def call(self, variables: Mapping[str, str], train: Callable[..., Any], *args: Any) -> Any:
         """Become a rank and train; return what the function returns."""
-        rows = (name for row in OTHER_LAUNCHERS for name in (row.size, row.index))
-        for name in (*OF_OTHER_LAUNCHERS, *rows):
+        # Ray's own processes may have variables from the launcher that started them
+        for name in ("TFCOMMX_PORT", *of_launchers()):
             os.environ.pop(name, None)
         os.environ.update(variables)
         return train(*args)

@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from reference_api import comment_above
 
 from tfcommx.compression import COMPRESSIONS
-from tfcommx.core import NARROW, PLAIN, Scheme
-from tfcommx.core.scheme import AUTO, WIRES
+from tfcommx.core import AUTO, NARROW, PLAIN, WIRES, Scheme
 from tfcommx.planner.check import PEER_ROUTES
 from tfcommx.planner.merging import MERGINGS
 from tfcommx.recipes.datasets import DATASETS
@@ -27,7 +26,7 @@ from tfcommx.recipes.schedules import SCHEDULES
 from tfcommx.recipes.strategies import STRATEGIES, OuterSgd
 from tfcommx.recipes.tasks import TASKS
 from tfcommx.recipes.user import FORM
-from tfcommx.routes import ROUTES
+from tfcommx.routes import DENSE, ROUTES
 from tfcommx.selection import RULES
 
 PARTS: dict[str, type] = {
@@ -70,7 +69,7 @@ def _open(names: Iterable[str], *patterns: str) -> dict[str, Any]:
 # Of a scheme, which checks itself, with tables of names: JSON schema's words for its checks
 SCHEME: dict[str, dict[str, Any]] = {
     "route": _open([*ROUTES, AUTO]),
-    "dense_route": {"enum": [name for name, route in ROUTES.items() if not route.sparse]},
+    "dense_route": {"enum": list(DENSE)},
     "peer_route": {"enum": list(PEER_ROUTES)},
     "selection": _open(RULES),
     "compression": _open(["none", *COMPRESSIONS], f"^({'|'.join(COMPRESSIONS)})/"),

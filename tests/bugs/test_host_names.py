@@ -17,9 +17,9 @@ from launching import QUICK
 from tfcommx.cli.doctor import on_host
 from tfcommx.core import ConfigurationError
 from tfcommx.launch import hosts as module
-from tfcommx.launch.cluster_environment import cluster_environment
 from tfcommx.launch.commands import RemoteHosts
 from tfcommx.launch.hosts import allocation, parse_hosts, read_hostfile
+from tfcommx.launch.known_launchers import cluster_environment
 from tfcommx.supervisor.hosts import ScriptHosts
 
 OPTION = "-Fconfig"

@@ -16,14 +16,17 @@ from launching import QUICK, free_port
 
 from tfcommx.collectives import horovod, rendezvous
 from tfcommx.core import ConfigurationError
-from tfcommx.launch.cluster_environment import (
-    OTHER_LAUNCHERS,
-    ClusterEnvironment,
+from tfcommx.launch.cluster_environment import ClusterEnvironment, tf_config
+from tfcommx.launch.known_launchers import (
+    LAUNCHERS,
+    OF_HOROVOD,
     check_alone,
     cluster_environment,
-    tf_config,
+    variables,
 )
 from tfcommx.launch.launcher import launcher
+from tfcommx.ray import RayWorker
+from tfcommx.supervisor import sweep
 
 SAY = "import tfcommx as cx; cx.init(); print(cx.rank(), 'of', cx.size(), cx.is_chief())"
 
@@ -120,7 +123,11 @@ LISTS = {"SM_HOSTS": ('["a", "b"]', '["a"]'), "TPU_WORKER_HOSTNAMES": ("a,b", "l
 CLUSTERS = tuple(tf_config_of({"worker": hosts}) for hosts in (["a:1", "b:1"], ["a:1"]))
 
 
-@pytest.mark.parametrize("row", OTHER_LAUNCHERS, ids=lambda row: row.size or row.index)
+@pytest.mark.parametrize(
+    "row",
+    [row for row in LAUNCHERS if not row.read and not row.horovod],
+    ids=lambda row: row.size or row.rank,
+)
 def test_processes_of_another_launcher_do_not_train_alone(
     row: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,9 +137,9 @@ def test_processes_of_another_launcher_do_not_train_alone(
     launcher whose variables nobody had listed.
     """
     several, one = LISTS.get(row.size, CLUSTERS if row.size == "CLUSTER_SPEC" else ("4", "1"))
-    if row.index:
-        monkeypatch.setenv(row.index, "0")
-        with pytest.raises(ConfigurationError, match=f"{row.index}=0 .*WORLD_SIZE=1"):
+    if row.rank:
+        monkeypatch.setenv(row.rank, "0")
+        with pytest.raises(ConfigurationError, match=f"{row.rank}=0 .*WORLD_SIZE=1"):
             check_alone()
         with monkeypatch.context() as patch:
             patch.setenv("WORLD_SIZE", "1")
@@ -144,6 +151,18 @@ def test_processes_of_another_launcher_do_not_train_alone(
         monkeypatch.setenv(row.size, one)
         with horovod.without_mpi():
             pass
+
+
+def test_a_rank_on_ray_or_after_a_restart_forgets_every_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in variables():
+        monkeypatch.setenv(name, "1")
+    here = RayWorker().call({"RANK": "0", "WORLD_SIZE": "1"}, launcher)
+    assert here.kind == "none"
+    check_alone()
+    # The sweep knows only the standard library
+    assert tuple(f"{row.rank}=".encode() for row in OF_HOROVOD.values()) == sweep.RANK
 
 
 def test_a_size_of_a_launcher_that_is_not_listed_is_refused(

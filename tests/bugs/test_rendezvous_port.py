@@ -18,8 +18,9 @@ import pytest
 
 from tfcommx.collectives import rendezvous
 from tfcommx.core import LaunchError, TfcommxError
-from tfcommx.launch.cluster_environment import ClusterEnvironment, cluster_environment
+from tfcommx.launch.cluster_environment import ClusterEnvironment
 from tfcommx.launch.handshake import Handshake
+from tfcommx.launch.known_launchers import cluster_environment
 
 RIGHT = {"slot": [1, 2, 0, 1], "address": "127.0.0.1", "port": 4000}
 

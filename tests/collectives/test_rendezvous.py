@@ -19,8 +19,9 @@ from launching import QUICK, WORKERS, free_port, horovodrun
 
 from tfcommx.collectives import rendezvous
 from tfcommx.core import ConfigurationError, LaunchError, TfcommxError
-from tfcommx.launch.cluster_environment import ClusterEnvironment, cluster_environment
+from tfcommx.launch.cluster_environment import ClusterEnvironment
 from tfcommx.launch.handshake import Caller, Handshake
+from tfcommx.launch.known_launchers import cluster_environment
 from tfcommx.launch.launcher import launcher
 
 WORKER = str(WORKERS / "cluster_environment.py")

@@ -31,7 +31,6 @@ INTERNAL = {
     "no address": "likewise",
     "no answer from ...:": "likewise",
     "the sender has gone": "caught: the rest of the file is deleted",
-    "Only the prices of a bucket that compresses are here.": "cannot be reached",
     "a message of": "caught: the process that would send it is turned away",
     "an array of": "caught: said behind `Plain data of another rank is required`",
     "fewer bytes than the arrays have": "likewise",

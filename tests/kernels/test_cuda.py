@@ -18,6 +18,7 @@ from launching import ROOT
 from tensorflow.python.framework import kernels as registered
 from vectors import KINDS, make
 
+from tfcommx.core import SPARSE_WIRES
 from tfcommx.kernels import loader, select, sparse, wire
 
 needs_nvcc = pytest.mark.skipif(
@@ -164,7 +165,7 @@ def through_the_ops(device, kind, rule, wire_format):
     not tf.config.list_physical_devices("GPU"),
     reason="TensorFlow finds no GPU: its kernels were not run",
 )
-@pytest.mark.parametrize("wire_format", ["pair32", "block16/bfloat16", "elias/int8", "elias/int4"])
+@pytest.mark.parametrize("wire_format", SPARSE_WIRES)
 @pytest.mark.parametrize("rule", ["exact", "mstopk"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ops_on_a_gpu_equal_those_on_the_cpu(kind, rule, wire_format):

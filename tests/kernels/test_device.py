@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfcommx.core.wire_formats import CODE_BITS
 from tfcommx.kernels import dense, device, lars, loader, select, sparse, wire, wire_codes
 
 # A call of a kernel: its arguments
@@ -75,10 +76,10 @@ def wrong(result: Any, call: Call, place: int | str) -> Any:
         *((dense, "add", says(dtype), 0) for dtype in ("float16", "bfloat16")),
         *((lars, "lars_update", says(nesterov), "first") for nesterov in (False, True)),
         *((lars, "lars_update", says(nesterov), "last") for nesterov in (False, True)),
-        *((wire_codes, "round_values", says(dtype), 0) for dtype in ("int8", "int4")),
-        *((wire_codes, "round_values", says(dtype), 1) for dtype in ("int8", "int4")),
-        *((wire, "encode", says(f"elias/{dtype}"), 0) for dtype in ("int8", "int4")),
-        *((wire, "decode", says(f"elias/{dtype}"), 1) for dtype in ("int8", "int4")),
+        *((wire_codes, "round_values", says(dtype), 0) for dtype in CODE_BITS),
+        *((wire_codes, "round_values", says(dtype), 1) for dtype in CODE_BITS),
+        *((wire, "encode", says(f"elias/{dtype}"), 0) for dtype in CODE_BITS),
+        *((wire, "decode", says(f"elias/{dtype}"), 1) for dtype in CODE_BITS),
         *((wire, "decode", says("block16/float16"), place) for place in (0, 1)),
         (sparse, "keep", any_call, "first"),
         (sparse, "merge", any_call, 0),

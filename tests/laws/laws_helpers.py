@@ -31,10 +31,10 @@ TOPOLOGIES = ONE_LEVEL + TWO_LEVELS
 UNLIKE = [Topology(2, 2), Topology(3, 1), Topology(1, 2)]
 
 
-SPARSE = [name for name, row in routes.ROUTES.items() if row.sparse]
+SPARSE = list(routes.SPARSE)
 
 
-DENSE = [name for name, row in routes.ROUTES.items() if not row.sparse]
+DENSE = list(routes.DENSE)
 
 
 RULES = [name for name in selection.RULES if name != "all"]

@@ -61,7 +61,7 @@ def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topolog
         )
         residuals = sum(residuals[path] for _, residuals in ends)
         np.testing.assert_array_equal(ends[0][0][path].ravel() + residuals, came.ravel())
-        if not routes.get(after.route).sparse and after not in ADDED_WIDE:
+        if after.route in routes.DENSE and after not in ADDED_WIDE:
             assert not residuals.any()
 
 

@@ -67,7 +67,7 @@ def test_the_optimal_merging_has_the_shortest_simulated_step(route: str) -> None
     rows = tuple(row for row in PROFILE.variables if len(row.shape) > 1)
     profile = dataclasses.replace(PROFILE, variables=rows)
     gradients = [Gradient(row.name, row.shape, row.dtype) for row in reversed(rows)]
-    sparse = {"selection": "exact", "density": 0.001} if routes.get(route).sparse else {}
+    sparse = {"selection": "exact", "density": 0.001} if route in routes.SPARSE else {}
     assumptions = Assumptions(selection=sorting_time(2e-10), engine_s=1e-4, selection_on="beside")
     steps = {}
     for name in merging.MERGINGS:
@@ -93,7 +93,7 @@ def test_what_solvers_minimize_is_the_simulated_step(route: str, place: str) -> 
     profile = dataclasses.replace(PROFILE, variables=rows)
     gradients = [Gradient(row.name, row.shape, row.dtype) for row in reversed(rows)]
     assumptions = Assumptions(lambda entries: 0.004, place, engine_s=1e-3)
-    sparse = {"selection": "exact", "density": 0.01} if routes.get(route).sparse else {}
+    sparse = {"selection": "exact", "density": 0.01} if route in routes.SPARSE else {}
     for name in ("each", "threshold"):
         scheme = Scheme(route, dense_below=0, merging=name, bucket_bytes=2**22, **sparse)
         plan = make_plan(gradients, {"*": scheme}, FOUR, links=SLOW, profile=profile)

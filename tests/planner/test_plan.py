@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tfcommx import routes
 from tfcommx.core import ConfigurationError, PlanError, Profile, Scheme, Topology, VariableProfile
 from tfcommx.planner import merging
-from tfcommx.planner.check import check_scheme
+from tfcommx.planner.check import DenseWay, SparseWay, Ways, check_scheme
 from tfcommx.planner.merging.merging import Prices
 from tfcommx.planner.plan import Gradient, make_plan
 
@@ -128,6 +131,16 @@ def test_dtypes_do_not_mix_and_bfloat16_travels_as_float32() -> None:
 def test_schemes_that_do_not_fit(scheme: Scheme, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check_scheme(scheme, Topology(2, 2))
+
+
+def test_the_ways_of_a_scheme() -> None:
+    sparse = dataclasses.replace(SPARSE, wire="elias/int8", dense_route="asa", dense_wire="float16")
+    hitopk, asa = routes.SPARSE["hitopk"], routes.DENSE["asa"]
+    assert check_scheme(sparse, Topology(2, 2)) == Ways(
+        SparseWay(hitopk, "elias/int8"), DenseWay(asa, "float16")
+    )
+    assert check_scheme(Scheme("asa"), Topology(2, 2)) == Ways(None, DenseWay(asa, "plain"))
+    assert check_scheme(Scheme("auto"), Topology(2, 2)) is None
 
 
 @pytest.mark.parametrize("route", ["torus", "hitopk"])

@@ -345,7 +345,8 @@ def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
     run = SimpleNamespace(recipe=recipe, steps=(8,), comm=comm)
     counter.begin(FitCall(0, range(1, 3)), 8)
     x, y = data(64)
-    listed = [callbacks.BroadcastState(), counter, SetLearningRate(run, counter), rates]
+    context = SimpleNamespace(run=run, counter=counter)
+    listed = [callbacks.BroadcastState(), counter, SetLearningRate(context), rates]
     net.fit(x, y, batch_size=8, epochs=3, initial_epoch=1, verbose=0, callbacks=listed)
     wanted = [
         recipe.learning_rate.at(step, 8, 24, 8 * comm.topology.size) for step in range(8, 24, 2)

@@ -151,7 +151,7 @@ def test_alltoall_on_unequal_nodes_is_a_mean() -> None:
 
 @pytest.mark.parametrize("route", routes.ROUTES)
 def test_one_rank_alone_pays_for_no_message(route: str) -> None:
-    one = bucket(route, k=5 if routes.get(route).sparse else None, wire=routes.get(route).wires[0])
+    one = bucket(route, k=5 if route in routes.SPARSE else None, wire=routes.get(route).wires[0])
     alone = routes.get(route).seconds(one, Topology(1, 1), Links(Link(1e9, 1e9), Link(1e9, 1e9)))
     assert alone == 0 and routes.get(route).wire_bytes(one, Topology(1, 1)) == Traffic(0, 0)
 

@@ -122,12 +122,8 @@ def test_what_the_probe_measured_of_short_allreduces_grows_with_their_price() ->
 
 
 def schemes() -> list[Scheme]:
-    dense = [Scheme(name) for name, route in routes.ROUTES.items() if not route.sparse]
-    sparse = [
-        Scheme(name, "mstopk", 0.1, dense_below=0)
-        for name, route in routes.ROUTES.items()
-        if route.sparse
-    ]
+    dense = [Scheme(name) for name in routes.DENSE]
+    sparse = [Scheme(name, "mstopk", 0.1, dense_below=0) for name in routes.SPARSE]
     return [*dense, *sparse]
 
 

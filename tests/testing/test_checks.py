@@ -20,7 +20,10 @@ from tfcommx.core import Scheme, Sparse, Topology, Traffic
 from tfcommx.planner.automatic import PlanRequest, propose
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient
+from tfcommx.routes.allgather import Allgather
 from tfcommx.routes.allreduce import Allreduce
+from tfcommx.routes.asa import Asa
+from tfcommx.routes.compressed import CompressedRoute
 from tfcommx.testing import (
     LawBroken,
     check_compression,
@@ -47,13 +50,12 @@ class BlindToNaN:
         return Sparse(tf.range(k), gradient[:k], gradient.shape[0])
 
 
-class OwnShare(Allreduce):
+class OwnShare(Asa):
     """Forgets what others sent."""
 
     name = "broken_members:SHARE"
-    takes_list = False
 
-    def run(self, flat: Any, bucket: Any, comm: Any, codec: Any, select: Any = None) -> Any:
+    def run(self, flat: Any, bucket: Any, comm: Any, codec: Any) -> Any:
         super().run(flat, bucket, comm, codec)
         return flat * comm.topology.size
 
@@ -65,6 +67,13 @@ class Cheap(Allreduce):
 
     def wire_bytes(self, bucket: Any, topology: Any) -> Traffic:
         return Traffic(0.0, 0.0)
+
+
+class OwnGather(Allgather):
+    """A sparse route of another package."""
+
+    name = "broken_members:GATHER"
+    wires = ("elias/int8",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +159,12 @@ def members(monkeypatch: pytest.MonkeyPatch) -> None:
         BLIND=BlindToNaN(),
         SHARE=OwnShare(),
         CHEAP=Cheap(),
+        GATHER=OwnGather(),
         LOSSY=Changed(lossy),
         NOISE=Changed(own_noise),
         EAGER=Changed(eager),
         PAIRS=Pairs(),
+        PRICES=CompressedRoute(routes.get("allreduce")),
         CARELESS=Careless(),
         LONGER=Longer(),
         FINITE=Finite(),
@@ -197,6 +208,14 @@ def test_our_own_members_pass() -> None:
         check_route("tfcommx.routes.asa:ROUTE")
     check_strategy("root")
     check_wire("elias/int4")
+
+
+def test_a_sparse_route_of_another_package_passes_and_prices_alone_are_no_route() -> None:
+    check_route("broken_members:GATHER")
+    with pytest.raises(cx.PlanError, match="what others find it by"):
+        check_route("tfcommx.routes.allgather:ROUTE")
+    with pytest.raises(cx.ConfigurationError, match=r"route\.DenseRoute or .*SparseRoute\."):
+        check_route("broken_members:PRICES")
 
 
 def test_a_wire_format_of_another_package_passes_and_may_be_named_by_auto() -> None:

@@ -19,9 +19,9 @@ from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.training import callbacks, save_and_stop, steps
 from tfcommx.training.run import Run
-from tfcommx.training.signals import StopRequests
 from tfcommx.training.steps import Position
-from tfcommx.training.train import TrainOptions, first_position, make_callbacks, train
+from tfcommx.training.stop_requests import StopRequests
+from tfcommx.training.train import TrainOptions, first_position, make_context, train
 
 SAMPLES = 40
 SPARSE = {"route": "hitopk", "selection": "mstopk", "density": 0.1, "dense_below": 8}
@@ -165,7 +165,8 @@ def test_what_was_measured_is_scaled_and_never_lost(
         assert first == Position(2, expected[0])
         totals = SimpleNamespace(seconds=float, so_far=dict, bytes_between=int)
         requests, snapshots = StopRequests(None), SimpleNamespace(supervised=None)
-        made = make_callbacks(here, first, saved, TrainOptions(), requests, None, totals, snapshots)
+        made = make_context(here, first, saved, TrainOptions(), requests, None, totals, snapshots)
+        made.counter.on_epoch_begin(2)
         made.timing.on_epoch_begin(2)
-        assert (made.history.steps_measured(), made.timing.first_steps) == expected
+        assert (made.counter.measured, made.timing.first_steps) == expected
         assert made.timing.seconds["compute"] == 3.0

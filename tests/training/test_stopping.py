@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfcommx.training.signals import SIGNALS, StopRequests
 from tfcommx.training.steps import FitCall, Position, StepCounter, fit_calls
+from tfcommx.training.stop_requests import SIGNALS, StopRequests
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data(), st.booleans())
@@ -36,10 +36,10 @@ def test_the_counter_counts_over_the_whole_run() -> None:
         counter.on_train_batch_begin(batch)
         counter.on_train_batch_end(batch)
     assert counter.position == Position(3, 6) and counter.after == Position(3, 7)
-    assert (counter.taken, counter.phase, counter.steps) == (2, 1, 8)
+    assert (counter.measured, counter.phase, counter.steps) == (2, 1, 8)
     counter.begin(FitCall(1, range(4, 6)), steps=8)
     counter.on_epoch_begin(4)
-    assert counter.position == Position(4, 0) and counter.taken == 0
+    assert counter.position == Position(4, 0) and counter.measured == 0
 
 
 @pytest.mark.parametrize("number", SIGNALS)

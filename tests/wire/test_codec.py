@@ -13,14 +13,16 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorflow.python.framework import op_def_registry
 
-from tfcommx.core import SPARSE_WIRES, Sparse
+from tfcommx.core import SPARSE_WIRES, VALUE_DTYPES, Sparse
 from tfcommx.core.wire_formats import (
     BLOCK,
     CODE_BITS,
+    INDEX_WORDS,
+    SPARSE_FORMATS,
     bitmap_bits,
     low_bits,
-    value_dtype,
     wire_words,
 )
 from tfcommx.kernels import loader
@@ -33,12 +35,22 @@ IMPLEMENTATIONS = {
 }
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 every_wire = pytest.mark.parametrize("name", SPARSE_WIRES)
-CODED = [name for name in SPARSE_WIRES if value_dtype(name) in CODE_BITS]
-NARROW = [name for name in SPARSE_WIRES if value_dtype(name) != "float32" and name not in CODED]
+CODED = [name for name in SPARSE_WIRES if SPARSE_FORMATS[name].values in CODE_BITS]
+NARROW = [
+    name for name in SPARSE_WIRES if SPARSE_FORMATS[name].values != "float32" and name not in CODED
+]
 
 
-def test_the_library_is_there() -> None:
+def test_the_native_ops_have_the_same_table() -> None:
     assert loader.library() is not None
+    for op, attribute, names in (
+        ("TfcommxWireEncode", "format", SPARSE_FORMATS),
+        ("TfcommxWireDecode", "format", SPARSE_FORMATS),
+        ("TfcommxWireRound", "type", CODE_BITS),
+    ):
+        attributes = {one.name: one for one in op_def_registry.get(op).attr}
+        allowed = attributes[attribute].allowed_values.list.s
+        assert [name.decode() for name in allowed] == list(names), op
 
 
 def sparse(k: int, size: int, seed: int = 0) -> Sparse:
@@ -122,11 +134,7 @@ def test_bytes_by_hand() -> None:
 
     999 need a half word of padding in each 16-bit part.
     """
-    sizes = {
-        name: (formats.size_bytes(1000, 200_000, name), formats.size_bytes(999, 200_000, name))
-        for name in SPARSE_WIRES
-    }
-    assert sizes == {
+    by_hand = {
         "pair32": (8000, 7992),
         "pair16/float16": (6000, 5996),
         "pair16/bfloat16": (6000, 5996),
@@ -140,6 +148,12 @@ def test_bytes_by_hand() -> None:
         "elias/int8": (2264, 2264),
         "elias/int4": (1764, 1764),
     }
+    for name, expected in by_hand.items():
+        sizes = tuple(formats.size_bytes(k, 200_000, name) for k in (1000, 999))
+        assert sizes == expected, name
+    # Other formats combine these
+    ways, dtypes = zip(*(SPARSE_FORMATS[name] for name in by_hand), strict=True)
+    assert set(ways) == set(INDEX_WORDS) and {*VALUE_DTYPES, *CODE_BITS} == set(dtypes)
 
 
 @every_wire
@@ -177,7 +191,7 @@ def test_rounding_loses_nothing(name: str, value: float) -> None:
 
     For all values whose difference float32 can hold.
     """
-    if value_dtype(name) == "bfloat16" and 0 < abs(value) < 2.0**-102:
+    if SPARSE_FORMATS[name].values == "bfloat16" and 0 < abs(value) < 2.0**-102:
         # The difference is below the smallest normal float32, and the processor may flush it
         return
     one, error = codec.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), name)
@@ -192,7 +206,7 @@ def test_rounding_loses_nothing(name: str, value: float) -> None:
 def test_rounding_is_to_nearest_and_sees_that_something_is_left(name: str) -> None:
     values = np.random.default_rng(3).normal(size=1000).astype(np.float32)
     one, error = codec.rounded(Sparse(tf.range(1000), tf.constant(values), 1000), name)
-    bits = 11 if value_dtype(name) == "float16" else 8
+    bits = 11 if SPARSE_FORMATS[name].values == "float16" else 8
     assert np.count_nonzero(error) > 900
     assert (np.abs(error) <= np.abs(values) * 2.0**-bits).all()
     np.testing.assert_array_equal(one.values + error, values)

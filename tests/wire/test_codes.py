@@ -20,7 +20,7 @@ from tfcommx.kernels.wire_codes import (
 )
 from tfcommx.wire import codec
 
-LARGEST = {"int8": 127, "int4": 7}
+LARGEST = {dtype: 2 ** (bits - 1) - 1 for dtype, bits in CODE_BITS.items()}
 every_dtype = pytest.mark.parametrize("dtype", CODE_BITS)
 normal_floats = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 # Whole blocks, and parts; magnitudes of all exponents, and of few

@@ -114,8 +114,9 @@ class Settings:
     def requested_scheme(self) -> Scheme:
         """How gradients travel."""
         from tfcommx import routes
+        from tfcommx.routes.route import SparseRoute
 
-        sparse = routes.get(self.scheme).sparse
+        sparse = isinstance(routes.get(self.scheme), SparseRoute)
         selection = self.selection or ("mstopk" if sparse else "all")
         default = 1.0 if selection == "all" else 0.01
         return Scheme(

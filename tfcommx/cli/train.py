@@ -28,7 +28,7 @@ from tfcommx.recipes.recipe import read as read_recipe
 from tfcommx.report.dry_run import read_alone, show_dry_run
 from tfcommx.report.terminal import show_run
 from tfcommx.supervisor.supervisor import USER_ERROR
-from tfcommx.training.signals import STOP_FILE
+from tfcommx.training.stop_requests import STOP_FILE
 
 # Words of `tfcommx` in each generation
 TrainWords = Callable[[int], list[str]]

@@ -20,8 +20,8 @@ from tfcommx.collectives.messages import Messages
 from tfcommx.collectives.plain_data import decode, encode
 from tfcommx.collectives.point_to_point import PointToPoint
 from tfcommx.core import ConfigurationError, LaunchError, PlanError, Topology, Traffic
-from tfcommx.launch.cluster_environment import check_alone
 from tfcommx.launch.interpreter import environment
+from tfcommx.launch.known_launchers import check_alone
 from tfcommx.launch.launcher import Launcher
 
 # The release that is tested; its private functions are used.

@@ -10,7 +10,7 @@ from tfcommx.collectives import exit_message, gpu_checks, horovod, mpi, process,
 from tfcommx.collectives.gloo_hosts import gloo_hosts
 from tfcommx.collectives.unwrapped import UnwrappedOptimizers
 from tfcommx.core import ConfigurationError, Topology
-from tfcommx.launch import cluster_environment, launcher
+from tfcommx.launch import known_launchers, launcher
 from tfcommx.watch import liveness
 
 
@@ -69,7 +69,7 @@ def init(
         return _started_before(node_size)
     if launcher.launcher().kind == "environment":
         any_order = node_size is not None
-        rendezvous.join(cluster_environment.cluster_environment(), any_order)
+        rendezvous.join(known_launchers.cluster_environment(), any_order)
     here = launcher.launcher()
     if here.kind == "mpi":
         mpi.start()

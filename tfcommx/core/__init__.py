@@ -23,20 +23,24 @@ from tfcommx.core.scheme import (
     AUTO,
     DGC_WARM_UP,
     MPI_LAUNCH,
-    NARROW,
     NO_COMPRESSION,
-    PLAIN,
-    SPARSE_WIRES,
-    VALUE_DTYPES,
-    WIRES,
     Scheme,
 )
 from tfcommx.core.timeline import KINDS, RESOURCES, MeasuredStep, Span, Timeline
 from tfcommx.core.topology import GROUPS, Topology
+from tfcommx.core.wire_formats import (
+    ENTRY_BYTES,
+    NARROW,
+    PLAIN,
+    SPARSE_WIRES,
+    VALUE_DTYPES,
+    WIRES,
+)
 
 __all__ = [
     "AUTO",
     "DGC_WARM_UP",
+    "ENTRY_BYTES",
     "GROUPS",
     "KINDS",
     "LARGEST",

@@ -11,9 +11,12 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 
-from tfcommx.core.scheme import NARROW, NO_COMPRESSION, PLAIN
+from typing_extensions import TypeVar
+
+from tfcommx.core.scheme import NO_COMPRESSION
+from tfcommx.core.wire_formats import ENTRY_BYTES, NARROW, PLAIN
 
 # Entries of the longest piece; two of them and the padding fit int32 indices.
 LARGEST = 2**30 - 2**20
@@ -83,8 +86,12 @@ class NoOptions(RouteOptions):
     """The options of a route that needs none."""
 
 
+# Of the route of a bucket. `Bucket` alone is one of any route.
+Options = TypeVar("Options", bound=RouteOptions, default=Any)
+
+
 @dataclass(frozen=True)
-class Bucket:
+class Bucket(Generic[Options]):
     """Variables whose gradients travel together as one flat vector, in backward order.
 
     >>> bucket = Bucket("b", ("bias", "kernel"), (10, 25), "float16", "torus", padding=1)
@@ -113,7 +120,7 @@ class Bucket:
     # How entries are written; as `Scheme.wire`, but named.
     wire: str = PLAIN
     # The route's own, of the class that the route names.
-    options: RouteOptions = field(default_factory=NoOptions)
+    options: Options = field(default_factory=cast(Any, NoOptions))
     # In [0, 1): applied before the selection, or on dense routes to the sum over the ranks.
     momentum: float = 0.0
     # > 0: of the gradients of all buckets with the same value, on each rank; None: not clipped.
@@ -136,7 +143,7 @@ class Bucket:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry of the flat vector."""
-        return {"float16": 2, "float32": 4, "float64": 8}[self.dtype]
+        return ENTRY_BYTES[self.dtype]
 
     @property
     def padded(self) -> int:

@@ -68,13 +68,13 @@ def require_named_members(source: str, *names: Any) -> None:
             )
 
 
-def load_member(what: str, name: str, kind: type | None = None) -> Any:
+def load_member(what: str, name: str, *kinds: type) -> Any:
     """Return the object that "module:MEMBER" names.
 
     Args:
         what: the family, for messages.
         name: as the user gave it.
-        kind: the class that the object must be an instance of; None: anything.
+        kinds: the classes of which the object must be an instance of one; none: anything.
 
     **Raises:** ConfigurationError if there is none, or if it is something else.
     """
@@ -85,10 +85,11 @@ def load_member(what: str, name: str, kind: type | None = None) -> Any:
             f"A {what} 'module:MEMBER' must be importable on every rank. Received {name!r}: "
             f"{error}. Install its package, or set PYTHONPATH."
         ) from error
-    if kind is not None and not isinstance(found, kind):
+    if kinds and not isinstance(found, kinds):
+        allowed = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
         raise ConfigurationError(
-            f"A {what} must be an object of a class that derives from {kind.__module__}."
-            f"{kind.__name__}. Received {name!r}, which is {found!r}."
+            f"A {what} must be an object of a class that derives from {allowed}. Received "
+            f"{name!r}, which is {found!r}."
         )
     return found
 

@@ -8,32 +8,13 @@ from dataclasses import dataclass
 
 from tfcommx.core.checks import check_name, is_member, name_members, python_number
 from tfcommx.core.errors import PlanError
-
-# The wire format of a dense route that sends the gradient's own dtype.
-PLAIN = "plain"
+from tfcommx.core.wire_formats import NARROW, PLAIN, VALUE_DTYPES, WIRES
 
 # Gradients are summed as they are, or by selected entries.
 NO_COMPRESSION = "none"
 
 # In place of a route: the optimizer tries several schemes, and keeps the fastest.
 AUTO = "auto"
-
-# Of values on the wire.
-VALUE_DTYPES = ("float32", "float16", "bfloat16")
-
-# Those that are narrower than float32: what rounding to them loses stays in a residual.
-NARROW = VALUE_DTYPES[1:]
-
-# Formats of selected entries; tfcommx.wire says what they are.
-SPARSE_WIRES = (
-    "pair32",
-    "pair16/float16",
-    "pair16/bfloat16",
-    *(f"block16/{dtype}" for dtype in VALUE_DTYPES),
-    *(f"elias/{dtype}" for dtype in ("float32", "float16", "int8", "int4")),
-)
-
-WIRES = (PLAIN, *VALUE_DTYPES, *SPARSE_WIRES)
 
 # Densities of the first epochs; deep gradient compression (DGC) then stays at 0.001.
 DGC_WARM_UP = (0.25, 0.063, 0.015, 0.004)

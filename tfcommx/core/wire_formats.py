@@ -1,28 +1,84 @@
-"""Sizes of the sparse wire formats, in words; without TensorFlow.
+"""The table of wire formats: their names, how each writes indices and values, and its words.
 
-`tfcommx.wire` describes the formats; ops/kernels/wire.h has the layout of the words.
+A Sparse becomes one flat buffer of exact size, so that it takes one collective:
+
+    pair32          k int32 indices, k float32 values                             8 B an entry
+    pair16/DTYPE    k int32 indices, k 16-bit values                              6 B
+    block16/DTYPE   one int32 count per block of 65,536 entries of the vector,
+                    k uint16 offsets into their blocks, k values                  4 B, or 6 B
+                                                                                  with float32
+    elias/DTYPE     indices by Elias-Fano coding, at most 2 + log2(size / k)      at 1 %: 2.1 B, or
+                    bits each; k values: float32, float16, or codes of            1.6 B with int4
+                    8 or 4 bits (int8, int4) in blocks of 32 that share a
+                    16-bit step
+
+Buffers are int32 words, which every engine carries (NCCL knows no 16-bit integers); 16-bit parts of
+odd length end in two zero bytes. The size depends on k and the vector's length only, so that
+Horovod's cache of all-gathers stays valid. ops/kernels/wire.h has the layout of the words.
+
+A dense route may write its entries narrower than they are added: in float32, float16 or bfloat16.
+
+To add a format:
+    1. Add a row to SPARSE_FORMATS. A new way to write indices is a row of INDEX_WORDS, too, and its
+       definition one of `kernels.wire.INDEX_DEFINITIONS`; codes of another width are a row of
+       CODE_BITS.
+    2. Give the native ops the name: ops/tf/wire.cc lists the same ones.
+    3. Say what it costs in docs/explanation/routes.md, and run scripts/documents/reference.py.
+    Schemes, prices, recipes, laws, the tests of wire formats and the comparison of GPU and CPU walk
+    over these tables. A format of another package derives from `wire.formats.WireFormat`.
 """
 
 from __future__ import annotations
 
-BLOCK = 65536  # Entries that a uint16 offset can tell apart
+from collections.abc import Callable
+from typing import NamedTuple
 
-# Values that share a step, where values are written as codes
-CODE_BLOCK = 32
+# The wire format of a dense route that sends the gradient's own dtype.
+PLAIN = "plain"
 
-# Bits of a code
+# Bytes of an entry.
+ENTRY_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+# Formats of dense routes: the dtype in which entries travel.
+VALUE_DTYPES = ("float32", "float16", "bfloat16")
+
+# Those that are narrower than float32: what rounding to them loses stays in a residual.
+NARROW = VALUE_DTYPES[1:]
+
+# Bits of a code.
 CODE_BITS = {"int8": 8, "int4": 4}
 
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Values that share a step, where values are written as codes.
+CODE_BLOCK = 32
+
+# Entries that a uint16 offset can tell apart.
+BLOCK = 65536
 
 
-def value_dtype(wire: str) -> str:
-    """Name the dtype in which a sparse wire format writes values; int8 and int4 are codes.
+class SparseFormat(NamedTuple):
+    """How selected entries are written."""
 
-    >>> value_dtype("block16/float16"), value_dtype("elias/int4"), value_dtype("pair32")
-    ('float16', 'int4', 'float32')
-    """
-    return wire.partition("/")[2] or "float32"
+    # One of INDEX_WORDS
+    indices: str
+    # A dtype of VALUE_DTYPES or codes of CODE_BITS
+    values: str
+
+
+SPARSE_FORMATS = {
+    "pair32": SparseFormat("pair", "float32"),
+    "pair16/float16": SparseFormat("pair", "float16"),
+    "pair16/bfloat16": SparseFormat("pair", "bfloat16"),
+    "block16/float32": SparseFormat("block16", "float32"),
+    "block16/float16": SparseFormat("block16", "float16"),
+    "block16/bfloat16": SparseFormat("block16", "bfloat16"),
+    "elias/float32": SparseFormat("elias", "float32"),
+    "elias/float16": SparseFormat("elias", "float16"),
+    "elias/int8": SparseFormat("elias", "int8"),
+    "elias/int4": SparseFormat("elias", "int4"),
+}
+SPARSE_WIRES = tuple(SPARSE_FORMATS)
+
+WIRES = (PLAIN, *VALUE_DTYPES, *SPARSE_WIRES)
 
 
 def low_bits(k: int, size: int) -> int:
@@ -61,6 +117,17 @@ def code_words(k: int, dtype: str) -> tuple[int, int]:
     return (blocks + 1) // 2, -(-k * CODE_BITS[dtype] // 32)
 
 
+# (k, size) -> int32 words of counts or a bitmap, and of indices, offsets or low bits
+INDEX_WORDS: dict[str, Callable[[int, int], tuple[int, int]]] = {
+    "pair": lambda k, size: (0, k),
+    "block16": lambda k, size: (-(-size // BLOCK), (k + 1) // 2),
+    "elias": lambda k, size: (
+        -(-bitmap_bits(k, size) // 32),
+        -(-k * low_bits(k, size) // 32),
+    ),
+}
+
+
 def wire_words(k: int, size: int, wire: str) -> tuple[int, int, int]:
     """Count the int32 words of a buffer's three parts.
 
@@ -74,13 +141,9 @@ def wire_words(k: int, size: int, wire: str) -> tuple[int, int, int]:
     Args:
         k: entries in the buffer, >= 0.
         size: length of the vector that the entries were selected from, >= 0.
-        wire: one of `core.SPARSE_WIRES`.
+        wire: one of SPARSE_FORMATS.
     """
-    dtype = value_dtype(wire)
-    coded = dtype in CODE_BITS
-    values = sum(code_words(k, dtype)) if coded else -(-k * _BYTES[dtype] // 4)
-    if wire.startswith("block16"):
-        return -(-size // BLOCK), (k + 1) // 2, values
-    if wire.startswith("elias"):
-        return -(-bitmap_bits(k, size) // 32), -(-k * low_bits(k, size) // 32), values
-    return 0, k, values
+    indices, values = SPARSE_FORMATS[wire]
+    coded = values in CODE_BITS
+    words = sum(code_words(k, values)) if coded else -(-k * ENTRY_BYTES[values] // 4)
+    return *INDEX_WORDS[indices](k, size), words

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfcommx.core.wire_formats import CODE_BITS
 from tfcommx.kernels import dense, lars, loader, select, sparse, wire, wire_codes
 from tfcommx.kernels.loader import NativeLibraryError
 
@@ -94,7 +95,7 @@ def _exchange(device: str) -> dict[str, np.ndarray]:
         residual = tf.Variable(old)
         chosen = select.select_with_residual(tf.constant(gradient), residual, k, 5, "mstopk")
         indices, values = wire.decode(wire.encode(chosen, wire_format), k, n, wire_format)
-        for codes in ("int8", "int4"):
+        for codes in CODE_BITS:
             words = wire.encode(chosen, f"elias/{codes}")
             rounded, errors = wire_codes.round_values(chosen.values, codes)
             found |= {

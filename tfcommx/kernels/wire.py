@@ -1,7 +1,6 @@
 """Wire: selected entries as one buffer of int32 words, and back.
 
-`core.wire_formats` counts the words, ops/kernels/wire.h has their layout, and the module
-`tfcommx.wire.codec` says what each format is for.
+`core.wire_formats` has the formats and counts the words, ops/kernels/wire.h has their layout.
 
 Ascending indices by Elias-Fano coding: the definition, in plain TensorFlow.
 
@@ -10,7 +9,8 @@ ops/kernels/wire_elias.h has the layout and its source.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -18,9 +18,9 @@ from tfcommx.core import Sparse
 from tfcommx.core.wire_formats import (
     BLOCK,
     CODE_BITS,
+    SPARSE_FORMATS,
     bitmap_bits,
     low_bits,
-    value_dtype,
     wire_words,
 )
 from tfcommx.kernels import loader, traced, wire_codes
@@ -121,20 +121,13 @@ def decode(
 
 def encode_definition(sparse: Sparse, wire: str) -> tf.Tensor:
     """Define `encode` in plain TensorFlow."""
-    values, dtype = sparse.values, value_dtype(wire)
+    indices, dtype = SPARSE_FORMATS[wire]
     if dtype in CODE_BITS:
-        values = wire_codes.write_definition(values, dtype)
+        values = wire_codes.write_definition(sparse.values, dtype)
     else:
-        values = _to_words(tf.cast(values, dtype))
-    if wire.startswith("elias"):
-        return tf.concat([elias_encode_definition(*sparse[::2]), values], axis=0)
-    if wire.startswith("pair"):
-        return tf.concat([sparse.indices, values], axis=0)
-    last = _block_starts(sparse.size) + (BLOCK - 1)
-    ends = tf.searchsorted(sparse.indices, last, side="right", out_type=tf.int32)
-    counts = ends - tf.concat([[0], ends[:-1]], axis=0)
-    offsets = tf.cast(tf.bitwise.bitwise_and(sparse.indices, BLOCK - 1), tf.uint16)
-    return tf.concat([counts, _to_words(offsets), values], axis=0)
+        values = _to_words(tf.cast(sparse.values, dtype))
+    written = INDEX_DEFINITIONS[indices].encode(sparse.indices, sparse.size)
+    return tf.concat([written, values], axis=0)
 
 
 def decode_definition(
@@ -142,21 +135,47 @@ def decode_definition(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Define `decode` in plain TensorFlow."""
     parts = wire_words(k, size, wire)
-    counts, positions, last = tf.split(tf.reshape(words, [-1, sum(parts)]), parts, axis=1)
-    dtype = value_dtype(wire)
+    *written, last = tf.split(tf.reshape(words, [-1, sum(parts)]), parts, axis=1)
+    form, dtype = SPARSE_FORMATS[wire]
     if dtype in CODE_BITS:
         values = wire_codes.read_definition(last, k, dtype)
     else:
         values = tf.cast(_from_words(last, k, tf.as_dtype(dtype)), tf.float32)
-    if wire.startswith("elias"):
-        positions = elias_decode_definition(counts, positions, k, size)
-    indices = tf.reshape(positions, [-1])
-    if wire.startswith("block16"):
-        starts = tf.tile(_block_starts(size), [tf.shape(counts)[0]])
-        offsets = tf.reshape(tf.cast(_from_words(positions, k, tf.uint16), tf.int32), [-1])
-        indices = tf.repeat(starts, tf.reshape(counts, [-1])) + offsets
+    indices = INDEX_DEFINITIONS[form].decode(*written, k, size)
     by_shard = tf.reshape(indices, [shards, -1]) + size * tf.range(shards)[:, None]
     return tf.reshape(by_shard, [-1]), tf.reshape(values, [-1])
+
+
+def _block_encode(indices: tf.Tensor, size: int) -> tf.Tensor:
+    last = _block_starts(size) + (BLOCK - 1)
+    ends = tf.searchsorted(indices, last, side="right", out_type=tf.int32)
+    counts = ends - tf.concat([[0], ends[:-1]], axis=0)
+    offsets = tf.cast(tf.bitwise.bitwise_and(indices, BLOCK - 1), tf.uint16)
+    return tf.concat([counts, _to_words(offsets)], axis=0)
+
+
+def _block_decode(counts: tf.Tensor, offsets: tf.Tensor, k: int, size: int) -> tf.Tensor:
+    starts = tf.tile(_block_starts(size), [tf.shape(counts)[0]])
+    read = tf.reshape(tf.cast(_from_words(offsets, k, tf.uint16), tf.int32), [-1])
+    return tf.repeat(starts, tf.reshape(counts, [-1])) + read
+
+
+class IndexDefinition(NamedTuple):
+    """How indices are written and read, in plain TensorFlow."""
+
+    # (int32 [k], size) -> int32 words, in the two parts that `core.wire_formats` counts
+    encode: Callable[[tf.Tensor, int], tf.Tensor]
+    # (first part, second part, each int32 [buffers, words], k, size) -> int32 of buffers * k
+    decode: Callable[[tf.Tensor, tf.Tensor, int, int], tf.Tensor]
+
+
+INDEX_DEFINITIONS = {
+    "pair": IndexDefinition(
+        lambda indices, size: indices, lambda nothing, indices, k, size: indices
+    ),
+    "block16": IndexDefinition(_block_encode, _block_decode),
+    "elias": IndexDefinition(elias_encode_definition, elias_decode_definition),
+}
 
 
 def _block_starts(size: int) -> tf.Tensor:

@@ -72,7 +72,7 @@ def round_values(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
 
     Args:
         values: float32 [k].
-        dtype: int8 or int4.
+        dtype: one of CODE_BITS.
 
     Returns:
         What is written, float32 [k], and the rest, float32 [k]: their sum is the values, exactly,
@@ -114,7 +114,7 @@ def read_definition(words: tf.Tensor, k: int, dtype: str) -> tf.Tensor:
     Args:
         words: int32 [buffers, sum(code_words(k, dtype))].
         k: values in each buffer.
-        dtype: int8 or int4.
+        dtype: one of CODE_BITS.
     """
     head, rest = tf.split(words, code_words(k, dtype), axis=1)
     width, blocks = CODE_BITS[dtype], -(-k // CODE_BLOCK)

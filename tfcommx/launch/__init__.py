@@ -5,7 +5,8 @@ horovodrun           start ranks by horovodrun, and wait for them
 rank_output          run a rank until it ends; show what the ranks write
 commands             run short commands, here or on other hosts
 launcher             what horovodrun, mpirun and the TFCOMMX_... variables tell a process
-cluster_environment  what srun, torchrun and TF_CONFIG tell it; other launchers are refused
+known_launchers      the table of launchers; those that are only recognised are refused
+cluster_environment  what srun, torchrun and TF_CONFIG tell a process
 mpi_start            end ranks that wait in MPI's start for one that does not come
 handshake            prove knowledge of a secret; hear the callers of a socket side by side
 interpreter          changes to this process's interpreter and environment

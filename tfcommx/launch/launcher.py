@@ -1,8 +1,7 @@
 """What horovodrun, mpirun and the user say about this process, in environment variables.
 
-To add a launcher that sets variables of its own, and whose ranks find each other by ours: see
-cluster_environment. One that Horovod itself knows is a row of VARIABLES here, and words of its own
-in `horovodrun.Launch.words` if `tfcommx run` shall start it.
+`known_launchers` has the table of launchers. `tfcommx run` starts ranks with horovodrun: its words
+are in `horovodrun.Launch.words`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 from tfcommx.core import ConfigurationError, local_path
 from tfcommx.core.files import open_private
-from tfcommx.launch.cluster_environment import cluster_environment
+from tfcommx.launch.known_launchers import OF_HOROVOD, cluster_environment
 
 # How a launch is written whose last process holds the centre of elastic averaging
 CENTRE_LAUNCH = (
@@ -24,11 +23,6 @@ CENTRE_LAUNCH = (
 )
 # In it: the launch's name, so that launches which a script makes are not taken for it
 CENTRE_VARIABLE = "TFCOMMX_CENTRE"
-# Kind -> prefix of its variables, and those by which processes of one launch recognise each other
-VARIABLES = {
-    "gloo": ("HOROVOD", ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")),
-    "mpi": ("OMPI_COMM_WORLD", ("PMIX_NAMESPACE",)),
-}
 
 
 class Launcher(NamedTuple):
@@ -50,11 +44,9 @@ def launcher() -> Launcher:
 
     **Ranks:** local. Needs neither TensorFlow nor Horovod.
     """
-    for kind, (prefix, _) in VARIABLES.items():
-        if f"{prefix}_RANK" in os.environ:
-            rank, size, local_rank = (
-                _number(f"{prefix}_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK")
-            )
+    for kind, row in OF_HOROVOD.items():
+        if row.rank in os.environ:
+            rank, size, local_rank = map(_number, (row.rank, row.size, row.variable("LOCAL_RANK")))
             launch = os.environ.get("PMIX_NAMESPACE", "")
             centre = kind == "mpi" and launch == os.environ.get(CENTRE_VARIABLE)
             return Launcher(kind, rank, size - centre, local_rank, centre)
@@ -65,9 +57,9 @@ def launcher() -> Launcher:
 
 def on_one_host() -> bool:
     """Return True if the launcher has started all processes of the launch on this host."""
-    for prefix, _ in VARIABLES.values():
-        if size := os.environ.get(f"{prefix}_SIZE"):
-            return os.environ.get(f"{prefix}_LOCAL_SIZE") == size
+    for row in OF_HOROVOD.values():
+        if size := os.environ.get(row.size):
+            return os.environ.get(row.variable("LOCAL_SIZE")) == size
     return False
 
 
@@ -129,12 +121,12 @@ def run_name() -> str:
         # time of its start it means one process.
         line = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
         return f"{os.getpid()} {line.rpartition(')')[2].split()[19]}"
-    if kind not in VARIABLES:
+    if kind not in OF_HOROVOD:
         raise ConfigurationError(
             "The run has a name once its ranks have met. Received a process that has not called "
             "tfcommx.init() yet. Call it first."
         )
-    _, names = VARIABLES[kind]
+    names = OF_HOROVOD[kind].launch
     if missing := [name for name in names if name not in os.environ]:
         raise ConfigurationError(
             f"A name of the run is required in {' and '.join(names)}, as horovodrun and mpirun "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tfcommx import compression, routes, selection
 from tfcommx.core import (
     AUTO,
@@ -16,18 +18,46 @@ from tfcommx.core import (
     is_member,
 )
 from tfcommx.planner import merging
-from tfcommx.routes.route import Route
+from tfcommx.routes.route import DenseRoute, Route, SparseRoute
 from tfcommx.routes.torus import PEER_ROUTES
 from tfcommx.wire import formats
 
 
-def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> None:
+class DenseWay(NamedTuple):
+    """How whole vectors travel."""
+
+    route: DenseRoute
+    # A format that the route writes
+    wire: str
+
+
+class SparseWay(NamedTuple):
+    """How selected entries travel."""
+
+    route: SparseRoute
+    # A format that the route writes
+    wire: str
+
+
+class Ways(NamedTuple):
+    """The ways of a scheme that has passed the checks."""
+
+    # None: nothing is selected
+    sparse: SparseWay | None
+    # Of all variables, or of those that a sparse scheme leaves dense
+    dense: DenseWay
+
+
+def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> Ways | None:
     """Refuse a scheme whose names are unknown, or do not fit each other, the topology, the launch.
 
     Args:
         scheme: what the user asks for.
         topology: of the ranks that will carry it out.
         messages: can the launch send messages between two ranks? An MPI launch can.
+
+    Returns:
+        Its ways; None for the scheme "auto", which has yet to choose them.
 
     **Raises:** PlanError.
     """
@@ -36,21 +66,13 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> N
         _check_compression(scheme, topology)
     if scheme.route == AUTO:
         _check_auto(scheme)
-        return
-    route = routes.get(scheme.route)
+        return None
+    ways = _ways(scheme)
     merging.get(scheme.merging)
-    _check_kinds(scheme, route)
     _check_peers(scheme)
     for name in (scheme.route, scheme.dense_route, scheme.peer_route):
         _check_cluster(routes.get(name), topology, messages)
-    wire_of(scheme, route)
-    wire_of(scheme, routes.get(scheme.dense_route))
-    if scheme.dense_wire != PLAIN and not route.sparse:
-        raise PlanError(
-            "`dense_wire` is the format of what a sparse route leaves dense. Received "
-            f"dense_wire={scheme.dense_wire!r} with the route {scheme.route!r}, which is dense. "
-            "Use `wire`."
-        )
+    return ways
 
 
 def require_coverage(plan: Plan, names: set[str]) -> None:
@@ -63,22 +85,47 @@ def require_coverage(plan: Plan, names: set[str]) -> None:
         )
 
 
-def wire_of(scheme: Scheme, route: Route) -> str:
-    """Return the format that one of the scheme's routes writes: the one it names, or the plain one.
+def _ways(scheme: Scheme) -> Ways:
+    """Check what depends on whether the route is sparse."""
+    route, dense = routes.get(scheme.route), routes.get(scheme.dense_route)
+    if isinstance(dense, SparseRoute):
+        raise PlanError(
+            f"`dense_route` must be a dense route ({', '.join(routes.DENSE)}). Received "
+            f"{scheme.dense_route!r}."
+        )
+    if isinstance(route, SparseRoute):
+        if scheme.compression != NO_COMPRESSION:
+            raise PlanError(
+                "A compression's vectors are summed by a dense route. Received compression="
+                f"{scheme.compression!r} with route={scheme.route!r}. Use allreduce or torus."
+            )
+        sparse = SparseWay(route, _wire(route, "wire", scheme.wire))
+        return Ways(sparse, DenseWay(dense, _wire(dense, "dense_wire", scheme.dense_wire)))
+    if scheme.selection != "all":
+        raise PlanError(
+            f"Selection {scheme.selection!r} needs a sparse route ({', '.join(routes.SPARSE)}). "
+            f"Received route={scheme.route!r}."
+        )
+    if scheme.dense_wire != PLAIN:
+        raise PlanError(
+            "`dense_wire` is the format of what a sparse route leaves dense. Received "
+            f"dense_wire={scheme.dense_wire!r} with the route {scheme.route!r}, which is dense. "
+            "Use `wire`."
+        )
+    return Ways(None, DenseWay(route, _wire(route, "wire", scheme.wire)))
 
-    **Raises:** PlanError for a format that the route cannot write.
-    """
-    name = "wire" if route.name == scheme.route else "dense_wire"
-    wire: str = getattr(scheme, name)
+
+def _wire(route: Route, name: str, wire: str) -> str:
+    """Return the format that a route writes: the one that is asked for, or its plain one."""
     if wire == PLAIN:
         return route.wires[0]
-    if is_member(wire) and route.sparse:
+    if is_member(wire) and isinstance(route, SparseRoute):
         formats.of_others(wire)
     elif wire not in route.wires:
         others = [
             one.name
             for one in routes.ROUTES.values()
-            if wire in one.wires or (is_member(wire) and one.sparse)
+            if wire in one.wires or (is_member(wire) and isinstance(one, SparseRoute))
         ]
         raise PlanError(
             f"The route {route.name!r} writes {', '.join(route.wires)}. Received {name}={wire!r}. "
@@ -102,8 +149,7 @@ def _check_auto(scheme: Scheme) -> None:
             f"`clip_norm`. Received momentum={scheme.momentum}, clip_norm={scheme.clip_norm}. Give "
             "them to the Keras optimizer, or name a route."
         )
-    sparse = [route for route in routes.ROUTES.values() if route.sparse]
-    wires = {wire for route in sparse for wire in route.wires}
+    wires = {wire for route in routes.SPARSE.values() for wire in route.wires}
     allowed: dict[str, tuple[str, ...]] = {"wire": NARROW, "dense_wire": ()}
     if scheme.selection != "all":
         known = (scheme.wire,) if formats.of_others(scheme.wire) else tuple(sorted(wires))
@@ -117,27 +163,6 @@ def _check_auto(scheme: Scheme) -> None:
                 f"{name}={getattr(scheme, name)!r}. Leave it out, or take "
                 f"{', '.join(known) or 'a selection'}."
             )
-
-
-def _check_kinds(scheme: Scheme, route: Route) -> None:
-    """Check which of the scheme's routes are sparse."""
-    if routes.get(scheme.dense_route).sparse:
-        dense = ", ".join(name for name, other in routes.ROUTES.items() if not other.sparse)
-        raise PlanError(
-            f"`dense_route` must be a dense route ({dense}). Received {scheme.dense_route!r}."
-        )
-    if scheme.selection != "all" and not route.sparse:
-        sparse = ", ".join(name for name, other in routes.ROUTES.items() if other.sparse)
-        raise PlanError(
-            f"Selection {scheme.selection!r} needs a sparse route ({sparse}). Received "
-            f"route={scheme.route!r}."
-        )
-
-    if scheme.compression != NO_COMPRESSION and route.sparse:
-        raise PlanError(
-            "A compression's vectors are summed by a dense route. Received compression="
-            f"{scheme.compression!r} with route={scheme.route!r}. Use allreduce or torus."
-        )
 
 
 def _check_compression(scheme: Scheme, topology: Topology) -> None:

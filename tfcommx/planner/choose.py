@@ -20,6 +20,7 @@ from tfcommx import routes
 from tfcommx.core import NARROW, NO_COMPRESSION, PlanError, Scheme, Topology
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.predict import Prediction, Setting
+from tfcommx.routes.route import DenseRoute
 from tfcommx.routes.torus import PEER_ROUTES
 
 # Tried for every route; `optimal` takes seconds for a large model, and follows for the best routes.
@@ -106,8 +107,7 @@ def _dense(asked: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
     tried = [
         dataclasses.replace(form, route=name, peer_route=peers)
         for form in forms
-        for name, route in routes.ROUTES.items()
-        if not route.sparse
+        for name in routes.DENSE
         for peers in (PEER_ROUTES if name == "torus" else ("allreduce",))
     ]
     return list(_possible(tried, topology, messages))
@@ -123,8 +123,7 @@ def _sparse(asked: Scheme, dense: Scheme, topology: Topology, messages: bool) ->
             dense_wire=dense.wire,
             peer_route=dense.peer_route,
         )
-        for name, route in routes.ROUTES.items()
-        if route.sparse
+        for name in routes.SPARSE
     ]
     return list(_possible(tried, topology, messages))
 
@@ -134,7 +133,7 @@ def _possible(schemes: Sequence[Scheme], topology: Topology, messages: bool) -> 
     two_levels = topology.nodes > 1 and topology.slots > 1
     for scheme in schemes:
         route = routes.get(scheme.route)
-        if route.levels == 2 and not route.sparse and not two_levels:
+        if route.levels == 2 and isinstance(route, DenseRoute) and not two_levels:
             continue  # One level of the torus would be left, which is a route of its own
         with contextlib.suppress(PlanError):
             check_scheme(scheme, topology, messages)

@@ -24,9 +24,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from tfcommx import routes
 from tfcommx.core import (
     AUTO,
+    ENTRY_BYTES,
     LARGEST,
     NARROW,
     NO_COMPRESSION,
@@ -42,11 +42,10 @@ from tfcommx.core import (
     Topology,
 )
 from tfcommx.planner import merging
-from tfcommx.planner.check import check_scheme, wire_of
+from tfcommx.planner.check import DenseWay, SparseWay, Ways, check_scheme
 from tfcommx.planner.prices import prices_of, sub_profile
 from tfcommx.routes.compressed import vectors
 from tfcommx.routes.messages import MessageOptions
-from tfcommx.routes.route import Route
 from tfcommx.simulator.assumptions import IDEAL, Assumptions
 
 
@@ -70,8 +69,8 @@ def balance(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
-# What the engine reduces, with the bytes of an entry; others travel as float32.
-DENSE_DTYPES = {"float16": 2, "float32": 4, "float64": 8}
+# What the engine reduces; others travel as float32.
+DENSE_DTYPES = ("float16", "float32", "float64")
 
 
 class Gradient(NamedTuple):
@@ -93,9 +92,14 @@ class Stream(NamedTuple):
     """Gradients that may travel together."""
 
     scheme: Scheme
-    route: Route
+    way: DenseWay | SparseWay
     # Of the flat vectors.
     dtype: str
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether selected entries travel."""
+        return isinstance(self.way, SparseWay)
 
 
 # Position of a variable in backward order, and its gradient or a piece of it.
@@ -103,33 +107,35 @@ Member = tuple[int, Gradient]
 
 
 def sort_into_streams(
-    gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], largest: int
+    gradients: Sequence[Gradient],
+    schemes: Mapping[str, Scheme],
+    ways: Mapping[Scheme, Ways],
+    largest: int,
 ) -> dict[Stream, list[Member]]:
-    """Group the gradients, in backward order, by scheme, route and dtype; cut long ones."""
+    """Group the gradients, in backward order, by scheme, way and dtype; cut long ones."""
     streams: dict[Stream, list[Member]] = {}
     for order, gradient in enumerate(reversed(gradients)):
-        stream = _stream_of(gradient, scheme_of(gradient.path, schemes))
-        pieces = _cut(gradient, largest) if stream.route.sparse else [gradient]
+        scheme = scheme_of(gradient.path, schemes)
+        stream = _stream_of(gradient, scheme, ways[scheme])
+        pieces = _cut(gradient, largest) if stream.is_sparse else [gradient]
         streams.setdefault(stream, []).extend((order, piece) for piece in pieces)
     return streams
 
 
-def _stream_of(gradient: Gradient, scheme: Scheme) -> Stream:
+def _stream_of(gradient: Gradient, scheme: Scheme, ways: Ways) -> Stream:
     if gradient.dtype.startswith("complex"):
         raise PlanError(
             f"Real gradients are required. Received {gradient.dtype} for {gradient.path!r}. "
             "Train its real and its imaginary part as two variables."
         )
-    route = routes.get(scheme.route)
-    if route.sparse:
+    if ways.sparse:
         small = len(gradient.shape) <= 1 or gradient.entries < scheme.dense_below
         if not small and gradient.dtype != "float64":
-            return Stream(scheme, route, "float32")
-        route = routes.get(scheme.dense_route)
+            return Stream(scheme, ways.sparse, "float32")
     compresses = scheme.compression != NO_COMPRESSION and gradient.dtype != "float64"
     known = gradient.dtype in DENSE_DTYPES and not compresses
     dtype = gradient.dtype if known else "float32"
-    return Stream(scheme, route, dtype)
+    return Stream(scheme, ways.dense, dtype)
 
 
 def scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
@@ -283,12 +289,12 @@ def make_plan(
 
     **Raises:** PlanError for what cannot be carried out, naming the scheme, variable or hosts.
     """
-    _check_schemes(schemes, gradients, topology)
+    ways = _check_schemes(schemes, gradients, topology)
     _check_times(schemes, profile)
     cluster = (topology, links, assumptions)
     # (position of its last gradient in backward order, bucket)
     ready: list[tuple[int, Bucket]] = []
-    for stream, members in sort_into_streams(gradients, schemes, largest).items():
+    for stream, members in sort_into_streams(gradients, schemes, ways, largest).items():
         for chosen in _merged(stream, members, largest, cluster, profile):
             bucket = _bucket([gradient for _, gradient in chosen], stream, topology, links)
             ready.append((chosen[-1][0], bucket))
@@ -304,16 +310,18 @@ def make_plan(
 
 def _check_schemes(
     schemes: Mapping[str, Scheme], gradients: Sequence[Gradient], topology: Topology
-) -> None:
+) -> dict[Scheme, Ways]:
     """Refuse what cannot be carried out; warn of a pattern that matches no variable."""
+    ways: dict[Scheme, Ways] = {}
     for pattern, scheme in schemes.items():
-        check_scheme(scheme, topology)
-        if scheme.route == AUTO:
+        found = check_scheme(scheme, topology)
+        if found is None:
             raise PlanError(
                 f"A plan is made of schemes that name a route. Received {AUTO!r} for {pattern!r}, "
                 "which DistributedOptimizer resolves. Give it the scheme, or see what "
                 "`tfcommx plan` proposes."
             )
+        ways[scheme] = found
         if pattern == "*" or not gradients:
             continue
         if not any(matches(gradient.path, pattern) for gradient in gradients):
@@ -324,6 +332,7 @@ def _check_schemes(
                 len(gradients),
                 gradients[0].path,
             )
+    return ways
 
 
 def _check_times(schemes: Mapping[str, Scheme], profile: Profile | None) -> None:
@@ -350,8 +359,8 @@ def _merged(
 ) -> list[list[Member]]:
     """Decide which gradients of a stream travel together."""
     limit = stream.scheme.bucket_bytes
-    if stream.route.sparse:
-        limit = min(limit, DENSE_DTYPES[stream.dtype] * largest)
+    if stream.is_sparse:
+        limit = min(limit, ENTRY_BYTES[stream.dtype] * largest)
 
     def make_bucket(entries: int) -> Bucket:
         # A compression needs matrices, and does best with square ones
@@ -363,7 +372,7 @@ def _merged(
     prices = prices_of(make_bucket, *cluster, limit)
     found = merging.get(stream.scheme.merging).groups(rows, prices)
     groups = [[members[position] for position in group] for group in found]
-    if not stream.route.sparse or stream.scheme.merging == "threshold":
+    if not stream.is_sparse or stream.scheme.merging == "threshold":
         return groups
     return [part for group in groups for part in _split_long(group, largest)]
 
@@ -383,7 +392,7 @@ def _split_long(group: list[Member], largest: int) -> list[list[Member]]:
 
 def _bucket(gradients: list[Gradient], stream: Stream, topology: Topology, links: Links) -> Bucket:
     """Make the bucket of some gradients, without its name."""
-    scheme, route = stream.scheme, stream.route
+    scheme, route = stream.scheme, stream.way.route
     sizes = tuple(gradient.entries for gradient in gradients)
     wire = _wire(stream, topology)
     bucket = Bucket(
@@ -398,7 +407,7 @@ def _bucket(gradients: list[Gradient], stream: Stream, topology: Topology, links
         momentum=float(scheme.momentum),
         clip_norm=scheme.clip_norm,
     )
-    if route.sparse:
+    if stream.is_sparse:
         start, stop = route.shard(bucket, topology, 0)
         # At least one: a small variable may be alone in its bucket.
         k = max(1, round(scheme.density * (stop - start)))
@@ -422,19 +431,19 @@ def _compressed(
         compression=stream.scheme.compression,
         shapes=tuple(tuple(gradient.shape) for gradient in gradients),
     )
-    travelling = vectors(found, stream.route, topology)
+    travelling = vectors(found, stream.way.route, topology)
     is_shorter = sum(one.size for one in travelling) < bucket.size
     if not travelling or not is_shorter or bucket.dtype != "float32" or topology.size == 1:
-        return stream.route.cheapest(bucket, topology, links)
+        return stream.way.route.cheapest(bucket, topology, links)
     longest = max(travelling, key=lambda one: one.size)
     return dataclasses.replace(
-        found, options=stream.route.cheapest(longest, topology, links).options
+        found, options=stream.way.route.cheapest(longest, topology, links).options
     )
 
 
 def _wire(stream: Stream, topology: Topology) -> str:
     """Return how a stream is written: in 16 bits only if it is of float32, and travels."""
-    wire = wire_of(stream.scheme, stream.route)
+    wire = stream.way.wire
     as_it_is = stream.dtype != "float32" or topology.size == 1
     return PLAIN if wire in NARROW and as_it_is else wire
 

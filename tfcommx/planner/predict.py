@@ -34,6 +34,7 @@ from tfcommx.core import (
     Topology,
 )
 from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.routes.route import SparseRoute
 from tfcommx.simulator.assumptions import IDEAL, Assumptions
 from tfcommx.simulator.step import simulate
 
@@ -201,7 +202,7 @@ def describe(scheme: Scheme) -> str:
     'torus (pipeline), single'
     """
     peers = f" ({scheme.peer_route})" if scheme.peer_route != "allreduce" else ""
-    dense = f" + {scheme.dense_route}" if routes.get(scheme.route).sparse else ""
+    dense = f" + {scheme.dense_route}" if isinstance(routes.get(scheme.route), SparseRoute) else ""
     if dense and scheme.dense_wire != PLAIN:
         dense += f" {scheme.dense_wire}"
     how = f", {scheme.compression}" if scheme.compression != NO_COMPRESSION else ""

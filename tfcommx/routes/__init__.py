@@ -2,19 +2,21 @@
 
 `allreduce` is the identity: with the rule `all` it is plain Horovod.
 
-Each file has, in this order: its options, if it has any; the class with `options`, `shard`, `run`
-and the prices `wire_bytes`, `port_bytes` and `seconds`, as `route.Route` says; and `ROUTE`, the one
-object of that class. A route made of messages has a `schedule`, which is a pure function, and a
-price; `messages.MessageRoute` makes a route of them. Routes are given a communicator, a codec and a
-selection, and import none of these: prices and plans need no TensorFlow.
+A DenseRoute sends whole vectors, a SparseRoute selected entries. Each file has, in this order: its
+options, if it has any; the class with `options`, `shard`, `run` and the prices `wire_bytes`,
+`port_bytes` and `seconds`, as `route` says; and `ROUTE`, the one object of that class. A route made
+of messages has a `schedule`, which is a pure function, and a price; `messages.MessageRoute` makes a
+route of them. Routes are given a communicator, a codec and a selection, and import none of these:
+prices and plans need no TensorFlow.
 
 To add one:
-    1. Write the file: a class derived from `route.Route`, or a schedule for a `MessageRoute`.
-       The price stands beside what it prices; docs/explanation/routes.md derives it.
-    2. Add its ROUTE to `_ALL` below.
+    1. Write the file: a class derived from `route.DenseRoute` or `route.SparseRoute`, or a schedule
+       for a `MessageRoute`. The price stands beside what it prices; docs/explanation/routes.md
+       derives it.
+    2. Add its ROUTE to `_DENSE` or `_SPARSE` below.
        One of another package is named "module:MEMBER", and its `name` is just that.
-    3. If it needs something that no other route needs, give it a frozen class of options and
-       `options(scheme, links)`. A bucket carries them.
+    3. If it needs something that no other route needs, give it a frozen class of options:
+       `DenseRoute[ItsOptions]`, `options_type` and `options(scheme, links)`. A bucket carries them.
     The laws (tests/laws), the planner, the benchmark (`scripts/bench routes`) and the tests of
     the prices walk over the table.
 """
@@ -36,31 +38,33 @@ from tfcommx.routes import (
     torus,
     tree,
 )
-from tfcommx.routes.route import Route
+from tfcommx.routes.route import DenseRoute, Route, SparseRoute
 
-_ALL: tuple[Route, ...] = (
+_DENSE: tuple[DenseRoute, ...] = (
     allreduce.ROUTE,
     torus.ROUTE,
     asa.ROUTE,
     pipeline.ROUTE,
     tree.ROUTE,
     bidirectional.ROUTE,
-    allgather.ROUTE,
-    hitopk.ROUTE,
 )
-ROUTES: dict[str, Route] = {route.name: route for route in _ALL}
+_SPARSE: tuple[SparseRoute, ...] = (allgather.ROUTE, hitopk.ROUTE)
+# By name
+DENSE = {route.name: route for route in _DENSE}
+SPARSE = {route.name: route for route in _SPARSE}
+ROUTES: dict[str, DenseRoute | SparseRoute] = {**DENSE, **SPARSE}
 
 
-def get(name: str) -> Route:
+def get(name: str) -> DenseRoute | SparseRoute:
     """Return the route of a name, or the one that "module:MEMBER" names.
 
-    >>> get("hitopk").sparse
-    True
+    >>> get("hitopk").levels
+    2
 
     **Raises:** PlanError for an unknown name; it names the nearest one.
     """
     if is_member(name):
-        outside: Route = load_member("route", name, Route)
+        outside: DenseRoute | SparseRoute = load_member("route", name, DenseRoute, SparseRoute)
         if outside.name != name:
             raise PlanError(
                 "A route's `name` must be what others find it by, because plans carry it. Received "
@@ -82,4 +86,5 @@ def read_plan(text: str) -> Plan:
 
 
 def _read_options(name: str, found: Mapping[str, Any]) -> RouteOptions:
-    return get(name).options_type.from_dict(found)
+    options_type: type[RouteOptions] = get(name).options_type
+    return options_type.from_dict(found)

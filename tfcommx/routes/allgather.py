@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tfcommx import engines
-from tfcommx.core import SPARSE_WIRES, Bucket, Links, Topology, Traffic, cost
-from tfcommx.routes.route import Route, Select, Tensor, needed
+from tfcommx.core import Bucket, Links, Topology, Traffic, cost
+from tfcommx.routes.route import Select, SparseRoute, Tensor
 from tfcommx.wire import formats
 
 if TYPE_CHECKING:
@@ -18,21 +18,17 @@ if TYPE_CHECKING:
     from tfcommx.wire.codec import Codec
 
 
-class Allgather(Route):
+class Allgather(SparseRoute):
     """Every rank selects from, and keeps the residual of, the whole vector."""
 
     name = "allgather"
-    sparse = True
-    wires = SPARSE_WIRES
 
-    def run(
-        self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select | None = None
-    ) -> Tensor:
+    def run(self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select) -> Tensor:
         """Return the sum over all ranks of what each selected, as a dense vector.
 
         **Ranks:** all. **Cost:** one collective.
         """
-        words = codec.encode(needed(select, bucket)(flat), bucket.wire)
+        words = codec.encode(select(flat), bucket.wire)
         gathered = comm.all_gather(words, "world", bucket.name)
         return codec.merge(gathered, bucket.selected, bucket.padded, bucket.wire)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tfcommx import engines
 from tfcommx.core import PLAIN, Bucket, Links, Topology, Traffic, cost
-from tfcommx.routes.route import PeerRoute, Select, Tensor, slowest_link
+from tfcommx.routes.route import ListRoute, PeerRoute, Tensor, slowest_link
 from tfcommx.wire import formats
 
 if TYPE_CHECKING:
@@ -21,16 +21,13 @@ if TYPE_CHECKING:
     from tfcommx.wire.codec import Codec
 
 
-class Allreduce(PeerRoute):
+class Allreduce(PeerRoute, ListRoute):
     """The engine's own allreduce, on one flat vector or on a list of tensors."""
 
     name = "allreduce"
     wires = (PLAIN, "float16")
-    takes_list = True
 
-    def run(
-        self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select | None = None
-    ) -> Tensor:
+    def run(self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec) -> Tensor:
         """Return the sum of `flat` over all ranks.
 
         **Ranks:** all. **Cost:** one collective, 2 (p - 1)/p of the vector sent.

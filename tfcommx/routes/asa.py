@@ -20,8 +20,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tfcommx import engines
-from tfcommx.core import PLAIN, VALUE_DTYPES, Bucket, Links, Topology, Traffic, cost
-from tfcommx.routes.route import Route, Select, Tensor, slowest_link
+from tfcommx.core import ENTRY_BYTES, PLAIN, VALUE_DTYPES, Bucket, Links, Topology, Traffic, cost
+from tfcommx.routes.route import DenseRoute, Tensor, slowest_link
 from tfcommx.wire import formats
 
 if TYPE_CHECKING:
@@ -29,16 +29,14 @@ if TYPE_CHECKING:
     from tfcommx.wire.codec import Codec
 
 
-class Asa(Route):
+class Asa(DenseRoute):
     """Each rank adds one of p equal parts of the vector."""
 
     name = "asa"
     wires = (PLAIN, *VALUE_DTYPES)
     shards = "ranks"
 
-    def run(
-        self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select | None = None
-    ) -> Tensor:
+    def run(self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec) -> Tensor:
         """Return the sum of `flat` over all ranks, in its own dtype.
 
         **Ranks:** all; the result has the same bits on all: the owner of a shard, too, uses what it
@@ -87,7 +85,7 @@ class Asa(Route):
         The paper gives no formula.
         """
         ranks, total, engine = topology.size, formats.dense_bytes(bucket), engines.of(links)
-        wide = formats.entry_bytes(formats.sum_dtype(formats.dense_dtype(bucket)))
+        wide = ENTRY_BYTES[formats.sum_dtype(formats.dense_dtype(bucket))]
         gamma = slowest_link(topology, links).gamma_s_per_byte
         added = (ranks - 1) / ranks * bucket.padded * wide * gamma
         alltoall = engine.all_to_all(total, topology, links)

@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from tfcommx import compression
 from tfcommx.core import NO_COMPRESSION, Bucket, Links, Topology, Traffic
-from tfcommx.routes.route import SELECT, Route, Select, Stage, Tensor
-
-if TYPE_CHECKING:
-    from tfcommx.collectives.comm import Comm
-    from tfcommx.wire.codec import Codec
+from tfcommx.routes.route import SELECT, Route, Stage
 
 # Passes of error feedback over the gradients: copies, the residual, the search for NaN. On a quiet
 # core those of ResNet-50 take 24 ms, where PowerSGD's own four take 24, too: its are of matrices
@@ -41,17 +36,14 @@ def vectors(bucket: Bucket, route: Route, topology: Topology) -> list[Bucket]:
 
 
 class CompressedRoute(Route):
-    """A dense route with the prices of a bucket that compresses."""
+    """The prices of a dense route for a bucket that compresses.
+
+    `runtime.bucket_runner` runs the dense route itself, once for each vector.
+    """
 
     def __init__(self, route: Route) -> None:
         self.name, self.levels, self.messages = route.name, route.levels, route.messages
         self._route = route
-
-    def run(
-        self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select | None = None
-    ) -> Tensor:
-        """Refuse: `runtime.bucket_runner` runs the dense route itself, once for each vector."""
-        raise NotImplementedError("Only the prices of a bucket that compresses are here.")
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Count what one rank sends of all vectors, as the mean over the ranks."""

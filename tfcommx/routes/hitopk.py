@@ -21,23 +21,19 @@ from typing import TYPE_CHECKING
 
 from tfcommx import engines
 from tfcommx.core import (
-    SPARSE_WIRES,
     Bucket,
     Links,
     RouteOptions,
-    Scheme,
     Topology,
     Traffic,
     check_name,
 )
 from tfcommx.routes.route import (
     SELECT,
-    Route,
     Select,
+    SparseRoute,
     Stage,
     Tensor,
-    needed,
-    own_options,
     slot_part,
 )
 from tfcommx.wire import formats
@@ -54,28 +50,24 @@ class HitopkOptions(RouteOptions):
     """The options of hitopk."""
 
     # What is gathered in the node at the end: "dense", the merged shard, or "pairs", those of the
-    # peers. Planned by price.
+    # peers. `cheapest` decides by price.
     last_step: str = "dense"
 
     def __post_init__(self) -> None:
         check_name("last step", self.last_step, LAST_STEPS)
 
 
-class Hitopk(Route):
+class Hitopk(SparseRoute[HitopkOptions]):
     """Slot j selects from, and keeps the residual of, the j-th of n parts of its node's sum."""
 
     name = "hitopk"
-    sparse = True
     levels = 2
-    wires = SPARSE_WIRES
     shards = "slots"
     options_type = HitopkOptions
 
-    def options(self, scheme: Scheme, links: Links) -> HitopkOptions:
-        """Return the dense last step; `cheapest` decides."""
-        return HitopkOptions()
-
-    def cheapest(self, bucket: Bucket, topology: Topology, links: Links) -> Bucket:
+    def cheapest(
+        self, bucket: Bucket[HitopkOptions], topology: Topology, links: Links
+    ) -> Bucket[HitopkOptions]:
         """Return the bucket with the last step that costs less. If both cost the same it is dense.
 
         **Ranks:** a pure function, so equal on every rank.
@@ -86,12 +78,14 @@ class Hitopk(Route):
         ]
         return min(choices, key=lambda choice: _last_seconds(choice, topology, links))
 
-    def shard(self, bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
+    def shard(
+        self, bucket: Bucket[HitopkOptions], topology: Topology, rank: int
+    ) -> tuple[int, int]:
         """Return the part of the rank's slot."""
         return slot_part(bucket, topology, rank)
 
     def run(
-        self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select | None = None
+        self, flat: Tensor, bucket: Bucket[HitopkOptions], comm: Comm, codec: Codec, select: Select
     ) -> Tensor:
         """Return the sum over all nodes of what was selected, as a dense vector.
 
@@ -100,25 +94,25 @@ class Hitopk(Route):
         slots, wire = comm.topology.slots, bucket.wire
         length = bucket.padded // slots
         part = comm.reduce_scatter(flat, "node", f"{bucket.name}/scatter")
-        words = codec.encode(needed(select, bucket)(part), wire)
+        words = codec.encode(select(part), wire)
         pairs = comm.all_gather(words, "peers", f"{bucket.name}/pairs")
-        if _last_step(bucket) == "dense":
+        if bucket.options.last_step == "dense":
             merged = codec.merge(pairs, bucket.selected, length, wire)
             return comm.all_gather(merged, "node", f"{bucket.name}/gather")
         pairs = comm.all_gather(pairs, "node", f"{bucket.name}/gather")
         return codec.merge(pairs, bucket.selected, length, wire, shards=slots)
 
-    def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
+    def wire_bytes(self, bucket: Bucket[HitopkOptions], topology: Topology) -> Traffic:
         """Count what one rank sends: k entries to each of m - 1 peers, two steps in its node.
 
         In the node: (n - 1)/n of the vector, then n - 1 times its merged shard or its m buffers of
         pairs.
         """
         n, total, pairs = topology.slots, bucket.padded_bytes, _pairs_bytes(bucket, topology)
-        last = total / n if _last_step(bucket) == "dense" else topology.nodes * pairs
+        last = total / n if bucket.options.last_step == "dense" else topology.nodes * pairs
         return Traffic((n - 1) / n * total + (n - 1) * last, float((topology.nodes - 1) * pairs))
 
-    def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
+    def seconds(self, bucket: Bucket[HitopkOptions], topology: Topology, links: Links) -> float:
         """Return the price, equations 7 to 10.
 
         The n slots of a node share its link to the others; the paper gives each a stream of its
@@ -126,7 +120,9 @@ class Hitopk(Route):
         """
         return sum(stage.seconds for stage in self.stages(bucket, topology, links))
 
-    def stages(self, bucket: Bucket, topology: Topology, links: Links) -> list[Stage]:
+    def stages(
+        self, bucket: Bucket[HitopkOptions], topology: Topology, links: Links
+    ) -> list[Stage]:
         """Split the price: inside, the selection, the peers between, inside."""
         n, total, engine = topology.slots, bucket.padded_bytes, engines.of(links)
         own, peers = _pairs_bytes(bucket, topology), Topology(topology.nodes, 1)
@@ -138,14 +134,14 @@ class Hitopk(Route):
         ]
 
 
-def _last_seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
+def _last_seconds(bucket: Bucket[HitopkOptions], topology: Topology, links: Links) -> float:
     """Price step 4.
 
     Either one shard is merged and sent dense, or the pairs that came are sent (equation 10) and n
     shards are merged.
     """
     n, m, pairs = topology.slots, topology.nodes, _pairs_bytes(bucket, topology)
-    if _last_step(bucket) == "dense":
+    if bucket.options.last_step == "dense":
         merged, own = 1, bucket.padded_bytes / n
     else:
         merged, own = n, m * pairs
@@ -153,11 +149,7 @@ def _last_seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
     return gather + merged * m * pairs * links.inside.gamma_s_per_byte
 
 
-def _last_step(bucket: Bucket) -> str:
-    return own_options(bucket, HitopkOptions).last_step
-
-
-def _pairs_bytes(bucket: Bucket, topology: Topology) -> int:
+def _pairs_bytes(bucket: Bucket[HitopkOptions], topology: Topology) -> int:
     return formats.size_bytes(bucket.selected, bucket.padded // topology.slots, bucket.wire)
 
 

@@ -29,7 +29,7 @@ from tfcommx.core import (
     Traffic,
     check_name,
 )
-from tfcommx.routes.route import PeerRoute, Select, Tensor, own_options
+from tfcommx.routes.route import PeerRoute, Tensor
 
 if TYPE_CHECKING:
     from tfcommx.collectives.comm import Comm
@@ -266,8 +266,6 @@ def _apply(transfer: Transfer, buffer: np.ndarray[Any, Any], vector: np.ndarray[
 
 COLLECTIVES = ("allreduce", "reduce")
 
-Price = Callable[[Bucket, Topology, Links], float]
-
 
 @dataclass(frozen=True)
 class MessageOptions(RouteOptions):
@@ -284,8 +282,11 @@ class MessageOptions(RouteOptions):
             raise PlanError(f"`block_bytes` must be >= 8. Received {self.block_bytes!r}.")
 
 
+Price = Callable[[Bucket[MessageOptions], Topology, Links], float]
+
+
 @dataclass(frozen=True)
-class MessageRoute(PeerRoute):
+class MessageRoute(PeerRoute[MessageOptions]):
     """A route whose messages a schedule lists."""
 
     # In the table.
@@ -304,9 +305,7 @@ class MessageRoute(PeerRoute):
         """Return the scheme's size of a block, or else the one that the links are tuned to."""
         return MessageOptions(scheme.block_bytes or links.block_bytes)
 
-    def run(
-        self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select | None = None
-    ) -> Tensor:
+    def run(self, flat: Tensor, bucket: Bucket[MessageOptions], comm: Comm, codec: Codec) -> Tensor:
         """Return the sum of `flat` over all ranks, with the same bits on all of them.
 
         After a "reduce" only rank 0 has the sum.
@@ -315,17 +314,19 @@ class MessageRoute(PeerRoute):
         """
         return self.run_in_group(flat, bucket, comm, "world")
 
-    def run_in_group(self, flat: Tensor, bucket: Bucket, comm: Comm, group: str) -> Tensor:
+    def run_in_group(
+        self, flat: Tensor, bucket: Bucket[MessageOptions], comm: Comm, group: str
+    ) -> Tensor:
         """Return the sum of `flat` over a group. **Ranks:** all of the group."""
-        collective = own_options(bucket, MessageOptions).collective
+        collective = bucket.options.collective
         return self._by_messages(collective, flat, bucket, comm, group)
 
-    def broadcast(self, flat: Tensor, bucket: Bucket, comm: Comm) -> Tensor:
+    def broadcast(self, flat: Tensor, bucket: Bucket[MessageOptions], comm: Comm) -> Tensor:
         """Return rank 0's `flat` on every rank, by messages. **Ranks:** all."""
         return self._by_messages("broadcast", flat, bucket, comm, "world")
 
     def _by_messages(
-        self, operation: str, flat: Tensor, bucket: Bucket, comm: Comm, group: str
+        self, operation: str, flat: Tensor, bucket: Bucket[MessageOptions], comm: Comm, group: str
     ) -> Tensor:
         ranks = comm.members(group)
         if len(ranks) == 1:
@@ -344,16 +345,18 @@ class MessageRoute(PeerRoute):
             f"{bucket.name}/{operation}",
         )
 
-    def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
+    def wire_bytes(self, bucket: Bucket[MessageOptions], topology: Topology) -> Traffic:
         """Count the bytes of all messages of a step: what one rank sends, as the mean."""
-        collective = own_options(bucket, MessageOptions).collective
+        collective = bucket.options.collective
         return self._traffic(collective, bucket, topology)
 
-    def broadcast_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
+    def broadcast_bytes(self, bucket: Bucket[MessageOptions], topology: Topology) -> Traffic:
         """Count the bytes of all messages of a broadcast: what one rank sends, as the mean."""
         return self._traffic("broadcast", bucket, topology)
 
-    def _traffic(self, operation: str, bucket: Bucket, topology: Topology) -> Traffic:
+    def _traffic(
+        self, operation: str, bucket: Bucket[MessageOptions], topology: Topology
+    ) -> Traffic:
         inside = between = 0
         for source, target, amount in self._messages(operation, bucket, topology):
             if source == target:
@@ -362,9 +365,9 @@ class MessageRoute(PeerRoute):
                 between += amount
         return Traffic(inside / topology.size, between / topology.size)
 
-    def port_bytes(self, bucket: Bucket, topology: Topology) -> float:
+    def port_bytes(self, bucket: Bucket[MessageOptions], topology: Topology) -> float:
         """Count the bytes through the busiest port of a node, in its busier direction."""
-        collective = own_options(bucket, MessageOptions).collective
+        collective = bucket.options.collective
         ports: Counter[tuple[str, int]] = Counter()
         for source, target, amount in self._messages(collective, bucket, topology):
             if source != target:
@@ -373,7 +376,7 @@ class MessageRoute(PeerRoute):
         return float(max(ports.values(), default=0))
 
     def _messages(
-        self, operation: str, bucket: Bucket, topology: Topology
+        self, operation: str, bucket: Bucket[MessageOptions], topology: Topology
     ) -> Iterator[tuple[int, int, int]]:
         """Yield (node of the sender, node of the receiver, bytes) of every message."""
         if topology.size == 1:
@@ -386,14 +389,14 @@ class MessageRoute(PeerRoute):
                 (transfer.stop - transfer.start) * bucket.entry_bytes,
             )
 
-    def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
+    def seconds(self, bucket: Bucket[MessageOptions], topology: Topology, links: Links) -> float:
         """Return the price of an allreduce, as the file of the schedule has it."""
         return self.price(bucket, topology, links)
 
 
-def entries_per_block(bucket: Bucket) -> int:
+def entries_per_block(bucket: Bucket[MessageOptions]) -> int:
     """Count the entries of a block, >= 1."""
-    return own_options(bucket, MessageOptions).block_bytes // bucket.entry_bytes
+    return bucket.options.block_bytes // bucket.entry_bytes
 
 
 def tag_of(name: str) -> int:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from tfcommx.core import Bucket, Links, Topology
 from tfcommx.routes.messages import WINDOW, MessageOptions, MessageRoute, Transfer, run_when_ready
-from tfcommx.routes.route import own_options, slowest_link
+from tfcommx.routes.route import slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int) -> list[Transfer]:
@@ -65,7 +65,7 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[T
     return sorted(found, key=lambda transfer: transfer.round)
 
 
-def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
+def seconds(bucket: Bucket[MessageOptions], topology: Topology, links: Links) -> float:
     """Return the price: 2 (p - 1)/p of the blocks go through each port, the first one hops alone.
 
     Table 1 of the paper has 2 (p - 1 + n/b) messages through the port of a position in the middle
@@ -76,7 +76,7 @@ def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
     if ranks == 1 or total == 0:
         return 0.0
     link = slowest_link(topology, links)
-    block = min(own_options(bucket, MessageOptions).block_bytes, total)
+    block = min(bucket.options.block_bytes, total)
     travels = block * link.beta_s_per_byte
     # Of a block at one position: in and out.
     turn = 2 * max(travels, link.alpha_s / WINDOW) + block * link.gamma_s_per_byte

@@ -35,7 +35,7 @@ from tfcommx.core import (
     check_name,
 )
 from tfcommx.routes import allreduce, asa, bidirectional, pipeline, tree
-from tfcommx.routes.route import PeerRoute, Route, Select, Stage, Tensor, own_options, slot_part
+from tfcommx.routes.route import DenseRoute, PeerRoute, Stage, Tensor, slot_part
 from tfcommx.wire import formats
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class TorusOptions(RouteOptions):
         return cls(peers.name, peers.options_type.from_dict(found["peers"]))
 
 
-class Torus(Route):
+class Torus(DenseRoute[TorusOptions]):
     """Two levels: the node, and the peers of each slot."""
 
     name = "torus"
@@ -85,17 +85,15 @@ class Torus(Route):
         peers = PEER_ROUTES[check_name("peer route", scheme.peer_route, PEER_ROUTES)]
         return TorusOptions(peers.name, peers.options(scheme, links))
 
-    def shard(self, bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
+    def shard(self, bucket: Bucket[TorusOptions], topology: Topology, rank: int) -> tuple[int, int]:
         """Return the part of the rank's slot in 16 bits; otherwise the whole vector."""
         return slot_part(bucket, topology, rank) if bucket.rounds else (0, bucket.padded)
 
-    def needs_messages(self, bucket: Bucket) -> bool:
+    def needs_messages(self, bucket: Bucket[TorusOptions]) -> bool:
         """Tell whether the route among peers is made of messages."""
         return _among_peers(bucket).messages
 
-    def run(
-        self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select | None = None
-    ) -> Tensor:
+    def run(self, flat: Tensor, bucket: Bucket[TorusOptions], comm: Comm, codec: Codec) -> Tensor:
         """Return the sum of `flat` over all ranks.
 
         **Ranks:** all. **Cost:** three collectives; in bfloat16 four.
@@ -111,7 +109,7 @@ class Torus(Route):
         part = _peer_route(bucket).run_in_group(part, peers, comm, "peers")
         return comm.all_gather(part, "node", f"{bucket.name}/gather")
 
-    def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
+    def wire_bytes(self, bucket: Bucket[TorusOptions], topology: Topology) -> Traffic:
         """Count what one rank sends: 2 (n - 1)/n of the vector in its node, its shard by peers.
 
         In 16 bits half of the latter, and of what the node gathers.
@@ -121,18 +119,18 @@ class Torus(Route):
         inside = (n - 1) / n * (bucket.padded_bytes + formats.dense_bytes(bucket))
         return Traffic(inside, peers.between)
 
-    def port_bytes(self, bucket: Bucket, topology: Topology) -> float:
+    def port_bytes(self, bucket: Bucket[TorusOptions], topology: Topology) -> float:
         """Count the bytes through the busiest port of a node: the shards of all its slots."""
         return topology.slots * _among_peers(bucket).port_bytes(*_of_peers(bucket, topology))
 
-    def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
+    def seconds(self, bucket: Bucket[TorusOptions], topology: Topology, links: Links) -> float:
         """Return the price: the three steps follow each other.
 
         The n slots of a node share its link to the others.
         """
         return sum(stage.seconds for stage in self.stages(bucket, topology, links))
 
-    def stages(self, bucket: Bucket, topology: Topology, links: Links) -> list[Stage]:
+    def stages(self, bucket: Bucket[TorusOptions], topology: Topology, links: Links) -> list[Stage]:
         """Split the price: reduce-scatter inside, the peers between, all-gather inside."""
         n, engine, node = topology.slots, engines.of(links), Topology(1, topology.slots)
         part, peers = _of_peers(bucket, topology)
@@ -144,29 +142,29 @@ class Torus(Route):
         ]
 
 
-def _among_peers(bucket: Bucket) -> Route:
+def _among_peers(bucket: Bucket[TorusOptions]) -> DenseRoute:
     """Return the route whose prices are those of the exchange among peers."""
     return _adds_narrow(bucket) if bucket.rounds else _peer_route(bucket)
 
 
-def _adds_narrow(bucket: Bucket) -> allreduce.Allreduce | asa.Asa:
+def _adds_narrow(bucket: Bucket[TorusOptions]) -> allreduce.Allreduce | asa.Asa:
     """Return who sums 16 bits among peers: the engine, if it can add them."""
     return allreduce.ROUTE if bucket.wire in allreduce.ROUTE.wires else asa.ROUTE
 
 
-def _peer_route(bucket: Bucket) -> PeerRoute:
-    return PEER_ROUTES[own_options(bucket, TorusOptions).peer_route]
+def _peer_route(bucket: Bucket[TorusOptions]) -> PeerRoute:
+    return PEER_ROUTES[bucket.options.peer_route]
 
 
-def _of_peers(bucket: Bucket, topology: Topology) -> tuple[Bucket, Topology]:
+def _of_peers(bucket: Bucket[TorusOptions], topology: Topology) -> tuple[Bucket, Topology]:
     """Return one slot's shard as a bucket of the peers' route, and its peers, one to a node."""
-    options, entries = own_options(bucket, TorusOptions), bucket.padded // topology.slots
+    of_any_route: Bucket = bucket
     part = dataclasses.replace(
-        bucket,
+        of_any_route,
         route=_among_peers(bucket).name,
-        sizes=(entries,),
+        sizes=(bucket.padded // topology.slots,),
         padding=0,
-        options=options.peers,
+        options=bucket.options.peers,
     )
     return part, Topology(topology.nodes, 1)
 

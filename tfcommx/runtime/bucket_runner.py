@@ -25,6 +25,7 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.core import Bucket, ConfigurationError, Piece, Plan, Sparse
 from tfcommx.kernels.sparse import keep
 from tfcommx.routes.compressed import vectors
+from tfcommx.routes.route import ListRoute
 from tfcommx.runtime.residuals import BucketState
 from tfcommx.wire import codec
 
@@ -272,7 +273,7 @@ class BucketRunner:
         self._route = routes.get(bucket.route)
         # Its sum is the engine's allreduce of what comes, and nothing else
         changed = bucket.keeps_residual or bucket.momentum or state.pending is not None
-        self.is_plain = self._route.takes_list and not changed
+        self.is_plain = isinstance(self._route, ListRoute) and not changed
         self._average = plan.operation == "average"
         # The sum over the ranks times this is the result.
         self.factor = 1 / plan.topology.size if self._average else 1.0

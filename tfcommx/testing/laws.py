@@ -113,7 +113,7 @@ def check_on_sparse_routes(name: str, **named: Any) -> None:
         name: of the member, for messages.
         named: of the scheme: its selection, and what else is not the default.
     """
-    for route in (one for one in routes.ROUTES.values() if one.sparse):
+    for route in routes.SPARSE.values():
         scheme = Scheme(route.name, density=0.1, dense_below=8, bucket_bytes=2000, **named)
         for topology in (*ONE_LEVEL, *TWO_LEVELS):
             plan = plan_of(scheme, topology)

@@ -34,6 +34,7 @@ from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.keras_internals import ExchangesGradients, UpdatesShards, copy_with
 from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.optim.step_boundary import consolidate
+from tfcommx.routes.route import SparseRoute
 from tfcommx.strategies import Strategy, strategy_of
 from tfcommx.testing import laws
 from tfcommx.testing.laws import require
@@ -97,16 +98,17 @@ def check_route(name: str) -> None:
 
     Args:
         name: of the table, or "module:MEMBER", an object of a class that derives from
-            `routes.route.Route`.
+            `routes.route.DenseRoute` or `routes.route.SparseRoute`.
 
     **Ranks:** none: everything runs in this process. **Cost:** some seconds.
     **Raises:** LawBroken; ConfigurationError for a name that is none.
     """
     route = routes.get(name)
-    selected = {"selection": "exact", "density": 0.1} if route.sparse else {}
+    is_sparse = isinstance(route, SparseRoute)
+    selected = {"selection": "exact", "density": 0.1} if is_sparse else {}
     for wire in route.wires:
         scheme = Scheme(name, wire=wire, dense_below=8, bucket_bytes=2000, **selected)
-        loses = not route.sparse and wire in VALUE_DTYPES[1:]
+        loses = not is_sparse and wire in VALUE_DTYPES[1:]
         for topology in (*laws.ONE_LEVEL, *laws.TWO_LEVELS):
             plan = laws.plan_of(scheme, topology)
             where = f"{name!r} writing {wire!r}, {topology.nodes} x {topology.slots} ranks"

@@ -6,19 +6,17 @@ The history of a run, one row per epoch, and its display while the run goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from tfcommx import callbacks
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_of, steps_of_update
 from tfcommx.recipes.recipe import Phase
-from tfcommx.report import ProgressDisplay, TensorBoardEvents
 from tfcommx.report.summary import target_text, time_to_target
+from tfcommx.training.context import RunContext
 from tfcommx.training.run import Run
-from tfcommx.training.steps import Position, StepCounter, Timing
+from tfcommx.training.steps import Position
 
 
 class SetLearningRate(keras.callbacks.Callback):
@@ -27,13 +25,14 @@ class SetLearningRate(keras.callbacks.Callback):
     A callback and not a Keras schedule, so that a saved optimizer loads without tfcommx.
     """
 
-    def __init__(self, run: Run, counter: StepCounter) -> None:
+    def __init__(self, context: RunContext) -> None:
         super().__init__()
-        self.run, self.counter = run, counter
+        self.context = context
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Set the rate of the step that begins."""
-        rate = rate_at(self.run, self.counter.phase, self.counter.position)
+        counter = self.context.counter
+        rate = rate_at(self.context.run, counter.phase, counter.position)
         self.model.optimizer.learning_rate = rate
 
 
@@ -51,9 +50,9 @@ def rate_at(run: Run, phase: int, position: Position) -> float:
 class InformAuto(keras.callbacks.Callback):
     """Tells the scheme "auto" how many steps share a scheme; comes before SwitchScheme."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, context: RunContext) -> None:
         super().__init__()
-        self.run = run
+        self.run = context.run
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tell it: if the epoch has another scheme, its first step makes a new plan."""
@@ -80,9 +79,9 @@ class Evaluation(keras.callbacks.Callback):
     **Ranks:** all.
     """
 
-    def __init__(self, run: Run, timing: Timing) -> None:
+    def __init__(self, context: RunContext) -> None:
         super().__init__()
-        self.run, self.timing = run, timing
+        self.run, self.timing = context.run, context.timing
 
     def start_phase(self, model: keras.Model, phase: Phase) -> None:
         """Evaluate at this phase's batch and resolution from now on."""
@@ -99,59 +98,27 @@ class Evaluation(keras.callbacks.Callback):
 
 
 class EpochHistory(keras.callbacks.Callback):
-    """Keeps a row of numbers per epoch, rows of an earlier process included.
+    """Adds a row of numbers per epoch; reads the logs of the callbacks before it."""
 
-    It reads what the callbacks before it have put into the logs. `elapsed` and `sent` return the
-    seconds of the whole run so far, and the bytes that this rank has sent to other nodes.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        counter: StepCounter,
-        timing: Timing,
-        compare: callbacks.CompareReplicas,
-        rows: list[dict[str, Any]],
-        elapsed: Callable[[], float],
-        sent: Callable[[], int],
-    ) -> None:
+    def __init__(self, context: RunContext) -> None:
         super().__init__()
-        self.elapsed, self.sent = elapsed, sent
-        self.run, self.counter, self.timing, self.compare = run, counter, timing, compare
-        self.schemes, self.rows = run.recipe.scheme_of_epoch(), rows
-        # Steps of the current epoch that an earlier process took and measured
-        self.measured_before = 0
-
-    def steps_measured(self) -> int:
-        """Return the steps of the epoch so far, those of an earlier process included."""
-        return self.measured_before + self.counter.taken
+        self.context, self.schemes = context, context.run.recipe.scheme_of_epoch()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        self.rows.append(self.row(epoch, logs or {}))
-        self.measured_before = 0
-
-    def clock(self) -> float:
-        """Return the seconds of the run so far, without evaluation and saving.
-
-        Opening the data set, building the model and tracing count.
-
-        **Source:** DAWNBench's rules for ImageNet, as its organisers answered in issues 9, 12 and
-        21 of github.com/stanford-futuredata/dawn-bench-entries.
-        """
-        parts = [self.timing.seconds, *(row["seconds"] for row in self.rows)]
-        return self.elapsed() - sum(part["evaluation"] + part["saving"] for part in parts)
+        self.context.rows.append(self.row(epoch, logs or {}))
 
     def row(self, epoch: int, logs: dict[str, Any]) -> dict[str, Any]:
         """Return the numbers of an epoch that has just ended."""
-        scheme, seconds = self.schemes[epoch], self.timing.epoch_seconds()
-        phase, steps = self.counter.phase, self.steps_measured()
-        loader = self.run.data.report(epoch)
+        context, run = self.context, self.context.run
+        scheme, seconds = self.schemes[epoch], context.timing.epoch_seconds()
+        phase, steps = context.counter.phase, context.counter.measured
+        loader = run.data.report(epoch)
         return {
             "epoch": epoch + 1,
             "phase": phase + 1,
-            "resolution": self.run.recipe.phases[phase].resolution,
-            "ranks": self.run.comm.topology.size,
-            "global_batch": self.run.global_batch(phase),
+            "resolution": run.recipe.phases[phase].resolution,
+            "ranks": run.comm.topology.size,
+            "global_batch": run.global_batch(phase),
             "route": scheme.route,
             "selection": scheme.selection,
             "density": scheme.density,
@@ -161,14 +128,14 @@ class EpochHistory(keras.callbacks.Callback):
             **{name: value for name, value in logs.items() if name.startswith("test_")},
             "steps": steps,
             # Of these, those whose time is in seconds.first_step
-            "first_steps": self.timing.first_steps,
-            "counted": self.run.objective.counted,
-            "throughput": steps * self.run.global_batch(phase) / self.timing.step_seconds(),
-            "replicas_identical": bool(self.compare.identical),
+            "first_steps": context.timing.first_steps,
+            "counted": run.objective.counted,
+            "throughput": steps * run.global_batch(phase) / context.timing.step_seconds(),
+            "replicas_identical": bool(context.compare.identical),
             "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
-            "clock_seconds": round(self.clock(), 3),
+            "clock_seconds": round(context.clock(), 3),
             # Of the run so far, as the clock
-            "bytes_between_nodes": self.sent(),
+            "bytes_between_nodes": context.totals.bytes_between(),
             "loader": {name: round(value, 6) for name, value in loader.items()},
         }
 
@@ -176,40 +143,37 @@ class EpochHistory(keras.callbacks.Callback):
 class ShowProgress(keras.callbacks.Callback):
     """Shows progress on rank 0; comes after the callbacks that measure it."""
 
-    def __init__(
-        self,
-        history: EpochHistory,
-        progress: ProgressDisplay,
-        events: TensorBoardEvents | None = None,
-    ) -> None:
+    def __init__(self, context: RunContext) -> None:
         super().__init__()
-        self.history, self.progress, self.events = history, progress, events
+        self.context = context
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        history, counter, logs = self.history, self.history.counter, logs or {}
-        busy = max(history.timing.step_seconds(), 1e-9)
-        samples = history.steps_measured() * history.run.global_batch(counter.phase)
+        context, logs = self.context, logs or {}
+        run, counter, timing = context.run, context.counter, context.timing
+        busy = max(timing.step_seconds(), 1e-9)
+        samples = counter.measured * run.global_batch(counter.phase)
         status = {
             "epoch": counter.position.epoch + 1,
             "step": counter.after.step,
             "steps": counter.steps,
             "loss": float(logs.get("loss", "nan")),
             "accuracy": float(logs.get("accuracy", "nan")),
-            "counted": history.run.objective.counted,
+            "counted": run.objective.counted,
             "throughput": samples / busy,
-            "data": history.timing.seconds["data"] / busy,
-            "gradients": history.timing.seconds["gradients"] / busy,
+            "data": timing.seconds["data"] / busy,
+            "gradients": timing.seconds["gradients"] / busy,
         }
-        self.progress.step(status)
-        if self.events:
-            self.events.step(history.run.steps_before(counter.after), status)
+        context.progress.step(status)
+        if context.events:
+            context.events.step(run.steps_before(counter.after), status)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        rows, target = self.history.rows, self.history.run.recipe.target
-        self.progress.epoch(rows[-1])
+        context, rows = self.context, self.context.rows
+        target = context.run.recipe.target
+        context.progress.epoch(rows[-1])
         if target:
             found = time_to_target(rows, target.score, target.at_least)
             if found["epoch"] == rows[-1]["epoch"]:
-                self.progress.say(target_text(found))
-        if self.events:
-            self.events.epoch(self.history.rows[-1])
+                context.progress.say(target_text(found))
+        if context.events:
+            context.events.epoch(rows[-1])

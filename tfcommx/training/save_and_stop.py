@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -17,9 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx import checkpoint
-from tfcommx.training.callbacks import EpochHistory
-from tfcommx.training.run import Run
-from tfcommx.training.signals import StopRequests
+from tfcommx.training.context import RunContext
 from tfcommx.training.steps import Position
 
 # About how many seconds pass until the ranks ask each other again: horovodrun kills them 5 s after
@@ -49,31 +46,13 @@ class SaveAndStop(keras.callbacks.Callback):
     it is time to save or to end by rank 0's clock. So all save after the same step. At an epoch's
     end this saves, and StopAtEpochEnd stops.
 
-    Args:
-        run: what is trained.
-        history: its rows are saved too; it comes before this callback.
-        requests: requests to stop this rank.
-        end: when the run must end, by `time.monotonic`; None: at its last epoch.
-        notes: returns what else to save; called at each save.
-        snapshots: in memory; takes SIGTERM in a supervised run.
-
     **Ranks:** all. **Cost:** an allreduce of 16 bytes about twice a second.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        history: EpochHistory,
-        requests: StopRequests,
-        end: float | None,
-        notes: Callable[[], dict[str, Any]],
-        snapshots: checkpoint.Snapshots,
-    ) -> None:
+    def __init__(self, context: RunContext) -> None:
         super().__init__()
-        self.run, self.history, self.counter = run, history, history.counter
-        self.requests, self.end, self.notes = requests, end, notes
-        self.snapshots, self._patience = snapshots, checkpoint.Patience()
-        self.settings = run.recipe.checkpoint
+        self.context, self._patience = context, checkpoint.Patience()
+        self.settings = context.run.recipe.checkpoint
         self.saved_at, self.asked_at = time.monotonic(), time.monotonic()
         # Steps until the ranks ask each other again, and between the last two times
         self._until, self._between = 1, 1
@@ -81,9 +60,9 @@ class SaveAndStop(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Ask the other ranks if it is time; save and stop if they agree to."""
         self._until -= 1
-        after = self.counter.after
-        if after.step == self.counter.steps:
-            self.snapshots.end_epoch(after.epoch)
+        after = self.context.counter.after
+        if after.step == self.context.counter.steps:
+            self.context.snapshots.end_epoch(after.epoch)
             return  # The epoch's end follows
         stop, save = self.ask() if self._until <= 0 else ("", False)
         if stop:
@@ -91,46 +70,50 @@ class SaveAndStop(keras.callbacks.Callback):
             raise Stopped(after, stop)
         if save or self._due(after):
             self._patience.save(lambda: self._save(after))
-        self.snapshots.after_step(
-            after.epoch, after.step, self.counter.steps, notes=lambda: self._notes(after)
+        self.context.snapshots.after_step(
+            after.epoch, after.step, self.context.counter.steps, notes=lambda: self._notes(after)
         )
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        seconds = self.history.timing.seconds
+        seconds = self.context.timing.seconds
         before = seconds["saving"]
         self._patience.save(lambda: self._save(Position(epoch + 1)))
         # The row was made before the save
-        self.history.rows[-1]["seconds"]["saving"] += round(seconds["saving"] - before, 3)
+        self.context.rows[-1]["seconds"]["saving"] += round(seconds["saving"] - before, 3)
 
     def _due(self, after: Position) -> bool:
         every = self.settings.every_steps
-        return every is not None and self.run.steps_before(after) % every == 0
+        return every is not None and self.context.run.steps_before(after) % every == 0
 
     def ask(self) -> tuple[str, bool]:
         """Return the reason why all ranks stop, empty if they do not, and whether to save.
 
         **Ranks:** all. **Cost:** an allreduce of 16 bytes.
         """
-        asked, now = self.requests.asked(), time.monotonic()
-        if asked and self.snapshots.supervised and self.requests.reason == signal.SIGTERM.name:
-            self.snapshots.leave()
+        asked, now = self.context.requests.asked(), time.monotonic()
+        if (
+            asked
+            and self.context.snapshots.supervised
+            and self.context.requests.reason == signal.SIGTERM.name
+        ):
+            self.context.snapshots.leave()
             asked = False
         clock = [0.0, 0.0, 0.0]
-        if self.run.comm.rank == 0:
+        if self.context.run.comm.rank == 0:
             minutes = self.settings.every_minutes
             clock = [
-                float(self.end is not None and now >= self.end),
+                float(self.context.end is not None and now >= self.context.end),
                 float(minutes is not None and now - self.saved_at >= 60 * minutes),
                 float(self._steps_to_next(now)),
             ]
         with tf.device("/cpu:0"):
-            votes = self.run.comm.allreduce(
+            votes = self.context.run.comm.allreduce(
                 tf.constant([float(asked), *clock]), "world", "tfcommx/saving"
             ).numpy()
         self._until = self._between = max(1, round(float(votes[3])))
         self.asked_at = time.monotonic()
         if votes[0]:
-            reasons = self.run.comm.gather_objects(self.requests.reason)
+            reasons = self.context.run.comm.gather_objects(self.context.requests.reason)
             named = [f"{why} on rank {rank}" for rank, why in enumerate(reasons) if why]
             return named[0], True
         return ("the time limit" if votes[1] else ""), bool(votes[2])
@@ -144,24 +127,24 @@ class SaveAndStop(keras.callbacks.Callback):
         start = time.time()
         checkpoint.save(
             self.model,
-            self.run.checkpoint,
+            self.context.run.checkpoint,
             after.epoch - 1,
             self.settings.keep,
             step=after.step,
-            steps=self.counter.steps if after.step else 0,
+            steps=self.context.counter.steps if after.step else 0,
             notes=self._notes(after),
         )
         self.saved_at = time.monotonic()
-        self.history.timing.seconds["saving"] += time.time() - start
+        self.context.timing.seconds["saving"] += time.time() - start
 
     def _notes(self, after: Position) -> dict[str, Any]:
-        timing, under_way = self.history.timing, {}
+        context, under_way = self.context, {}
         if after.step:
-            steps = self.history.steps_measured()
-            counts = {"steps": steps, "first_steps": timing.first_steps}
+            timing = context.timing
+            counts = {"steps": context.counter.measured, "first_steps": timing.first_steps}
             under_way = {"seconds": timing.epoch_seconds(), **counts}
-        run = {"rows": self.history.rows, "under_way": under_way}
-        return run | self.notes() | self.snapshots.notes()
+        run = {"rows": context.rows, "under_way": under_way}
+        return run | context.totals.so_far() | context.snapshots.notes()
 
 
 class StopAtEpochEnd(keras.callbacks.Callback):
@@ -177,5 +160,5 @@ class StopAtEpochEnd(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Ask the other ranks; stop if one was asked to, unless this was the last epoch."""
         stop, _ = self.saving.ask()
-        if stop and epoch + 1 < self.saving.run.recipe.epochs:
+        if stop and epoch + 1 < self.saving.context.run.recipe.epochs:
             raise Stopped(Position(epoch + 1), stop)

@@ -73,9 +73,15 @@ class StepCounter(keras.callbacks.Callback):
         super().__init__()
         # The current step, or the last one
         self.position = Position(0)
-        # Steps of the epoch; steps of it that this process has taken; number of the phase
-        self.steps, self.taken, self.phase = 0, 0, 0
+        # Steps of the epoch; steps of it that were measured; number of the phase
+        self.steps, self.measured, self.phase = 0, 0, 0
         self._offset = 0
+        # Steps that an earlier process measured of the first epoch
+        self._continued = 0
+
+    def continue_from(self, steps: int) -> None:
+        """Add steps that an earlier process measured to the epoch that begins next."""
+        self._continued = steps
 
     def begin(self, call: FitCall, steps: int) -> None:
         """Prepare for a call of `fit`; `steps` are those of one whole epoch."""
@@ -87,14 +93,15 @@ class StepCounter(keras.callbacks.Callback):
         return self.position._replace(step=self.position.step + 1)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self.position, self.taken = Position(epoch, self._offset), 0
+        self.position = Position(epoch, self._offset)
+        self.measured, self._continued = self._continued, 0
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Count a step; Keras counts from the start of this process's part of the epoch."""
         self.position = self.position._replace(step=self._offset + batch)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        self.taken += 1
+        self.measured += 1
 
 
 # What is measured of an epoch, in seconds; `other` is the rest

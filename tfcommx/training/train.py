@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -25,10 +25,11 @@ from tfcommx.training.callbacks import (
     SetLearningRate,
     ShowProgress,
 )
+from tfcommx.training.context import RunContext, Totals
 from tfcommx.training.run import Run, prepare
 from tfcommx.training.save_and_stop import SaveAndStop, StopAtEpochEnd, Stopped
-from tfcommx.training.signals import StopRequests
-from tfcommx.training.steps import STEP_KINDS, Position, StepCounter, Timing, fit_calls
+from tfcommx.training.steps import STEP_KINDS, Position, fit_calls
+from tfcommx.training.stop_requests import StopRequests
 
 log = logging.getLogger("tfcommx")
 
@@ -95,16 +96,16 @@ def train(
             with contextlib.suppress(OSError):
                 (output_folder / "summary.json").unlink()
         totals = Totals(saved.notes if saved else {}, optimizer, start)
-        run_callbacks = make_callbacks(run, first, saved, options, requests, end, totals, snapshots)
-        run_callbacks.timing.watch(model)
+        context = make_context(run, first, saved, options, requests, end, totals, snapshots)
+        context.timing.watch(model)
         stopped: dict[str, Any] = {}
-        with run_callbacks.show.progress:
+        with context.progress:
             try:
-                fit_phases(model, run, first, run_callbacks)
+                fit_phases(model, context, first)
             except Stopped as stop:
                 stopped = {**stop.position._asdict(), "reason": stop.reason}
     run.data.close()
-    summary = summarise(run, model, run_callbacks.history.rows) | totals.so_far()
+    summary = summarise(run, model, context.rows) | totals.so_far()
     if snapshots.cost.count:
         summary["snapshots"] = snapshots.cost.summary()
     if options.alone:
@@ -118,33 +119,6 @@ def train(
     if cx.is_chief() and summary["rows"]:
         report.write_report(summary, output_folder)
     return summary
-
-
-class Totals:
-    """Bytes and seconds of the whole run, those before a resume included."""
-
-    KEYS = ("bytes_between_nodes", "bytes_between_nodes_dense", "seconds")
-
-    def __init__(
-        self, notes: dict[str, Any], optimizer: keras.optimizers.Optimizer, start: float
-    ) -> None:
-        self.before = {key: notes.get(key, 0) for key in self.KEYS}
-        self.exchanger, self.start = optimizer.exchanger, start
-        # A process may train twice
-        self.at_start = self.exchanger.traffic()
-
-    def seconds(self) -> float:
-        return float(self.before["seconds"] + time.monotonic() - self.start)
-
-    def bytes_between(self) -> int:
-        return int(self.so_far()["bytes_between_nodes"])
-
-    def so_far(self) -> dict[str, Any]:
-        found = {
-            key: self.before[key] + value - self.at_start[key]
-            for key, value in self.exchanger.traffic().items()
-        } | {"seconds": self.seconds()}
-        return {key: round(value, 1 if key == "seconds" else None) for key, value in found.items()}
 
 
 def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
@@ -239,31 +213,7 @@ def compile_model(model: keras.Model, run: Run, scheme: cx.Scheme) -> keras.opti
     return optimizer
 
 
-class RunCallbacks(NamedTuple):
-    """The callbacks of a run, in the order in which Keras calls them."""
-
-    # First: the others read it
-    counter: StepCounter
-    timing: Timing
-    learning_rate: SetLearningRate
-    inform_auto: InformAuto
-    switch: callbacks.SwitchScheme
-    choose_again: callbacks.ChooseAgain
-    # Those that follow need whole and equal weights
-    consolidate: Consolidate
-    metrics: callbacks.AverageMetrics
-    batch_norm: callbacks.AverageBatchNorm
-    compare: callbacks.CompareReplicas
-    evaluation: Evaluation
-    # Reads the logs of those before it
-    history: EpochHistory
-    saving: SaveAndStop
-    show: ShowProgress
-    # Last: those before it must see the epoch's end
-    stopping: StopAtEpochEnd
-
-
-def make_callbacks(
+def make_context(
     run: Run,
     first: Position,
     saved: checkpoint.Head | None,
@@ -272,48 +222,60 @@ def make_callbacks(
     end: float | None,
     totals: Totals,
     snapshots: checkpoint.Snapshots,
-) -> RunCallbacks:
-    """Make the callbacks of a run that begins, or resumes `saved`, at `first`."""
-    recipe, counter, timing = run.recipe, StepCounter(), Timing()
-    compare, notes = callbacks.CompareReplicas(), saved.notes if saved else {}
-    schemes = enumerate(pairwise(recipe.scheme_of_epoch()), 1)
-    changes = {at: new for at, (old, new) in schemes if new != old and at > first.epoch}
-    rows = list(notes.get("rows", ()))
-    counted = totals.seconds, totals.bytes_between
-    history = EpochHistory(run, counter, timing, compare, rows, *counted)
-    if saved and saved.step:
-        under_way = notes.get("under_way", {})
-        counts = (under_way.get(name, 0) for name in ("steps", "first_steps"))
-        history.measured_before, first_steps = (scaled_steps(count, run, saved) for count in counts)
-        timing.continue_from(under_way.get("seconds", {}), first_steps)
-    steps = run.steps_before(Position(recipe.epochs)) - run.steps_before(first)
+) -> RunContext:
+    """Make what the callbacks share in a run that begins, or resumes `saved`, at `first`."""
+    steps = run.steps_before(Position(run.recipe.epochs)) - run.steps_before(first)
     progress = report.ProgressDisplay(
-        steps, recipe.epochs, shown=cx.is_chief(), terminal=options.terminal
+        steps, run.recipe.epochs, shown=cx.is_chief(), terminal=options.terminal
     )
     shown = options.tensorboard and cx.is_chief()
     events = report.TensorBoardEvents(run.folder / "tensorboard") if shown else None
-    saving = SaveAndStop(run, history, requests, end, totals.so_far, snapshots)
-    return RunCallbacks(
-        counter,
-        timing,
-        SetLearningRate(run, counter),
-        InformAuto(run),
+    context = RunContext(run, requests, end, totals, snapshots, progress, events)
+    notes = saved.notes if saved else {}
+    context.rows += notes.get("rows", ())
+    if saved and saved.step:
+        under_way = notes.get("under_way", {})
+        counts = (under_way.get(name, 0) for name in ("steps", "first_steps"))
+        measured, first_steps = (scaled_steps(count, run, saved) for count in counts)
+        context.counter.continue_from(measured)
+        context.timing.continue_from(under_way.get("seconds", {}), first_steps)
+    return context
+
+
+def make_callbacks(
+    context: RunContext, first: Position, evaluation: Evaluation
+) -> list[keras.callbacks.Callback]:
+    """Return the callbacks of a run, in the order in which Keras calls them."""
+    schemes = enumerate(pairwise(context.run.recipe.scheme_of_epoch()), 1)
+    changes = {at: new for at, (old, new) in schemes if new != old and at > first.epoch}
+    saving = SaveAndStop(context)
+    return [
+        # First: the others read them
+        context.counter,
+        context.timing,
+        SetLearningRate(context),
+        InformAuto(context),
         callbacks.SwitchScheme(changes),
         callbacks.ChooseAgain(),
+        # Those that follow need whole and equal weights
         Consolidate(),
         callbacks.AverageMetrics(),
         callbacks.AverageBatchNorm(),
-        compare,
-        Evaluation(run, timing),
-        history,
+        context.compare,
+        evaluation,
+        # Reads the logs of those before it
+        EpochHistory(context),
         saving,
-        ShowProgress(history, progress, events),
+        ShowProgress(context),
+        # Last: those before it must see the epoch's end
         StopAtEpochEnd(saving),
-    )
+    ]
 
 
-def fit_phases(model: keras.Model, run: Run, first: Position, run_callbacks: RunCallbacks) -> None:
+def fit_phases(model: keras.Model, context: RunContext, first: Position) -> None:
     """Train the phases one after the other, from `first` on. **Raises:** Stopped."""
+    run, evaluation = context.run, Evaluation(context)
+    run_callbacks = make_callbacks(context, first, evaluation)
     begin: list[keras.callbacks.Callback] = [callbacks.BroadcastState()]
     if first.step:  # Resumed in mid-epoch: with the metrics so far
         begin.append(checkpoint.RestoreRankValues(run.checkpoint))
@@ -321,13 +283,13 @@ def fit_phases(model: keras.Model, run: Run, first: Position, run_callbacks: Run
     for call in fit_calls(run.phases, first, run.data.redistributes):
         if call.phase != phase:
             phase = call.phase
-            run_callbacks.evaluation.start_phase(model, run.recipe.phases[phase])
+            evaluation.start_phase(model, run.recipe.phases[phase])
             # Keras reduces retracing: without this, a second resolution would get a graph of
             # dynamic shapes, whose sums differ in the last bits from those of a run resumed here
             model.make_train_function(force=True)
         if call.epochs.start > first.epoch:
             run.data.redistribute(call.epochs.start, run.comm)
-        run_callbacks.counter.begin(call, run.steps[phase])
+        context.counter.begin(call, run.steps[phase])
         batches = run.batches(call)
         if call.step:
             build_metrics(model, batches)

@@ -3,7 +3,7 @@
     Codec            loses nothing: sparse buckets, and dense ones in the dtype of their entries
     RoundingCodec    dense buckets in 16 bits; a residual keeps what rounding loses
 
-`rounded` is the same for the entries that a sparse bucket sends. `tfcommx.wire` has the formats.
+`rounded` is the same for the entries that a sparse bucket sends. `core.wire_formats` has the table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfcommx.core import Sparse
-from tfcommx.core.wire_formats import CODE_BITS, value_dtype
+from tfcommx.core.wire_formats import CODE_BITS, SPARSE_FORMATS
 from tfcommx.kernels import dense as dense_kernel
 from tfcommx.kernels import sparse as merge_kernel
 from tfcommx.kernels import wire as wire_kernel
@@ -30,7 +30,7 @@ def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
 
     Args:
         sparse: values float32 [k].
-        wire: one of terms.SPARSE_WIRES, or "module:MEMBER".
+        wire: one of core.SPARSE_WIRES, or "module:MEMBER".
 
     Returns:
         The same indices with rounded values, float32 [k], and the error, float32 [k]; None if the
@@ -40,7 +40,7 @@ def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
     if other is not None:
         written, left = other.rounded(sparse.values)
         return Sparse(sparse.indices, written, sparse.size), left
-    values, dtype = sparse.values, value_dtype(wire)
+    values, dtype = sparse.values, SPARSE_FORMATS[wire].values
     if dtype == "float32":
         return sparse, None
     if dtype in CODE_BITS:
@@ -59,7 +59,7 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
     Args:
         sparse: indices int32 [k], ascending except for the pair formats; values float32 [k], as
             `rounded` returned them.
-        wire: one of terms.SPARSE_WIRES, or "module:MEMBER".
+        wire: one of core.SPARSE_WIRES, or "module:MEMBER".
 
     Returns:
         int32 [words], `4 * words == formats.size_bytes(k, size, wire)`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from tfcommx.core import PLAIN, Bucket, Sparse, is_member, load_member
+from tfcommx.core import ENTRY_BYTES, PLAIN, Bucket, Sparse, is_member, load_member
 from tfcommx.core.wire_formats import wire_words
 
 # Of TensorFlow, which plans and prices do not load
@@ -88,9 +88,6 @@ def of_others(wire: str) -> WireFormat | None:
     return found
 
 
-_ENTRY_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-
-
 def size_bytes(k: int, size: int, wire: str) -> int:
     """Count the bytes of k selected entries of a vector.
 
@@ -100,7 +97,7 @@ def size_bytes(k: int, size: int, wire: str) -> int:
     Args:
         k: entries, >= 0.
         size: length of the vector, >= 0.
-        wire: one of terms.SPARSE_WIRES, or "module:MEMBER".
+        wire: one of core.SPARSE_WIRES, or "module:MEMBER".
     """
     other = of_others(wire)
     return 4 * (other.words(k, size) if other else sum(wire_words(k, size, wire)))
@@ -126,7 +123,7 @@ def sum_dtype(dtype: str) -> str:
 
 def dense_bytes(bucket: Bucket) -> int:
     """Count the bytes of a dense bucket's vector as it travels."""
-    return bucket.padded * entry_bytes(dense_dtype(bucket))
+    return bucket.padded * ENTRY_BYTES[dense_dtype(bucket)]
 
 
 def sum_scale(dtype: str, ranks: int) -> float:
@@ -138,8 +135,3 @@ def sum_scale(dtype: str, ranks: int) -> float:
     (0.25, 0.125, 1.0)
     """
     return 2.0 ** -(ranks - 1).bit_length() if dtype == "float16" else 1.0
-
-
-def entry_bytes(dtype: str) -> int:
-    """Return the bytes of one entry: of float16, bfloat16, float32 or float64."""
-    return _ENTRY_BYTES[dtype]

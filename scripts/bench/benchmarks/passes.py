@@ -27,7 +27,7 @@ from bench.peers import threads
 
 from tfcommx import core
 from tfcommx.core import SPARSE_WIRES, Scheme, Sparse, Topology
-from tfcommx.core.wire_formats import CODE_BITS, value_dtype
+from tfcommx.core.wire_formats import CODE_BITS, SPARSE_FORMATS
 from tfcommx.kernels import select
 from tfcommx.kernels.sparse import keep
 from tfcommx.kernels.wire import decode
@@ -63,7 +63,7 @@ class Bucket(NamedTuple):
 
 def is_writable(sparse: Sparse, wire: str) -> bool:
     """Tell whether values are as the format writes them."""
-    dtype = value_dtype(wire)
+    dtype = SPARSE_FORMATS[wire].values
     if dtype in CODE_BITS:
         return not codec.rounded(sparse, wire)[1].numpy().any()
     written = tf.cast(tf.cast(sparse.values, dtype), tf.float32)
@@ -169,7 +169,7 @@ def verified(bucket: Bucket, found: dict[str, Part]) -> dict[str, bool]:
 def parser() -> argparse.ArgumentParser:
     found = options.parser(__doc__, sizes=[8_000_000], repeats=15)
     found.add_argument("--density", type=float, default=0.01, help="default: %(default)s")
-    rounding = [one for one in SPARSE_WIRES if value_dtype(one) != "float32"]
+    rounding = [one for one in SPARSE_WIRES if SPARSE_FORMATS[one].values != "float32"]
     found.add_argument(
         "--wire", choices=rounding, default="block16/float16", help="default: %(default)s"
     )

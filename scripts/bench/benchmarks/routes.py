@@ -165,8 +165,9 @@ def row_of(
     full_name, wire = name
     route_name, _, among_peers = full_name.partition("+")
     route = routes.get(route_name)
-    density = chosen.density if route.sparse else 1.0
-    how = {"selection": chosen.selection, "density": density} if route.sparse else {}
+    is_sparse = route_name in routes.SPARSE
+    density = chosen.density if is_sparse else 1.0
+    how = {"selection": chosen.selection, "density": density} if is_sparse else {}
     scheme = cx.Scheme(
         route=route_name, wire=wire, dense_below=0, peer_route=among_peers or "allreduce", **how
     )

@@ -94,7 +94,7 @@ def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.o
     route, _, wire = name.partition(" ")
     route, _, peers = route.partition("+")
     how: dict[str, Any] = {"peer_route": peers or "allreduce", "bucket_bytes": chosen.bucket_bytes}
-    if wire == "sparse" or (route in routes.ROUTES and routes.get(route).sparse):
+    if wire == "sparse" or route in routes.SPARSE:
         how |= {"selection": chosen.selection, "density": density}
     if wire.partition("/")[0] in COMPRESSIONS:
         how["compression"] = wire

@@ -64,7 +64,7 @@ def of_launches(route: str, wire: str) -> Any:
 def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str, wire: str) -> None:
     scheme = (
         cx.Scheme(route, "mstopk", 0.2, dense_below=8)
-        if routes.get(route).sparse
+        if route in routes.SPARSE
         else cx.Scheme(route, wire=wire)
     )
     if routes.get(route).messages and not comm.messages.possible:

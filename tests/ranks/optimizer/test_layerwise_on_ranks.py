@@ -63,7 +63,7 @@ def test_wrapped_equals_plain_on_the_joint_batch(
 )
 def test_trains_on_every_route(comm: Comm, kind: str, route: str) -> None:
     scheme = SPARSE if route == "hitopk" else cx.Scheme(route)
-    if routes.get(route).sparse:
+    if route in routes.SPARSE:
         scheme = cx.Scheme(route, "mstopk", 0.2, dense_below=8)
     if routes.get(route).messages and not comm.messages.possible:
         with pytest.raises(cx.PlanError, match="horovodrun --mpi"):

@@ -1,0 +1,184 @@
+"""The table of launchers: how their processes are recognised, and who reads what they are told.
+
+To add a launcher, add a row to LAUNCHERS:
+
+    only recognised     its processes are refused: each would be rank 0 of 1, train alone, and save
+                        to the same files as the others
+    with a reader       a function of cluster_environment; its ranks find each other by
+                        `collectives.rendezvous`
+    known to Horovod    `horovod` and `launch`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from tfcommx.core import ConfigurationError
+from tfcommx.launch.cluster_environment import ClusterEnvironment, srun, tf_config, torchrun
+
+
+class KnownLauncher(NamedTuple):
+    """A launcher, and the variables by which its processes are recognised."""
+
+    # For messages
+    name: str
+    # Holds the number of processes, or lists them; empty: the launcher does not say it
+    size: str
+    # Number or name of this process; empty: the launcher does not say it
+    rank: str
+    # Returns what the launcher says; None for a process that is alone
+    read: Callable[[], ClusterEnvironment | None] | None = None
+    # What else the reader takes from the environment
+    more: tuple[str, ...] = ()
+    # "gloo" or "mpi" if Horovod itself knows the launcher
+    horovod: str = ""
+    # By which processes of one launch of Horovod recognise each other
+    launch: tuple[str, ...] = ()
+
+    def variable(self, name: str) -> str:
+        """Return a variable of a launcher that Horovod knows: of RANK, SIZE, LOCAL_RANK, ..."""
+        return f"{self.rank.removesuffix('RANK')}{name}"
+
+
+# The first row that fits counts
+LAUNCHERS = (
+    KnownLauncher(
+        "horovodrun",
+        "HOROVOD_SIZE",
+        "HOROVOD_RANK",
+        horovod="gloo",
+        launch=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    ),
+    KnownLauncher(
+        "mpirun",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        horovod="mpi",
+        launch=("PMIX_NAMESPACE",),
+    ),
+    KnownLauncher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", srun),
+    KnownLauncher(
+        "torchrun",
+        "WORLD_SIZE",
+        "RANK",
+        torchrun,
+        ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"),
+    ),
+    KnownLauncher("TF_CONFIG", "TF_CONFIG", "", tf_config),
+    KnownLauncher("MPICH's or Intel MPI's mpiexec (Hydra)", "PMI_SIZE", "PMI_RANK"),
+    KnownLauncher("MVAPICH2's mpiexec", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    KnownLauncher("MVAPICH's mpiexec", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK"),
+    KnownLauncher("a launcher that uses PMIx", "", "PMIX_RANK"),
+    KnownLauncher("LSF's jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    KnownLauncher("LSF's blaunch", "", "LSF_PM_TASKID"),
+    KnownLauncher("PBS's pbsdsh", "PBS_TASKNUM", ""),
+    KnownLauncher("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    KnownLauncher("PALS's mpiexec", "", "PALS_RANKID"),
+    KnownLauncher("ALPS's aprun", "", "ALPS_APP_PE"),
+    KnownLauncher("torchrun", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
+    KnownLauncher("Kubeflow's Trainer", "PET_NNODES", "PET_NODE_RANK"),
+    KnownLauncher("an indexed job of Kubernetes", "", "JOB_COMPLETION_INDEX"),
+    KnownLauncher("a job of Volcano", "", "VC_TASK_INDEX"),
+    KnownLauncher("SageMaker", "SM_HOSTS", "SM_CURRENT_HOST"),
+    KnownLauncher("Vertex AI", "CLUSTER_SPEC", ""),
+    KnownLauncher("Azure Machine Learning", "AZUREML_NODE_COUNT", ""),
+    KnownLauncher("a multi-node job of AWS Batch", "AWS_BATCH_JOB_NUM_NODES", ""),
+    KnownLauncher("a slice of TPU hosts", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
+    KnownLauncher("JAX", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
+    KnownLauncher("a tracker of DMLC", "DMLC_NUM_WORKER", "DMLC_WORKER_ID"),
+    KnownLauncher("Paddle's launcher", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID"),
+)
+# Kind -> row
+OF_HOROVOD = {row.horovod: row for row in LAUNCHERS if row.horovod}
+# A number of processes of a launcher that has no row
+ANY_SIZE = re.compile(r"(?:\w+_)?WORLD_SIZE")
+
+
+def check_alone() -> None:
+    """Refuse a process that is one of several which an unsupported launcher has started.
+
+    A launcher that gives a process its number, but not how many there are, is refused unless
+    another variable states that the process is alone: WORLD_SIZE=1, for one.
+
+    **Ranks:** local. **Raises:** ConfigurationError: each would train alone, and all would save as
+    rank 0.
+    """
+    recognised = [row for row in LAUNCHERS if not row.read and not row.horovod]
+    for row in (*recognised, *_without_row(os.environ)):
+        size, index = os.environ.get(row.size, ""), os.environ.get(row.rank, "")
+        if size:
+            several, variable = _count(size) != 1, row.size
+        else:
+            several, variable = index != "" and not says_alone(), row.rank
+        if several:
+            alone = "" if size else ", or set WORLD_SIZE=1"
+            raise ConfigurationError(
+                "Several processes must be started by tfcommx run, horovodrun, mpirun, srun or "
+                "torchrun: by another launcher each trains alone. "
+                f"Received {variable}={os.environ[variable]} of {row.name}. Call `tfcommx run -- "
+                "python train.py` once in this allocation, or give each process RANK, WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT; to train in one process, unset the "
+                f"variable{alone}."
+            )
+
+
+def _without_row(variables: Mapping[str, str]) -> list[KnownLauncher]:
+    known = {row.size for row in LAUNCHERS}
+    names = sorted(name for name in variables if ANY_SIZE.fullmatch(name) and name not in known)
+    return [KnownLauncher("another launcher", name, "") for name in names]
+
+
+def _count(text: str) -> int | None:
+    """Return how many processes a size variable means; None if it cannot be read.
+
+    >>> [_count(text) for text in ("4", "0", '["a", "b"]', "a,b,c", "localhost")]
+    [4, 1, 2, 3, 1]
+    >>> _count('{"cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1"]}}')
+    2
+    """
+    if re.fullmatch(r"\d+", text):
+        return max(int(text), 1)
+    if text[:1] not in ("[", "{"):
+        return len([word for word in text.split(",") if word.strip()])
+    try:
+        content = json.loads(text)
+        if isinstance(content, list):
+            return max(len(content), 1)
+        return max(sum(len(tasks) for tasks in (content.get("cluster") or {}).values()), 1)
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def cluster_environment() -> ClusterEnvironment | None:
+    """Read what the launcher says; None for a process that no row with a reader has started.
+
+    **Ranks:** local.
+    **Raises:** ConfigurationError that names a variable which is missing or no number, or a rank
+    that is not below the number of ranks.
+    """
+    environments = (row.read() for row in LAUNCHERS if row.read)
+    here = next((environment for environment in environments if environment is not None), None)
+    if here is not None and here.rank >= here.size:
+        raise ConfigurationError(
+            f"A rank must be below the number of ranks. Received rank {here.rank} of {here.size} "
+            f"from {here.launcher}. Correct its variables, or unset them to train alone."
+        )
+    return here
+
+
+def says_alone() -> bool:
+    """Return True if a variable that a reader knows states that this process is the only rank."""
+    sizes = {row.size: row.read for row in LAUNCHERS if row.read}
+    return any(
+        os.environ.get(size, "") not in ("", "0") and read() is None for size, read in sizes.items()
+    )
+
+
+def variables() -> list[str]:
+    """Return the variables that say who a process is, of all launchers."""
+    names = (name for row in LAUNCHERS for name in (row.size, row.rank, *row.more))
+    return [name for name in names if name]

@@ -1,0 +1,74 @@
+"""RunContext: what the callbacks of a run share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from tfcommx import callbacks, checkpoint
+from tfcommx.report import ProgressDisplay, TensorBoardEvents
+from tfcommx.training.run import Run
+from tfcommx.training.steps import StepCounter, Timing
+from tfcommx.training.stop_requests import StopRequests
+
+
+class Totals:
+    """Bytes and seconds of the whole run, those before a resume included."""
+
+    KEYS = ("bytes_between_nodes", "bytes_between_nodes_dense", "seconds")
+
+    def __init__(
+        self, notes: dict[str, Any], optimizer: keras.optimizers.Optimizer, start: float
+    ) -> None:
+        self.before = {key: notes.get(key, 0) for key in self.KEYS}
+        self.exchanger, self.start = optimizer.exchanger, start
+        # A process may train twice
+        self.at_start = self.exchanger.traffic()
+
+    def seconds(self) -> float:
+        return float(self.before["seconds"] + time.monotonic() - self.start)
+
+    def bytes_between(self) -> int:
+        return int(self.so_far()["bytes_between_nodes"])
+
+    def so_far(self) -> dict[str, Any]:
+        found = {
+            key: self.before[key] + value - self.at_start[key]
+            for key, value in self.exchanger.traffic().items()
+        } | {"seconds": self.seconds()}
+        return {key: round(value, 1 if key == "seconds" else None) for key, value in found.items()}
+
+
+@dataclass
+class RunContext:
+    """What the callbacks of a run share; each takes it as its argument."""
+
+    run: Run
+    # Requests to stop this rank
+    requests: StopRequests
+    # When the run must end, by `time.monotonic`; None: at its last epoch
+    end: float | None
+    totals: Totals
+    # In memory; they take SIGTERM in a supervised run
+    snapshots: checkpoint.Snapshots
+    progress: ProgressDisplay
+    events: TensorBoardEvents | None = None
+    # Numbers of each epoch, those of an earlier process included
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    counter: StepCounter = field(default_factory=StepCounter)
+    timing: Timing = field(default_factory=Timing)
+    compare: callbacks.CompareReplicas = field(default_factory=callbacks.CompareReplicas)
+
+    def clock(self) -> float:
+        """Return the seconds of the run so far, without evaluation and saving.
+
+        Opening the data set, building the model and tracing count.
+
+        **Source:** DAWNBench's rules for ImageNet, as its organisers answered in issues 9, 12 and
+        21 of github.com/stanford-futuredata/dawn-bench-entries.
+        """
+        parts = [self.timing.seconds, *(row["seconds"] for row in self.rows)]
+        return self.totals.seconds() - sum(part["evaluation"] + part["saving"] for part in parts)
