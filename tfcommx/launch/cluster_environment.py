@@ -19,7 +19,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tfcommx.core import ConfigurationError
 from tfcommx.launch.hosts import check_host_name, expand_nodelist
@@ -33,7 +33,7 @@ class OtherLauncher(NamedTuple):
     # Holds the number of processes, or lists them; empty: the launcher does not say it
     size: str
     # Number or name of this process; empty: the launcher does not say it
-    index: str
+    number: str
 
 
 OTHER_LAUNCHERS = (
@@ -74,11 +74,11 @@ def check_alone() -> None:
     rank 0.
     """
     for row in (*OTHER_LAUNCHERS, *_without_row(os.environ)):
-        size, index = os.environ.get(row.size, ""), os.environ.get(row.index, "")
+        size, number = os.environ.get(row.size, ""), os.environ.get(row.number, "")
         if size:
             several, variable = _count(size) != 1, row.size
         else:
-            several, variable = index != "" and not says_alone(), row.index
+            several, variable = number != "" and not says_alone(), row.number
         if several:
             alone = "" if size else ", or set WORLD_SIZE=1"
             raise ConfigurationError(
@@ -220,7 +220,7 @@ def torchrun() -> ClusterEnvironment | None:
         "torchrun",
         _number("torchrun", "RANK"),
         _number("torchrun", "WORLD_SIZE"),
-        int(local_rank) if (local_rank or "").isdecimal() else None,
+        int(local_rank) if local_rank is not None and local_rank.isdecimal() else None,
         _word("torchrun", "MASTER_ADDR"),
         _own_port() or _port("torchrun", "MASTER_PORT") + taken,
         os.environ.get("TORCHELASTIC_RUN_ID", ""),
@@ -293,7 +293,7 @@ def _rank_of_one() -> bool:
     return rank in ("", "0")
 
 
-def _addresses(tasks: Any) -> list[str]:
+def _addresses(tasks: object) -> list[str]:
     """Return the addresses of the tasks of one type."""
     if not isinstance(tasks, list):
         raise TypeError(f"{tasks!r} is no list")
