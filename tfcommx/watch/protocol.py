@@ -64,8 +64,7 @@ from typing import Any
 from tfcommx.watch.stalls import DOINGS, ENDED, UNKNOWN, Group, StallWatch, group_of, later, merge
 
 CHILDREN = 4
-# Of a missing rank: host, what has happened, by whom it was noticed
-Missing = tuple[str, str, int]
+Missing = tuple[str, str, int]  # Host, what has happened, and the rank that has noticed it
 
 
 def parent(rank: int) -> int | None:
@@ -85,9 +84,8 @@ def neighbours(rank: int, size: int) -> list[int]:
     >>> neighbours(0, 2), neighbours(1, 100), neighbours(99, 100)
     ([1], [0, 2, 5, 6, 7, 8], [0, 24, 98])
     """
-    above = parent(rank)
-    beside = {*children(rank, size), (rank - 1) % size, (rank + 1) % size} - {rank}
-    return sorted(beside if above is None else beside | {above})
+    above = [(rank - 1) // CHILDREN] if rank else []
+    return sorted({*above, *children(rank, size), (rank - 1) % size, (rank + 1) % size} - {rank})
 
 
 # From the first sign to what the rank is told
