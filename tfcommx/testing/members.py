@@ -103,9 +103,9 @@ def check_route(name: str) -> None:
     **Raises:** LawBroken; ConfigurationError for a name that is none.
     """
     route = routes.get(name)
-    selected = {"selection": "exact", "density": 0.1} if route.sparse else {}
+    selection, density = ("exact", 0.1) if route.sparse else ("all", 1.0)
     for wire in route.wires:
-        scheme = Scheme(name, wire=wire, dense_below=8, bucket_bytes=2000, **selected)
+        scheme = Scheme(name, selection, density, wire=wire, dense_below=8, bucket_bytes=2000)
         loses = not route.sparse and wire in VALUE_DTYPES[1:]
         for topology in (*laws.ONE_LEVEL, *laws.TWO_LEVELS):
             plan = laws.plan_of(scheme, topology)

@@ -31,7 +31,7 @@ class SetLearningRate(keras.callbacks.Callback):
         super().__init__()
         self.run, self.counter = run, counter
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Set the rate of the step that begins."""
         rate = rate_at(self.run, self.counter.phase, self.counter.position)
         self.model.optimizer.learning_rate = rate
@@ -55,7 +55,7 @@ class InformAuto(keras.callbacks.Callback):
         super().__init__()
         self.run = run
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Tell it: if the epoch has another scheme, its first step makes a new plan."""
         accumulated = steps_of_update(self.model.optimizer)
         exchanger_of(self.model).requested.expected_run = self.run.expected_run(epoch, accumulated)
@@ -68,7 +68,7 @@ class Consolidate(keras.callbacks.Callback):
     **Ranks:** all.
     """
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Average what drifted."""
         consolidate(self.model.optimizer)
 
@@ -90,7 +90,7 @@ class Evaluation(keras.callbacks.Callback):
         # Traced anew for the new resolution
         self.score = self.run.objective.scorer(model)
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         start = time.time()
         scores = self.score(self.test, self.run.comm.gather_objects)
         if logs is not None:
@@ -126,7 +126,7 @@ class EpochHistory(keras.callbacks.Callback):
         """Return the steps of the epoch so far, those of an earlier process included."""
         return self.measured_before + self.counter.taken
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         self.rows.append(self.row(epoch, logs or {}))
         self.measured_before = 0
 
@@ -138,7 +138,8 @@ class EpochHistory(keras.callbacks.Callback):
         **Source:** DAWNBench's rules for ImageNet, as its organisers answered in issues 9, 12 and
         21 of github.com/stanford-futuredata/dawn-bench-entries.
         """
-        parts = [self.timing.seconds, *(row["seconds"] for row in self.rows)]
+        parts: list[dict[str, float]] = [self.timing.seconds]
+        parts += [row["seconds"] for row in self.rows]
         return self.elapsed() - sum(part["evaluation"] + part["saving"] for part in parts)
 
     def row(self, epoch: int, logs: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +186,7 @@ class ShowProgress(keras.callbacks.Callback):
         super().__init__()
         self.history, self.progress, self.events = history, progress, events
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         history, counter, logs = self.history, self.history.counter, logs or {}
         busy = max(history.timing.step_seconds(), 1e-9)
         samples = history.steps_measured() * history.run.global_batch(counter.phase)
@@ -204,7 +205,7 @@ class ShowProgress(keras.callbacks.Callback):
         if self.events:
             self.events.step(history.run.steps_before(counter.after), status)
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         rows, target = self.history.rows, self.history.run.recipe.target
         self.progress.epoch(rows[-1])
         if target:
