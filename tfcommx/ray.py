@@ -71,7 +71,7 @@ class RayWorker:
 
     def call(self, variables: Mapping[str, str], train: Callable[..., Any], *args: Any) -> Any:
         """Become a rank and train; return what the function returns."""
-        rows = (name for row in OTHER_LAUNCHERS for name in (row.size, row.number))
+        rows = (name for row in OTHER_LAUNCHERS for name in (row.size, row.rank))
         for name in (*OF_OTHER_LAUNCHERS, *rows):
             os.environ.pop(name, None)
         os.environ.update(variables)

@@ -120,7 +120,7 @@ LISTS = {"SM_HOSTS": ('["a", "b"]', '["a"]'), "TPU_WORKER_HOSTNAMES": ("a,b", "l
 CLUSTERS = tuple(tf_config_of({"worker": hosts}) for hosts in (["a:1", "b:1"], ["a:1"]))
 
 
-@pytest.mark.parametrize("row", OTHER_LAUNCHERS, ids=lambda row: row.size or row.number)
+@pytest.mark.parametrize("row", OTHER_LAUNCHERS, ids=lambda row: row.size or row.rank)
 def test_processes_of_another_launcher_do_not_train_alone(
     row: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,9 +130,9 @@ def test_processes_of_another_launcher_do_not_train_alone(
     launcher whose variables nobody had listed.
     """
     several, one = LISTS.get(row.size, CLUSTERS if row.size == "CLUSTER_SPEC" else ("4", "1"))
-    if row.number:
-        monkeypatch.setenv(row.number, "0")
-        with pytest.raises(PlanError, match=f"{row.number}=0 .*WORLD_SIZE=1"):
+    if row.rank:
+        monkeypatch.setenv(row.rank, "0")
+        with pytest.raises(PlanError, match=f"{row.rank}=0 .*WORLD_SIZE=1"):
             check_alone()
         with monkeypatch.context() as patch:
             patch.setenv("WORLD_SIZE", "1")

@@ -33,7 +33,7 @@ class OtherLauncher(NamedTuple):
     # Holds the number of processes, or lists them; empty: the launcher does not say it
     size: str
     # Number or name of this process; empty: the launcher does not say it
-    number: str
+    rank: str
 
 
 OTHER_LAUNCHERS = (
@@ -67,18 +67,18 @@ ANY_SIZE = re.compile(r"(?:\w+_)?WORLD_SIZE")
 def check_alone() -> None:
     """Refuse a process that is one of several which an unsupported launcher has started.
 
-    A launcher that gives a process its number, but not how many there are, is refused unless
+    A launcher that gives a process its rank, but not how many there are, is refused unless
     another variable states that the process is alone: WORLD_SIZE=1, for one.
 
     **Ranks:** local. **Raises:** ConfigurationError: each would train alone, and all would save as
     rank 0.
     """
     for row in (*OTHER_LAUNCHERS, *_without_row(os.environ)):
-        size, number = os.environ.get(row.size, ""), os.environ.get(row.number, "")
+        size, rank = os.environ.get(row.size, ""), os.environ.get(row.rank, "")
         if size:
             several, variable = _count(size) != 1, row.size
         else:
-            several, variable = number != "" and not says_alone(), row.number
+            several, variable = rank != "" and not says_alone(), row.rank
         if several:
             alone = "" if size else ", or set WORLD_SIZE=1"
             raise ConfigurationError(

@@ -121,6 +121,8 @@ class AveragingOptions(Protocol):
 class WeightAveragingRun(StrategyRun):
     """The strategy at work on one plan."""
 
+    executor: PlanExecutor
+
     def __init__(self, executor: PlanExecutor, options: AveragingOptions) -> None:
         super().__init__(executor)
         self._options, self.steps_per_exchange = options, options.every

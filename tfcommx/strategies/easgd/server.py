@@ -46,9 +46,8 @@ class CentreRange(NamedTuple):
 def cut(entries: int, servers: Sequence[int]) -> list[CentreRange]:
     """Cut the centre into ranges, one for each server, whose lengths differ by at most 1.
 
-    >>> cut(8, [0, 1, 2])
-    [CentreRange(server=0, start=0, stop=2), CentreRange(server=1, start=2, stop=5), \
-CentreRange(server=2, start=5, stop=8)]
+    >>> [tuple(one) for one in cut(8, [0, 1, 2])]
+    [(0, 0, 2), (1, 2, 5), (2, 5, 8)]
     """
     ends = [entries * number // len(servers) for number in range(len(servers) + 1)]
     return [CentreRange(*row) for row in zip(servers, ends, ends[1:], strict=False)]
