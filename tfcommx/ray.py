@@ -145,7 +145,7 @@ def _ray() -> Any:
 def _start(ray: Any, group: Any, each: dict[str, float], workers: int, bundles: int) -> list[Any]:
     """Start the workers in their places; return them, node by node, the driver's own node first."""
     own_options = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    options = {option: each.get(name, 0) for name, option in own_options.items()}
+    options: dict[str, Any] = {option: each.get(name, 0) for name, option in own_options.items()}
     options["resources"] = {name: each[name] for name in each.keys() - own_options.keys()}
     actor = ray.remote(RayWorker)
     started = [

@@ -87,7 +87,7 @@ def test_a_summary_stays_small_and_keeps_the_longest_wait_and_who_does_not_wait(
         one = Group(rank % 50, WAITS, f"bucket {rank % 7}", 1, [rank], rank / 10)
         found = merge([*found, one, group_of(rank, rank, LEFT, f"line {rank}")])
         assert len(found) <= GROUPS and all(len(group.ranks) <= EXAMPLES for group in found)
-    assert sum(group.count for group in found) == 2000
+    assert sum(group.size for group in found) == 2000
     assert max(group.seconds for group in found) == 99.9
     assert any(group.doing == LEFT and group.ranks == [0] for group in found)
     assert len(json.dumps([one._replace(what="x" * progress.LONGEST) for one in found])) < 2000

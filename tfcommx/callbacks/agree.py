@@ -44,7 +44,8 @@ class AgreeOnStop(keras.callbacks.Callback):
 
     def __init__(self, every: int = 1) -> None:
         super().__init__()
-        if not isinstance(every, Integral) or every < 1:
+        whole = isinstance(every, Integral)  # By a name of its own: for mypy no int is Integral
+        if not whole or every < 1:
             raise ConfigurationError(f"`every` must be an integer >= 1. Received {every!r}.")
         self.every, self.calls = every, 0
         # By this rank, since the ranks last asked each other

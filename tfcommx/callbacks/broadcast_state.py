@@ -171,16 +171,17 @@ class BroadcastState(keras.callbacks.Callback):
                 begin_step(optimizer, data)
             return step(data)
 
-        train_step.replaces = [held["train_step"]] if "train_step" in held else []
-        self.model.train_step = train_step
+        marked: Any = train_step
+        marked.replaces = [held["train_step"]] if "train_step" in held else []
+        self.model.train_step = marked
         self.model.make_train_function(force=True)
 
     def _put_step_back(self) -> None:
         """Give the model the step that it had before one that begins with a pull."""
-        step = vars(self.model).get("train_step")
-        if hasattr(step, "replaces"):
+        replaces = getattr(vars(self.model).get("train_step"), "replaces", None)
+        if replaces is not None:
             del self.model.train_step
-            for before in step.replaces:
+            for before in replaces:
                 self.model.train_step = before
             self.model.train_function = None
 

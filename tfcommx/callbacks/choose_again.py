@@ -175,7 +175,8 @@ class ChooseAgain(keras.callbacks.Callback):
         expected, at = self._told[id(optimizer)]
         if expected.steps is None:
             return None
-        return expected.steps - (steps_of(optimizer) - at) // steps_of_update(optimizer)
+        left: int = expected.steps - (steps_of(optimizer) - at) // steps_of_update(optimizer)
+        return left
 
     def _compare(self, mean: float, left: dict[Exchanger, int | None]) -> None:
         """Measure a message; if the network has changed for good, let plans take turns again.

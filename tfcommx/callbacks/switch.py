@@ -48,7 +48,8 @@ class WarmUp(keras.callbacks.Callback):
         optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(learning_rate, Real) or learning_rate <= 0 or steps < 1:
+        real = isinstance(learning_rate, Real)  # By a name of its own: for mypy no float is Real
+        if not real or learning_rate <= 0 or steps < 1:
             raise ConfigurationError(
                 f"`learning_rate` must be a number > 0 and `steps` >= 1. Received {learning_rate} "
                 f"and {steps}."
@@ -153,7 +154,7 @@ class SwitchScheme(keras.callbacks.Callback):
             for optimizer in optimizers:
                 expect_steps(optimizer, self.params, epoch, end)
         self.first = False
-        if pixels is not None:
+        if pixels is not None and self.resolution is not None:
             self.resolution.assign(pixels)
         changed = False
         for exchanger in map(exchanger_in, optimizers):

@@ -144,6 +144,7 @@ class Checkpoint(keras.callbacks.Callback):
         if epoch != head.epoch + 1 or not head.step:
             return
         # Behind on_train_begin of BroadcastState, which gives all ranks those of rank 0
+        assert self._values is not None, "on_train_begin has made it"
         self._values.on_train_begin()
         self._values.on_epoch_begin(epoch)
         steps, together = (self.params or {}).get("steps"), self.model.steps_per_execution

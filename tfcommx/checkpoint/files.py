@@ -63,7 +63,7 @@ def read_heads(folder: Path) -> list[Head | None]:
                 f"({model_name(3)}, {residuals_name(3, 0)} to rank-0003.npz are save 3 of 4 "
                 "ranks), or delete it to begin anew."
             )
-    return heads
+    return [head for head in heads if not isinstance(head, str)]
 
 
 def read_own_head(folder: Path) -> Head | None:

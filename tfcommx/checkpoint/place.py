@@ -66,7 +66,7 @@ class SnapshotFolder:
     def write(self, name: str, arrays: Mapping[str, np.ndarray]) -> int:
         """Write a file; return its bytes. **Raises:** OSError; then nothing is left of it."""
         with self.writing(name) as file:
-            np.savez(file, **arrays)
+            np.savez(file, **arrays)  # type: ignore[arg-type] # None is called allow_pickle
             file.flush()
             return os.fstat(file.fileno()).st_size
 

@@ -91,7 +91,8 @@ def write_residuals(model: keras.Model, path: Path, writes_model: bool) -> None:
     """
     exact = exact_arrays(model) if writes_model else {}
     with replacing(path) as part, part.open("wb") as file:
-        np.savez(file, **residual_arrays(model), **exact)
+        arrays = residual_arrays(model) | exact
+        np.savez(file, **arrays)  # type: ignore[arg-type] # None is called allow_pickle
 
 
 def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:

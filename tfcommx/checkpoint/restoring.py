@@ -229,7 +229,7 @@ def _roots_of(
         (record.trained, record.unlisted, record.common, record.weights)
         for record in (files[0] if files else [])
     ]
-    everyone = here.gather_objects(mine if here.rank == 0 else None)
+    everyone = here.gather_objects(mine if here.rank == 0 else [])
     roots = [_RootState(*root) for root in everyone[0]]
     if len(roots) != optimizers:
         raise CheckpointError(

@@ -95,7 +95,7 @@ def claim(folder: Path) -> list[int]:
     if here.rank == 0:
         problem = _problem_of_lock(folder, owner)
     (problem_of_root, of_root), *_ = here.gather_objects((problem, tuple(owner)))
-    owner = lock.Owner(*of_root)
+    owner = lock.Owner._make(of_root)
     if not problem_of_root and here.rank and _speaks_for_node(here):
         problem = _problem_of_lock(folder, owner)
     rows = here.gather_objects((problem, lock.seen_owner(folder) == owner))

@@ -42,7 +42,7 @@ from tfcommx.checkpoint.state import copy_model
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, local_path
 from tfcommx.launch.launcher import launch_interfaces
-from tfcommx.launch.supervision import MEMORY, PAUSED, SupervisorLink, supervision
+from tfcommx.launch.supervision import MEMORY, PAUSED, Supervision, SupervisorLink, supervision
 from tfcommx.optim.keras_internals import finalize_layers, statistics_of
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_in, trains_alone, wrapped_optimizers
@@ -258,19 +258,21 @@ class Snapshots:
             self._link = SupervisorLink(self.supervised, here.topology.size)
         hosts = here.gather_objects(self.supervised.host)
         self._writes_model = hosts.index(self.supervised.host) == here.rank
-        self._send = self._sender(partner(here.rank, hosts))
+        self._send = self._sender(self.supervised, partner(here.rank, hosts))
         make_on_all(self.place, self._writes_model)
 
-    def _sender(self, keeper: int | None) -> Callable[[list[str], list[int]], None] | None:
+    def _sender(
+        self, supervised: Supervision, keeper: int | None
+    ) -> Callable[[list[str], list[int]], None] | None:
         """Return what sends files to the rank that mirrors them; None if all are on one host."""
         if keeper is None:
             return None
-        supervised, here = self.supervised, self._comm
+        here = self._comm
         mirrors = Mirrors(
             supervised.handshake(PROTOCOL), supervised.host, launch_interfaces(), self.place
         )
         rows = here.gather_objects(tuple(mirrors.row))
-        return sender(mirrors, Row(*rows[keeper]), here.rank)
+        return sender(mirrors, Row._make(rows[keeper]), here.rank)
 
     def restore(self) -> tuple[int, int]:
         """Load the newest checkpoint of earlier generations; return epoch and step to begin with.

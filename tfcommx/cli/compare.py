@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +29,7 @@ from tfcommx.comparison.step_times import (
 from tfcommx.comparison.trainings import Setup, train, trained
 from tfcommx.core import ConfigurationError, Profile, Topology, write_text
 from tfcommx.launch.hosts import parse_hosts
-from tfcommx.recipes.reader import RecipeError
+from tfcommx.recipes.reader import RecipeError, RecipePart
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
 
@@ -122,7 +122,8 @@ def compare(
             )
             for name, one in recipes.items()
         }
-        seconds, ratios = predicted, {}
+        seconds: Mapping[str, Sequence[float]] = predicted
+        ratios: Mapping[str, float] = {}
         if rate == measured_at:
             seconds, ratios = replaced(predicted, on_hosts, recipes)
         steps.append(Steps(rate, seconds, ratios))
@@ -179,9 +180,10 @@ def _checked(setup: Setup, words: list[str]) -> tuple[dict[str, list[str]], dict
     """
     plain = read_recipe(setup.recipe, setup.changes)
     epochs = [phase.epochs for phase in plain.phases]
+    as_settings = plain.strategy.model_dump() if isinstance(plain.strategy, RecipePart) else None
     changes, recipes = {}, {}
     for name, method in read_methods(words).items():
-        if method.strategy == plain.strategy.model_dump():
+        if method.strategy == as_settings:
             # Saying it again would be another digest: trainings from before it was said stay valid
             method = method.model_copy(update={"strategy": None})
         changes[name] = method.settings(epochs)

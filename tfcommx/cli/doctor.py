@@ -123,7 +123,8 @@ def _marked(output: str) -> dict[str, Any] | None:
     for line in output.splitlines():
         _, mark, text = line.partition(MARK)
         if mark:
-            return json.loads(text)
+            facts: dict[str, Any] = json.loads(text)
+            return facts
     return None
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tfcommx.planner.predict import Interval, Prediction
 
 # What a better plan may lose, beside those that lose nothing
-SELECTED = {"selection": "mstopk", "density": 0.01}
+SELECTION, DENSITY = "mstopk", 0.01
 # Characters of a tensor's name in a table
 NAME_LENGTH = 40
 
@@ -170,7 +170,7 @@ def _predicted(step: MeasuredStep, links: Links) -> tuple[Timeline, list[Predict
     assumptions = Assumptions(measured_time(step.profile))
     own = simulate(step.plan, step.profile, links, assumptions)
     setting = Setting(step.profile, step.plan.topology, links, assumptions)
-    lossy = dataclasses.replace(Scheme(), route="allgather", **SELECTED)
+    lossy = dataclasses.replace(Scheme(), route="allgather", selection=SELECTION, density=DENSITY)
     return own, [candidates(setting)[0], candidates(setting, lossy, thorough=False)[0]]
 
 
@@ -216,7 +216,7 @@ def _show_better(predicted: list[tuple[Timeline, list[Prediction]]]) -> None:
     from tfcommx.planner.predict import interval
 
     own, better = predicted[0]
-    names = ("best that loses nothing", f"best with {SELECTED['density']:.0%} of the entries")
+    names = ("best that loses nothing", f"best with {DENSITY:.0%} of the entries")
     as_recorded = interval(own.compute_s, own.exposed_s, better[0].spread)
     rows = [_better_row("as recorded", own.step_s, as_recorded, "")]
     for name, one, place in zip(names, better, (0, 1), strict=True):

@@ -141,9 +141,9 @@ def offer_rows(offers: Offers) -> list[dict[str, Any]]:
             row["speedup"] = found[0]["step_seconds"] / row["step_seconds"]
             row["best"] = row is best
         rows += found
-    for name, error in refused.items():
+    for name, refusal in refused.items():
         if name not in {row["scheme"] for row in rows}:
-            raise error
+            raise refusal
     best_ones = [row for row in rows if row["best"]]
     return [{**row, "unbeaten": row["best"] and not _is_beaten(row, best_ones)} for row in rows]
 

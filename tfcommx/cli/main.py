@@ -33,6 +33,7 @@ from tfcommx.cli import (
 from tfcommx.cli.environment import print_any_character, quiet_tensorflow
 from tfcommx.core import LaunchError, TfcommxError, local_path
 from tfcommx.launch.launcher import launcher
+from tfcommx.supervisor.supervisor import USER_ERROR
 
 # Other ranks wait so long before they print an error, which rank 0 most likely has too. The
 # launcher ends all ranks after rank 0 has printed it.
@@ -99,7 +100,7 @@ def main() -> None:
         sys.exit(error.status)
     except TfcommxError as error:
         tell(error)
-        sys.exit(train.USER_ERROR)
+        sys.exit(USER_ERROR)
 
 
 def tell(error: Exception) -> None:

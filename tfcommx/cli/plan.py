@@ -78,8 +78,8 @@ def plan(
 def _asked(selection: str, density: float, wire: str, compression: str) -> Scheme:
     from tfcommx.planner.check import check_scheme
 
-    how = {} if selection == "all" else {"selection": selection, "density": density}
-    asked = Scheme("auto", wire=wire, compression=compression, **how)
+    density = 1.0 if selection == "all" else density
+    asked = Scheme("auto", selection, density, wire=wire, compression=compression)
     check_scheme(asked, Topology(1, 1))
     return dataclasses.replace(asked, route="allreduce" if selection == "all" else "allgather")
 

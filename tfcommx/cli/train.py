@@ -230,8 +230,13 @@ def train(
     elif dry_run:
         dry_run_here(recipe, folder)
     else:
-        options = {"resume": resume, "minutes": minutes, "terminal": terminal}
-        options |= {"tensorboard": tensorboard, "alone": alone}
+        options = {
+            "resume": resume,
+            "minutes": minutes,
+            "terminal": terminal,
+            "tensorboard": tensorboard,
+            "alone": alone,
+        }
         if train_here(recipe, folder, options) and show_report:
             show_run(folder)
 

@@ -27,7 +27,7 @@ import math
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 
@@ -39,6 +39,7 @@ from tfcommx.core.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.watch.membership import Membership
 from tfcommx.watch.progress import Progress
 
+T = TypeVar("T")
 # Times that others go on; after so many a member that does not is not waited for
 IDLE = 8
 
@@ -60,16 +61,16 @@ class TrialQueue:
 
     def __init__(self) -> None:
         # Member -> when it went on last, in the order in which they came
-        self._last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._last: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._now = 0
 
-    def is_first(self, member: Any) -> bool:
+    def is_first(self, member: object) -> bool:
         """Note that a member, perhaps a new one, goes on; tell whether it is the first of these."""
         self._now += 1
         self._last[member] = self._now
         return member is next(one for one, last in self._last.items() if self._now - last < IDLE)
 
-    def leave(self, member: Any) -> None:
+    def leave(self, member: object) -> None:
         """Forget a member."""
         self._last.pop(member, None)
 
@@ -246,7 +247,7 @@ class Comm(abc.ABC):
             self._count(broadcast_traffic(_bytes(tensor), self.topology))
         return self._broadcast(tensor, root, name)
 
-    def gather_objects(self, item: Any) -> list[Any]:
+    def gather_objects(self, item: T) -> list[T]:
         """Return the items of all ranks, in rank order.
 
         Args:
@@ -308,7 +309,7 @@ class Comm(abc.ABC):
         """Add the bytes of one call to the counters, also in traced code."""
 
     @abc.abstractmethod
-    def _gather_objects(self, item: Any) -> list[Any]: ...
+    def _gather_objects(self, item: T) -> list[T]: ...
 
     @abc.abstractmethod
     def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor: ...
@@ -332,7 +333,7 @@ class Comm(abc.ABC):
 
 
 def _bytes(tensor: tf.Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.size
+    return int(math.prod(tensor.shape) * tensor.dtype.size)
 
 
 def _sent(tensors: list[tf.Tensor], ranks: tuple[int, ...]) -> float:

@@ -128,7 +128,7 @@ def check_gpus(comm: Comm, mine: RankGpu) -> list[RankGpu]:
     **Raises:** LaunchError.
     """
     with tf.device("/cpu:0"):
-        everyone = [RankGpu(*row) for row in comm.gather_objects(tuple(mine))]
+        everyone = [RankGpu._make(row) for row in comm.gather_objects(tuple(mine))]
     places = [(gpu.host, gpu.identity) for gpu in everyone]
     for rank, gpu in enumerate(everyone):
         first = places.index(places[rank])

@@ -10,7 +10,7 @@ import socketserver
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +23,8 @@ from tfcommx.core import ConfigurationError, LaunchError, PlanError, Topology, T
 from tfcommx.launch.interpreter import environment
 from tfcommx.launch.known_launchers import check_alone
 from tfcommx.launch.launcher import Launcher
+
+T = TypeVar("T")
 
 # The release that is tested; its private functions are used.
 HOROVOD = "0.28."
@@ -222,7 +224,7 @@ class HorovodComm(Comm):
         # Not the topology's: `node_size` may say what stands for a node
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
 
-    def _gather_objects(self, item: Any) -> list[Any]:
+    def _gather_objects(self, item: T) -> list[T]:
         self.membership.require_all()
         data = np.frombuffer(encode(item), np.uint8)
         # Horovod's allgather_object would unpickle what arrives (plain_data.py)
@@ -246,7 +248,7 @@ class HorovodComm(Comm):
             if amount:
                 self._sent[kind].assign_add(amount)
 
-    def _named(self, name: str) -> dict[str, Any]:
+    def _named(self, name: str) -> dict[str, str | bool]:
         """Return the arguments that name a collective.
 
         Horovod reads only what follows the last slash, because TensorFlow puts more before it when
@@ -268,9 +270,9 @@ class HorovodComm(Comm):
     def _allreduce_list(
         self, tensors: list[tf.Tensor], name: str, average: bool
     ) -> list[tf.Tensor]:
-        return self._ops._grouped_allreduce(
-            tensors, **self._named(name), op=self._hvd.Average if average else self._hvd.Sum
-        )
+        op = self._hvd.Average if average else self._hvd.Sum
+        reduced: list[tf.Tensor] = self._ops._grouped_allreduce(tensors, **self._named(name), op=op)
+        return reduced
 
     def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         ranks = len(self.members(group))

@@ -67,10 +67,10 @@ def init(
     )
     if process.started():
         return _started_before(node_size)
-    if launcher.launcher().kind == "environment":
-        any_order = node_size is not None
-        rendezvous.join(known_launchers.cluster_environment(), any_order)
     here = launcher.launcher()
+    if here.kind == "environment" and (found := known_launchers.cluster_environment()):
+        rendezvous.join(found, any_order=node_size is not None)
+        here = launcher.launcher()
     if here.kind == "mpi":
         mpi.start()
     topology = _topology(here, node_size)

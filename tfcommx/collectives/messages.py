@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import tensorflow as tf
@@ -55,12 +56,15 @@ class Messages:
         **Ranks:** all, outside of traced code. **Raises:** ConfigurationError without an MPI
         launch.
         """
-        if not self.possible:
-            raise ConfigurationError(NEED_MPI)
         if self._of_steps is None and self._topology.size > 1:
-            self._of_steps = self._make()
+            self._of_steps = self._new()
             self._counted.append(self._of_steps)
         return self._of_steps
+
+    def _new(self, **options: bool) -> PointToPoint:
+        if self._make is None:
+            raise ConfigurationError(NEED_MPI)
+        return self._make(**options)
 
     def open_own(self, counted: bool = True) -> PointToPoint:
         """Return messages that nobody else sends or takes, for ranks that do not meet in steps.
@@ -70,7 +74,7 @@ class Messages:
 
         **Ranks:** all, more than one, in the same order, outside of traced code, under MPI.
         """
-        opened = self._make(lasting=False)
+        opened = self._new(lasting=False)
         if counted:
             self._counted.append(opened)
         return opened
@@ -81,7 +85,7 @@ class Messages:
         **Ranks:** all, in the same order, where `centre_rank` is one.
         """
         if self._to_centres is None:
-            self._to_centres = self._make(lasting=False, with_centre=True)
+            self._to_centres = self._new(lasting=False, with_centre=True)
             self._counted.append(self._to_centres)
         self._centres += 1
         return Channel(self._to_centres, self._centres)
@@ -108,7 +112,8 @@ class Messages:
         """
 
         def call(array: np.ndarray) -> np.ndarray:
-            return work(array, self._of_steps)
+            # A single rank has none, and its work sends nothing
+            return work(array, cast(PointToPoint, self._of_steps))
 
         if tf.executing_eagerly():
             return tf.constant(call(tensor.numpy()))

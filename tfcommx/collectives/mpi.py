@@ -7,11 +7,12 @@ import logging
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tfcommx.collectives.plain_data import decode, encode
+from tfcommx.collectives.point_to_point import Request
 from tfcommx.core import LaunchError, RankLostError
 from tfcommx.launch.hosts import check_host_name
 from tfcommx.launch.interpreter import Hook, handle_uncaught
@@ -19,6 +20,8 @@ from tfcommx.launch.launcher import launcher, message_timeout, rendezvous_second
 from tfcommx.launch.mpi_start import limited
 
 log = logging.getLogger("tfcommx")
+
+T = TypeVar("T")
 
 # Seconds without a message after which a rank warns, and gives up if nothing watches the ranks:
 # more than Gloo's own limit, 30. launcher.message_timeout changes when it gives up.
@@ -64,7 +67,7 @@ def mpi_hosts() -> list[str]:
     return [check_host_name(host, f"rank {rank} (MPI)") for rank, host in enumerate(hosts)]
 
 
-def gather_with_centre(item: Any) -> list[Any]:
+def gather_with_centre(item: T) -> list[T]:
     """Return the items of all ranks, and behind them that of the process that holds a centre.
 
     Args:
@@ -75,7 +78,7 @@ def gather_with_centre(item: Any) -> list[Any]:
     return _gather(_communicators()[1], item)
 
 
-def _gather(communicator: Any, item: Any) -> list[Any]:
+def _gather(communicator: Any, item: T) -> list[T]:
     """Return plain data of all processes of a communicator, in their order.
 
     mpi4py's own allgather would unpickle what arrives (plain_data.py).
@@ -138,15 +141,15 @@ class MpiPointToPoint:
 
         handle_uncaught(report_and_end)
 
-    def send(self, array: np.ndarray, target: int, tag: int) -> Any:
+    def send(self, array: np.ndarray, target: int, tag: int) -> Request:
         with self._counting:
             self.sent[target] = self.sent.get(target, 0) + array.nbytes
         return self._world.Isend([array.view(np.uint8), self._mpi.BYTE], target, tag), target
 
-    def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
+    def receive(self, array: np.ndarray, source: int, tag: int) -> Request:
         return self._world.Irecv([array.view(np.uint8), self._mpi.BYTE], source, tag), source
 
-    def wait_any(self, requests: list[Any]) -> int:
+    def wait_any(self, requests: list[Request]) -> int:
         """As PointToPoint has it; other threads of this process run meanwhile."""
         pending = [request for request, _ in requests]
         start, turns, late = time.monotonic(), 0, TIMEOUT_SECONDS
@@ -174,8 +177,8 @@ class MpiPointToPoint:
                     "work? If they are only slow, raise TFCOMMX_MESSAGE_TIMEOUT_SECONDS."
                 )
 
-    def done(self, request: Any) -> bool:
-        return request[0].Test()
+    def done(self, request: Request) -> bool:
+        return bool(request[0].Test())
 
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:
         """Receive a message that has arrived from any rank; None if there is none.

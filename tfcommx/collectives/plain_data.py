@@ -28,7 +28,7 @@ _DTYPES = re.compile(r"bool|u?int\d+|b?float\d+|complex\d+|float8_\w+")
 _LENGTH = struct.Struct("<Q")
 
 
-def encode(item: Any) -> bytes:
+def encode(item: object) -> bytes:
     """Return an item as bytes, which `decode` turns into an equal one.
 
     >>> decode(encode({("a", 1): [None, True, 0.1, (b"b",)]}))

@@ -6,19 +6,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
+# What `send` and `receive` return: only the object that has made it knows what it is
+Request = Any
+
 
 class PointToPoint(Protocol):
     """Messages between two ranks.
 
-    A request is what `send` and `receive` return: only `wait_any` of the same object knows what it
-    is. The array of a request must live, and not be changed, until the request is done. Messages
-    from one rank to another with one tag arrive in the order in which they were sent.
+    The array of a request must live, and not be changed, until the request is done. Messages from
+    one rank to another with one tag arrive in the order in which they were sent.
     """
 
     # Rank -> bytes sent to it so far
     sent: dict[int, int]
 
-    def send(self, array: np.ndarray, target: int, tag: int) -> Any:
+    def send(self, array: np.ndarray, target: int, tag: int) -> Request:
         """Start to send an array, without waiting.
 
         Args:
@@ -30,7 +32,7 @@ class PointToPoint(Protocol):
             The request.
         """
 
-    def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
+    def receive(self, array: np.ndarray, source: int, tag: int) -> Request:
         """Start to receive into an array, without waiting.
 
         Args:
@@ -42,13 +44,13 @@ class PointToPoint(Protocol):
             The request.
         """
 
-    def wait_any(self, requests: list[Any]) -> int:
+    def wait_any(self, requests: list[Request]) -> int:
         """Wait until one of the requests is done; return its position in the list.
 
         **Raises:** RuntimeError that names the ranks awaited if nothing comes in time.
         """
 
-    def done(self, request: Any) -> bool:
+    def done(self, request: Request) -> bool:
         """Tell whether a request is done, without waiting. Once done, it is not asked again."""
 
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:
@@ -79,10 +81,10 @@ class Channel:
         self.sent = messages.sent
         self.wait_any, self.done = messages.wait_any, messages.done
 
-    def send(self, array: np.ndarray, target: int, tag: int) -> Any:
+    def send(self, array: np.ndarray, target: int, tag: int) -> Request:
         return self._messages.send(array, target, self._first + tag)
 
-    def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
+    def receive(self, array: np.ndarray, source: int, tag: int) -> Request:
         return self._messages.receive(array, source, self._first + tag)
 
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:

@@ -340,7 +340,7 @@ def _settings(here: ClusterEnvironment, host: str, answer: Any) -> dict[str, str
     }
 
 
-def _printable(answer: Any) -> str:
+def _printable(answer: object) -> str:
     """Return an answer as text for a terminal, without its control characters."""
     text = answer if isinstance(answer, str) else repr(answer)[:200]
     return "".join(letter if letter.isprintable() else " " for letter in text)
@@ -356,7 +356,7 @@ def interface_of(address: str) -> str:
 
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
-            return name
+            return str(name)
     if address.startswith("127."):  # The loopback interface has the whole range
         return interface_of("127.0.0.1")
     raise LaunchError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -13,7 +13,10 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.messages import Messages
 from tfcommx.collectives.plain_data import decode, encode
+from tfcommx.collectives.point_to_point import Request
 from tfcommx.core import Topology, Traffic
+
+T = TypeVar("T")
 
 
 class _Meeting:
@@ -22,14 +25,15 @@ class _Meeting:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.lock = threading.Condition()
-        self.rooms: dict[Any, dict[int, Any]] = {}
+        # (ranks, their turn) -> rank -> (the collective, what the rank gives)
+        self.rooms: dict[tuple[tuple[int, ...], int], dict[int, tuple[str, Any]]] = {}
         # (source, target, tag) -> messages that were sent and not received, oldest first
         self.mailbox: dict[tuple[int, int, int], deque[np.ndarray]] = {}
         self.failure: BaseException | None = None
 
     def exchange(
-        self, ranks: tuple[int, ...], turn: int, rank: int, label: str, item: Any
-    ) -> list[Any]:
+        self, ranks: tuple[int, ...], turn: int, rank: int, label: str, item: T
+    ) -> list[T]:
         """Wait until all of `ranks` are here for the same turn; return their items by rank."""
         with self.lock:
             room = self.rooms.setdefault((ranks, turn), {})
@@ -45,7 +49,7 @@ class _Meeting:
             raise RuntimeError(f"Ranks {ranks} met in different collectives: {sorted(labels)}.")
         return [room[member][1] for member in ranks]
 
-    def wait(self, rank: int, ready: Callable[[], Any], awaited: Callable[[], str]) -> None:
+    def wait(self, rank: int, ready: Callable[[], object], awaited: Callable[[], str]) -> None:
         """Wait, with the lock, until it is ready, a rank has failed, or it takes too long."""
         if not self.lock.wait_for(lambda: self.failure is not None or ready(), timeout=60):
             self.failure = TimeoutError(f"Rank {rank} waited for {awaited()}.")
@@ -81,7 +85,7 @@ class _ThreadPointToPoint:
         with self.meeting.lock:
             return array, source, self.meeting.mailbox.setdefault((source, self.rank, tag), deque())
 
-    def wait_any(self, requests: list[Any]) -> int:
+    def wait_any(self, requests: list[Request]) -> int:
         def ready() -> list[int]:
             """Positions of the requests that are sends, or have a message."""
             return [i for i, request in enumerate(requests) if request is None or request[2]]
@@ -101,7 +105,7 @@ class _ThreadPointToPoint:
                 array[...] = message
             return position
 
-    def done(self, request: Any) -> bool:
+    def done(self, request: Request) -> bool:
         return request is None or bool(request[2])
 
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:
@@ -135,7 +139,7 @@ class ThreadComm(Comm):
         self._sent = Traffic(0.0, 0.0)
 
     @staticmethod
-    def run(topology: Topology, work: Callable[[Comm], Any]) -> list[Any]:
+    def run(topology: Topology, work: Callable[[Comm], T]) -> list[T]:
         """Call `work(comm)` as every rank of the topology; return the results in rank order.
 
         >>> from tfcommx.core import Topology
@@ -144,7 +148,8 @@ class ThreadComm(Comm):
 
         **Raises:** the first failure of a rank.
         """
-        meeting, results = _Meeting(topology), [None] * topology.size
+        meeting = _Meeting(topology)
+        results: dict[int, T] = {}
         failures: list[tuple[int, BaseException]] = []
 
         def play(rank: int) -> None:
@@ -163,16 +168,16 @@ class ThreadComm(Comm):
             thread.join()
         if failures:
             raise failures[0][1]
-        return results
+        return [results[rank] for rank in range(topology.size)]
 
-    def _gather_objects(self, item: Any) -> list[Any]:
+    def _gather_objects(self, item: T) -> list[T]:
         # As bytes: what ranks of other processes could not receive fails here, too
         return [decode(data) for data in self._meet("world", "gather_objects", encode(item))]
 
     def _counted(self) -> Traffic:
         return self._sent
 
-    def _meet(self, group: str, label: str, item: Any) -> list[Any]:
+    def _meet(self, group: str, label: str, item: T) -> list[T]:
         ranks = self.members(group)
         self._turns[ranks] = turn = self._turns.get(ranks, 0) + 1
         return self._meeting.exchange(ranks, turn, self.rank, label, item)

@@ -198,4 +198,5 @@ def _noting(take: Callable[..., Any]) -> Callable[..., Any]:
                 _watching.note(optimizer)
         return result
 
-    return tf.autograph.experimental.do_not_convert(noting)
+    unconverted: Callable[..., Any] = tf.autograph.experimental.do_not_convert(noting)
+    return unconverted

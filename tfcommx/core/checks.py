@@ -6,7 +6,7 @@ import difflib
 import pkgutil
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 from tfcommx.core.errors import ConfigurationError
 
@@ -32,7 +32,7 @@ def check_name(what: str, name: str, known: Iterable[str]) -> str:
     raise ConfigurationError(f"Unknown {what} {name!r}. {hint}Known: {', '.join(names)}.")
 
 
-def is_member(name: Any) -> bool:
+def is_member(name: object) -> TypeGuard[str]:
     """Tell whether a name is "module:MEMBER": of somebody else's member of a family.
 
     >>> is_member("mine.rules:RULE"), is_member("mstopk")
@@ -45,12 +45,12 @@ def is_member(name: Any) -> bool:
 _named_members: set[str] = set()
 
 
-def name_members(*names: Any) -> None:
+def name_members(*names: object) -> None:
     """Record the members that a user names; files may name these too. Others are ignored."""
     _named_members.update(name for name in names if is_member(name))
 
 
-def require_named_members(source: str, *names: Any) -> None:
+def require_named_members(source: str, *names: object) -> None:
     """Refuse members that only a file names, because to load one is to import its module.
 
     Args:

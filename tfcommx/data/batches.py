@@ -5,7 +5,7 @@ The plain definitions serve if no native library was built.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from tfcommx.kernels import loader
 from tfcommx.kernels.augment import augment_definition, window_of
 from tfcommx.kernels.draws import uniform
 
+if TYPE_CHECKING:
+    import tensorflow as tf
+
 # States of a sample besides 0, ready: absent, in memory with a wrong CRC, and (after
 # `fill`) brought by another process meanwhile.
 ABSENT, DAMAGED, FILLED_BY_OTHER = 1, 2, 3
@@ -23,7 +26,7 @@ ABSENT, DAMAGED, FILLED_BY_OTHER = 1, 2, 3
 _CHECK_STREAM = 0x5EED0FC5C5EED
 
 
-def check(slab: Slab, indices: Any, epoch: Any, verify: float, seed: int) -> Any:
+def check(slab: Slab, indices: tf.Tensor, epoch: tf.Tensor, verify: float, seed: int) -> tf.Tensor:
     """Find out which samples of a batch are in memory.
 
     Args:
@@ -65,14 +68,14 @@ def check(slab: Slab, indices: Any, epoch: Any, verify: float, seed: int) -> Any
 
 def fill(
     slab: Slab,
-    encoded: Any,
-    samples: Any,
-    labels: Any,
-    state: Any,
+    encoded: tf.Tensor,
+    samples: tf.Tensor,
+    labels: tf.Tensor,
+    state: tf.Tensor,
     channels: int,
     store: int | None,
     max_pixels: int,
-) -> Any:
+) -> tf.Tensor:
     """Decode JPEGs and PNGs and put them into the slab; nothing is raised for what fails.
 
     Args:
@@ -110,14 +113,14 @@ def fill(
 
 def read(
     slab: Slab,
-    indices: Any,
-    loose: Any,
-    loose_at: Any,
-    epoch: Any,
+    indices: tf.Tensor,
+    loose: tf.Tensor,
+    loose_at: tf.Tensor,
+    epoch: tf.Tensor,
     spec: BatchSpec,
     channels: int,
     seed: int,
-) -> tuple[Any, Any, Any]:
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Read and augment a batch.
 
     Args:
@@ -142,7 +145,7 @@ def read(
     library = loader.library()
     if library is None:
         return _read_definition(slab, indices, loose, loose_at, epoch, spec, channels, seed)
-    return library.tfcommx_slab_read(
+    images, labels, windows = library.tfcommx_slab_read(
         indices=indices,
         loose=loose,
         loose_at=loose_at,
@@ -161,28 +164,33 @@ def read(
         std=spec.std or (1.0,) * channels,
         seed=seed,
     )
+    return images, labels, windows
 
 
 def _read_definition(
     slab: Slab,
-    indices: Any,
-    loose: Any,
-    loose_at: Any,
-    epoch: Any,
+    indices: tf.Tensor,
+    loose: tf.Tensor,
+    loose_at: tf.Tensor,
+    epoch: tf.Tensor,
     spec: BatchSpec,
     channels: int,
     seed: int,
-) -> tuple[Any, Any, Any]:
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Do as `read`, in plain TensorFlow."""
     import tensorflow as tf
 
     side, rule, dtype = spec.resolution, spec.rule(seed), tf.as_dtype(spec.dtype)
     mean, std = spec.mean or (0.0,) * channels, spec.std or (1.0,) * channels
 
-    def fetch(samples: np.ndarray, loose: np.ndarray, loose_at: np.ndarray, epoch: np.ndarray):
+    def fetch(
+        samples: np.ndarray, loose: np.ndarray, loose_at: np.ndarray, epoch: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         images, labels, windows = [], [], []
         for sample, at in zip(samples.tolist(), loose_at.tolist(), strict=True):
-            pixels, label = slab.get(sample) if at < 0 else unpack(loose, at)
+            held = slab.get(sample) if at < 0 else unpack(loose, at)
+            assert held is not None, "the slab is closed"
+            pixels, label = held
             window = window_of(rule, int(epoch), sample, *pixels.shape[:2])
             size = (side, side) if side else pixels.shape[:2]
             image = augment_definition(pixels, window, size, spec.dtype, mean, std)

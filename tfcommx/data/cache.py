@@ -22,9 +22,10 @@ import json
 import os
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,6 +46,9 @@ from tfcommx.data.slab_files import remove_unused
 from tfcommx.data.sources import find_source
 from tfcommx.data.sources.source import Source, contents_of, key_of
 from tfcommx.launch import launcher
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 
 def find_position(topology: Topology | None, rank: int | None) -> tuple[Topology, int]:
@@ -176,15 +180,14 @@ class DataCache:
 
     def __init__(
         self,
-        source: Source | str | os.PathLike,
+        source: Source | str | os.PathLike[str],
         *,
         topology: Topology | None = None,
         rank: int | None = None,
         **options: Any,
     ) -> None:
         self.options = options_of(options)
-        is_text = isinstance(source, str | os.PathLike)
-        self.source: Source = find_source(source) if is_text else source
+        self.source = find_source(source) if isinstance(source, str | os.PathLike) else source
         self.topology, self.rank = find_position(topology, rank)
         self.node, self.slot = self.topology.position_of(self.rank)
         facts = contents_of(self.source) | self.options.to_agree_on()
@@ -203,9 +206,9 @@ class DataCache:
         self._stats: list[EpochStats] = []
         self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
 
-    def _state_equal(self, *facts: Any) -> None:
+    def _state_equal(self, kind: str, name: str, values: Mapping[str, str], remedy: str) -> None:
         """State facts that all ranks of the cache must have equally."""
-        state_equal(self.topology, self.rank, *facts)
+        state_equal(self.topology, self.rank, kind, name, values, remedy)
 
     def _part(self) -> np.ndarray:
         """Return the samples of this node in the first epoch, int64 [n]."""
@@ -236,7 +239,9 @@ class DataCache:
             shuffle,
         )
 
-    def dataset(self, spec: BatchSpec, first_epoch: int = 0, epochs: int = 1, step: int = 0) -> Any:
+    def dataset(
+        self, spec: BatchSpec, first_epoch: int = 0, epochs: int = 1, step: int = 0
+    ) -> tf.data.Dataset:
         """Return the batches of some epochs, one epoch after the other, as a `tf.data.Dataset`.
 
         Loading runs ahead in the background, by up to 64 MB or three batches. tf.data tunes nothing
@@ -275,7 +280,7 @@ class DataCache:
                 warn_if_served(stats, int(epoch), len(samples))
             return samples
 
-        def load(samples: Any, epoch: Any) -> Any:
+        def load(samples: tf.Tensor, epoch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             return *self._loader.load(samples, epoch, spec), epoch
 
         indices = request.indices(weak_method(self, share), len(self.share(0, False)))
@@ -303,7 +308,7 @@ class DataCache:
         """
         rows = [stats.of(epoch) for stats in self._stats]
         waited, served = (float(sum(row[column] for row in rows)) for column in (0, 1))
-        counts = self.filler.counts.get(epoch, {})
+        counts = self.filler.counts.get(epoch, Counter[str]())
         disk, source = (
             min(1.0, counts.get(level, 0) / served) if served else 0.0
             for level in ("disk", "source")

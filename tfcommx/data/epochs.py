@@ -9,13 +9,16 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from tfcommx.core import ConfigurationError
 from tfcommx.data import order
 from tfcommx.data.options import BatchSpec
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 
 class EpochStats:
@@ -42,7 +45,7 @@ class EpochStats:
         waited, served = self._rows[row].numpy().tolist()
         return waited, served
 
-    def recorded(self, batches: Any) -> Any:
+    def recorded(self, batches: tf.data.Dataset) -> tf.data.Dataset:
         """Return a dataset of (images, labels) from one of (images, labels, epoch), and record it.
 
         Under `enable_op_determinism`, which has no clock, the seconds are NaN.
@@ -51,7 +54,9 @@ class EpochStats:
 
         clock = tf.timestamp if _has_clock() else lambda: tf.constant(math.nan, tf.float64)
 
-        def deliver(asked: Any, batch: Any) -> Any:
+        def deliver(
+            asked: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor, tf.Tensor]
+        ) -> tuple[tf.Tensor, tf.Tensor]:
             images, labels, epoch = batch
             row = tf.stack([clock() - asked, tf.cast(tf.shape(labels)[0], tf.float64)])
             recorded = self._rows.scatter_nd_add([[epoch - self.first_epoch]], [row])
@@ -139,7 +144,7 @@ class Epochs(NamedTuple):
                 stacklevel=3,
             )
 
-    def indices(self, share: Callable[..., np.ndarray], length: int) -> Any:
+    def indices(self, share: Callable[..., np.ndarray], length: int) -> tf.data.Dataset:
         """Return the dataset of (samples int64 [b], epoch) of every batch, in order.
 
         Args:
@@ -150,7 +155,7 @@ class Epochs(NamedTuple):
 
         bounds = tf.constant(order.batch_bounds(length, self.spec.batch, self.steps))
 
-        def of_epoch(epoch: Any) -> Any:
+        def of_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
             samples = tf.numpy_function(share, [epoch], tf.int64, stateful=False)
             samples.set_shape([None])
             start = tf.where(epoch == self.first, tf.constant(self.step, tf.int64), 0)

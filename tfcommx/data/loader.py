@@ -8,7 +8,7 @@ The steps in brackets run only if a sample is absent or damaged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from tfcommx.data.pipeline import weak_method
 from tfcommx.data.slab import Slab
 from tfcommx.data.sources.decode import stored_size
 from tfcommx.data.sources.source import Source
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 # Samples of a step of `warming`: enough for all threads, few enough for a steady progress bar.
 WARM = 64
@@ -39,7 +42,9 @@ class Loader:
         self._read = weak_method(self, lambda loader, *args: loader.filler.read_files(*args))
         self._finish = weak_method(self, lambda loader, *args: loader.filler.finish(*args))
 
-    def load(self, samples: Any, epoch: Any, spec: BatchSpec) -> tuple[Any, Any]:
+    def load(
+        self, samples: tf.Tensor, epoch: tf.Tensor, spec: BatchSpec
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return (images spec.dtype [b, h, w, c], labels int64 [b]) of a batch.
 
         Args:
@@ -60,7 +65,9 @@ class Loader:
         )
         return self._with_static_shape(images, labels, spec)
 
-    def _bring(self, samples: Any, state: Any, epoch: Any) -> tuple[Any, Any, Any]:
+    def _bring(
+        self, samples: tf.Tensor, state: tf.Tensor, epoch: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Bring what `state` says is missing, natively if possible.
 
         Returns:
@@ -78,9 +85,13 @@ class Loader:
             tensor.set_shape([None])
         return tuple(got)
 
-    def _fill(self, *args: Any) -> Any:
-        kept = self.options.store, self.options.max_pixels
-        return batches.fill(self.slab, *args, self.source.channels, *kept)
+    def _fill(
+        self, encoded: tf.Tensor, samples: tf.Tensor, labels: tf.Tensor, state: tf.Tensor
+    ) -> tf.Tensor:
+        channels, store = self.source.channels, self.options.store
+        return batches.fill(
+            self.slab, encoded, samples, labels, state, channels, store, self.options.max_pixels
+        )
 
     def batch_bytes(self, spec: BatchSpec) -> int:
         """Return the bytes of a batch of images; 0 if their size is known only when read."""
@@ -89,9 +100,12 @@ class Loader:
         height, width = (spec.resolution or 0,) * 2
         if spec.resolution is None and self.source.shape is not None:
             height, width = stored_size(*self.source.shape, self.options.store)
-        return spec.batch * height * width * self.source.channels * tf.as_dtype(spec.dtype).size
+        entry_bytes: int = tf.as_dtype(spec.dtype).size
+        return spec.batch * height * width * self.source.channels * entry_bytes
 
-    def _with_static_shape(self, images: Any, labels: Any, spec: BatchSpec) -> tuple[Any, Any]:
+    def _with_static_shape(
+        self, images: tf.Tensor, labels: tf.Tensor, spec: BatchSpec
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Tell TensorFlow what is known of the shapes before a batch is loaded."""
         import tensorflow as tf
 
@@ -130,7 +144,7 @@ def warming_steps(count: int) -> int:
     return -(-count // WARM)
 
 
-def _traced(work: Callable[..., Any], *kinds: Any) -> Callable[..., np.ndarray]:
+def _traced(work: Callable[..., tf.Tensor], *kinds: tf.DType) -> Callable[..., np.ndarray]:
     """Return `work` on vectors of these dtypes as a function of its own.
 
     TensorFlow never drops the ops that are called outside of functions, nor their reference to the

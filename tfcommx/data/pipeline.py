@@ -23,11 +23,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
+P = ParamSpec("P")
+T = TypeVar("T")
 # Bytes of the batches that are being made or are ready; at least three batches in any case. More
 # batches cost fresh memory, which takes longer than the pixels in it.
 PREFETCH_BYTES = 64 << 20
@@ -66,21 +68,21 @@ _inside = 0
 _ended = False
 
 
-def joined_at_exit(work: Callable[..., Any]) -> Callable[..., Any]:
+def joined_at_exit(work: Callable[P, T]) -> Callable[P, T]:
     """Wrap a function for TensorFlow's threads: the end of the process waits for calls under way.
 
     Later calls raise RuntimeError.
     """
 
     @functools.wraps(work)
-    def call(*args: Any) -> Any:
+    def call(*args: P.args, **options: P.kwargs) -> T:
         global _inside
         with _calls:
             if _ended:
                 raise RuntimeError("The process ends.")
             _inside += 1
         try:
-            return work(*args)
+            return work(*args, **options)
         finally:
             with _calls:
                 _inside -= 1
@@ -125,4 +127,4 @@ def _forget_calls() -> None:
 
 os.register_at_fork(after_in_child=_forget_calls)
 # Before the thread pools end, which calls under way need; `atexit` would come after them.
-threading._register_atexit(_end)
+threading._register_atexit(_end)  # type: ignore[attr-defined]

@@ -79,13 +79,13 @@ class Slab:
         # Read once: nothing that another process writes there later is believed.
         header = read_header(self.file)
         found = metadata_of(self.file).get("key") if header else "a damaged header"
-        if header is None or header.count != count or found != key:
+        if header is None or header.samples != count or found != key:
             self.close()
             raise SlabError(
                 f"{self.path} is in use with other contents: key {key} is required, found {found}. "
                 "Give the runs different `memory` folders."
             )
-        self.count, self.data_at, self.length = header.count, header.data_at, header.length
+        self.count, self.data_at, self.length = header.samples, header.data_at, header.length
         self.id = header.id
         self._map = mmap.mmap(self.file, self.length)
         self.index = np.frombuffer(self._map, np.int64, count, header.index_at)
@@ -117,7 +117,7 @@ class Slab:
         pixels = np.ascontiguousarray(pixels)
         head = record_head(sample, label, pixels)
         try:  # without a copy of the pixels
-            return os.pwritev(self.file, [head, pixels], at) == RECORD + pixels.nbytes
+            return os.pwritev(self.file, [head, pixels.data], at) == RECORD + pixels.nbytes
         except OSError:
             return False
 
@@ -205,7 +205,7 @@ class Slab:
             return False
         at = int(self.index[sample])
         crc = zlib.crc32(got[0].data, zlib.crc32(self._map[at : at + 36]))
-        return crc == HEAD.unpack_from(self._map, at)[-1]
+        return bool(crc == HEAD.unpack_from(self._map, at)[-1])
 
     def mark_unreadable(self, sample: int) -> None:
         """Mark a sample that neither disk nor source can give, so that nobody tries again."""
@@ -227,7 +227,7 @@ class Slab:
     @property
     def used_bytes(self) -> int:
         """Bytes of the file that have been given out."""
-        return struct.unpack_from("<q", self._map, NEXT_AT)[0]
+        return int(struct.unpack_from("<q", self._map, NEXT_AT)[0])
 
     def close(self) -> None:
         """Close the slab; the last process of the node removes the slab and frees its memory.

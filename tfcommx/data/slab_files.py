@@ -50,7 +50,7 @@ class Header(NamedTuple):
     """The header of a slab, checked against its file."""
 
     # Samples of the data set: entries of the index.
-    count: int
+    samples: int
     # Byte offsets of the index and of the first record.
     index_at: int
     data_at: int
@@ -82,9 +82,9 @@ def read_header(file: int) -> Header | None:
     is_sound = (
         magic == MAGIC
         and header.length == os.fstat(file).st_size
-        and 0 <= header.count <= header.length // 8
+        and 0 <= header.samples <= header.length // 8
         and header.index_at == PAGE
-        and header.data_at == overhead_bytes(header.count) <= header.used <= header.length
+        and header.data_at == overhead_bytes(header.samples) <= header.used <= header.length
     )
     return header if is_sound else None
 
@@ -312,8 +312,8 @@ def slab_state(path: Path) -> tuple[int, int, int, bool]:
         header = read_header(file)
         if header is None:
             raise SlabError(f"{path} is no slab. Remove it by hand if nothing needs it.")
-        index = np.frombuffer(os.pread(file, 8 * header.count, header.index_at), np.int64)
+        index = np.frombuffer(os.pread(file, 8 * header.samples, header.index_at), np.int64)
         filled = int(np.count_nonzero(index > 0))
-        return header.count, filled, header.used, not try_exclusive_lock(file)
+        return header.samples, filled, header.used, not try_exclusive_lock(file)
     finally:
         os.close(file)

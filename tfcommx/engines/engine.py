@@ -210,7 +210,8 @@ class Calibrated(Engine):
         price = self._engine.all_reduce
         if topology.size != self._calibration.ranks:
             return price(total_bytes, topology, links)
-        sizes, seconds = zip(*self._calibration.points, strict=True)
+        sizes = [size for size, _ in self._calibration.points]
+        seconds = [second for _, second in self._calibration.points]
         if total_bytes >= sizes[-1]:
             known = price(sizes[-1], topology, links)
             return seconds[-1] + price(total_bytes, topology, links) - known

@@ -135,13 +135,13 @@ def decode_definition(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Define `decode` in plain TensorFlow."""
     parts = wire_words(k, size, wire)
-    *written, last = tf.split(tf.reshape(words, [-1, sum(parts)]), parts, axis=1)
+    counts, written, last = tf.split(tf.reshape(words, [-1, sum(parts)]), parts, axis=1)
     form, dtype = SPARSE_FORMATS[wire]
     if dtype in CODE_BITS:
         values = wire_codes.read_definition(last, k, dtype)
     else:
         values = tf.cast(_from_words(last, k, tf.as_dtype(dtype)), tf.float32)
-    indices = INDEX_DEFINITIONS[form].decode(*written, k, size)
+    indices = INDEX_DEFINITIONS[form].decode(counts, written, k, size)
     by_shard = tf.reshape(indices, [shards, -1]) + size * tf.range(shards)[:, None]
     return tf.reshape(by_shard, [-1]), tf.reshape(values, [-1])
 

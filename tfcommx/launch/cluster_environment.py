@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tfcommx.core import ConfigurationError
 from tfcommx.launch.hosts import check_host_name, expand_nodelist
@@ -93,7 +93,7 @@ def torchrun() -> ClusterEnvironment | None:
         "torchrun",
         _number("torchrun", "RANK"),
         _number("torchrun", "WORLD_SIZE"),
-        int(local_rank) if (local_rank or "").isdecimal() else None,
+        int(local_rank) if local_rank is not None and local_rank.isdecimal() else None,
         _word("torchrun", "MASTER_ADDR"),
         _own_port() or _port("torchrun", "MASTER_PORT") + taken,
         os.environ.get("TORCHELASTIC_RUN_ID", ""),
@@ -163,7 +163,7 @@ def _rank_of_one() -> bool:
     return rank in ("", "0")
 
 
-def _addresses(tasks: Any) -> list[str]:
+def _addresses(tasks: object) -> list[str]:
     """Return the addresses of the tasks of one type."""
     if not isinstance(tasks, list):
         raise TypeError(f"{tasks!r} is no list")

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from tfcommx.launch.hosts import check_host_name
 
@@ -86,11 +86,12 @@ def run_to_end(
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        texts = []
-        for file in (output, errors):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-        return Ended(process.returncode, *texts, late)
+        return Ended(process.returncode, _text(output), _text(errors), late)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 # The options that horovodrun gives to ssh

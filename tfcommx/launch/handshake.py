@@ -54,7 +54,7 @@ class Handshake(NamedTuple):
     # What is proven without being said, such as the name of the launch
     context: tuple[object, ...] = ()
 
-    def call(self, connection: socket.socket, said: Any, end: float) -> Any:
+    def call(self, connection: socket.socket, said: object, end: float) -> Any:
         """Say something, and return the answer, which must come until `end` (monotonic clock)."""
         greeting = _read(connection, end)
         if greeting["protocol"] != self.protocol:
@@ -79,7 +79,7 @@ class Handshake(NamedTuple):
             raise ValueError("a stranger")
         return Caller(self, connection, said, its)
 
-    def _proof(self, *words: Any) -> str:
+    def _proof(self, *words: object) -> str:
         text = json.dumps([self.protocol, *self.context, *words])
         return hmac.digest(self.secret.encode(), text.encode(), "sha256").hex()
 
@@ -92,7 +92,7 @@ class Caller(NamedTuple):
     said: Any
     challenge: str
 
-    def answer(self, text: Any) -> None:
+    def answer(self, text: object) -> None:
         """Answer it. **Raises:** OSError if it has gone, ValueError for more than it reads."""
         proof = self.handshake._proof(self.challenge, text)
         _write(self.connection, {"said": text, "proof": proof})
@@ -126,7 +126,8 @@ def _read(connection: socket.socket, end: float) -> dict[str, Any]:
         data += connection.recv(waiting.find(b"\n") + 1 or len(waiting))
         if not waiting or len(data) > LARGEST_MESSAGE:
             raise ValueError("it has ended the connection")
-    return json.loads(data)
+    message: dict[str, Any] = json.loads(data)
+    return message
 
 
 # Callers at once that have proven nothing yet

@@ -42,13 +42,15 @@ class ExitStatus:
         """Record the argument of `sys.exit`, `exit` and `quit` from now on."""
 
         @functools.wraps(self._exit)
-        def exit(code: object = None, /) -> NoReturn:
+        def exit(code: str | int | None = None, /) -> NoReturn:
             if threading.current_thread() is threading.main_thread():
                 self._code = code
             self._exit(code)
 
         # `exit` and `quit` are the interpreter's own; a SystemExit that is raised is not seen
-        sys.exit = builtins.exit = builtins.quit = exit
+        sys.exit = exit
+        for name in ("exit", "quit"):
+            setattr(builtins, name, exit)
 
     def get(self) -> int:
         """Return the status of a process that ends now: that of the last `sys.exit`.

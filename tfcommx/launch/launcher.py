@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from tfcommx.core import ConfigurationError, local_path
 from tfcommx.core.files import open_private
@@ -73,6 +73,10 @@ def _number(name: str) -> int:
     return int(value)
 
 
+@overload
+def seconds_from(name: str, default: float) -> float: ...
+@overload
+def seconds_from(name: str, default: float | None, off: bool) -> float | None: ...
 def seconds_from(name: str, default: float | None, off: bool = False) -> float | None:
     """Return the seconds that an environment variable says, > 0; without it the default.
 

@@ -62,7 +62,8 @@ def limited(rank: int, local_rank: int, size: int, seconds: float) -> Iterator[N
     try:
         yield
     finally:
-        beside.stdin.close()
+        if beside.stdin is not None:
+            beside.stdin.close()
         beside.kill()  # Another thread's child may hold the pipe open
         beside.wait()
 

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tfcommx.core import ConfigurationError
 from tfcommx.launch.handshake import LARGEST_MESSAGE, NO_PARTNER, Handshake
@@ -125,7 +125,7 @@ class SupervisorLink:
             ", ".join(errors),
         )
 
-    def say(self, **message: Any) -> None:
+    def say(self, **message: object) -> None:
         """Tell the supervisor; nothing happens if it is gone."""
         with self._sending, contextlib.suppress(OSError):
             if self._connection is not None:

@@ -219,7 +219,10 @@ def measure_contention(
 def matmul_load() -> Callable[[], object]:
     """Return a load like a backward pass: products of matrices on all cores."""
     matrix = tf.random.stateless_normal([ROWS, ROWS], [1, 2])
-    return tf.function(lambda: tf.reduce_sum(tf.linalg.matmul(matrix, matrix)), autograph=False)
+    load: Callable[[], object] = tf.function(
+        lambda: tf.reduce_sum(tf.linalg.matmul(matrix, matrix)), autograph=False
+    )
+    return load
 
 
 @contextlib.contextmanager

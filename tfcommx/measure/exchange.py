@@ -83,7 +83,6 @@ def _step(
     """Return a traced step that returns times of [loss, gradients..., one sum per bucket...]."""
     places = dict(zip(variable_names(model), model.trainable_variables, strict=True))
 
-    @tf.function(autograph=False)
     def step(x: Any, y: Any, weights: Any) -> tf.Tensor:
         with tf.GradientTape() as tape:
             outputs = model(x, training=True)
@@ -94,7 +93,8 @@ def _step(
         ends = [sums[Piece.of(bucket.variables[-1]).path] for bucket in plan.buckets]
         return tf.stack([stamp(one) for one in (loss, *gradients.values(), *ends)])
 
-    return step
+    traced: Callable[..., tf.Tensor] = tf.function(step, autograph=False)
+    return traced
 
 
 def _timeline(

@@ -287,7 +287,8 @@ def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Ten
     number, is_open = 0, False
     numbers: dict[int, int] = {}
     for event in events:
-        kind, tensor = event.get("ph"), event.get("pid")
+        kind = event.get("ph")
+        tensor: int = event.get("pid", -1)
         if kind == "M" and event["name"] == "process_name":
             names[tensor] = event["args"].get("name", "")
         if kind not in ("B", "E") or tensor not in names:

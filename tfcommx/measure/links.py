@@ -90,14 +90,14 @@ def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) 
         total, other = tf.Variable(tf.zeros([size // 4])), tf.ones([size // 4])
 
     def row(additions: int) -> Callable[[], tf.Tensor]:
-        @tf.function(autograph=False)
         def add() -> tf.Tensor:
             with tf.device(device):
                 for _ in range(additions):  # In place, so in turn
                     total.assign_add(other)
                 return total.read_value()[:1]
 
-        return add
+        traced: Callable[[], tf.Tensor] = tf.function(add, autograph=False)
+        return traced
 
     def seconds(work: Callable[[], tf.Tensor]) -> float:
         times = []

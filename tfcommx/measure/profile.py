@@ -184,9 +184,10 @@ def batches_of(data: Iterable[Any], count: int) -> list[tuple[Any, Any, Any]]:
 def _tensors(batch: Any) -> tuple[Any, Any, Any]:
     """Return inputs, targets and weights of a batch as tensors."""
     parts = keras.utils.unpack_x_y_sample_weight(batch)
-    return tf.nest.map_structure(
+    inputs, targets, weights = tf.nest.map_structure(
         lambda one: None if one is None else tf.convert_to_tensor(one), parts
     )
+    return inputs, targets, weights
 
 
 def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..., tf.Tensor]:
@@ -195,7 +196,6 @@ def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..
     Tracing fills `connected` with the positions of the variables that have gradients.
     """
 
-    @tf.function(autograph=False)
     def step(x: Any, y: Any, weights: Any) -> tf.Tensor:
         with tf.GradientTape() as tape:
             outputs = model(x, training=True)
@@ -211,14 +211,15 @@ def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..
         entries = [tf.reshape(one, [-1])[0] for one in (loss, *gradients)]
         return tf.stack([tf.cast(entry, tf.float32) for entry in entries])
 
-    return step
+    traced: Callable[..., tf.Tensor] = tf.function(step, autograph=False)
+    return traced
 
 
 def variable_names(model: keras.Model) -> list[str]:
     """Return the trainable variables' names in plans: their paths, made unique by a number."""
     variables = model.trainable_variables
     if (exchanger := getattr(model.optimizer, "exchanger", None)) is not None:
-        return exchanger.names.of(variables)
+        return list(exchanger.names.of(variables))
     names: list[str] = []
     for variable in variables:
         path, number = getattr(variable, "tfcommx_name", None) or variable.path, 1
@@ -300,26 +301,26 @@ def _selection_times(
     chosen = selection.rule(rule)
     lengths = [int(np.prod(one.shape)) for one in variables]
     sizes = np.unique(np.geomspace(min(lengths), max(lengths), SELECTION_SIZES).round())
-    seconds = []
-    for size in map(int, sizes):
+
+    def seconds_of(size: int) -> float:
         vector, k = tf.random.stateless_normal([size], [1, size]), max(1, round(density * size))
         residual = tf.Variable(tf.zeros([size]))
 
         @tf.function(autograph=False)
-        def work(
-            start: tf.Tensor, rest: tf.Tensor, residual: tf.Variable = residual, k: int = k
-        ) -> tf.Tensor:
+        def work(start: tf.Tensor, rest: tf.Tensor) -> tf.Tensor:
             flat = tf.ensure_shape(tf.concat([start, rest], axis=0), residual.shape)
             sparse = chosen.select_with_residual(flat, residual, k, 7)
             words = codec.encode(sparse, SPARSE_WIRES[0])
             return codec.merge(words, k, flat.shape[0], SPARSE_WIRES[0])[-1]
 
         parts = tf.split(vector, [size // 2, size - size // 2])
-        seconds.append(_typical(lambda work=work, parts=parts: work(*parts).numpy()))
+        return _typical(lambda: work(*parts).numpy())
+
+    seconds = [seconds_of(int(size)) for size in sizes]
     return lambda size: float(np.interp(size, sizes, seconds))
 
 
-def _typical(work: Callable[[], Any], repeats: int = 5) -> float:
+def _typical(work: Callable[[], object], repeats: int = 5) -> float:
     """Return the median seconds of some work, after a first call that traces.
 
     Not the fastest: ranks that share cores disturb each other in every real step, too.

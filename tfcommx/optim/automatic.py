@@ -27,7 +27,7 @@ import logging
 import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -59,8 +59,10 @@ from tfcommx.strategies import Strategy, Synchronous
 
 log = logging.getLogger("tfcommx")
 
+T = TypeVar("T")
 
-def read(kind: str, key: Any) -> dict[str, Any] | None:
+
+def read(kind: str, key: object) -> dict[str, Any] | None:
     """Return what was kept under an equal key; None if nothing was, or the file is damaged.
 
     Args:
@@ -80,7 +82,7 @@ def read(kind: str, key: Any) -> dict[str, Any] | None:
     return None
 
 
-def write(kind: str, key: Any, value: dict[str, Any]) -> None:
+def write(kind: str, key: object, value: dict[str, Any]) -> None:
     """Keep a measurement in place of the one before; if that fails, say so and continue."""
     try:
         write_text(_path(kind, key), json.dumps({"key": key, "value": value}, indent=1))
@@ -88,7 +90,7 @@ def write(kind: str, key: Any, value: dict[str, Any]) -> None:
         log.warning("What was measured is not kept: %s.", error)
 
 
-def _path(kind: str, key: Any) -> Path:
+def _path(kind: str, key: object) -> Path:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return cache_folder() / f"{kind}-{digest[:16]}.json"
 
@@ -188,9 +190,8 @@ def executor_for(
         )
     if not synchronous or not is_worth_a_trial(schemes, asked):
         return PlanExecutor(plain, comm)
-    return _choose_or_try(
-        schemes, asked, comm, plain, ExpectedRun(*comm.gather_objects(tuple(expected))[0])
-    )
+    of_root = ExpectedRun._make(comm.gather_objects(tuple(expected))[0])
+    return _choose_or_try(schemes, asked, comm, plain, of_root)
 
 
 def _agree_on_request(schemes: Mapping[str, Scheme], asked: PlanRequest, comm: Comm) -> None:
@@ -247,6 +248,7 @@ def _choose_or_try(
     plans = [plain, *(read_plan(text) for _, text, _ in written)]
 
     def decided(rounds: TrialRounds) -> None:
+        assert rounds.chosen is not None
         chosen, said = names[rounds.chosen], _in_words(names, rounds)
         announce(comm, f"{chosen}. {said}")
         if comm.rank == 0 and expected.keeps_choice:
@@ -286,9 +288,10 @@ def _in_words(names: list[str], rounds: TrialRounds) -> str:
     return f"Mean step in a trial of {rounds.steps}: {'; '.join(times)}."
 
 
-def _on_rank_0(comm: Comm, work: Callable[[], Any]) -> Any:
+def _on_rank_0(comm: Comm, work: Callable[[], T]) -> T:
     """Return what `work` returns on rank 0; if it fails there, it fails on all ranks."""
-    found, error = None, None  # type: Any, Exception | None
+    found: Any = None
+    error: Exception | None = None
     if comm.rank == 0:
         try:
             found = work()
@@ -298,7 +301,8 @@ def _on_rank_0(comm: Comm, work: Callable[[], Any]) -> Any:
     found, said = comm.gather_objects((found, said))[0]
     if said is not None:
         raise error or PlanError(said)
-    return found
+    result: T = found
+    return result
 
 
 def _cluster(comm: Comm) -> dict[str, Any]:

@@ -7,6 +7,8 @@ backward  gradients of mean and variance   -> allreduce -> gradient of x, from t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import keras
 import tensorflow as tf
 
@@ -68,11 +70,10 @@ class SyncBatchNormalization(OwnMoments):
         self, inputs: tf.Tensor, axes: list[int], mask: tf.Tensor | None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the mean and variance of each channel over all ranks. **Ranks:** all."""
-        if self._statistics is None:
-            comm = process.current()
+        if self._statistics is None or self._gradient is None:
             self._statistics, self._gradient = (
-                WatchedSum(comm, name, f"the {name} of {self.path!r}")
-                for name in ("statistics", "gradient")
+                self._watched_sum("statistics"),
+                self._watched_sum("gradient"),
             )
         statistics, sum_gradient, counted = self._statistics, self._gradient, None
         if mask is not None:
@@ -80,7 +81,9 @@ class SyncBatchNormalization(OwnMoments):
             counted = tf.broadcast_to(mask, tf.shape(inputs))
 
         @tf.custom_gradient
-        def over_ranks(values: tf.Tensor):
+        def over_ranks(
+            values: tf.Tensor,
+        ) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[..., tf.Tensor]]:
             count, mean, variance = _over_ranks(values, axes, counted, statistics)
 
             def gradient(of_mean: tf.Tensor, of_variance: tf.Tensor) -> tf.Tensor:
@@ -92,7 +95,11 @@ class SyncBatchNormalization(OwnMoments):
 
             return (mean, variance), gradient
 
-        return over_ranks(inputs)
+        mean, variance = over_ranks(inputs)
+        return mean, variance
+
+    def _watched_sum(self, name: str) -> WatchedSum:
+        return WatchedSum(process.current(), name, f"the {name} of {self.path!r}")
 
 
 def _over_ranks(

@@ -194,7 +194,7 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
     results: Results = {}
     not_sums: set[str] = set()
     for prefix in prefixes:
-        theirs = _Combined(*everyone[leads[prefix]][prefix])
+        theirs = _Combined._make(everyone[leads[prefix]][prefix])
         results |= {prefix + name: value for name, value in theirs.results.items()}
         not_sums |= {prefix + name for name in theirs.not_sums}
     return _choose(reports, results, not_sums, warned)
@@ -251,6 +251,13 @@ def _common_forms(prefix: str, reports: list[_Report]) -> list[_Form]:
     ]
 
 
+def _start_of(sums: list[SumState] | None, number: int) -> np.ndarray:
+    """Return where a variable that is a sum starts."""
+    start = None if sums is None else sums[number].start
+    assert start is not None, "a form adds only variables that are sums"
+    return start
+
+
 def _add(
     states: Mapping[str, MetricState],
     sums: Mapping[str, list[list[SumState] | None]],
@@ -269,7 +276,7 @@ def _add(
                     continue
                 shapes.append(form.shapes[number])
                 if prefix in states:
-                    start = sums[prefix][place][number].start
+                    start = _start_of(sums[prefix][place], number)
                     value = states[prefix].values[place][number].astype(np.float64)
                     mine.append(np.ravel(value - start))
                 else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -25,6 +25,7 @@ from tfcommx.optim.keras_internals import (
 from tfcommx.optim.requested_plan import path_of
 from tfcommx.optim.wrapped import wrapped_optimizers
 
+T = TypeVar("T")
 # Settings that differ between ranks in a correct training: ranks have seeds of their own, their
 # first weights are replaced by the root's, and the rate is a variable, which is broadcast.
 _NOT_COMPARED = re.compile(r"name|seed|learning_rate|vocabulary|bin_boundaries|.*initializer")
@@ -52,7 +53,7 @@ def require_equal_forms(model: keras.Model) -> None:
     """
     forms = [form_of(layer) for layer in _compared_layers(model)]
     gathered = _gather_if_unequal([tuple(form) for form in forms])
-    everyone = [[LayerForm(*form) for form in others] for others in gathered]
+    everyone = [[LayerForm._make(form) for form in others] for others in gathered]
     for rank, others in enumerate(everyone):
         _require_equal_names(everyone[0], others, rank)
         for first, other in zip(everyone[0], others, strict=False):
@@ -164,7 +165,7 @@ def _plain(value: Any, words: bool) -> Any:
     return type(value).__name__
 
 
-def _gather_if_unequal(forms: list[Any]) -> list[list[Any]]:
+def _gather_if_unequal(forms: list[T]) -> list[list[T]]:
     """Return the forms of all ranks; those of this one alone if all are equal."""
     here = process.current()
     digests = here.gather_objects(zlib.crc32(repr(forms).encode()))

@@ -136,7 +136,7 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
     second = _result_of(model, batch, seed=1)
     varies = _differences(result, second)
     gathered = here.gather_objects((tuple(result), varies))
-    samples = [(Result(*other), names) for other, names in gathered]
+    samples = [(Result._make(other), names) for other, names in gathered]
     varying = [rank for rank, (_, names) in enumerate(samples) if names]
     if varying:
         if here.rank == root:
@@ -198,7 +198,7 @@ def _result_of(model: keras.Model, batch: Any, seed: int = 0) -> Result:
     """Compute outputs and loss."""
     inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
 
-    def with_loss(outputs: Any) -> dict[str, Any]:
+    def with_loss(outputs: Any) -> dict[str, tf.Tensor]:
         # Other objects that a model returns have no value that two processes could compare
         parts = filter(tf.is_tensor, tf.nest.flatten(outputs, expand_composites=True))
         named = {f"output {number}": part for number, part in enumerate(parts)}
@@ -216,7 +216,7 @@ def _result_of(model: keras.Model, batch: Any, seed: int = 0) -> Result:
     return Result(digests, samples)
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     """Return a digest of the tensors in a structure; empty if it has one of a graph."""
     digest = hashlib.sha256()
     for part in tf.nest.flatten(value, expand_composites=True):

@@ -30,7 +30,7 @@ def computed(
 
 def size_bytes(spec: tf.TensorSpec) -> int:
     """Return the bytes of a result."""
-    return spec.shape.num_elements() * spec.dtype.size
+    return int(spec.shape.num_elements() * spec.dtype.size)
 
 
 def head_of(text: str) -> tf.Tensor:

@@ -17,6 +17,8 @@ from tfcommx.strategies import ShardedRun, Shards, StrategyRun
 
 # State by attribute of the optimizer, then by variable in forward order; None: it has none
 WholeState = dict[str, list[np.ndarray | None]]
+# Shape and dtype of an array
+Form = tuple[tuple[int, ...], str]
 
 
 class Sharding:
@@ -63,6 +65,7 @@ class Sharding:
 
     def attach(self, run: StrategyRun, names: Sequence[str]) -> None:
         """Let a run of the strategy work on the shards. **Ranks:** all."""
+        assert isinstance(run, ShardedRun), "only Sharded makes shards"
         self.shards.rename(names)
         self.run = run
         run.attach(self.shards)
@@ -134,7 +137,9 @@ class Sharding:
                 for place, form in enumerate(rows):
                     if form is None:
                         continue
-                    mine = self._loaded[name][place] if self.comm.rank == root else np.zeros(*form)
+                    # Forms come from the rank that has loaded something
+                    loaded = self._loaded if self.comm.rank == root else None
+                    mine = np.zeros(*form) if loaded is None else loaded[name][place]
                     received = self.comm.broadcast(
                         tf.constant(mine), root, f"tfcommx/loaded/{name}/{place}"
                     )
@@ -143,7 +148,7 @@ class Sharding:
         self._loaded = None
 
 
-def _forms(state: WholeState | None) -> dict[str, list[tuple | None]] | None:
+def _forms(state: WholeState | None) -> dict[str, list[Form | None]] | None:
     """Return the shape and dtype of each array."""
     if state is None:
         return None

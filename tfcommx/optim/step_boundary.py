@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfcommx.optim.keras_internals import moving_averages, steps_of
 from tfcommx.optim.wrapped import exchanger_in
+from tfcommx.strategies import ShardedRun
 
 
 def consolidate(optimizer: keras.optimizers.Optimizer) -> None:
@@ -72,7 +73,10 @@ def begin_step(optimizer: keras.optimizers.Optimizer, inputs: Any) -> None:
     exchanger = exchanger_in(optimizer)
     if can_pull_first(optimizer):
         found = [one for one in tf.nest.flatten(inputs) if tf.is_tensor(one)]
-        exchanger.run_for(exchanger.sharding.variables).begin(found[:1])
+        assert exchanger.sharding is not None, "its steps begin with a pull"
+        run = exchanger.run_for(exchanger.sharding.variables)
+        assert isinstance(run, ShardedRun), "only Sharded makes shards"
+        run.begin(found[:1])
 
 
 def can_pull_first(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -178,6 +178,6 @@ def agree_on_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
     gradients of its own rank whether to take the step, and ranks that decide differently would wait
     for each other forever. Nothing else changes.
     """
-    optimizer.__class__ = wrapped_class(type(optimizer), AgreedLossScale)
+    optimizer.__class__ = wrapped_class(optimizer.__class__, AgreedLossScale)
     optimizer.exchanger = optimizer.inner_optimizer.exchanger
     optimizer.exchanger.loss_scale = "agreed"

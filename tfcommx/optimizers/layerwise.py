@@ -130,7 +130,7 @@ def shares_norms(optimizer: keras.optimizers.Optimizer) -> bool:
     exchanger = getattr(optimizer, "exchanger", None)
     if exchanger is None or exchanger.ranks == 1:
         return False
-    return exchanger.settings.strategy.updates_alike
+    return bool(exchanger.settings.strategy.updates_alike)
 
 
 def check_number(what: str, value: float, wanted: str) -> float:
@@ -151,7 +151,7 @@ def _squares(pairs: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> tf.Tensor:
 
 
 def _rows_of_squares(pairs: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> list[tf.Tensor]:
-    return tf.unstack(_squares(pairs))
+    return list(tf.unstack(_squares(pairs)))
 
 
 def _for_norms(tensor: tf.Tensor) -> tf.Tensor:

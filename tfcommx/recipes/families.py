@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import keras
@@ -24,8 +24,16 @@ if TYPE_CHECKING:
     from tfcommx.collectives.comm import Comm
     from tfcommx.core import Topology
 
-# Takes an object of this rank, and returns those of all ranks in the order of the ranks
-Gather = Callable[[Any], list[Any]]
+T = TypeVar("T")
+
+
+class Gather(Protocol):
+    """Exchanges objects of the ranks; as `Comm.gather_objects`."""
+
+    def __call__(self, item: T, /) -> list[T]:
+        """Take an object of this rank; return those of all ranks in the order of the ranks."""
+
+
 # Evaluates a model on this rank's batches of test samples; returns the scores over all ranks
 Scorer = Callable[["tf.data.Dataset", Gather], dict[str, float]]
 
@@ -135,7 +143,7 @@ class Objective(Protocol):
     def loss(self) -> keras.losses.Loss:
         """Return the loss, a function of targets and outputs."""
 
-    def metrics(self) -> Sequence[Any]:
+    def metrics(self) -> Sequence[str | keras.metrics.Metric]:
         """Return Keras metrics, or their names; one is called `accuracy`."""
 
     def targets(self, batches: tf.data.Dataset) -> tf.data.Dataset:

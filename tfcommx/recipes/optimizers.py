@@ -100,7 +100,7 @@ class AdamW(RecipePart):
 class Lamb(AdamW):
     """LAMB, for large batches of Transformers; biases and normalisation are excluded."""
 
-    name: Literal["lamb"] = "lamb"
+    name: Literal["lamb"] = "lamb"  # type: ignore[assignment]
     # Of the second moment
     beta_2: float = Field(0.999, ge=0, lt=1)
     epsilon: float = Field(1e-6, gt=0)
@@ -111,8 +111,13 @@ class Lamb(AdamW):
         """Build tfcommx's LAMB."""
         from tfcommx.optimizers.lamb import LAMB
 
-        moments = {"beta_1": self.beta_1, "beta_2": self.beta_2, "epsilon": self.epsilon}
-        return LAMB(0.0, weight_decay=self.weight_decay or None, **moments)
+        return LAMB(
+            0.0,
+            beta_1=self.beta_1,
+            beta_2=self.beta_2,
+            epsilon=self.epsilon,
+            weight_decay=self.weight_decay or None,
+        )
 
 
 OPTIMIZERS: dict[str, type[OptimizerRecipe]] = {

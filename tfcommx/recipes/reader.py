@@ -22,7 +22,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -75,13 +75,14 @@ def parse(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """PyYAML's, with the values of YAML 1.2."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-    yaml_constructors: ClassVar[dict[str, Any]] = {}
     depth = 0
 
+    def next_event(self) -> Any:
+        return self.peek_event()  # type: ignore[no-untyped-call]
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent):
+        event = self.next_event()
+        if self.check_event(yaml.AliasEvent):
             raise yaml.composer.ComposerError(
                 None, None, f"write *{event.anchor} out: aliases are refused", event.start_mark
             )
@@ -95,7 +96,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        event = self.peek_event()
+        event = self.next_event()
         node = super().compose_scalar_node(anchor)
         if event.tag is None and event.style is None:
             node.tag = TAG + _kind(node)
@@ -159,15 +160,20 @@ def _construct(kind: str, loader: _Loader, node: yaml.Node) -> Any:
     return text
 
 
+def _construct_list(loader: _Loader, node: yaml.SequenceNode) -> list[Any]:
+    return loader.construct_sequence(node, deep=True)
+
+
+def _construct_mapping(loader: _Loader, node: yaml.Node) -> dict[Any, Any]:
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.yaml_implicit_resolvers, _Loader.yaml_constructors = {}, {}
 for _name in ("null", "bool", "int", "float", "str"):
-    _Loader.add_constructor(
-        TAG + _name, lambda loader, node, kind=_name: _construct(kind, loader, node)
-    )
-_Loader.add_constructor(
-    TAG + "seq", lambda loader, node: loader.construct_sequence(node, deep=True)
-)
-_Loader.add_constructor(TAG + "map", lambda loader, node: loader.construct_mapping(node, deep=True))
-_Loader.add_constructor(None, yaml.constructor.SafeConstructor.construct_undefined)
+    _Loader.add_constructor(TAG + _name, functools.partial(_construct, _name))
+_Loader.add_constructor(TAG + "seq", _construct_list)
+_Loader.add_constructor(TAG + "map", _construct_mapping)
+_Loader.add_constructor(None, _Loader.construct_undefined)  # type: ignore[type-var]
 
 
 class RecipeError(ConfigurationError):
@@ -247,9 +253,11 @@ def member_of(
                 f"A mapping such as {{name: {default}}} is required. Received {value!r}."
             )
         name = str(value.get("name", default))  # A list, for one, has no place in a table
-        kind = own if own and ":" in name else table.get(name)
-        if kind is None:
+        if own is not None and ":" in name:
+            kind: type[BaseModel] = own
+        else:
             refuse_unknown([name], list(table), "name")
+            kind = table[name]
         try:
             return kind.model_validate(value)
         except ValidationError as error:

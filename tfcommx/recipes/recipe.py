@@ -105,7 +105,7 @@ class LearningRate(RecipePart):
             )
         return self
 
-    def at(self, step: int, steps_per_epoch: int, steps: int, global_batch: int) -> float:
+    def at(self, step: float, steps_per_epoch: int, steps: int, global_batch: int) -> float:
         """Return the learning rate of a step.
 
         Args:
@@ -115,7 +115,7 @@ class LearningRate(RecipePart):
             global_batch: samples a step over all ranks, >= 1.
         """
         peak = self.peak or (self.peak_per_256 or 0.0) * global_batch / 256
-        warm_up = self.warm_up_steps
+        warm_up: float | None = self.warm_up_steps
         if warm_up is None:
             warm_up = self.warm_up_epochs * steps_per_epoch
         if step < warm_up:

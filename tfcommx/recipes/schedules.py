@@ -66,7 +66,7 @@ class Polynomial(RecipePart):
 class Linear(Polynomial):
     """A straight line: the polynomial of power 1."""
 
-    name: Literal["linear"] = "linear"
+    name: Literal["linear"] = "linear"  # type: ignore[assignment]
     power: float = Field(1.0, ge=1, le=1)
 
 

@@ -80,14 +80,16 @@ class UserDataset(UserFunction):
         """Do nothing: the function downloads what it needs."""
 
     def build(self, place: DataRank) -> Data:
-        return self.call(place=place)
+        data: Data = self.call(place=place)
+        return data
 
 
 class UserTask(UserFunction):
     """`function(data, **settings)` returns a `recipes.families.Objective`."""
 
     def build(self, data: Data) -> Objective:
-        return self.call(data=data)
+        objective: Objective = self.call(data=data)
+        return objective
 
 
 class UserOptimizer(UserFunction):

@@ -6,10 +6,11 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import IO, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import Progress as Bar
 from rich.progress import ProgressColumn, Task
 from rich.progress_bar import ProgressBar
@@ -144,7 +145,8 @@ class Line(ProgressColumn):
         """Make the line."""
         count = f"{int(task.completed):{len(f'{task.total:.0f}')}}/{task.total:.0f}"
         times = f"{clock(task.elapsed)}, {clock(task.time_remaining)} left"
-        loss, *more = [*task.fields["status"], ""]
+        status: Sequence[str] = task.fields["status"]
+        loss, *more = [*status, ""]
         shown = f"{count} {times}  {loss}".rstrip()
         least, most = BAR_COLUMNS
         room = self.console.width - len(task.description) - len(shown) - 1
@@ -155,7 +157,7 @@ class Line(ProgressColumn):
                 break
             shown, room = f"{shown}  {part}", room - len(part) - 2
         line = Table.grid(padding=(0, 1))
-        cells = [f"[progress.description]{task.description}"]
+        cells: list[RenderableType] = [f"[progress.description]{task.description}"]
         if bar:
             width = min(most, least + room)
             cells += [ProgressBar(task.total, task.completed, width=width)]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfcommx.core import RESOURCES, Span, Timeline, replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MEANINGS = {
     "host": "host",
@@ -103,7 +106,7 @@ def draw_timelines(timelines: dict[str, Timeline], path: Path) -> None:
         figure.savefig(part, dpi=120)
 
 
-def _draw_lanes(axes: Any, timeline: Timeline, title: str, longest_s: float) -> None:
+def _draw_lanes(axes: Axes, timeline: Timeline, title: str, longest_s: float) -> None:
     lanes = _lanes(timeline)
     for kind, colour in COLOURS.items():
         found = [span for span in timeline.spans if span.kind == kind]

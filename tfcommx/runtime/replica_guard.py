@@ -100,7 +100,7 @@ class ReplicaGuard:
         # Reading the weights stands apart from comparing: the update waits for the reading alone.
         sums = tf.cond(
             due,
-            lambda: _sums(weights.values()) if self._compares_weights else _zeros(weights),
+            lambda: _sums(list(weights.values())) if self._compares_weights else _zeros(weights),
             lambda: _zeros(weights),
         )
         with tf.device("/cpu:0"):
@@ -133,7 +133,7 @@ class ReplicaGuard:
         def fail(rows: np.ndarray, sums: np.ndarray, checks: np.ndarray) -> np.ndarray:
             if self._comm.rank:
                 time.sleep(RANK_0_FIRST_SECONDS)
-            equal_before = int(self._every) if checks else None
+            equal_before = int(self._every or 0) if checks else None
             raise ReplicaError(describe(rows, sums.reshape(len(rows), -1), names, equal_before))
 
         tf.numpy_function(fail, [rows, every_sum, self._checks.value()], tf.int64)

@@ -57,7 +57,7 @@ class BackgroundCalls:
     def begin(self, number: int, after: Sequence[tf.Operation]) -> tf.Tensor:
         """Start a call when some operations have run."""
 
-        def start() -> np.ndarray:
+        def start() -> np.bool_:
             atexit.register(self._stop)
             call = functools.partial(self._carry_out, number)
             self._under_way = number, in_thread(call, "tfcommx-background")
@@ -85,7 +85,8 @@ class BackgroundCalls:
             self._ended.enqueue(True)
             atexit.unregister(self._stop)
 
-    def _take(self) -> np.ndarray:
+    def _take(self) -> np.bool_:
+        assert self._under_way is not None, "a wait follows a begin"
         (_, future), self._under_way = self._under_way, None
         future.result()
         return np.bool_(True)

@@ -62,7 +62,8 @@ class StrategyRun:
 
         **Ranks:** all.
         """
-        return self.executor.exchange(gradients)
+        sums: dict[str, tf.Tensor] = self.executor.exchange(gradients)
+        return sums
 
     def follow_rate(self, rate: tf.Tensor) -> None:
         """Take note of the step's learning rate: residuals of gradients shrink as it rises."""

@@ -134,7 +134,9 @@ def check_conservation(logs: list[list[Step]], where: str, tolerance: float = 0.
         where: for the message.
         tolerance: relative to the largest entry that came, >= 0.
     """
-    before = {path: np.zeros(math.prod(shape), np.float32) for path, shape in SHAPES.items()}
+    before: dict[str, np.ndarray | int] = {
+        path: np.zeros(math.prod(shape), np.float32) for path, shape in SHAPES.items()
+    }
     for step in range(len(logs[0])):
         for path in SHAPES:
             came = sum(log[step].came[path].ravel() for log in logs) + before[path]

@@ -105,9 +105,9 @@ def check_route(name: str) -> None:
     """
     route = routes.get(name)
     is_sparse = isinstance(route, SparseRoute)
-    selected = {"selection": "exact", "density": 0.1} if is_sparse else {}
+    selection, density = ("exact", 0.1) if is_sparse else ("all", 1.0)
     for wire in route.wires:
-        scheme = Scheme(name, wire=wire, dense_below=8, bucket_bytes=2000, **selected)
+        scheme = Scheme(name, selection, density, wire=wire, dense_below=8, bucket_bytes=2000)
         loses = not is_sparse and wire in VALUE_DTYPES[1:]
         for topology in (*laws.ONE_LEVEL, *laws.TWO_LEVELS):
             plan = laws.plan_of(scheme, topology)

@@ -29,7 +29,7 @@ class SetLearningRate(keras.callbacks.Callback):
         super().__init__()
         self.context = context
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Set the rate of the step that begins."""
         counter = self.context.counter
         rate = rate_at(self.context.run, counter.phase, counter.position)
@@ -54,7 +54,7 @@ class InformAuto(keras.callbacks.Callback):
         super().__init__()
         self.run = context.run
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Tell it: if the epoch has another scheme, its first step makes a new plan."""
         accumulated = steps_of_update(self.model.optimizer)
         exchanger_of(self.model).requested.expected_run = self.run.expected_run(epoch, accumulated)
@@ -67,7 +67,7 @@ class Consolidate(keras.callbacks.Callback):
     **Ranks:** all.
     """
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Average what drifted."""
         consolidate(self.model.optimizer)
 
@@ -89,7 +89,7 @@ class Evaluation(keras.callbacks.Callback):
         # Traced anew for the new resolution
         self.score = self.run.objective.scorer(model)
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         start = time.time()
         scores = self.score(self.test, self.run.comm.gather_objects)
         if logs is not None:
@@ -104,7 +104,7 @@ class EpochHistory(keras.callbacks.Callback):
         super().__init__()
         self.context, self.schemes = context, context.run.recipe.scheme_of_epoch()
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         self.context.rows.append(self.row(epoch, logs or {}))
 
     def row(self, epoch: int, logs: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class ShowProgress(keras.callbacks.Callback):
         super().__init__()
         self.context = context
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         context, logs = self.context, logs or {}
         run, counter, timing = context.run, context.counter, context.timing
         busy = max(timing.step_seconds(), 1e-9)
@@ -167,7 +167,7 @@ class ShowProgress(keras.callbacks.Callback):
         if context.events:
             context.events.step(run.steps_before(counter.after), status)
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         context, rows = self.context, self.context.rows
         target = context.run.recipe.target
         context.progress.epoch(rows[-1])

@@ -70,5 +70,6 @@ class RunContext:
         **Source:** DAWNBench's rules for ImageNet, as its organisers answered in issues 9, 12 and
         21 of github.com/stanford-futuredata/dawn-bench-entries.
         """
-        parts = [self.timing.seconds, *(row["seconds"] for row in self.rows)]
+        parts: list[dict[str, float]] = [self.timing.seconds]
+        parts += [row["seconds"] for row in self.rows]
         return self.totals.seconds() - sum(part["evaluation"] + part["saving"] for part in parts)

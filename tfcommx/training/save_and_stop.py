@@ -57,7 +57,7 @@ class SaveAndStop(keras.callbacks.Callback):
         # Steps until the ranks ask each other again, and between the last two times
         self._until, self._between = 1, 1
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Ask the other ranks if it is time; save and stop if they agree to."""
         self._until -= 1
         after = self.context.counter.after
@@ -74,7 +74,7 @@ class SaveAndStop(keras.callbacks.Callback):
             after.epoch, after.step, self.context.counter.steps, notes=lambda: self._notes(after)
         )
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         seconds = self.context.timing.seconds
         before = seconds["saving"]
         self._patience.save(lambda: self._save(Position(epoch + 1)))
@@ -157,7 +157,7 @@ class StopAtEpochEnd(keras.callbacks.Callback):
         super().__init__()
         self.saving = saving
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Ask the other ranks; stop if one was asked to, unless this was the last epoch."""
         stop, _ = self.saving.ask()
         if stop and epoch + 1 < self.saving.context.run.recipe.epochs:

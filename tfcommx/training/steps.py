@@ -92,15 +92,15 @@ class StepCounter(keras.callbacks.Callback):
         """The step after the last one."""
         return self.position._replace(step=self.position.step + 1)
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         self.position = Position(epoch, self._offset)
         self.measured, self._continued = self._continued, 0
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
         """Count a step; Keras counts from the start of this process's part of the epoch."""
         self.position = self.position._replace(step=self._offset + batch)
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         self.measured += 1
 
 
@@ -164,28 +164,28 @@ class Timing(keras.callbacks.Callback):
         ) -> list[tf.Tensor]:
             with _stamped(self.ready, gradients, queued):
                 pass
-            result = exchange(gradients, learning_rate, steps)
+            result: list[tf.Tensor] = exchange(gradients, learning_rate, steps)
             with _stamped(self.exchanged, result, queued):
                 pass
             return result
 
         model.train_step, exchanger.exchange = timed_step, timed_exchange
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         self.first = True
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         seconds, self.first_steps = self._continued
         self.seconds = {kind: seconds.get(kind, 0.0) for kind in KINDS}
         self._before, self._continued = sum(seconds.values()), ({}, 0)
         self._epoch_start = time.time()
 
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
         # A change of scheme drops the plans: the step is traced again
         self.first |= not exchanger_of(self.model).runs
         self.batch_start = time.time()
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         now, seconds = time.time(), self.seconds
         arrived, ready, exchanged = (
             float(stamp.numpy()) for stamp in (self.arrived, self.ready, self.exchanged)

@@ -119,20 +119,29 @@ class Limits(NamedTuple):
     stall_limit: float | None = None
 
 
+class ReportsProgress(Protocol):
+    """What a process does, for its watcher; see progress.py."""
+
+    def watch(self, send: Callable[[bytes], object], period: float) -> None:
+        """Tell through `send`, every `period` seconds, what the process does."""
+
+
 class Watched(Protocol):
     """What the watch needs of a process that is watched, as Comm has it."""
 
     rank: int
     membership: Membership
-    # With `watch(send, period)`: says through `send` what the process does
-    progress: Any
+
+    @property
+    def progress(self) -> ReportsProgress:
+        """What the process does."""
 
 
 def start(
     here: Watched,
     interfaces: list[str],
     limits: Limits,
-    gather: Callable[[Any], list[Any]],
+    gather: Callable[[dict[str, Any]], list[dict[str, Any]]],
     one_host: bool = False,
     holds: str = "",
 ) -> None:

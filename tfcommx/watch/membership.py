@@ -55,15 +55,18 @@ class Membership:
         For whoever waits for a rank. **Cost:** one connection for each rank every FIND_SECONDS;
         nothing before the first departure, or without a watch.
         """
-        if self._responds is None or not self.gone() or time.monotonic() < self._look_at:
+        responds = self._responds
+        if responds is None or not self.gone() or time.monotonic() < self._look_at:
             return
         self._look_at = math.inf
-        threading.Thread(target=self._look, name="tfcommx-find", daemon=True).start()
+        threading.Thread(
+            target=self._look, args=(responds,), name="tfcommx-find", daemon=True
+        ).start()
 
-    def _look(self) -> None:
+    def _look(self, responds: Callable[[int], bool]) -> None:
         try:
             for rank in sorted(set(self._others) - self.gone()):
-                if self._responds(rank):
+                if responds(rank):
                     self._silent.pop(rank, None)
                     continue
                 silent = time.monotonic() - self._silent.setdefault(rank, time.monotonic())

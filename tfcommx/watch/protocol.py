@@ -64,6 +64,7 @@ from typing import Any
 from tfcommx.watch.stalls import DOINGS, ENDED, UNKNOWN, Group, StallWatch, group_of, later, merge
 
 CHILDREN = 4
+Missing = tuple[str, str, int]  # Host, what has happened, and the rank that has noticed it
 
 
 def parent(rank: int) -> int | None:
@@ -83,7 +84,7 @@ def neighbours(rank: int, size: int) -> list[int]:
     >>> neighbours(0, 2), neighbours(1, 100), neighbours(99, 100)
     ([1], [0, 2, 5, 6, 7, 8], [0, 24, 98])
     """
-    above = {parent(rank)} - {None}
+    above = [(rank - 1) // CHILDREN] if rank else []
     return sorted({*above, *children(rank, size), (rank - 1) % size, (rank + 1) % size} - {rank})
 
 
@@ -115,14 +116,14 @@ class Alarm:
     def __init__(self, rank: int, neighbours: Collection[int]) -> None:
         self._rank, self._neighbours = rank, set(neighbours)
         # Missing rank -> [host, what, by whom]
-        self.lost: dict[int, list[Any]] = {}
+        self.lost: dict[int, Missing] = {}
         # Whether the rank was told; when it is killed
         self.told = False
         self.kill_at: float | None = None
         # When the first missing rank was known, and the first that was not aborted
         self._first_at = self._cause_at = math.inf
 
-    def add(self, found: dict[int, list[Any]], now: float) -> dict[int, list[Any]]:
+    def add(self, found: dict[int, Missing], now: float) -> dict[int, Missing]:
         """Take note of missing ranks; return those that are new: none once the rank was told.
 
         Of more than NAMES those that were aborted are left out first: they are no cause.
@@ -186,20 +187,20 @@ def read_line(line: str, size: int) -> tuple[str, Any]:
     **Raises:** ValueError, TypeError or LookupError for a line that no watcher writes.
 
     >>> read_line('lost {"3": ["node1", "its process has ended", 2]}', 4)
-    ('lost', {3: ['node1', 'its process has ended', 2]})
+    ('lost', {3: ('node1', 'its process has ended', 2)})
     """
     kind, _, text = line.partition(" ")
-    content = json.loads(text) if text else None
+    content: Any = json.loads(text) if text else None
     if kind == "lost":
         rows = dict(content).items()
-        content = {int(rank): [host, what, by] for rank, (host, what, by) in rows}
+        content = {int(rank): (host, what, by) for rank, (host, what, by) in rows}
         ranks = [*content, *(by for _, _, by in content.values())]
         right = all(isinstance(word, str) for row in content.values() for word in row[:2])
     elif kind == "at":
         content = [Group(*row) for row in content]
         ranks = [rank for group in content for rank in group.ranks]
         right = all(
-            type(group.step) is type(group.count) is int
+            type(group.step) is type(group.size) is int
             and group.doing in DOINGS
             and isinstance(group.what, str)
             and group.ranks
@@ -327,7 +328,7 @@ class WatchProtocol:
         elif kind == "aborted":
             self._aborted = True
         elif line:
-            self._learn_missing({self.rank: [self.host, line, self.rank]}, None, now)
+            self._learn_missing({self.rank: (self.host, line, self.rank)}, None, now)
 
     def rank_is_gone(self, now: float) -> None:
         """Take note that this rank's process has ended, and tell the others if it said nothing.
@@ -338,7 +339,7 @@ class WatchProtocol:
         if not (self.leaving or self.alarm.told or self.rank in self.alarm.lost):
             self._speaks_for_rank = True
             what = ABORTED if self._aborted else "its process has ended"
-            self._learn_missing({self.rank: [self.host, what, self.rank]}, None, now)
+            self._learn_missing({self.rank: (self.host, what, self.rank)}, None, now)
 
     @property
     def last_words(self) -> str:
@@ -399,9 +400,9 @@ class WatchProtocol:
         return f"no response for {now - one.heard:.0f} s{never}"
 
     def _report_missing(self, other: int, what: str, now: float) -> None:
-        self._learn_missing({other: [self.neighbours[other].host, what, self.rank]}, None, now)
+        self._learn_missing({other: (self.neighbours[other].host, what, self.rank)}, None, now)
 
-    def _learn_missing(self, found: dict[int, list[Any]], source: int | None, now: float) -> None:
+    def _learn_missing(self, found: dict[int, Missing], source: int | None, now: float) -> None:
         """Take note of missing ranks, and pass on what is new."""
         first = not self.alarm.lost
         if new := self.alarm.add(self._set_departed_aside(found, source), now):
@@ -411,8 +412,8 @@ class WatchProtocol:
                 self._report_missing(other, self._silence(other, now), now)
 
     def _set_departed_aside(
-        self, found: dict[int, list[Any]], source: int | None
-    ) -> dict[int, list[Any]]:
+        self, found: dict[int, Missing], source: int | None
+    ) -> dict[int, Missing]:
         """Take note of missing ranks that may leave; return the others."""
         known = {rank: row for rank, row in found.items() if rank not in self.left}
         if self.needed is None:

@@ -44,7 +44,7 @@ class Group(NamedTuple):
     doing: str
     # The collective that they wait in; else where the first example is
     what: str
-    count: int
+    size: int
     # The lowest of them, at most EXAMPLES
     ranks: Sequence[int]
     # For how long, at least one of them
@@ -66,7 +66,7 @@ def merge(groups: Sequence[Group]) -> list[Group]:
 
     >>> ones = [group_of(rank, 118, WAITS, "bucket 2") for rank in range(100)]
     >>> for group in merge([*ones, group_of(100, 117, LEFT, "train.py:31")]):
-    ...     print(group.step, group.doing, group.count, group.ranks)
+    ...     print(group.step, group.doing, group.size, group.ranks)
     117 left 1 [100]
     118 waits 100 [0, 1, 2]
 
@@ -95,7 +95,7 @@ def _seconds(group: Group) -> float:
 def _both(one: Group, other: Group) -> Group:
     first = min(one, other, key=lambda group: group.ranks[0])
     return first._replace(
-        count=one.count + other.count,
+        size=one.size + other.size,
         ranks=sorted({*one.ranks, *other.ranks})[:EXAMPLES],
         seconds=max(one.seconds, other.seconds),
     )
@@ -136,9 +136,9 @@ def _clause(group: Group) -> str:
 
 
 def _ranks(group: Group) -> str:
-    if group.count == 1:
+    if group.size == 1:
         return f"Rank {group.ranks[0]} has"
-    more = group.count - len(group.ranks)
+    more = group.size - len(group.ranks)
     names = ", ".join(map(str, group.ranks))
     return f"Ranks {names}{f' and {more} more' if more else ''} have"
 

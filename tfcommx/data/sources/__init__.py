@@ -40,7 +40,7 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-def find_source(text: str | os.PathLike, split: str = "train") -> Source:
+def find_source(text: str | os.PathLike[str], split: str = "train") -> Source:
     """Return the samples that a path or a name stands for.
 
     Args:

@@ -55,7 +55,7 @@ class Arrays:
         self.images, self.labels = images, labels.astype(np.int64)
         self.classes, self.name = tuple(classes), name
         self.count, self.channels = len(images), images.shape[3]
-        self.shape = images.shape[1:3]
+        self.shape: tuple[int, int] | None = images.shape[1:3]
         digest = hashlib.sha256(np.ascontiguousarray(images).data if images.size else b"")
         digest.update(self.labels.tobytes())
         self.key = key_of(("arrays", images.shape, digest.hexdigest()))

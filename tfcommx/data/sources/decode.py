@@ -45,8 +45,11 @@ def check_head(data: bytes, max_pixels: int) -> None:
                 "decoding keeps the upper 8. Scale it to 8 bits"
             )
     elif data.startswith(BMP):
-        sides = (int.from_bytes(data[at : at + 4], "little", signed=True) for at in (18, 22))
-        check_pixels(*map(abs, sides), max_pixels)  # Rows from top to bottom have a height < 0
+        width, height = (
+            int.from_bytes(data[at : at + 4], "little", signed=True) for at in (18, 22)
+        )
+        # Rows from top to bottom have a height < 0
+        check_pixels(abs(width), abs(height), max_pixels)
         _check_bitmap(data)
     elif data.startswith(GIF):
         check_pixels(_gif_pixels(data), 1, max_pixels)
@@ -142,7 +145,7 @@ def record_bytes(pixel_bytes: int) -> int:
 def record_head(sample: int, label: int, pixels: np.ndarray) -> bytes:
     """Return the 64 bytes that stand before a sample's pixels (uint8 [h, w, c], contiguous)."""
     head = struct.pack("<qqqiii", sample, label, pixels.nbytes, *pixels.shape)
-    return head + struct.pack("<I24x", zlib.crc32(pixels, zlib.crc32(head)))
+    return head + struct.pack("<I24x", zlib.crc32(pixels.data, zlib.crc32(head)))
 
 
 def pack(sample: int, label: int, pixels: np.ndarray) -> bytes:
@@ -252,7 +255,8 @@ def shrink(image: np.ndarray, store: int | None) -> np.ndarray:
 
     By halvings first, then by bilinear interpolation with a factor below 2.
     """
-    size = stored_size(*image.shape[:2], store)
+    height, width = image.shape[:2]
+    size = stored_size(height, width, store)
     if size == image.shape[:2]:
         return image
     while min(image.shape[:2]) // 2 >= store:
@@ -274,7 +278,8 @@ def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     library = loader.library()
     if library is None:
         window = Window(0, 0, *image.shape[:2])
-        return augment_definition(image, window, size, "uint8", (), ()).numpy()
+        resized: np.ndarray = augment_definition(image, window, size, "uint8", (), ()).numpy()
+        return resized
     images, _, _ = library.tfcommx_slab_read(
         indices=[0],
         loose=np.frombuffer(pack(0, 0, image), np.uint8),
@@ -288,4 +293,5 @@ def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         crop="whole",
         flip=False,
     )
-    return images[0].numpy()
+    shrunk: np.ndarray = images[0].numpy()
+    return shrunk

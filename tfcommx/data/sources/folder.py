@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tfcommx.core import DataError, local_path
 from tfcommx.data.sources.source import key_of
@@ -39,7 +40,7 @@ def check_folder(path: Path) -> None:
         raise DataError(f"{what}. Check the path and its mount.")
 
 
-def _refuse(error: OSError) -> None:
+def _refuse(error: OSError) -> NoReturn:
     link = (
         f"; it is a link to {os.readlink(error.filename)}" if os.path.islink(error.filename) else ""
     )
@@ -84,14 +85,15 @@ def _images(top: Path, passed_over: Counter[str]) -> list[tuple[str, os.stat_res
             path = os.path.join(folder, file)
             is_image = file.lower().endswith(ENDINGS)
             # Of a link also if it has another ending: it may have been a folder, and lead nowhere.
-            facts = _facts(path) if is_image or os.path.islink(path) else None
-            # Reading a pipe would wait forever.
-            if facts is not None and not stat.S_ISREG(facts.st_mode):
-                continue
-            if is_image:
-                found.append((path, facts))
-            else:
-                passed_over[Path(file).suffix.lower() or "no ending"] += 1
+            if is_image or os.path.islink(path):
+                facts = _facts(path)
+                # Reading a pipe would wait forever.
+                if not stat.S_ISREG(facts.st_mode):
+                    continue
+                if is_image:
+                    found.append((path, facts))
+                    continue
+            passed_over[Path(file).suffix.lower() or "no ending"] += 1
     return found
 
 
@@ -137,9 +139,11 @@ class Folder:
     """
 
     channels = 3
-    shape = None
+    shape: tuple[int, int] | None = None
 
-    def __init__(self, path: str | os.PathLike, classes: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], classes: tuple[str, ...] | None = None
+    ) -> None:
         self.path = local_path("path", path)
         self.name = str(self.path)
         check_folder(self.path)

@@ -27,7 +27,7 @@ def _masked_crc(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def scan(path: str | os.PathLike) -> np.ndarray:
+def scan(path: str | os.PathLike[str]) -> np.ndarray:
     """Return int64 [n, 2]: byte offset and length of every record of a TFRecord file.
 
     **Cost:** one read of 12 bytes per record, and their CRC.
@@ -94,11 +94,11 @@ class TFRecords:
     **Raises:** SampleError for a broken file, without `skip`; DataError if there is no record.
     """
 
-    shape = None
+    shape: tuple[int, int] | None = None
 
     def __init__(
         self,
-        files: str | os.PathLike | Sequence[str | os.PathLike],
+        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         features: ImageFeatures | None = None,
         skip: bool = False,
     ) -> None:
@@ -201,7 +201,7 @@ class TFRecords:
         return f"{file} record {record}"
 
 
-def imagenet(folder: str | os.PathLike, split: str = "train", skip: bool = False) -> TFRecords:
+def imagenet(folder: str | os.PathLike[str], split: str = "train", skip: bool = False) -> TFRecords:
     """Return ImageNet's samples from a folder of shards such as `train-00000-of-01024`.
 
     Args:
@@ -215,10 +215,10 @@ def imagenet(folder: str | os.PathLike, split: str = "train", skip: bool = False
     **Raises:** as TFRecords; DataError if a shard is missing.
     """
     name = re.compile(rf"{re.escape(split)}-(\d+)-of-(\d+)")
-    files = sorted(
-        file for file in Path(folder).glob(f"{split}-*-of-*") if name.fullmatch(file.name)
-    )
-    numbers = [tuple(map(int, name.fullmatch(file.name).groups())) for file in files]
+    found = sorted(Path(folder).glob(f"{split}-*-of-*"))
+    matches = {file: match for file in found if (match := name.fullmatch(file.name))}
+    files = list(matches)
+    numbers = [tuple(map(int, match.groups())) for match in matches.values()]
     total = numbers[0][1] if numbers else 0
     if numbers != [(n, total) for n in range(len(files))] or len(files) != total:
         missing = next((n for n in range(total) if (n, total) not in numbers), None)
@@ -235,7 +235,9 @@ def imagenet(folder: str | os.PathLike, split: str = "train", skip: bool = False
     return TFRecords(files, skip=skip)
 
 
-def tfds(name: str, split: str = "train", data_dir: str | os.PathLike | None = None) -> TFRecords:
+def tfds(
+    name: str, split: str = "train", data_dir: str | os.PathLike[str] | None = None
+) -> TFRecords:
     """Return a split of an image classification data set of TensorFlow Datasets.
 
     Args:
@@ -303,4 +305,5 @@ def _files_of(builder: Any, name: str, split: str) -> list[str]:
             f"{builder.info.file_format.value}. "
             "Prepare it with file_format='tfrecord' in another data_dir."
         )
-    return builder.info.splits[split].filepaths
+    files: list[str] = builder.info.splits[split].filepaths
+    return files

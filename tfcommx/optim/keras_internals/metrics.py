@@ -61,8 +61,9 @@ def watch_update(metric: keras.metrics.Metric) -> None:
         _forms[metric] = tf.nest.map_structure(_form_of, (args, kwargs))
         return update(*args, **kwargs)
 
-    update_state.watches = [] if before is None else [before]
-    metric.update_state = update_state
+    marked: Any = update_state
+    marked.watches = [] if before is None else [before]
+    metric.update_state = marked
 
 
 def unwatch_update(metric: keras.metrics.Metric) -> None:
@@ -93,7 +94,7 @@ def sums_in(metric: keras.metrics.Metric) -> list[SumState] | None:
     return [SumState(start) for start in starts] if _adds[metric] else None
 
 
-def _is_trusted(owner: Any) -> bool:
+def _is_trusted(owner: object) -> bool:
     return getattr(owner, "__module__", "").partition(".")[0] in ("keras", "tfcommx")
 
 
@@ -118,7 +119,7 @@ def _reset_values(metric: keras.metrics.Metric) -> list[np.ndarray | None]:
 def _update_adds(metric: keras.metrics.Metric, starts: list[np.ndarray | None]) -> bool:
     """Return True if the metric's update adds to its variables what does not depend on them."""
     numbers = np.random.default_rng(1)
-    states = [[], [], []]
+    states: list[list[np.ndarray]] = [[], [], []]
     for variable, start in zip(metric.variables, starts, strict=True):
         start = np.asarray(variable, np.float64) if start is None else start
         unsigned = _dtype(variable).kind == "u"

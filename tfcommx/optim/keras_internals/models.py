@@ -14,7 +14,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -22,6 +22,8 @@ import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.saving import saving_lib
 from keras.src.utils.naming import to_snake_case
+
+T = TypeVar("T")
 
 
 def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
@@ -86,7 +88,7 @@ def _layer_stems() -> set[str]:
 
 @functools.cache
 def _stem(class_name: str) -> str:
-    return to_snake_case(class_name)
+    return str(to_snake_case(class_name))
 
 
 def finalize_layers(model: keras.Model) -> bool:
@@ -131,13 +133,13 @@ def constants_of(layer: keras.layers.Layer) -> dict[str, str]:
     return found
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(part) for part in value)
     return isinstance(value, bool | int | float | str | bytes | np.generic)
 
 
-def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], Any], seed: int = 0) -> Any:
+def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], T], seed: int = 0) -> T:
     """Call a model in inference mode without changing any Keras variable.
 
     Random layers draw from seeds that follow from `seed` alone, so ranks whose seeds differ draw
@@ -173,13 +175,13 @@ def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
 
 @contextlib.contextmanager
 def calls_recorded(
-    model: keras.Model, digest: Callable[[Any], Any]
-) -> Iterator[list[tuple[keras.layers.Layer, Any, Any]]]:
+    model: keras.Model, digest: Callable[[Any], T]
+) -> Iterator[list[tuple[keras.layers.Layer, T, T]]]:
     """Yield a list that gets (layer, digest of its inputs, of its outputs) for each layer's call.
 
     Layers that consist of layers are left out, and calls in traced code.
     """
-    calls: list[tuple[keras.layers.Layer, Any, Any]] = []
+    calls: list[tuple[keras.layers.Layer, T, T]] = []
     leaves = [one for one in layers_of(model) if not one._layers]
 
     def recording(layer: keras.layers.Layer, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,7 +237,7 @@ def skip_steps(model: keras.Model, steps: int) -> None:
     model.train_function = skip
 
 
-def saved_values(model: keras.Model) -> list[Any]:
+def saved_values(model: keras.Model) -> list[keras.Variable | tf.Tensor]:
     """Return the variables and tensors that `model.save` would write, without its optimizer."""
     store = saving_lib.NpzIOStore("unwritten", mode="w")  # Its file is written by close()
     saving_lib._save_state(model, store, None, "", {id(model.optimizer)})

@@ -16,7 +16,7 @@ _NOT_IN_CONFIG = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_patt
 
 
 @functools.cache
-def wrapped_class(base: type, mixin: type) -> type:
+def wrapped_class(base: type, mixin: type) -> type[Any]:
     """Make the subclass of an optimizer's class with a mixin, which Keras saves as its base.
 
     It has its base's name and module, so a saved model holds the plain optimizer.
@@ -50,7 +50,7 @@ def copy_with(
 
     **Raises:** ConfigurationError if the optimizer cannot be made from its own config.
     """
-    cls = wrapped_class(type(optimizer), mixin)
+    cls = wrapped_class(optimizer.__class__, mixin)
     rate = None if changed else optimizer._learning_rate
     try:
         # A schedule or a function goes over as it is: Keras need not know how to write it down.
@@ -78,7 +78,7 @@ def copy_with(
     return copy
 
 
-def _named_arguments(cls: type) -> tuple[dict[str, inspect.Parameter], bool]:
+def _named_arguments(cls: type[Any]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return what a constructor takes by name, and whether it takes anything else."""
     _, *taken = inspect.signature(cls.__init__).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -87,7 +87,7 @@ def _named_arguments(cls: type) -> tuple[dict[str, inspect.Parameter], bool]:
 
 
 def _copy_without_surplus(
-    cls: type, optimizer: keras.optimizers.Optimizer
+    cls: type[Any], optimizer: keras.optimizers.Optimizer
 ) -> keras.optimizers.Optimizer | None:
     """Make the copy without what its constructor does not take, if its config is the same then."""
     try:
@@ -124,7 +124,7 @@ def plain_copy(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimi
     """Make a wrapped optimizer as it was before the wrap, without its state."""
     here = __name__.rpartition(".")[0]
     # After the subclass that was made, and the mixins
-    plain_class = next(
+    plain_class: type[Any] = next(
         cls for cls in type(optimizer).__mro__[1:] if not cls.__module__.startswith(here)
     )
     return plain_class.from_config(optimizer.get_config())
@@ -176,7 +176,7 @@ def trainable_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Var
     """Return the variables that an optimizer was built for, in its order; whole ones, no shards."""
     optimizer = inner_optimizer(optimizer)
     whole = getattr(optimizer, "whole_variables", None)
-    return optimizer._trainable_variables if whole is None else whole
+    return list(optimizer._trainable_variables if whole is None else whole)
 
 
 def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
@@ -184,7 +184,8 @@ def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.V
 
     Empty without `gradient_accumulation_steps`.
     """
-    return getattr(inner_optimizer(optimizer), "_accumulated_gradients", [])
+    sums: list[keras.Variable] = getattr(inner_optimizer(optimizer), "_accumulated_gradients", [])
+    return sums
 
 
 def steps_of(optimizer: keras.optimizers.Optimizer) -> int:

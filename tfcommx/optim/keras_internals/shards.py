@@ -55,6 +55,8 @@ def require_shardable(optimizer: keras.optimizers.Optimizer) -> None:
 class UpdatesShards(ExchangesGradients):
     """Mixed into an optimizer's class: state and update of this rank's shards alone."""
 
+    gradient_accumulation_steps: int | None
+
     @property
     def whole_variables(self) -> list[keras.Variable] | None:
         """The weights that it was built for; None before."""
@@ -76,7 +78,8 @@ class UpdatesShards(ExchangesGradients):
             for shard, decays_too in zip(shards, sharding.shards.decays, strict=True):
                 self._exclude_from_weight_decay_cache[self._var_key(shard)] = decays_too
         # What a rank accumulates are whole gradients: they are exchanged once a step.
-        steps, self.gradient_accumulation_steps = self.gradient_accumulation_steps, None
+        steps = self.gradient_accumulation_steps
+        self.gradient_accumulation_steps = None
         try:
             super().build(shards)
         finally:
@@ -124,7 +127,8 @@ class UpdatesShards(ExchangesGradients):
         if not self.clipnorm:
             squares = dict.fromkeys(squares, tf.add_n(list(squares.values())))
         factors = {path: limit / tf.maximum(tf.sqrt(one), limit) for path, one in squares.items()}
-        return sharding.shards.scale(grads, factors)
+        scaled: list[tf.Tensor] = sharding.shards.scale(grads, factors)
+        return scaled
 
     def _apply_weight_decay(self, variables: list[keras.Variable]) -> None:
         super()._apply_weight_decay(self.exchanger.sharding.shards.variables)

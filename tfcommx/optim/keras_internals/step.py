@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -56,12 +56,13 @@ def traced_batch() -> int | None:
         shapes = [one.shape for one in given if isinstance(one, tf.TensorSpec)]
         for shape in shapes:
             if shape.rank:
-                return shape[0]
+                length: int | None = shape[0]
+                return length
         graph = getattr(graph, "outer_graph", None)
     return None
 
 
-class Listed(list):
+class Listed(list[keras.Variable]):
     """The variables of a wrapped optimizer: a list, as in Keras 3."""
 
     def __call__(self) -> None:
@@ -74,7 +75,13 @@ class Listed(list):
         )
 
 
-class ExchangesGradients:
+if TYPE_CHECKING:  # A mixin has what the class has that it is mixed into
+    from keras.optimizers import Optimizer as Mixin
+else:
+    Mixin = object
+
+
+class ExchangesGradients(Mixin):
     """Mixed into an optimizer's class: exchanges gradients where Keras would clip them."""
 
     # An Exchanger, which is made of what is here
@@ -99,8 +106,10 @@ class ExchangesGradients:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.exchanger is None:
-            return super().__reduce__()
-        return self.exchanger.reduce_for_pickle(self)
+            plain: tuple[Any, ...] = super().__reduce__()
+            return plain
+        made: tuple[Any, ...] = self.exchanger.reduce_for_pickle(self)
+        return made
 
     def apply(
         self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None
@@ -166,14 +175,14 @@ class ExchangesGradients:
 
     def _clip_gradients(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
         if not self.exchanger.step.clips:  # Somebody wants gradients clipped, and no step.
-            return super()._clip_gradients(grads)
+            return list(super()._clip_gradients(grads))
         exchanged = self.exchanger.exchange(
             grads, tf.convert_to_tensor(self.learning_rate), self._iterations.value
         )
         return self._clip_exchanged(exchanged)
 
     def _clip_exchanged(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
-        return super()._clip_gradients(grads)
+        return list(super()._clip_gradients(grads))
 
     def _backend_update_step(
         self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable], learning_rate: Any
@@ -190,7 +199,7 @@ class ExchangesGradients:
         super().finalize_variable_values(var_list)
 
 
-class AgreedLossScale:
+class AgreedLossScale(Mixin):
     """Mixed into LossScaleOptimizer's class: a step is skipped by all ranks or by none."""
 
     exchanger: Any = None
@@ -201,7 +210,8 @@ class AgreedLossScale:
         return Listed(super().variables)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self.exchanger.reduce_for_pickle(self)
+        made: tuple[Any, ...] = self.exchanger.reduce_for_pickle(self)
+        return made
 
     def check_finite(self, grads: list[tf.Tensor | None]) -> tf.Tensor:
         """Tell whether the gradients are finite on every rank."""
@@ -210,7 +220,8 @@ class AgreedLossScale:
     def save_own_variables(self, store: dict[str, Any]) -> None:
         """Save as Keras does, the inner optimizer's shards as whole variables."""
         if not hasattr(self.inner_optimizer, "whole_values"):
-            return super().save_own_variables(store)
+            super().save_own_variables(store)
+            return
         own = [variable.numpy() for variable in self._variables]
         for place, value in enumerate([*own, *self.inner_optimizer.whole_values()]):
             store[str(place)] = value
@@ -218,7 +229,8 @@ class AgreedLossScale:
     def load_own_variables(self, store: dict[str, Any]) -> None:
         """Load as Keras does, the inner optimizer's shards from whole variables."""
         if not hasattr(self.inner_optimizer, "whole_values"):
-            return super().load_own_variables(store)
+            super().load_own_variables(store)
+            return
         own = len(self._variables)
         for place, variable in enumerate(self._variables):
             variable.assign(store[str(place)])
@@ -226,7 +238,7 @@ class AgreedLossScale:
         self.inner_optimizer.load_own_variables(inner)
 
 
-class UpdatesTogether:
+class UpdatesTogether(Mixin):
     """Mixed into an optimizer's class: one call updates all variables, weight decay included.
 
     The class has `update_together(gradients, variables, positions, learning_rate)`: gradients are
@@ -260,7 +272,7 @@ class UpdatesTogether:
 
     def uses_weight_decay(self, variable: keras.Variable | tf.Variable) -> bool:
         """Tell whether `exclude_from_weight_decay` has left the variable in."""
-        return self._use_weight_decay(variable)
+        return bool(self._use_weight_decay(variable))
 
     def _apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:
         """Leave weight decay to `update_together`."""

@@ -6,6 +6,7 @@ import sys
 
 from tfcommx.core import DataError
 from tfcommx.recipes.datasets import DATASETS
+from tfcommx.recipes.reader import RecipePart
 
 
 def main(names: list[str]) -> int:
@@ -14,7 +15,8 @@ def main(names: list[str]) -> int:
     known = [
         name
         for name, kind in DATASETS.items()
-        if not any(field.is_required() for field in kind.model_fields.values())
+        if issubclass(kind, RecipePart)
+        and not any(field.is_required() for field in kind.model_fields.values())
     ]
     if not names or not set(names) <= set(known):
         print(f"Names are required, of {', '.join(known)}. Received {names}.", file=sys.stderr)

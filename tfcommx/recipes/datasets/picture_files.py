@@ -101,7 +101,7 @@ def _open(
                 "them, or name all classes."
             )
         source.classes = classes
-    return Pictures(settings, *sources, place)
+    return Pictures(settings, sources[0], sources[1], place)
 
 
 def _source(images: np.ndarray, labels: np.ndarray, name: str) -> Arrays:

@@ -89,18 +89,19 @@ class Pictures:
         spec = self.settings.train_spec(batch, resolution, self.inputs)
         batches = self.cache.dataset(spec, epochs.start, len(epochs), step)
         if self.augment is not None:
-            batches = self._augmented(
-                batches, resolution, epochs.start * self.cache.steps(spec) + step
-            )
+            first = epochs.start * self.cache.steps(spec) + step
+            batches = self._augmented(batches, self.augment, resolution, first)
         options = tf.data.Options()
         # The pipeline must not take the cores of the other ranks' training
         if self.place.threads:
             options.threading.private_threadpool_size = self.place.threads
         return batches.with_options(options)
 
-    def _augmented(self, batches: tf.data.Dataset, resolution: int, first: int) -> tf.data.Dataset:
+    def _augmented(
+        self, batches: tf.data.Dataset, augment: Augment, resolution: int, first: int
+    ) -> tf.data.Dataset:
         """Augment each batch with a seed of its own; the first batch is step `first` of the run."""
-        place, augment = self.place, self.augment
+        place = self.place
 
         def finish(
             number: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]

@@ -122,7 +122,8 @@ def _described(corpus: Corpus) -> str:
 
 def _lengths(corpus: Corpus) -> np.ndarray:
     """Return the words of each pair's longer side."""
-    return np.maximum(corpus.source.lengths, corpus.target.lengths)
+    longer: np.ndarray = np.maximum(corpus.source.lengths, corpus.target.lengths)
+    return longer
 
 
 def _example(corpus: Corpus, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:

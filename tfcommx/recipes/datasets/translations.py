@@ -209,7 +209,7 @@ def catalogue_pairs(path: Path) -> Iterator[tuple[str, str]]:
     with open(path, "rb") as file:
         try:
             # The module has no public list of messages
-            messages = gettext.GNUTranslations(file)._catalog
+            messages = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
         # A damaged file ends it anywhere: in struct, in a codec, in the rule of plural forms
         except Exception as error:
             raise DataError(

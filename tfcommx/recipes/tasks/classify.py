@@ -56,7 +56,7 @@ class Classification:
             from_logits=True, label_smoothing=self.label_smoothing
         )
 
-    def metrics(self) -> Sequence[Any]:
+    def metrics(self) -> Sequence[str | keras.metrics.Metric]:
         """Return the names of Keras's metrics."""
         return ["accuracy"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -15,6 +15,21 @@ from tfcommx.recipes.reader import RecipePart
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
+
+    from tfcommx.recipes.text.vocabulary import Vocabulary
+
+
+@runtime_checkable
+class Sentences(Protocol):
+    """What data of sentences have besides the members of `Data`."""
+
+    vocabulary: Vocabulary
+    # Of the test pairs, by their numbers
+    references: Sequence[str]
+
+
+class SentenceData(Data, Sentences, Protocol):
+    """Pairs of sentences, open on one rank."""
 
 
 class Translate(RecipePart):
@@ -33,7 +48,7 @@ class Translate(RecipePart):
 
     def build(self, data: Data) -> Translation:
         """Return the objective. **Raises:** ConfigurationError for data that are no sentences."""
-        if not hasattr(data, "vocabulary") or not hasattr(data, "references"):
+        if not isinstance(data, Sentences):
             raise ConfigurationError(
                 "The task translate needs pairs of sentences. Choose the data set text_files, "
                 "tfds_translate or catalogues, or another task."
@@ -49,8 +64,7 @@ class Translate(RecipePart):
 class Translation:
     """Translation of one data set's pairs."""
 
-    # `Data` with `vocabulary` and `references`
-    data: Any
+    data: SentenceData
     label_smoothing: float
     bleu_sentences: int
     beam: int = 1
@@ -82,7 +96,7 @@ class Translation:
 
         return WordLoss(self.label_smoothing)
 
-    def metrics(self) -> Sequence[Any]:
+    def metrics(self) -> Sequence[str | keras.metrics.Metric]:
         """Return the accuracy of words."""
         from tfcommx.recipes.text.layers import WordAccuracy
 
@@ -116,7 +130,8 @@ class Translation:
             decode = beam_decoder(model, self.beam, self.length_penalty)
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
-            counts, said = np.zeros(2), {}
+            counts = np.zeros(2)
+            said: dict[int, str] = {}
             for inputs, (labels, numbers) in batches:
                 counts += count(inputs, labels).numpy()
                 chosen = numbers.numpy() < self.bleu_sentences

@@ -34,7 +34,6 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
     """
     logits_of = next_logits(model)
 
-    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
     def decode(source: tf.Tensor) -> tf.Tensor:
         limits = most_words(source, more)
         said = tf.fill([tf.shape(source)[0], 1], BEGIN)
@@ -52,7 +51,14 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
         said, _ = tf.while_loop(go_on, say, [said, limits < 1], shape_invariants=shapes)
         return said[:, 1:]
 
-    return decode
+    return _traced(decode)
+
+
+def _traced(decode: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
+    traced: Callable[[tf.Tensor], tf.Tensor] = tf.function(
+        decode, input_signature=[tf.TensorSpec([None, None], tf.int32)]
+    )
+    return traced
 
 
 def most_words(source: tf.Tensor, more: int) -> tf.Tensor:
@@ -111,12 +117,13 @@ def beam_decoder(
     def goodness(logs: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
         return logs / ((5.0 + tf.cast(lengths, tf.float32)) / 6.0) ** length_penalty
 
-    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
     def decode(source: tf.Tensor) -> tf.Tensor:
         sentences, limits = tf.shape(source)[0], most_words(source, more)[:, None]
         sources = tf.repeat(source, beam, axis=0)
 
-        def go_on(said: tf.Tensor, logs: tf.Tensor, lengths: tf.Tensor, ended: tf.Tensor) -> bool:
+        def go_on(
+            said: tf.Tensor, logs: tf.Tensor, lengths: tf.Tensor, ended: tf.Tensor
+        ) -> tf.Tensor:
             # Log-probabilities only fall: this bounds what an unfinished translation can reach
             hope = tf.where(ended, -math.inf, goodness(logs, limits))
             found = tf.where(ended, goodness(logs, lengths), -math.inf)
@@ -153,4 +160,4 @@ def beam_decoder(
         said, *_ = tf.while_loop(go_on, say, begin, shape_invariants=tuple(shapes))
         return said[:, 0, 1:]
 
-    return decode
+    return _traced(decode)

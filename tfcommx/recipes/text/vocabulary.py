@@ -83,4 +83,6 @@ class Vocabulary:
         """Return the text of word pieces, up to END."""
         words = [int(number) for number in numbers]
         words = words[: words.index(END)] if END in words else words
-        return self._pieces.decode([word for word in words if word > UNKNOWN and word != BEGIN])
+        spoken = [word for word in words if word > UNKNOWN and word != BEGIN]
+        text: str = self._pieces.decode(spoken)
+        return text

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Protocol, TypeVar
 
+import keras
 import tensorflow as tf
 
 from tfcommx.core import Plan
@@ -35,6 +36,8 @@ from tfcommx.strategies.strategy import CommonState, StrategyRun, Update
 
 # (fragment, its weights) -> done when the fragment's start weights have moved
 ExchangeRound = Callable[[Plan, Mapping[str, tf.Tensor]], object]
+# A number of steps, in a graph or outside
+Steps = TypeVar("Steps", int, tf.Tensor)
 
 
 class OverlappedRounds:
@@ -98,10 +101,29 @@ class OverlappedRounds:
         self._background.settle()
 
 
+class AveragingOptions(Protocol):
+    """The options of `WeightAveraging`."""
+
+    @property
+    def every(self) -> int: ...
+    @property
+    def sends(self) -> str: ...
+    @property
+    def momentum(self) -> str: ...
+    @property
+    def outer(self) -> keras.optimizers.Optimizer | None: ...
+    @property
+    def fragments(self) -> int: ...
+    @property
+    def overlap(self) -> int: ...
+
+
 class WeightAveragingRun(StrategyRun):
     """The strategy at work on one plan."""
 
-    def __init__(self, executor: PlanExecutor, options: Any) -> None:
+    executor: PlanExecutor
+
+    def __init__(self, executor: PlanExecutor, options: AveragingOptions) -> None:
         super().__init__(executor)
         self._options, self.steps_per_exchange = options, options.every
         self._fragments = fragments_of_buckets(executor.plan, options.fragments)
@@ -136,12 +158,12 @@ class WeightAveragingRun(StrategyRun):
             return True
         return tf.equal(self._since_equal(self._steps.value()), 0)
 
-    def _since_equal(self, steps: Any) -> Any:
+    def _since_equal(self, steps: Steps) -> Steps:
         """Return how many steps were taken since all weights were equal."""
         apart = len(self._fragments) > 1 or self._options.overlap
         return steps if apart else steps % self._options.every
 
-    def _since_round(self, fragment: int, steps: Any) -> Any:
+    def _since_round(self, fragment: int, steps: Steps) -> Steps:
         """Return, after some steps, how many were taken since a fragment's round; 0: it is due."""
         every = self._options.every
         return (steps - (fragment + 1) * every // len(self._fragments)) % every
@@ -155,30 +177,29 @@ class WeightAveragingRun(StrategyRun):
         with tf.control_dependencies(list(step.gradients)[-1:]):
             before = self._steps.read_value()
         if self._options.sends == "updates" or overlap:
-            if self._starts is None:
-                self._open(step.weights)
-            starts = self._starts
+            starts = self._open(step.weights) if self._starts is None else self._starts
             self._when(self._since_equal(before) == 0, lambda: starts.set(step.weights))
         with tf.control_dependencies([before]):
             step.apply()
             after = self._steps.assign_add(1).read_value()
         if self._stepping is not None:
             self._stepping.begin([after])
-        begin = self._average if self._rounds is None else self._rounds.begin
-        for number in range(len(self._fragments) if overlap else 0):
-            due = (after > overlap) & (self._since_round(number, after - overlap) == 0)
-            self._when(due, lambda number=number: self._rounds.finish(number))
+        rounds, begin = self._rounds, self._average
+        if rounds is not None:
+            begin = rounds.begin
+            for number in range(len(self._fragments)):
+                due = (after > overlap) & (self._since_round(number, after - overlap) == 0)
+                self._when(due, functools.partial(rounds.finish, number))
         for number in range(len(self._fragments)):
             due = self._since_round(number, after) == 0
-            self._when(due, lambda number=number: begin(number))
+            self._when(due, functools.partial(begin, number))
 
-    def _open(self, weights: Mapping[str, tf.Variable]) -> None:
+    def _open(self, weights: Mapping[str, tf.Variable]) -> StartWeights:
         """Make what is kept of these weights."""
-        self._starts = StartWeights(weights, self._options.outer, self._kept)
+        self._starts = starts = StartWeights(weights, self._options.outer, self._kept)
         if self._options.overlap:
-            self._rounds = OverlappedRounds(
-                weights, self._starts, self._fragments, self._exchange_round
-            )
+            self._rounds = OverlappedRounds(weights, starts, self._fragments, self._exchange_round)
+        return starts
 
     def _when(self, due: tf.Tensor, work: Callable[[], None]) -> None:
         """Do some work if it is due: always if each step averages."""
@@ -201,13 +222,14 @@ class WeightAveragingRun(StrategyRun):
         self, fragment: Plan, weights: Mapping[str, tf.Variable]
     ) -> dict[str, tf.Tensor]:
         """Exchange what is sent of a fragment; return where its next round starts."""
-        starts, updates = self._starts, self._options.sends == "updates"
+        starts = self._starts
         sent = {path: tf.convert_to_tensor(weight) for path, weight in weights.items()}
-        if updates:
+        done: dict[str, tf.Tensor]
+        if starts is not None and self._options.sends == "updates":
             sent = {path: value - starts[path] for path, value in sent.items()}
-        done = self.executor.exchange(sent, fragment)
-        if updates:
+            done = self.executor.exchange(sent, fragment)
             return {path: starts.move(path, value) for path, value in done.items()}
+        done = self.executor.exchange(sent, fragment)
         if starts is not None:
             starts.set(done)
         return done

@@ -126,26 +126,27 @@ class ElasticRun(StrategyRun):
     def _exchange_now(self) -> None:
         def exchange(snapshot: np.ndarray) -> np.ndarray:
             self._serve()
-            return self._worker.exchange(snapshot)
+            return self._opened().exchange(snapshot)
 
         self._pull(tf.numpy_function(exchange, [self._flat()], self._dtype))
 
     def _receive(self) -> None:
-        self._pull(tf.numpy_function(self._worker.take, [], self._dtype))
+        self._pull(tf.numpy_function(self._opened().take, [], self._dtype))
 
     def _send(self) -> None:
-        def begin(snapshot: np.ndarray) -> np.ndarray:
+        def begin(snapshot: np.ndarray) -> np.int64:
             self._serve()
-            self._worker.begin(snapshot)
+            self._opened().begin(snapshot)
             return np.int64(0)
 
         tf.numpy_function(begin, [self._flat()], tf.int64)
 
-    def _turn(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _turn(self, steps: np.ndarray) -> tuple[np.bool_, np.bool_]:
         """Tell whether a force is applied in this step, and whether a snapshot is sent."""
-        receives = self._worker.arrived()
-        sends = steps - self._sent_at >= self._every
-        sends = bool(sends and (receives or not self._worker.waits))
+        worker = self._opened()
+        receives = worker.arrived()
+        due = steps - self._sent_at >= self._every
+        sends = bool(due and (receives or not worker.waits))
         if sends:
             self._sent_at = int(steps)
         return np.bool_(receives), np.bool_(sends)
@@ -189,12 +190,16 @@ class ElasticRun(StrategyRun):
         self._set_centre()
         atexit.register(self._worker.stop)
 
+    def _opened(self) -> EasgdWorker:
+        assert self._worker is not None, "the first update opens it"
+        return self._worker
+
     def _set_centre(self) -> None:
         """Let the centre begin with rank 0's weights. **Ranks:** all."""
         if self._server is not None:
             self._server.start()
         if self._comm.rank == CHIEF:
-            self._worker.start(self._alpha, self._flat().numpy())
+            self._opened().start(self._alpha, self._flat().numpy())
         self._comm.gather_objects("the centre is set")
         self._serve()
 
@@ -229,7 +234,7 @@ class ElasticRun(StrategyRun):
 
         **Ranks:** any, outside of traced code; it waits for the servers only.
         """
-        return self._by_variable(self._worker.read()) if self._trains else None
+        return self._by_variable(self._opened().read()) if self._trains else None
 
     def end(self, statistics: np.ndarray | None = None) -> np.ndarray:
         """Wait until all ranks have ended their training; set the weights to the centre.

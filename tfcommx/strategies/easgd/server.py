@@ -19,11 +19,11 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from tfcommx.collectives.point_to_point import PointToPoint
+from tfcommx.collectives.point_to_point import PointToPoint, Request
 from tfcommx.watch.membership import Membership
 
 START, STARTED, SNAPSHOT, FORCE, READ, VALUES, DONE, CENTRE, STATISTICS = range(1, 10)
@@ -80,7 +80,9 @@ def _average(statistics: Sequence[np.ndarray]) -> np.ndarray:
     """
     if len({len(one) for one in statistics}) > 1:
         return np.zeros(0)
-    return np.mean([one for one in statistics if np.isfinite(one).all()] or statistics, axis=0)
+    finite = [one for one in statistics if np.isfinite(one).all()]
+    average: np.ndarray = np.mean(finite or statistics, axis=0)
+    return average
 
 
 class Centre:
@@ -112,7 +114,7 @@ class Centre:
 
         **Cost:** three passes over the entries, one more to look for NaN and Inf.
         """
-        force = self._alpha * (weights - self.values)
+        force: np.ndarray = self._alpha * (weights - self.values)
         if not np.isfinite(force).all():
             return np.zeros_like(force)
         self.values += force
@@ -139,7 +141,7 @@ class CentreServer:
         # Statistics of the workers that have ended their training
         self._done: dict[int, np.ndarray] = {}
         # Answers on their way: an array must live until it has been sent
-        self._answers: dict[int, list[tuple[Any, np.ndarray]]] = {}
+        self._answers: dict[int, list[tuple[Request, np.ndarray]]] = {}
 
     def answer_next(self) -> bool:
         """Answer a message that has arrived, or the end of all; tell whether there was anything."""
@@ -162,11 +164,16 @@ class CentreServer:
 
     def _meet(self, source: int, message: np.ndarray) -> None:
         self.trains = True
-        force = self.centre.meet(message.view(self.centre.values.dtype))
+        centre = self._begun()
+        force = centre.meet(message.view(centre.values.dtype))
         self._answer(source, (force, FORCE))
 
     def _read(self, source: int, message: np.ndarray) -> None:
-        self._answer(source, (self.centre.values.copy(), VALUES))
+        self._answer(source, (self._begun().values.copy(), VALUES))
+
+    def _begun(self) -> Centre:
+        assert self.centre is not None, "a START comes first"
+        return self.centre
 
     def _note(self, source: int, message: np.ndarray) -> None:
         self._done[source] = message.view(np.float64)
@@ -179,7 +186,7 @@ class CentreServer:
             return False
         done, self._done, self.trains = self._done, {}, False
         statistics = _average(list(done.values()))
-        values = self.centre.values.copy()
+        values = self._begun().values.copy()
         for worker in done:
             self._answer(worker, (values, CENTRE), (statistics, STATISTICS))
         return True

@@ -173,7 +173,6 @@ server='thread')
 
     def servers(self, comm: Comm) -> list[int]:
         """Return the ranks that hold the centre, each a range of it."""
-        everyone = list(range(comm.topology.size))
-        return {"thread": everyone[:1], "sharded": everyone}.get(
-            self.server, [comm.messages.centre_rank]
-        )
+        everyone, centre = list(range(comm.topology.size)), comm.messages.centre_rank
+        by_name = {"thread": everyone[:1], "sharded": everyone}
+        return by_name.get(self.server, [] if centre is None else [centre])

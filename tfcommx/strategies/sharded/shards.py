@@ -76,7 +76,9 @@ class Segment:
         ]
         return tf.concat(parts, axis=0) if len(parts) > 1 else parts[0]
 
-    def unflatten(self, flat: tf.Tensor, shapes: Mapping[str, tf.TensorShape]) -> dict:
+    def unflatten(
+        self, flat: tf.Tensor, shapes: Mapping[str, tf.TensorShape]
+    ) -> dict[str, tf.Tensor]:
         """Return path -> tensor from a flat vector with padding."""
         stretches = self._stretches()
         pieces = tf.split(flat, [size for _, size in stretches])
@@ -244,6 +246,7 @@ class Shards:
         for name in sorted(slots):
             whole[name] = {}
             for segment, shard in zip(self.segments, slots[name], strict=True):
+                assert shard is not None, "every flat shard has each slot"
                 label = f"state/{name}/{segment.name}"
                 flat = comm.all_gather(shard.value.read_value(), group, label, counted=False)
                 if comm.rank == 0:
@@ -256,6 +259,7 @@ class Shards:
         for name, slot in slots.items():
             tensors = {path: tf.constant(array) for path, array in whole[name].items()}
             for place, shard in enumerate(slot):
+                assert shard is not None, "every flat shard has each slot"
                 shard.assign(self.entries(place, tensors))
 
     # --- the same for all kinds ------------------------------------------------------------

@@ -164,6 +164,7 @@ class Sharded(Strategy):
             return [(0, len(paths))]
         if self.pull == "layers":
             return layers
+        assert self.profile is not None, 'pull="batched" has one'
         profile = self.profile if isinstance(self.profile, Profile) else Profile.read(self.profile)
         times = pull_times(profile, layers, weights, topology, links, self.group)
         solvers = tuple(pulls.PULLS) if self.solver == "best" else (self.solver,)
