@@ -24,11 +24,12 @@ from tfcommx.wire import formats
 
 
 class DenseWay(NamedTuple):
-    """How whole vectors travel."""
+    """How whole vectors travel, or those of a compression in their place."""
 
     route: DenseRoute
     # A format that the route writes
     wire: str
+    compression: str = NO_COMPRESSION
 
 
 class SparseWay(NamedTuple):
@@ -37,6 +38,10 @@ class SparseWay(NamedTuple):
     route: SparseRoute
     # A format that the route writes
     wire: str
+    # As in Scheme
+    selection: str
+    density: float
+    seed: int
 
 
 class Ways(NamedTuple):
@@ -99,7 +104,8 @@ def _ways(scheme: Scheme) -> Ways:
                 "A compression's vectors are summed by a dense route. Received compression="
                 f"{scheme.compression!r} with route={scheme.route!r}. Use allreduce or torus."
             )
-        sparse = SparseWay(route, _wire(route, "wire", scheme.wire))
+        wire = _wire(route, "wire", scheme.wire)
+        sparse = SparseWay(route, wire, scheme.selection, scheme.density, scheme.seed)
         return Ways(sparse, DenseWay(dense, _wire(dense, "dense_wire", scheme.dense_wire)))
     if scheme.selection != "all":
         raise PlanError(
@@ -112,7 +118,7 @@ def _ways(scheme: Scheme) -> Ways:
             f"dense_wire={scheme.dense_wire!r} with the route {scheme.route!r}, which is dense. "
             "Use `wire`."
         )
-    return Ways(None, DenseWay(route, _wire(route, "wire", scheme.wire)))
+    return Ways(None, DenseWay(route, _wire(route, "wire", scheme.wire), scheme.compression))
 
 
 def _wire(route: Route, name: str, wire: str) -> str:

@@ -97,9 +97,9 @@ class Stream(NamedTuple):
     dtype: str
 
     @property
-    def is_sparse(self) -> bool:
-        """Whether selected entries travel."""
-        return isinstance(self.way, SparseWay)
+    def compression(self) -> str:
+        """What shorter vectors travel in place of the entries."""
+        return NO_COMPRESSION if isinstance(self.way, SparseWay) else self.way.compression
 
 
 # Position of a variable in backward order, and its gradient or a piece of it.
@@ -117,7 +117,7 @@ def sort_into_streams(
     for order, gradient in enumerate(reversed(gradients)):
         scheme = scheme_of(gradient.path, schemes)
         stream = _stream_of(gradient, scheme, ways[scheme])
-        pieces = _cut(gradient, largest) if stream.is_sparse else [gradient]
+        pieces = _cut(gradient, largest) if isinstance(stream.way, SparseWay) else [gradient]
         streams.setdefault(stream, []).extend((order, piece) for piece in pieces)
     return streams
 
@@ -132,7 +132,7 @@ def _stream_of(gradient: Gradient, scheme: Scheme, ways: Ways) -> Stream:
         small = len(gradient.shape) <= 1 or gradient.entries < scheme.dense_below
         if not small and gradient.dtype != "float64":
             return Stream(scheme, ways.sparse, "float32")
-    compresses = scheme.compression != NO_COMPRESSION and gradient.dtype != "float64"
+    compresses = ways.dense.compression != NO_COMPRESSION and gradient.dtype != "float64"
     known = gradient.dtype in DENSE_DTYPES and not compresses
     dtype = gradient.dtype if known else "float32"
     return Stream(scheme, ways.dense, dtype)
@@ -359,12 +359,12 @@ def _merged(
 ) -> list[list[Member]]:
     """Decide which gradients of a stream travel together."""
     limit = stream.scheme.bucket_bytes
-    if stream.is_sparse:
+    if isinstance(stream.way, SparseWay):
         limit = min(limit, ENTRY_BYTES[stream.dtype] * largest)
 
     def make_bucket(entries: int) -> Bucket:
         # A compression needs matrices, and does best with square ones
-        side = math.isqrt(entries) if stream.scheme.compression != NO_COMPRESSION else 1
+        side = math.isqrt(entries) if stream.compression != NO_COMPRESSION else 1
         group = [Gradient("group", (entries // side, side), stream.dtype)]
         return _bucket(group, stream, *cluster[:2])
 
@@ -372,7 +372,7 @@ def _merged(
     prices = prices_of(make_bucket, *cluster, limit)
     found = merging.get(stream.scheme.merging).groups(rows, prices)
     groups = [[members[position] for position in group] for group in found]
-    if not stream.is_sparse or stream.scheme.merging == "threshold":
+    if isinstance(stream.way, DenseWay) or stream.scheme.merging == "threshold":
         return groups
     return [part for group in groups for part in _split_long(group, largest)]
 
@@ -392,7 +392,8 @@ def _split_long(group: list[Member], largest: int) -> list[list[Member]]:
 
 def _bucket(gradients: list[Gradient], stream: Stream, topology: Topology, links: Links) -> Bucket:
     """Make the bucket of some gradients, without its name."""
-    scheme, route = stream.scheme, stream.way.route
+    scheme, way = stream.scheme, stream.way
+    route = way.route
     sizes = tuple(gradient.entries for gradient in gradients)
     wire = _wire(stream, topology)
     bucket = Bucket(
@@ -407,12 +408,12 @@ def _bucket(gradients: list[Gradient], stream: Stream, topology: Topology, links
         momentum=float(scheme.momentum),
         clip_norm=scheme.clip_norm,
     )
-    if stream.is_sparse:
+    if isinstance(way, SparseWay):
         start, stop = route.shard(bucket, topology, 0)
         # At least one: a small variable may be alone in its bucket.
-        k = max(1, round(scheme.density * (stop - start)))
-        bucket = dataclasses.replace(bucket, selection=scheme.selection, k=k, seed=scheme.seed)
-    if scheme.compression != NO_COMPRESSION:
+        k = max(1, round(way.density * (stop - start)))
+        bucket = dataclasses.replace(bucket, selection=way.selection, k=k, seed=way.seed)
+    if stream.compression != NO_COMPRESSION:
         return _compressed(bucket, gradients, stream, topology, links)
     return route.cheapest(bucket, topology, links)
 
@@ -428,7 +429,7 @@ def _compressed(
     found = dataclasses.replace(
         bucket,
         padding=0,
-        compression=stream.scheme.compression,
+        compression=stream.compression,
         shapes=tuple(tuple(gradient.shape) for gradient in gradients),
     )
     travelling = vectors(found, stream.way.route, topology)
