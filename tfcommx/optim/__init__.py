@@ -2,7 +2,7 @@
 
 distributed_optimizer   wraps an optimizer; refuses arguments of Horovod's
 exchanger               what a wrapped optimizer has to do with the other ranks; its parts:
-                        requested_plan (automatic), carried_state, sharding
+                        requested_plan (automatic), sharding
 keras_internals         private members of Keras
 wrapped                 finds the wrapped optimizers of a model
 broadcast               one rank's variables on every rank

@@ -3,7 +3,7 @@
                 wrap      first step       SwitchScheme      restore
     optimizer   |==================================================>  `settings`, `names`, `guard`,
                 |                                                     `requested` (schemes -> plans)
-                |                                                     `carried` (between plans)
+                |                                                     `waiting` (between plans)
     a plan                |================|=================|=====>  `runs`: the strategy at work
     a step                | | | | | | | | | | | | | | | | | | | | |   `step`: variables, gradients
 
@@ -13,23 +13,21 @@ What is one strategy's or one plan's own belongs to its run, or to the run's exe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm, WatchedSum
-from tfcommx.core import ConfigurationError, Scheme
+from tfcommx.core import ConfigurationError, Plan, Scheme
 from tfcommx.kernels.traced import untraced
-from tfcommx.optim.carried_state import CarriedState
 from tfcommx.optim.keras_internals import StepUnderWay, compiled_by_xla, traced_batch
 from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan, VariableNames
 from tfcommx.optim.sharding import Sharding
-from tfcommx.runtime.rates import highest
+from tfcommx.runtime.gradient_state import GradientState, without
 from tfcommx.runtime.replica_guard import ReplicaGuard
-from tfcommx.runtime.residuals import PlanState, VariableState, sum_states
 from tfcommx.strategies import CommonState, StrategyRun, Update, agree_on_strategy
 
 log = logging.getLogger("tfcommx")
@@ -49,7 +47,10 @@ class Exchanger:
         self.in_lock_step = settings.strategy.in_lock_step
         every = settings.check_replicas_every if self.in_lock_step else None
         self.guard = ReplicaGuard(comm, every, settings.strategy.keeps_weights_equal)
-        self.carried = CarriedState()
+        # Between plans, and of variables that no plan exchanges
+        self.waiting, self._common = GradientState(), CommonState()
+        # That plain Horovod would have sent between nodes in the steps of earlier plans
+        self._dense_bytes = 0.0
         # How `copy` and `pickle` make the wrapped optimizer again; the wrap sets it
         self.reduce_for_pickle: Callable[..., tuple[Any, ...]] | None = None
         # The wrapped optimizer; the wrap sets it
@@ -85,24 +86,31 @@ class Exchanger:
                 f"{self.settings.strategy}. Leave SwitchScheme out."
             )
         self.consolidate()
-        self.carried.state = self.state_outside_plans()
-        for plan in self._running():
-            self.carried.add(plan.by_variable())
-        self._drop_runs()
+        self.load(self.export(), self.common_state())
         self.requested.replace(schemes)
 
-    def continue_from(
-        self,
-        state: VariableState,
-        restored: list[PlanState],
-        rate: int,
-        common: CommonState,
-    ) -> None:
-        """Keep what a checkpoint holds in place of what is kept here; traffic goes on."""
-        self._drop_runs()
-        self.carried.rate_exponent = rate
-        self.carried.state, self.carried.restored = state, restored
-        self.carried.common = common
+    def export(self, names: Set[str] | None = None) -> GradientState:
+        """Return a copy of this rank's state of these variables; None: of all.
+
+        Outside of traced code.
+        """
+        parts = (run.executor.export(names) for run in self.runs.values())
+        return sum(parts, self.waiting if names is None else self.waiting.of(names))
+
+    def load(self, state: GradientState, common: CommonState) -> None:
+        """Continue from a state, and that of the strategy, in place of this one; plan anew.
+
+        Steps that were taken still count as traffic, and other trials do not wait for these.
+        """
+        self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
+        for run in self.runs.values():
+            run.settle()
+            self.comm.trials.leave(run.executor)
+        self.runs, self.waiting, self._common = {}, state, common
+
+    def plans(self) -> list[Plan]:
+        """Return the plans by which gradients are exchanged; all that a trial compares."""
+        return [plan for run in self.runs.values() for plan in run.executor.plans]
 
     def traffic(self) -> dict[str, float]:
         """Return the bytes between nodes of this process so far, and of plain Horovod.
@@ -112,7 +120,7 @@ class Exchanger:
         dense = sum(run.dense_bytes_between_nodes() for run in self.runs.values())
         return {
             "bytes_between_nodes": self.comm.traffic().between,
-            "bytes_between_nodes_dense": self.carried.dense_bytes + dense,
+            "bytes_between_nodes_dense": self._dense_bytes + dense,
         }
 
     # --- Plans, one for each set of variables -----------------------------------------------
@@ -131,20 +139,18 @@ class Exchanger:
         return self.runs[names]
 
     def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
-        """Plan, agree, and take over what waits for these variables. **Ranks:** all."""
+        """Plan, agree, and load the state of these variables. **Ranks:** all."""
         agree_on_strategy(self.settings.strategy, self.comm)
         executor = self.requested.executor_of(variables)
-        self.carried.move_into(
-            executor, lambda: highest(self.comm.gather_objects(self.highest_rate()))
-        )
+        self.waiting = executor.load(self.waiting)
         run = self.settings.strategy.start(executor)
-        run.continue_from(self.carried.take_common(executor.plan.paths))
+        run.continue_from({name: self._common.pop(name) for name in {*names} & self._common.keys()})
         if self.sharding is not None:
             self.sharding.attach(run, self.names.of(self.sharding.variables))
         return run
 
     def _take_from_overlapping(self, names: set[str]) -> None:
-        """Take what other plans keep of these variables: another plan exchanges their gradients."""
+        """Take the state that other plans have of these variables, which get another plan."""
         for others, run in self.runs.items():
             if names & set(others):
                 log.warning(
@@ -154,47 +160,40 @@ class Exchanger:
                     sorted(names ^ set(others))[0],
                 )
                 run.consolidate()
-                self.carried.add_common(run.common_state(), names)
-                self.carried.add(run.executor.export_by_variable(names))
+                self._common |= {
+                    name: kept for name, kept in run.common_state().items() if name in names
+                }
+                self.waiting += run.executor.export(names)
+                run.executor.clear(names)
 
     def _take_from_predecessors(self, variables: Sequence[keras.Variable]) -> None:
-        """Take residuals over from optimizers that exchanged these variables' gradients before.
-
-        Their velocities stay: a new optimizer begins with none.
-        """
+        """Take residuals over from optimizers that exchanged these variables' gradients before."""
         found = [getattr(variable, "tfcommx_exchanger", None) for variable in variables]
         for predecessor in {id(one): one for one in found}.values():
             if predecessor not in (None, self):
-                rates = [self.carried.rate_exponent, predecessor.highest_rate()]
-                self.carried.rate_exponent = highest(rates)
-                handed = predecessor.export_residuals(variables)
-                mine = dict(zip(map(id, variables), self.names.of(variables), strict=True))
-                named = {mine[key]: part for key, part in handed.items()}
-                self.carried.add(VariableState(named))
+                self.waiting += predecessor.hand_over(variables, self.names)
         for variable in variables:
             variable.tfcommx_exchanger = self
 
-    def export_residuals(self, variables: Sequence[keras.Variable]) -> dict[int, np.ndarray]:
-        """Return, by id of the variable, what is not sent yet of these variables; forget it here.
+    def hand_over(self, variables: Sequence[keras.Variable], names: VariableNames) -> GradientState:
+        """Return these variables' residuals under the names of another optimizer; forget them here.
+
+        Velocities are forgotten: a new optimizer begins with none.
 
         **Ranks:** all, outside of traced code.
         """
-        names = dict(zip(self.names.of(variables), map(id, variables), strict=True))
+        renamed = dict(zip(self.names.of(variables), names.of(variables), strict=True))
         for run in self.runs.values():
             run.settle()
-        parts = [run.executor.export_by_variable(set(names)) for run in self.runs.values()]
-        parts.append(self.carried.take_residuals(set(names)))
-        return {names[name]: part for name, part in sum_states(parts).residuals.items()}
-
-    def _drop_runs(self) -> None:
-        """Forget all plans: their steps still count, and other trials do not wait for theirs."""
-        self.carried.dense_bytes = self.traffic()["bytes_between_nodes_dense"]
-        self.carried.rate_exponent = self.highest_rate()
-        self.carried.common = self.common_state()
+        state = self.export(renamed.keys())
         for run in self.runs.values():
-            run.settle()
-            self.comm.trials.leave(run.executor)
-        self.runs = {}
+            run.executor.clear(renamed.keys())
+        residuals = without(self.waiting.residuals, renamed.keys())
+        self.waiting = replace(self.waiting, residuals=residuals)
+        return GradientState(
+            {renamed[name]: part for name, part in state.residuals.items()},
+            rates={renamed[name]: rate for name, rate in state.rates.items()},
+        )
 
     def consolidate(self) -> None:
         """Make the weights whole and equal. **Ranks:** all, outside of traced code."""
@@ -223,34 +222,12 @@ class Exchanger:
         values = [one if isinstance(one, tf.Variable) else one.value for one in variables]
         return dict(zip(self.names.of(variables), values, strict=True))
 
-    def plan_states(self) -> list[PlanState]:
-        """Return the state of every plan on this rank, also of restored ones."""
-        return self._running() + self.carried.restored
-
-    def _running(self) -> list[PlanState]:
-        return [state for run in self.runs.values() for state in run.executor.states()]
-
-    def state_by_variable(self) -> VariableState:
-        """Return what this rank keeps in all, by variable: residuals and velocities."""
-        kept = (plan.by_variable() for plan in self.plan_states())
-        return sum_states([self.state_outside_plans(), *kept])
-
     def common_state(self) -> CommonState:
         """Return what the strategy keeps between steps, equal on all ranks, by variable."""
-        found = dict(self.carried.common)
+        found = dict(self._common)
         for run in self.runs.values():
             found |= run.common_state()
         return found
-
-    def state_outside_plans(self) -> VariableState:
-        """Return what this rank keeps and no plan does."""
-        outside = [run.executor.outside_plans() for run in self.runs.values()]
-        return sum_states([self.carried.state, *outside])
-
-    def highest_rate(self) -> int:
-        """Return the exponent of the highest learning rate so far, or UNKNOWN."""
-        kept = [*(run.executor for run in self.runs.values()), *self.carried.restored, self.carried]
-        return highest(one.rate_exponent for one in kept)
 
     # --- A step ------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
 from tfcommx.planner.check import check_scheme, require_coverage
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.trial import TrialExecutor
+from tfcommx.runtime.gradient_state import Executor
 from tfcommx.strategies import Strategy, Synchronous
 
 
@@ -161,7 +161,7 @@ class RequestedPlan:
         to_root = self._settings.strategy.reduces_to_root
         return self._asked(variables).plan(auto_as_plain(self.schemes), to_root)
 
-    def executor_of(self, variables: Sequence[keras.Variable]) -> PlanExecutor | TrialExecutor:
+    def executor_of(self, variables: Sequence[keras.Variable]) -> Executor:
         """Return what exchanges these variables' gradients. **Ranks:** all, untraced."""
         strategy = self._settings.strategy
         if self._given_plan is None:

@@ -101,6 +101,8 @@ class OverlappedRounds:
 class WeightAveragingRun(StrategyRun):
     """The strategy at work on one plan."""
 
+    executor: PlanExecutor
+
     def __init__(self, executor: PlanExecutor, options: Any) -> None:
         super().__init__(executor)
         self._options, self.steps_per_exchange = options, options.every
