@@ -26,7 +26,7 @@ from tfcommx.optim.keras_internals import (
 )
 from tfcommx.optim.requested_plan import VariableNames
 from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
-from tfcommx.runtime.gradient_state import GradientState, Vectors, add_vectors
+from tfcommx.runtime.gradient_state import GradientState, Vectors, add_vectors, scaled
 from tfcommx.strategies import CommonState
 
 # What to do about a model's file that Keras does not load
@@ -293,7 +293,6 @@ def _load_states(
     exchanger.load(sum(states, GradientState()), common)
     sums: Vectors = {}
     for record in records:
-        parts = {name: part * np.float32(factor) for name, part in record.accumulated.items()}
-        sums = add_vectors(sums, parts)
+        sums = add_vectors(sums, scaled(record.accumulated, factor))
     for name, variable in accumulated(optimizer).items():
         variable.assign(np.reshape(sums.get(name, np.zeros(variable.shape)), variable.shape))

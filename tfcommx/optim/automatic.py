@@ -248,6 +248,7 @@ def _choose_or_try(
     plans = [plain, *(read_plan(text) for _, text, _ in written)]
 
     def decided(rounds: TrialRounds) -> None:
+        assert rounds.chosen is not None
         chosen, said = names[rounds.chosen], _in_words(names, rounds)
         announce(comm, f"{chosen}. {said}")
         if comm.rank == 0 and expected.keeps_choice:

@@ -68,7 +68,8 @@ def path_of(variable: keras.Variable | tf.Variable) -> str:
     >>> path_of(tf.Variable(0.0, name="scale"))
     'scale'
     """
-    return variable.name.partition(":")[0] if isinstance(variable, tf.Variable) else variable.path
+    plain = isinstance(variable, tf.Variable)
+    return str(variable.name.partition(":")[0] if plain else variable.path)
 
 
 class VariableNames:

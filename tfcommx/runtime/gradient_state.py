@@ -20,7 +20,7 @@ conserved.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -61,11 +61,11 @@ class GradientState:
 
     def times(self, factor: float) -> GradientState:
         """Return the state with residuals and velocities times a factor."""
-        scaled = (
-            {path: vector * np.float32(factor) for path, vector in kind.items()}
-            for kind in (self.residuals, self.velocities)
+        return replace(
+            self,
+            residuals=scaled(self.residuals, factor),
+            velocities=scaled(self.velocities, factor),
         )
-        return GradientState(*scaled, self.compressions, self.steps, self.rates)
 
     def of(self, variables: Set[str]) -> GradientState:
         """Return the state of these variables."""
@@ -93,6 +93,11 @@ def without(kept: Mapping[str, T], variables: Set[str]) -> dict[str, T]:
 def add_vectors(one: Vectors, other: Vectors) -> Vectors:
     """Return the sums, variable by variable; a vector that one of them lacks counts as zeros."""
     return one | {path: one.get(path, np.float32(0)) + part for path, part in other.items()}
+
+
+def scaled(kept: Vectors, factor: float) -> Vectors:
+    """Return the vectors times a factor, in float32 as they are."""
+    return {path: part * np.float32(factor) for path, part in kept.items()}
 
 
 def _highest(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:

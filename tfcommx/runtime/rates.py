@@ -69,7 +69,8 @@ class HighestRate:
         """
 
         def shrink() -> tf.Tensor:
-            factor, before = power_of_two(so_far - exponent), []
+            factor = power_of_two(so_far - exponent)
+            before: list[tf.Operation] = []
             for residual in residuals:
                 # One after the other: the products need memory for one of them
                 with tf.control_dependencies(before), tf.device(residual.device):

@@ -11,6 +11,7 @@ Between steps a rank keeps, of each bucket, its shard of
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -53,11 +54,11 @@ class BucketState:
         self.bucket = bucket
         # The part of the flat vector of which this rank keeps residual and velocity
         self.shard = slice(*routes.get(bucket.route).shard(bucket, topology, rank))
-        self.residual = self._zeros("residual") if bucket.keeps_residual else None
-        self.velocity = self._zeros("velocity") if bucket.momentum else None
-        self.compression = self._first_compression() if bucket.compresses else None
+        self.residual: Any = self._zeros("residual") if bucket.keeps_residual else None
+        self.velocity: Any = self._zeros("velocity") if bucket.momentum else None
+        self.compression: Any = self._first_compression() if bucket.compresses else None
         # Of a bucket that keeps none, but got one from another plan: does any of it remain?
-        self.pending: tf.Variable | None = None
+        self.pending: Any = None
 
     def _zeros(self, what: str) -> tf.Variable:
         with tf.device(residual_device()):
@@ -74,10 +75,6 @@ class BucketState:
                 trainable=False,
                 name=f"{self.bucket.name}/compression",
             )
-
-    def add(self, variable: tf.Variable, vector: np.ndarray) -> None:
-        """Add to a residual or velocity on the host: TensorFlow may flush denormal numbers."""
-        variable.assign(variable.numpy() + vector)
 
     def expect_residual(self) -> None:
         """Get ready for a residual from elsewhere; a bucket that keeps none has had none so far."""
@@ -194,9 +191,9 @@ class GradientStore:
             paths = {stretch.path for stretch in stretches(one.bucket, slice(0, one.bucket.padded))}
             if paths & with_residual:
                 one.expect_residual()
-                one.add(one.residual, self._redistributed(mine.residuals, one, "residuals"))
+                _add(one.residual, self._redistributed(mine.residuals, one, "residuals"))
             if one.velocity is not None and paths & moving:
-                one.add(one.velocity, self._redistributed(mine.velocities, one, "velocities"))
+                _add(one.velocity, self._redistributed(mine.velocities, one, "velocities"))
             if one.compression is not None and paths & sizes.keys():
                 self._load_compression(mine.compressions, sizes, one)
         return GradientState(
@@ -220,7 +217,7 @@ class GradientStore:
             mine = comm.reduce_scatter(mine, "node", f"{bucket.name}/import_{what}")
         if not bucket.keeps_residual:
             mine = comm.allreduce(mine, "world", f"{bucket.name}/import_{what}_sum")
-        return mine.numpy()
+        return np.asarray(mine)
 
     def _load_compression(
         self, kept: Vectors, sizes: Mapping[str, int], state: BucketState
@@ -270,6 +267,11 @@ class GradientStore:
                     with tf.device(variable.device):
                         # Not `assign`, which keeps to the shape
                         tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0]))
+
+
+def _add(variable: tf.Variable, vector: np.ndarray) -> None:
+    """Add to a residual or velocity on the host: TensorFlow may flush denormal numbers."""
+    variable.assign(variable.numpy() + vector)
 
 
 def _cut_compression(bucket: Bucket, state: np.ndarray) -> list[tuple[str, np.ndarray]]:
