@@ -287,7 +287,8 @@ def _load_states(
     What the strategy keeps is equal on all ranks, however many there are.
     """
     exchanger, (old, new) = exchanger_in(optimizer), ranks
-    averages = exchanger.in_lock_step and exchanger.settings.operation == "average"
+    settings = exchanger.settings
+    averages = settings.strategy.in_lock_step and settings.operation == "average"
     factor = new / old if averages else 1.0
     states = (record.gradients.times(factor) for record in records)
     exchanger.load(sum(states, GradientState()), common)

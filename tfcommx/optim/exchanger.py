@@ -1,11 +1,11 @@
-"""Exchanger: all that a wrapped optimizer has to do with the other ranks.
+"""Exchanger: the plans of a wrapped optimizer, one for each set of variables, and their state.
 
                 wrap      first step       SwitchScheme      restore
-    optimizer   |==================================================>  `settings`, `names`, `guard`,
+    optimizer   |==================================================>  `settings`, `names`,
                 |                                                     `requested` (schemes -> plans)
                 |                                                     `waiting` (between plans)
     a plan                |================|=================|=====>  `runs`: the strategy at work
-    a step                | | | | | | | | | | | | | | | | | | | | |   `step`: variables, gradients
+    a step                | | | | | | | | | | | | | | | | | | | | |   `guard`: what a step must be
 
 What is one strategy's or one plan's own belongs to its run, or to the run's executor.
 """
@@ -20,14 +20,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcommx.collectives.comm import Comm, WatchedSum
+from tfcommx.collectives.comm import Comm
 from tfcommx.core import ConfigurationError, Plan, Scheme
 from tfcommx.kernels.traced import untraced
-from tfcommx.optim.keras_internals import StepUnderWay, compiled_by_xla, traced_batch
+from tfcommx.optim.keras_internals import traced_batch
 from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan, VariableNames
 from tfcommx.optim.sharding import Sharding
+from tfcommx.optim.step_guard import StepGuard
 from tfcommx.runtime.gradient_state import GradientState, without
-from tfcommx.runtime.replica_guard import ReplicaGuard
 from tfcommx.strategies import CommonState, StrategyRun, Update, agree_on_strategy
 
 log = logging.getLogger("tfcommx")
@@ -43,10 +43,7 @@ class Exchanger:
         self.comm, self.settings = comm, settings
         self.names = VariableNames()
         self.requested = RequestedPlan(comm, schemes, settings, self.names)
-        # Whether all ranks take every step together
-        self.in_lock_step = settings.strategy.in_lock_step
-        every = settings.check_replicas_every if self.in_lock_step else None
-        self.guard = ReplicaGuard(comm, every, settings.strategy.keeps_weights_equal)
+        self.guard = StepGuard(comm, settings, self.names)
         # Between plans, and of variables that no plan exchanges
         self.waiting, self._common = GradientState(), CommonState()
         # That plain Horovod would have sent between nodes in the steps of earlier plans
@@ -55,14 +52,10 @@ class Exchanger:
         self.reduce_for_pickle: Callable[..., tuple[Any, ...]] | None = None
         # The wrapped optimizer; the wrap sets it
         self.optimizer: Callable[[], keras.optimizers.Optimizer | None] = lambda: None
-        # How an outer LossScaleOptimizer decides: "none" is there, "local" (alone) or "agreed"
-        self.loss_scale = "none"
-        self._not_finite = WatchedSum(comm, "finite", "the agreement on finite gradients")
         # The shards of a strategy that has them, from the optimizer's build on
         self.sharding: Sharding | None = None
         # Names of a set of variables -> the strategy at work on their plan
         self.runs: dict[tuple[str, ...], StrategyRun] = {}
-        self.step = StepUnderWay()
 
     @property
     def ranks(self) -> int:
@@ -80,7 +73,7 @@ class Exchanger:
         cannot be carried out.
         """
         self.requested.check(schemes)
-        if not self.in_lock_step:
+        if not self.settings.strategy.in_lock_step:
             raise ConfigurationError(
                 "A change of scheme needs ranks that exchange gradients. Received one with "
                 f"{self.settings.strategy}. Leave SwitchScheme out."
@@ -195,20 +188,17 @@ class Exchanger:
             rates={renamed[name]: rate for name, rate in state.rates.items()},
         )
 
-    def consolidate(self) -> None:
-        """Make the weights whole and equal. **Ranks:** all, outside of traced code."""
-        for run in self.runs.values():
-            run.consolidate()
-
-    def average_apart(self, averages: Sequence[keras.Variable]) -> None:
-        """Average moving averages of the weights over the ranks, if each rank has its own.
+    def consolidate(self, averages: Sequence[keras.Variable] = ()) -> None:
+        """Make the weights whole and equal, and moving averages of them that each rank has alone.
 
         The mean of the ranks' moving averages is the moving average of their mean weights: both are
         sums with the same factors.
 
-        **Ranks:** all, outside of traced code. **Cost:** one allreduce of them, in float64: equal
-        ones stay equal to the bit; none with a strategy whose ranks update alike.
+        **Ranks:** all, outside of traced code. **Cost:** the strategy's; for averages one allreduce
+        in float64: equal ones stay equal to the bit; none with a strategy whose ranks update alike.
         """
+        for run in self.runs.values():
+            run.consolidate()
         if not averages or self.ranks == 1 or not self.settings.strategy.updates_apart:
             return
         parts = [tf.reshape(tf.cast(one, tf.float64), [-1]) for one in averages]
@@ -216,11 +206,6 @@ class Exchanger:
         means = tf.split(total / self.ranks, [part.shape[0] for part in parts])
         for one, mean in zip(averages, means, strict=True):
             one.assign(tf.cast(tf.reshape(mean, one.shape), one.dtype))
-
-    def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
-        """Return name -> TensorFlow's variable."""
-        values = [one if isinstance(one, tf.Variable) else one.value for one in variables]
-        return dict(zip(self.names.of(variables), values, strict=True))
 
     def common_state(self) -> CommonState:
         """Return what the strategy keeps between steps, equal on all ranks, by variable."""
@@ -230,32 +215,6 @@ class Exchanger:
         return found
 
     # --- A step ------------------------------------------------------------------------------
-
-    @tf.autograph.experimental.do_not_convert
-    def prepare_step(
-        self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable] = ()
-    ) -> None:
-        """Take note of the next gradients' variables, and of all that the optimizer has.
-
-        **Raises:** ConfigurationError for what would fail or hang later: XLA, and a loss scale
-        decided by each rank alone.
-        """
-        self.step.variables = tuple(variables)
-        self.names.of([*built, *variables])
-        if compiled_by_xla():
-            raise ConfigurationError(
-                "Horovod's collectives cannot be compiled by XLA. Received jit_compile=True "
-                "(Keras's 'auto' turns it on with a GPU). Call model.compile(..., "
-                "jit_compile=False), or add the callback BroadcastState."
-            )
-        if self.loss_scale == "local" and self.ranks > 1:
-            raise ConfigurationError(
-                "A LossScaleOptimizer outside of the wrapped optimizer decides on each rank alone "
-                "whether to take a step. Wrap it: "
-                "DistributedOptimizer(LossScaleOptimizer(optimizer)), or add the callback "
-                "BroadcastState. (MultiOptimizer, which looks the same from inside, cannot hold "
-                "wrapped optimizers.)"
-            )
 
     @tf.autograph.experimental.do_not_convert
     def exchange(
@@ -272,13 +231,14 @@ class Exchanger:
 
         **Ranks:** all. **Raises:** ReplicaError if replicas that must be equal differ.
         """
-        variables, self.step.exchange_ran = self.step.variables, True
+        step = self.guard.step
+        variables, step.exchange_ran = step.variables, True
         names = self.names.of(variables)
         run = self.run_for(variables)
         run.follow_rate(learning_rate)  # Waits for no gradient, as residuals do not
         with tf.control_dependencies(list(gradients[-1:])):  # No data: no step
-            weights, equal = self.weights_of(variables), run.weights_are_equal()
-            self.guard.check(weights, learning_rate, steps, equal)
+            weights, equal = self.names.weights_of(variables), run.weights_are_equal()
+            self.guard.replicas.check(weights, learning_rate, steps, equal)
         gradients = [
             tf.ensure_shape(gradient, variable.shape)
             for gradient, variable in zip(gradients, variables, strict=True)
@@ -297,31 +257,6 @@ class Exchanger:
 
         **Ranks:** all.
         """
-        weights = self.weights_of(self.step.variables)
-        self.run_for(self.step.variables).update(Update(apply, gradients, weights, state))
-
-    @tf.autograph.experimental.do_not_convert
-    def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
-        """Tell whether `finite` (bool) holds on every rank, if ranks take their steps together.
-
-        **Ranks:** all. **Cost:** one allreduce of 4 bytes.
-        """
-        if self.ranks == 1 or not self.in_lock_step:
-            return finite
-        mine = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
-        return tf.equal(self._not_finite(mine)[0], 0)
-
-    @tf.autograph.experimental.do_not_convert
-    def check_exchange_ran(self, optimizer: str) -> None:
-        """Refuse an optimizer whose step has bypassed `exchange`.
-
-        **Raises:** ConfigurationError.
-        """
-        if not self.step.exchange_ran:
-            raise ConfigurationError(
-                f"A wrapped optimizer must take its step as Keras's own do. {optimizer!r} has "
-                "taken it without an exchange: it hands the gradients on, as "
-                "keras.optimizers.MultiOptimizer does, or has a step of its own, or Keras has "
-                f"another one in this version, {keras.__version__}. Wrap one of Keras's, or one "
-                "for each part of the model in a training step of your own."
-            )
+        variables = self.guard.step.variables
+        weights = self.names.weights_of(variables)
+        self.run_for(variables).update(Update(apply, gradients, weights, state))

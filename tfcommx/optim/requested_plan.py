@@ -98,6 +98,11 @@ class VariableNames:
                 self._names[id(variable)] = name, variable
         return [self._names[id(variable)][0] for variable in variables]
 
+    def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
+        """Return name -> TensorFlow's variable."""
+        values = [one if isinstance(one, tf.Variable) else one.value for one in variables]
+        return dict(zip(self.of(variables), values, strict=True))
+
     def rename(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
         """Give the variables these names, which are unique."""
         for variable, name in zip(variables, names, strict=True):
