@@ -177,7 +177,7 @@ class PlanExecutor:
         return self._store.export(variables)
 
     def load(self, state: GradientState) -> GradientState:
-        """Add a state of any plan before the first step; return what has no place here.
+        """Add a state of any plan before the first step; return the part that has no place here.
 
         On the plan and the ranks that it was exported from it is restored exactly. Otherwise its
         sums over the ranks are conserved: on a sparse route residuals go to the rank that selects

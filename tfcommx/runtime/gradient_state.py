@@ -1,4 +1,4 @@
-"""GradientState: what one rank keeps of its variables' gradients between steps, by variable.
+"""GradientState: the state of one rank's gradients between steps, by variable.
 
     executor --export--> GradientState --load--> executor of another plan, or of the same
                               |
@@ -11,10 +11,10 @@
     steps           taken so far under the variable's plan
     rates           exponent of the highest learning rate so far, see `rates`
 
-What is equal on all ranks (velocities and residuals of dense buckets, compressions), rank 0
-carries. So the sum of the ranks' states is what they keep, to the bit: a state that is loaded under
-the plan and on the ranks it was exported from is restored exactly, and on others its sum is
-conserved.
+Rank 0 carries the state that is equal on all ranks: velocities and residuals of dense buckets, and
+compressions. A share on each rank would be rounded, so this keeps sums exact: under the plan and on
+the ranks that it was exported from, a state is restored to the bit; on others its sum over the
+ranks is conserved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class GradientState:
-    """What one rank keeps, by variable path. Residuals and velocities of zeros are left out."""
+    """The state by variable path. Residuals and velocities of zeros are left out."""
 
     residuals: Vectors = field(default_factory=dict)
     velocities: Vectors = field(default_factory=dict)
@@ -163,7 +163,7 @@ class Executor(Protocol):
         """Return a copy of this rank's state of these variables; None: of all."""
 
     def load(self, state: GradientState) -> GradientState:
-        """Add a state of any plan before the first step; return what has no place here.
+        """Add a state of any plan before the first step; return the part that has no place here.
 
         **Ranks:** all, outside of traced code.
         """

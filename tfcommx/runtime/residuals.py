@@ -1,4 +1,4 @@
-"""What this rank keeps of a plan's buckets between steps; exports and loads it by variable.
+"""GradientStore: the state of a plan's buckets between steps; exports and loads it by variable.
 
 Between steps a rank keeps, of each bucket, its shard of
 
@@ -166,7 +166,7 @@ class GradientStore:
         return found
 
     def load(self, state: GradientState) -> GradientState:
-        """Add a state, whose sums over the ranks are conserved; return what has no place here.
+        """Add a state, its sums over the ranks conserved; return the part without a place here.
 
         **Ranks:** all, outside of traced code. **Cost:** one exchange on the host, and at most
         three collectives for each bucket of which any rank has a state.

@@ -339,7 +339,7 @@ class TrialExecutor:
         self._has_unsent.assign(bool(self.unsent()))
 
     def unsent(self) -> Vectors:
-        """Return what this rank has not sent and no plan keeps: the next step sends it."""
+        """Return this rank's residuals that no plan keeps: the next step sends them."""
         kept = {path: variable.numpy() for path, variable in self._unsent.items()}
         return {path: np.array(part) for path, part in kept.items() if part.any()}
 
