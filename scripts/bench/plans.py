@@ -73,7 +73,7 @@ def sums_are_right(
     arrived = sum(weighted_sum(-variable.numpy().ravel()) for variable in variables)
     kept = 0.0
     if executors(optimizer):
-        kept = sum(map(weighted_sum, optimizer.exchanger.state_by_variable().residuals.values()))
+        kept = sum(map(weighted_sum, optimizer.exchanger.export().residuals.values()))
     _drop_residuals(optimizer, variables)
     for variable, value in zip(variables, before, strict=True):
         variable.assign(value)
@@ -95,4 +95,4 @@ def sums_are_right(
 
 def _drop_residuals(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
     for executor in executors(optimizer):
-        executor.export_by_variable(set(optimizer.exchanger.names.of(variables)))
+        executor.clear(set(optimizer.exchanger.names.of(variables)))

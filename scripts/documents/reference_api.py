@@ -34,7 +34,7 @@ SECTIONS = {
             "allow_plain_optimizers",
         ),
     ),
-    "What the exchange has sent": ("tfcommx.optim.exchanger.Exchanger", ("traffic", "plan_states")),
+    "What the exchange has sent": ("tfcommx.optim.exchanger.Exchanger", ("traffic", "plans")),
     "Callbacks": ("tfcommx.callbacks", None),
     "Layers": ("tfcommx.optim.layers", None),
     "Checkpoints": ("tfcommx.checkpoint", None),

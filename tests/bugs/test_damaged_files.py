@@ -90,7 +90,7 @@ def model() -> keras.Model:
     return net
 
 
-@pytest.mark.parametrize("read", [lambda path: read_residuals(path, 0), read_own])
+@pytest.mark.parametrize("read", [read_residuals, read_own])
 def test_the_file_of_a_rank(
     read: Callable[[Path], Any], model: keras.Model, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from tfcommx.core import (
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.planner.predict import Setting
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.residuals import PlanState, VariableState, sum_states
+from tfcommx.runtime.gradient_state import GradientState
 
 SHAPES = {"conv/kernel": (3, 3, 8, 24), "conv/bias": (24,), "dense/kernel": (40, 30)}
 
@@ -106,14 +106,15 @@ def test_a_bad_step_leaves_the_warm_start_as_it_was(bad: float) -> None:
     def work(comm: Comm) -> None:
         running = PlanExecutor(plan_of(topology), comm)
         exchanged(running, given(comm.rank, 0))
-        before = running.state()
+        before = running.export()
         poisoned = given(comm.rank, 1)
         poisoned["dense/kernel"][3, 4] = bad if comm.rank else 1.0
         assert not np.isfinite(exchanged(running, poisoned)["dense/kernel"]).all()
-        after = running.state()
-        for name, kept in before.compressions.items():
-            np.testing.assert_array_equal(after.compressions[name], kept)
-            assert np.isfinite(after.residuals[name]).all()
+        after = running.export()
+        assert bool(before.compressions) == (comm.rank == 0) and after.residuals
+        for path, kept in before.compressions.items():
+            np.testing.assert_array_equal(after.compressions[path], kept)
+        assert all(np.isfinite(one).all() for one in after.residuals.values())
 
     ThreadComm.run(topology, work)
 
@@ -125,7 +126,7 @@ def test_a_state_continues_to_the_same_bits() -> None:
         first = PlanExecutor(plan_of(topology), comm)
         exchanged(first, given(comm.rank, 0))
         second = PlanExecutor(plan_of(topology), comm)
-        assert second.restore(first.state())
+        second.load(first.export())
         for step in (1, 2):
             one, other = (exchanged(each, given(comm.rank, step)) for each in (first, second))
             for path in SHAPES:
@@ -134,11 +135,11 @@ def test_a_state_continues_to_the_same_bits() -> None:
     ThreadComm.run(topology, work)
 
 
-def states_after(topology: Topology) -> list[PlanState]:
-    def work(comm: Comm) -> PlanState:
+def states_after(topology: Topology) -> list[GradientState]:
+    def work(comm: Comm) -> GradientState:
         running = PlanExecutor(plan_of(topology), comm)
         exchanged(running, given(comm.rank, 0))
-        return running.state()
+        return running.export()
 
     return ThreadComm.run(topology, work)
 
@@ -147,32 +148,32 @@ def states_after(topology: Topology) -> list[PlanState]:
 def test_the_warm_start_and_residuals_reach_other_ranks(ranks: int) -> None:
     """Four ranks' parts on fewer: the warm start is what it was, residuals keep their sum."""
     before = states_after(Topology(4, 1))
-    parts = [state.by_variable() for state in before]
 
-    def work(comm: Comm) -> PlanState:
+    def work(comm: Comm) -> GradientState:
         running = PlanExecutor(plan_of(comm.topology), comm)
-        running.import_by_variable(sum_states(parts[comm.rank :: ranks], factor=0.5))
-        return running.state()
+        parts = (state.times(0.5) for state in before[comm.rank :: ranks])
+        running.load(sum(parts, GradientState()))
+        return running.export()
 
     after = ThreadComm.run(Topology(ranks, 1), work)
-    for state in after:
-        for name, kept in before[0].compressions.items():
-            np.testing.assert_array_equal(state.compressions[name], kept)
-    for name in before[0].residuals:
-        total, expected = (sum(one.residuals[name] for one in all_) for all_ in (after, before))
+    assert before[0].compressions and not any(state.compressions for state in after[1:])
+    for path, kept in before[0].compressions.items():
+        np.testing.assert_array_equal(after[0].compressions[path], kept)
+    for path in before[0].residuals:
+        total, expected = (sum(one.residuals[path] for one in all_) for all_ in (after, before))
         np.testing.assert_allclose(total, 0.5 * expected, atol=1e-5)
 
 
 def test_another_rank_begins_its_own_warm_start_and_keeps_the_residual() -> None:
-    parts = [state.by_variable() for state in states_after(Topology(2, 1))]
+    parts = states_after(Topology(2, 1))
 
-    def work(comm: Comm) -> tuple[PlanState, VariableState]:
+    def work(comm: Comm) -> GradientState:
         running = PlanExecutor(plan_of(comm.topology, compressed="powersgd/1"), comm)
-        first = running.state()
-        running.import_by_variable(parts[comm.rank])
-        for name, kept in running.state().compressions.items():
-            np.testing.assert_array_equal(kept, first.compressions[name])
-        return running.state().by_variable()
+        first = running.export()
+        running.load(parts[comm.rank])
+        for path, kept in running.export().compressions.items():
+            np.testing.assert_array_equal(kept, first.compressions[path])
+        return running.export()
 
     kept = ThreadComm.run(Topology(2, 1), work)
     for path in ("conv/kernel", "dense/kernel"):

@@ -141,7 +141,7 @@ def plan_for(
 
 def residuals_of(running: PlanExecutor) -> dict[str, np.ndarray]:
     """Return this rank's residuals of every variable; zeros if there are none."""
-    found = running.state().by_variable().residuals
+    found = running.export().residuals
     return {
         path: found.get(path, np.zeros(np.prod(shape), np.float32))
         for path, shape in SHAPES.items()
@@ -162,7 +162,7 @@ MOVING = [
 
 def velocities(running: PlanExecutor) -> dict[str, np.ndarray]:
     """Return this rank's velocities of every variable; zeros if there are none."""
-    found = running.state().by_variable().velocities
+    found = running.export().velocities
     return {
         path: found.get(path, np.zeros(np.prod(shape), np.float32))
         for path, shape in SHAPES.items()

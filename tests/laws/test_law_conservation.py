@@ -28,7 +28,7 @@ from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.residuals import VariableState
+from tfcommx.runtime.gradient_state import GradientState
 from tfcommx.testing.laws import check_conservation
 
 
@@ -111,13 +111,13 @@ def test_what_a_dense_step_cannot_carry_stays_owed(dtype: str) -> None:
 
     def work(comm: Comm) -> tuple[np.ndarray, np.ndarray]:
         running = PlanExecutor(plan, comm)
-        running.import_by_variable(VariableState({"a": residuals} if comm.rank == 0 else {}))
+        running.load(GradientState({"a": residuals} if comm.rank == 0 else {}))
         result = (
             running.exchange({"a": tf.cast([512.0, 512.0, np.nan, 1.0], dtype)})["a"]
             .numpy()
             .astype(np.float32)
         )
-        return result, running.state().by_variable().residuals.get("a", np.zeros(4))
+        return result, running.export().residuals.get("a", np.zeros(4))
 
     (sent, one), (_, other) = ThreadComm.run(Topology(2, 1), work)
     assert np.isnan(sent[2]) and (one + other)[2] == 3 and sent[3] == 2

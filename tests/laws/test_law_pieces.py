@@ -19,7 +19,7 @@ from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Piece, Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.residuals import VariableState
+from tfcommx.runtime.gradient_state import GradientState
 
 
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(3, 1)], ids=name_of)
@@ -44,10 +44,10 @@ def test_variables_too_long_for_one_bucket_travel_in_pieces(route: str, topology
         result = running.exchange(
             {path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()}
         )
-        kept = running.state().by_variable().residuals
+        kept = running.export().residuals
         again = PlanExecutor(plan, comm)
-        again.import_by_variable(VariableState(kept))
-        same = again.state().by_variable().residuals
+        again.load(GradientState(kept))
+        same = again.export().residuals
         return {path: value.numpy() for path, value in result.items()}, [kept, same]
 
     ends = ThreadComm.run(topology, work)
@@ -87,9 +87,9 @@ def test_pieces_go_on_whole_and_the_other_way_around() -> None:
         sent, residuals = 0.0, {}
         for plan in (cut, whole, cut, dense):
             running = PlanExecutor(plan, comm)
-            running.import_by_variable(VariableState(residuals))
+            running.load(GradientState(residuals))
             sent += float(tf.reduce_sum(running.exchange({"long": value})["long"]))
-            residuals = running.state().by_variable().residuals
+            residuals = running.export().residuals
         assert not residuals
         return sent
 

@@ -31,7 +31,7 @@ from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.residuals import VariableState
+from tfcommx.runtime.gradient_state import GradientState
 
 
 @pytest.mark.parametrize(("after", "topology"), drawn(SCHEMES + ADDED_WIDE, UNLIKE), ids=name_of)
@@ -46,7 +46,7 @@ def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topolog
         residuals: dict = {}
         for part, current in enumerate((before, after)):
             running = PlanExecutor(plan_for(current, topology), comm)
-            running.import_by_variable(VariableState(residuals))
+            running.load(GradientState(residuals))
             for step in range(2):
                 given = fine_gradients(comm.rank, 2 * part + step)
                 result = running.exchange({path: tf.constant(given[path]) for path in SHAPES})
@@ -80,7 +80,7 @@ def test_a_switch_keeps_the_sum_of_velocities(
             {path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()}
         )
         second, had = PlanExecutor(plan_for(after, topology), comm), velocities(first)
-        second.import_by_variable(VariableState(residuals_of(first), had))
+        second.load(GradientState(residuals_of(first), had))
         return had, velocities(second)
 
     ends = ThreadComm.run(topology, work)
@@ -106,8 +106,8 @@ def test_a_residual_that_momentum_made_is_not_moved_again() -> None:
             given, {"*": dataclasses.replace(sparse, dense_below=10**6)}, topology, "sum"
         )
         second = PlanExecutor(plan, comm)
-        kept = first.state()
-        second.import_by_variable(kept.by_variable())
+        kept = first.export()
+        second.load(kept)
         return sent + sum(float(tf.reduce_sum(second.exchange(zeros)["a"])) for _ in range(200))
 
     for total in ThreadComm.run(topology, work):

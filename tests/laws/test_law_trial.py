@@ -12,7 +12,7 @@ from laws_helpers import RULES, SHAPES, gradients, name_of, plan_for, scheme
 from tfcommx.collectives.comm import IDLE, Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Plan, Topology
-from tfcommx.runtime.residuals import Residuals, VariableState, sum_residuals
+from tfcommx.runtime.gradient_state import GradientState, Vectors
 from tfcommx.runtime.trial import STEPS, TrialExecutor, TrialRounds
 
 TOPOLOGIES = [Topology(3, 1), Topology(2, 2)]
@@ -27,10 +27,9 @@ def plans(topology: Topology, operation: str = "sum", dtype: str = "float32") ->
     return [plan_for(one, topology, operation, dtype) for one in schemes]
 
 
-def kept(running: TrialExecutor) -> Residuals:
+def kept(running: TrialExecutor) -> Vectors:
     """Return all that this rank has not sent yet."""
-    states = [state.by_variable().residuals for state in running.states()]
-    return sum_residuals([running.outside_plans().residuals, *states])
+    return running.export().residuals
 
 
 def stays(monkeypatch: pytest.MonkeyPatch, chosen: int) -> None:
@@ -48,11 +47,9 @@ def test_nothing_is_lost_whichever_plan_stays(
     stays(monkeypatch, chosen)
     before = {"first/kernel": np.full(37 * 11, 0.25, np.float32)}
 
-    def work(comm: Comm) -> list[tuple[dict, Residuals, int | None]]:
+    def work(comm: Comm) -> list[tuple[dict, Vectors, int | None]]:
         running, log = TrialExecutor(plans(topology), comm), []
-        running.import_by_variable(
-            VariableState({**before, "of another model": np.ones(3, np.float32)})
-        )
+        running.load(GradientState({**before, "of another model": np.ones(3, np.float32)}))
         for step in range(STEPS + 3):
             given = {path: tf.constant(one) for path, one in gradients(comm.rank, step).items()}
             result = running.exchange(given)
@@ -158,7 +155,7 @@ def test_gradients_that_are_not_finite_reach_all_and_enter_nothing(
     stays(monkeypatch, 0)
     topology = Topology(2, 1)
 
-    def work(comm: Comm) -> tuple[Residuals, dict, Residuals]:
+    def work(comm: Comm) -> tuple[Vectors, dict, Vectors]:
         running = TrialExecutor(plans(topology), comm)
         for step in range(STEPS):
             running.exchange(
@@ -183,11 +180,11 @@ def test_float16_gradients_lose_nothing_by_rounding(monkeypatch: pytest.MonkeyPa
     topology = Topology(2, 1)
     tiny = {"first/kernel": np.full(37 * 11, 2.0**-14, np.float32)}
 
-    def work(comm: Comm) -> tuple[dict, Residuals]:
+    def work(comm: Comm) -> tuple[dict, Vectors]:
         running = TrialExecutor(plans(topology, dtype="float16"), comm)
-        running.import_by_variable(VariableState(tiny))
+        running.load(GradientState(tiny))
         ones = {path: tf.ones(shape, tf.float16) for path, shape in SHAPES.items()}
-        return running.exchange(ones), running.outside_plans().residuals
+        return running.exchange(ones), running.unsent()
 
     for result, left in ThreadComm.run(topology, work):
         assert (result["first/kernel"].numpy() == 2).all()

@@ -50,7 +50,7 @@ def state(net: keras.Model) -> dict[str, np.ndarray]:
         }
         found |= {
             f"residual {number} {path}": part
-            for path, part in optimizer.exchanger.state_by_variable().residuals.items()
+            for path, part in optimizer.exchanger.export().residuals.items()
         }
     return found
 
@@ -69,17 +69,17 @@ def test_a_layer_that_is_frozen_keeps_its_residuals(comm: Comm, folder: Path) ->
     net, again, whole = wrapped(), frozen(wrapped()), wrapped()
     take(net, comm)
     take(frozen(net), comm)
-    residuals = net.optimizer.exchanger.state_by_variable().residuals
+    residuals = net.optimizer.exchanger.export().residuals
     checkpoint.save(net, folder, 0)
     assert checkpoint.restore(again, folder) == 1 and same(state(net), state(again))
     take(again, comm)
     exchanger = again.optimizer.exchanger
     np.testing.assert_array_equal(
-        exchanger.carried.state.residuals["net/hidden/kernel"], residuals["net/hidden/kernel"]
+        exchanger.waiting.residuals["net/hidden/kernel"], residuals["net/hidden/kernel"]
     )
     again.get_layer("hidden").trainable = True
     take(again, comm)
-    assert not exchanger.carried.state.residuals and not exchanger.carried.restored
+    assert not exchanger.waiting.variables
 
     only = frozen(wrapped())  # saved by an optimizer that has never seen the layer
     take(only, comm)

@@ -158,7 +158,7 @@ def test_a_fresh_optimizer_takes_over_what_the_old_one_has_not_sent(comm: Comm) 
     ones = [tf.ones(variable.shape) for variable in net.trainable_variables]
     for _ in range(2):
         net.optimizer.apply(ones, net.trainable_variables)
-    waiting = exchanger_in(net.optimizer).state_by_variable().residuals
+    waiting = exchanger_in(net.optimizer).export().residuals
     assert any(part.any() for part in waiting.values())
     net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(1.0)))
     net.optimizer.apply(ones, net.trainable_variables)

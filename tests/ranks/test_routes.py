@@ -112,7 +112,7 @@ def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
             given = {**given, path: given[path] + total}
             if scheme.wire not in CODED:
                 np.testing.assert_array_equal(result[path], total)
-    residuals = comm.gather_objects(running.state().by_variable().residuals)
+    residuals = comm.gather_objects(running.export().residuals)
     for path, shape in SHAPES.items():
         kept = sum(one[path].reshape(shape).astype(float) for one in residuals if path in one)
         # Sums of codes times steps are rounded to float32

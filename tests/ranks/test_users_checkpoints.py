@@ -54,7 +54,7 @@ def test_a_roll_back_in_a_running_model_forgets_its_residuals(comm: Comm, folder
     for net in (rolled, fresh):
         assert checkpoint.restore(net, folder) == 1
         fit(net, comm, epochs=2, initial_epoch=1)
-        assert net.optimizer.exchanger.runs and not net.optimizer.exchanger.carried.restored
+        assert net.optimizer.exchanger.runs and not net.optimizer.exchanger.waiting.variables
     for one, other in zip(weights(rolled), weights(fresh), strict=True):
         np.testing.assert_array_equal(one, other)
 

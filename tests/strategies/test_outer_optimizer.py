@@ -146,12 +146,13 @@ def test_another_optimizer_takes_what_a_round_under_way_has_not_sent() -> None:
         for step in range(3):
             optimizer.apply(gradients(comm.rank, step), weights)
         (run,) = optimizer.exchanger.runs.values()
-        kept = optimizer.exchanger.export_residuals(weights)
-        assert not optimizer.exchanger.export_residuals(weights)
+        exchanger = optimizer.exchanger
+        kept = exchanger.hand_over(weights, exchanger.names).residuals
+        assert not exchanger.hand_over(weights, exchanger.names).residuals
         starts = [run._starts[one.path].numpy() for one in weights]
         for step in range(3, 8):
             optimizer.apply(gradients(comm.rank, step), weights)
-        return starts, {one.path: kept[id(one)] for one in weights if id(one) in kept}
+        return starts, kept
 
     ranks = ThreadComm.run(TWO, work)
     dense = train(sgd, WeightAveraging(3), TWO, steps=3)[0]
@@ -211,7 +212,7 @@ def test_updates_conserve_what_was_not_sent(scheme: Scheme, fragments: int, over
 
     def after(optimizer: K.Optimizer, weights: list[keras.Variable]) -> tuple[Any, Any]:
         found = consolidated(optimizer, weights)
-        return found, optimizer.exchanger.state_by_variable().residuals
+        return found, optimizer.exchanger.export().residuals
 
     options = {"outer": K.SGD(1.0), "fragments": fragments, "overlap": overlap}
     ranks = train(sgd, WeightAveraging(4, **options), TWO, scheme, steps=7, after=after)
@@ -233,7 +234,7 @@ def test_a_nan_reaches_all_ranks_and_no_residual() -> None:
             if comm.rank == 1:
                 mine[0] = tf.fill(mine[0].shape, np.nan)
             optimizer.apply(mine, weights)
-        kept = optimizer.exchanger.state_by_variable().residuals.values()
+        kept = optimizer.exchanger.export().residuals.values()
         nan = [bool(np.isnan(one.numpy()).any()) for one in weights]
         return nan, all(np.isfinite(part).all() for part in kept)
 
@@ -403,8 +404,8 @@ def test_an_executor_exchanges_a_part_of_its_plan() -> None:
         executor = PlanExecutor(plan, comm)
         mine = dict(zip(SHAPES, gradients(comm.rank, 0), strict=True))
         done = executor.exchange({path: mine[path] for path in part.paths}, part)
-        kept = executor.state().residuals
-        return sorted(done), [name for name, residual in kept.items() if residual.any()]
+        kept = executor.export().residuals
+        return sorted(done), sorted(kept)
 
-    expected = sorted(part.paths), [part.buckets[0].name]
-    assert ThreadComm.run(TWO, work) == [expected] * 2
+    expected = sorted(part.paths)
+    assert ThreadComm.run(TWO, work) == [(expected, expected)] * 2

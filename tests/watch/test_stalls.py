@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from launching import WORKERS, horovodrun
 
+from tfcommx.collectives import horovod
 from tfcommx.collectives.init import init
 from tfcommx.core import ConfigurationError
 from tfcommx.launch import launcher
@@ -193,7 +194,7 @@ def test_where_a_rank_is_in_python(watched: progress.Progress) -> None:
 def test_a_collective_that_a_callback_calls_is_named(watched: progress.Progress) -> None:
     """As in AverageMetrics: not part of a traced step."""
     found = {"look": watched.look}
-    library = os.path.join(progress.HERE, "horovod.py")
+    library = horovod.__file__
     exec(compile("def gather(): return look()", library, "exec"), found)
 
     class Averages:

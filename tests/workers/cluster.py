@@ -59,7 +59,7 @@ if task == "restore":
         "steps",
         steps,
         "missing",
-        missing(model, [exchanger_of(model).state_by_variable().residuals], ranks, steps),
+        missing(model, [exchanger_of(model).export().residuals], ranks, steps),
     )
     sys.exit()
 
@@ -77,7 +77,5 @@ print(
     "weights",
     len(set(comm.gather_objects(digest))),
     "missing",
-    missing(
-        model, comm.gather_objects(exchanger_of(model).state_by_variable().residuals), ranks, steps
-    ),
+    missing(model, comm.gather_objects(exchanger_of(model).export().residuals), ranks, steps),
 )

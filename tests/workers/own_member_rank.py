@@ -24,6 +24,6 @@ numbers = np.random.default_rng(cx.rank())
 rows = numbers.normal(size=(512, 64)).astype("float32")
 callbacks = [cx.callbacks.BroadcastState()]
 history = model.fit(rows, np.tile(rows, 5)[:, :300], 8, 2, verbose=0, callbacks=callbacks)
-names = {getattr(bucket, field) for bucket in optimizer.exchanger.plan_states()[0].plan.buckets}
+names = {getattr(bucket, field) for bucket in optimizer.exchanger.plans()[0].buckets}
 losses = history.history["loss"]
 print(f"falls {losses[-1] < losses[0]} digest {np.sum(model.get_weights()[0]):.9f}", names)

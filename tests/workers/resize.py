@@ -24,8 +24,8 @@ comm = cx.init(node_size=node_size)
 def kept(net: keras.Model) -> dict[str, np.ndarray]:
     exchanger, found = exchanger_of(net), {}
     for kind, mine in (
-        ("residual", exchanger.state_by_variable().residuals),
-        ("velocity", exchanger.state_by_variable().velocities),
+        ("residual", exchanger.export().residuals),
+        ("velocity", exchanger.export().velocities),
     ):
         everyone = comm.gather_objects(mine)
         for variable in net.trainable_variables:

@@ -189,7 +189,7 @@ class BroadcastState(keras.callbacks.Callback):
         """Agree on a loss scale that Keras made; build what can be built."""
         for optimizer in wrapped_optimizers(self.model):
             scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-            if scales_loss and exchanger_in(optimizer).loss_scale == "local":
+            if scales_loss and exchanger_in(optimizer).guard.loss_scale == "local":
                 agree_on_loss_scale(optimizer)
             if optimizer is self.model.optimizer and not optimizer.built and not self.unbuilt:
                 optimizer.build(self.model.trainable_variables)
@@ -302,7 +302,7 @@ class BroadcastState(keras.callbacks.Callback):
 
     def _arm_guards(self, armed: bool) -> None:
         for optimizer in wrapped_optimizers(self.model):
-            exchanger_in(optimizer).guard.arm(armed)
+            exchanger_in(optimizer).guard.replicas.arm(armed)
 
     def _broadcast(self) -> None:
         """Broadcast weights and optimizers' state; give each rank seeds of its own."""

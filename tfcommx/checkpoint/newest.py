@@ -68,7 +68,7 @@ def read_inherited(
             ):
                 if damaged := file.testzip():
                     raise ValueError(f"a wrong checksum of {damaged}")
-        files = [read_residuals(path, rank) for path, rank in zip(paths, inherited, strict=True)]
+        files = [read_residuals(path) for path in paths]
     except CheckpointError as error:
         return [], "", str(error)
     return files, "", ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +25,13 @@ from tfcommx.optim.keras_internals import (
     unlisted,
 )
 from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
-from tfcommx.routes import read_plan
-from tfcommx.runtime.rates import UNKNOWN
-from tfcommx.runtime.residuals import PlanState, Residuals, VariableState
+from tfcommx.runtime.gradient_state import GradientState, Vectors
 from tfcommx.strategies import CommonState
 
+# The fields of a GradientState
+KINDS = tuple(kind.name for kind in fields(GradientState))
+# Entries: zeros are left out of the file by whole blocks
+BLOCK = 1024
 # What to do about a damaged file
 COPY = "Put a whole copy in its place."
 
@@ -38,12 +41,10 @@ class OptimizerRecord(NamedTuple):
 
     # Names of the variables that the optimizer was built for, in its order
     trained: list[str]
-    # Of plans that are not used any more, until others take it over
-    carried: VariableState
+    # Of the exchange of gradients
+    gradients: GradientState
     # Sums of gradients that are being accumulated, at least float32
-    accumulated: Residuals
-    # Of plans in use
-    plan_states: list[PlanState]
+    accumulated: Vectors
     # What the optimizer keeps and Keras does not save, by attribute
     unlisted: dict[str, np.ndarray]
     # Of the model's generators, in the order of its layers
@@ -58,9 +59,7 @@ class OptimizerRecord(NamedTuple):
     @property
     def variables(self) -> set[str]:
         """The names of the variables that any of this belongs to."""
-        return {*self.accumulated, *self.common}.union(
-            *self.carried, *(state.plan.paths for state in self.plan_states)
-        )
+        return {*self.accumulated, *self.common, *self.gradients.variables}
 
 
 def record_of(
@@ -71,11 +70,10 @@ def record_of(
     writes_state = exchanger.comm.rank == 0 and not saved_by_keras(model, optimizer)
     return OptimizerRecord(
         trained=exchanger.names.of(trainable_variables(optimizer)),
-        carried=exchanger.state_outside_plans(),
+        gradients=exchanger.export(),
         accumulated={
             name: wide(np.ravel(total.numpy())) for name, total in accumulated(optimizer).items()
         },
-        plan_states=exchanger.plan_states(),
         unlisted={name: wide(state.numpy()) for name, state in unlisted(optimizer).items()},
         seeds=seeds,
         weights=exchanger.names.of(model.weights),
@@ -129,6 +127,17 @@ def read_own(path: Path) -> list[np.ndarray]:
         ]
 
 
+def _spans(vector: np.ndarray) -> list[list[int]]:
+    """Return first and last + 1 of the stretches that have entries, in blocks of BLOCK.
+
+    >>> _spans(np.repeat([0, 1, 0, 1], [BLOCK, 1, 2 * BLOCK, 1]))
+    [[1024, 2048], [3072, 3074]]
+    """
+    used = np.logical_or.reduceat(vector != 0, np.arange(0, vector.size, BLOCK))
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], used, [False]]))) * BLOCK
+    return np.minimum(edges, vector.size).reshape(-1, 2).tolist()
+
+
 def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     """Add a record's arrays to those of the file; return what says which is which."""
 
@@ -137,33 +146,31 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
         arrays.update((called[name], array) for name, array in kept.items())
         return called
 
+    def put_state(value: Any) -> Any:
+        """Put a vector without its long stretches of zeros, such as the shards of other ranks."""
+        if isinstance(value, int):
+            return value
+        spans, name = _spans(value), f"array{len(arrays)}"
+        arrays[name] = np.concatenate([value[:0], *(value[start:stop] for start, stop in spans)])
+        return [name, value.size, spans]
+
     return {
         "trained": record.trained,
-        "waiting_residuals": put(record.carried.residuals),
-        "waiting_velocities": put(record.carried.velocities),
-        "waiting_compressions": put(record.carried.compressions),
+        "gradients": {
+            kind: {path: put_state(value) for path, value in kept.items()}
+            for kind, kept in vars(record.gradients).items()
+        },
         "accumulated": put(record.accumulated),
         "unlisted": put(record.unlisted),
         "state": put(record.state),
         "seeds": record.seeds,
         "weights": record.weights,
         "common": {name: put(kept) for name, kept in record.common.items()},
-        "plan_states": [
-            {
-                "plan": state.plan.to_json(),
-                "steps": state.steps,
-                "residuals": put(state.residuals),
-                "velocities": put(state.velocities),
-                "rate_exponent": state.rate_exponent,
-                "compressions": put(state.compressions),
-            }
-            for state in record.plan_states
-        ],
     }
 
 
-def read_residuals(path: Path, rank: int) -> list[OptimizerRecord]:
-    """Return what `rank` kept, of each wrapped optimizer.
+def read_residuals(path: Path) -> list[OptimizerRecord]:
+    """Return what a rank kept, of each wrapped optimizer.
 
     **Raises:** CheckpointError if damaged.
     """
@@ -171,39 +178,36 @@ def read_residuals(path: Path, rank: int) -> list[OptimizerRecord]:
         reading("A rank's file of a checkpoint", path, COPY, CheckpointError),
         np.load(path) as stored,
     ):
-        return [_record_in(entry, stored, rank) for entry in json.loads(str(stored["index"]))]
+        return [_record_in(entry, stored) for entry in json.loads(str(stored["index"]))]
 
 
-def _record_in(
-    entry: Mapping[str, Any], stored: Mapping[str, np.ndarray], rank: int
-) -> OptimizerRecord:
+def _record_in(entry: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> OptimizerRecord:
     def get(called: Mapping[str, str]) -> dict[str, np.ndarray]:
         return {name: stored[array] for name, array in called.items()}
 
+    def get_state(value: Any) -> Any:
+        if isinstance(value, int):
+            return value
+        name, size, spans = value
+        entries, read = stored[name], 0
+        vector = np.zeros(size, entries.dtype)
+        for start, stop in spans:
+            vector[start:stop] = entries[read : read + stop - start]
+            read += stop - start
+        return vector
+
     return OptimizerRecord(
         trained=entry["trained"],
-        carried=VariableState(
-            get(entry["waiting_residuals"]),
-            get(entry["waiting_velocities"]),
-            get(entry.get("waiting_compressions", {})),  # Older writers had none
+        gradients=GradientState(
+            *(
+                {path: get_state(value) for path, value in entry["gradients"][kind].items()}
+                for kind in KINDS
+            )
         ),
         accumulated=get(entry["accumulated"]),
-        plan_states=[
-            PlanState(
-                read_plan(state["plan"]),
-                state["steps"],
-                rank,
-                get(state["residuals"]),
-                get(state["velocities"]),
-                state.get("rate_exponent", UNKNOWN),  # Older writers had none, as of compressions
-                get(state.get("compressions", {})),
-            )
-            for state in entry["plan_states"]
-        ],
         unlisted=get(entry["unlisted"]),
         seeds=entry["seeds"],
-        weights=entry.get("weights", []),
-        # Older writers had none
-        common={name: get(kept) for name, kept in entry.get("common", {}).items()},
-        state=get(entry.get("state", {})),
+        weights=entry["weights"],
+        common={name: get(kept) for name, kept in entry["common"].items()},
+        state=get(entry["state"]),
     )

@@ -26,8 +26,7 @@ from tfcommx.optim.keras_internals import (
 )
 from tfcommx.optim.requested_plan import VariableNames
 from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
-from tfcommx.runtime.rates import highest
-from tfcommx.runtime.residuals import sum_residuals, sum_states
+from tfcommx.runtime.gradient_state import GradientState, Vectors, add_vectors, scaled
 from tfcommx.strategies import CommonState
 
 # What to do about a model's file that Keras does not load
@@ -154,7 +153,7 @@ def load(model: keras.Model, found: Newest) -> None:
             sharding.shards.current.assign(True)  # The shards follow the weights, not the reverse
     for index, optimizer in enumerate(optimizers):
         records = [file[index] for file in files]
-        _continue_from(optimizer, records, (head.ranks, here.topology.size), roots[index].common)
+        _load_states(optimizer, records, (head.ranks, here.topology.size), roots[index].common)
     if model.train_function is not None:
         model.make_train_function(force=True)  # The one there is uses the residuals of before.
 
@@ -277,30 +276,24 @@ def _build_optimizer(
         unlisted(optimizer)[name].assign(root.unlisted[name])
 
 
-def _continue_from(
+def _load_states(
     optimizer: keras.optimizers.Optimizer,
     records: list[OptimizerRecord],
     ranks: tuple[int, int],
     common: CommonState,
 ) -> None:
-    """Let an optimizer continue with what this rank inherits of so many ranks; then, and now.
+    """Load the states that this rank inherits; `ranks` is their number then, and now.
 
-    With as many ranks as before, plans continue as they were. Otherwise they are taken apart. What
-    the strategy keeps is equal on all ranks, however many there are.
+    What the strategy keeps is equal on all ranks, however many there are.
     """
     exchanger, (old, new) = exchanger_in(optimizer), ranks
-    averages = exchanger.in_lock_step and exchanger.settings.operation == "average"
+    settings = exchanger.settings
+    averages = settings.strategy.in_lock_step and settings.operation == "average"
     factor = new / old if averages else 1.0
-    states = [state for record in records for state in record.plan_states]
-    apart = states if new != old else []
-    kept = [record.carried for record in records] + [state.by_variable() for state in apart]
-    exchanger.continue_from(
-        sum_states(kept, factor),
-        states if new == old else [],
-        highest(state.rate_exponent for state in apart),
-        common,
-    )
-    sums = sum_residuals([record.accumulated for record in records], factor)
+    states = (record.gradients.times(factor) for record in records)
+    exchanger.load(sum(states, GradientState()), common)
+    sums: Vectors = {}
+    for record in records:
+        sums = add_vectors(sums, scaled(record.accumulated, factor))
     for name, variable in accumulated(optimizer).items():
-        zeros = np.zeros(variable.shape)
-        variable.assign(np.reshape(sums[name], variable.shape) if name in sums else zeros)
+        variable.assign(np.reshape(sums.get(name, np.zeros(variable.shape)), variable.shape))

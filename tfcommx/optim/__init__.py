@@ -1,8 +1,8 @@
 """The Keras surface: the wrapped optimizer and what it changes in Keras.
 
 distributed_optimizer   wraps an optimizer; refuses arguments of Horovod's
-exchanger               what a wrapped optimizer has to do with the other ranks; its parts:
-                        requested_plan (automatic), carried_state, sharding
+exchanger               its plans by set of variables, and what waits between them; its parts:
+                        requested_plan (automatic), step_guard, sharding
 keras_internals         private members of Keras
 wrapped                 finds the wrapped optimizers of a model
 broadcast               one rank's variables on every rank

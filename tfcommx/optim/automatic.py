@@ -54,6 +54,7 @@ from tfcommx.planner.automatic import (
 )
 from tfcommx.routes import read_plan
 from tfcommx.runtime.executor import PlanExecutor, agree_on_plan
+from tfcommx.runtime.gradient_state import Executor
 from tfcommx.runtime.trial import LEAST_ROUNDS, STEPS, TrialExecutor, TrialRounds
 from tfcommx.strategies import Strategy, Synchronous
 
@@ -161,7 +162,7 @@ def executor_for(
     comm: Comm,
     strategy: Strategy,
     expected: ExpectedRun,
-) -> PlanExecutor | TrialExecutor:
+) -> Executor:
     """Return what exchanges gradients under these schemes, "auto" perhaps among them.
 
     Args:
@@ -215,7 +216,7 @@ def _choose_or_try(
     comm: Comm,
     plain: Plan,
     expected: ExpectedRun,
-) -> PlanExecutor | TrialExecutor:
+) -> Executor:
     cluster = _cluster(comm)
     key = _cache_key(schemes, asked, cluster, expected)
     kept = _on_rank_0(comm, lambda: read("choice", key))

@@ -226,7 +226,7 @@ def _wrap(
     wrapped.exchanger, exchanger.optimizer = exchanger, weakref.ref(wrapped)
     if inner is not optimizer:
         wrapped = copy_with(AgreedLossScale, optimizer, inner_optimizer=wrapped)
-        wrapped.exchanger, exchanger.loss_scale = exchanger, "agreed"
+        wrapped.exchanger, exchanger.guard.loss_scale = exchanger, "agreed"
     copy_state(wrapped, optimizer)
     return wrapped
 

@@ -22,7 +22,7 @@ from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
 from tfcommx.planner.check import check_scheme, require_coverage
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.trial import TrialExecutor
+from tfcommx.runtime.gradient_state import Executor
 from tfcommx.strategies import Strategy, Synchronous
 
 
@@ -98,6 +98,11 @@ class VariableNames:
                 self._names[id(variable)] = name, variable
         return [self._names[id(variable)][0] for variable in variables]
 
+    def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
+        """Return name -> TensorFlow's variable."""
+        values = [one if isinstance(one, tf.Variable) else one.value for one in variables]
+        return dict(zip(self.of(variables), values, strict=True))
+
     def rename(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
         """Give the variables these names, which are unique."""
         for variable, name in zip(variables, names, strict=True):
@@ -162,7 +167,7 @@ class RequestedPlan:
         to_root = self._settings.strategy.reduces_to_root
         return self._asked(variables).plan(auto_as_plain(self.schemes), to_root)
 
-    def executor_of(self, variables: Sequence[keras.Variable]) -> PlanExecutor | TrialExecutor:
+    def executor_of(self, variables: Sequence[keras.Variable]) -> Executor:
         """Return what exchanges these variables' gradients. **Ranks:** all, untraced."""
         strategy = self._settings.strategy
         if self._given_plan is None:

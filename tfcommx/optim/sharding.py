@@ -58,7 +58,8 @@ class Sharding:
         **Raises:** ConfigurationError for what cannot be sharded.
         """
         strategy, links = exchanger.settings.strategy, exchanger.settings.links or NOMINAL
-        plan, weights = exchanger.requested.plan_of(variables), exchanger.weights_of(variables)
+        plan = exchanger.requested.plan_of(variables)
+        weights = exchanger.names.weights_of(variables)
         known_as = [path_of(variable) for variable in variables] if whole else None
         shards = strategy.make_shards(plan, weights, decays, exchanger.comm.rank, links, known_as)
         return Sharding(variables, shards, exchanger.comm, strategy.group)

@@ -45,8 +45,7 @@ def consolidate_weights(optimizer: keras.optimizers.Optimizer) -> None:
     **Ranks:** all, between the same two steps, outside of traced code. **Cost:** as `consolidate`.
     **Raises:** RuntimeError if the optimizer is not wrapped.
     """
-    exchanger_in(optimizer).consolidate()
-    exchanger_in(optimizer).average_apart(moving_averages(optimizer))
+    exchanger_in(optimizer).consolidate(moving_averages(optimizer))
 
 
 @tf.autograph.experimental.do_not_convert

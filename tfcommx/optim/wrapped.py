@@ -135,7 +135,10 @@ def trains_alone(model: keras.Model | None) -> bool:
     """Tell whether each rank trains the model at its own pace: nothing may wait for the others."""
     if model is None:  # A callback outside of `fit`
         return False
-    return any(not exchanger_in(optimizer).in_lock_step for optimizer in optimizers_in(model))
+    return any(
+        not exchanger_in(optimizer).settings.strategy.in_lock_step
+        for optimizer in optimizers_in(model)
+    )
 
 
 def accumulated(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
@@ -180,4 +183,4 @@ def agree_on_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
     """
     optimizer.__class__ = wrapped_class(optimizer.__class__, AgreedLossScale)
     optimizer.exchanger = optimizer.inner_optimizer.exchanger
-    optimizer.exchanger.loss_scale = "agreed"
+    optimizer.exchanger.guard.loss_scale = "agreed"

@@ -2,7 +2,8 @@
 
 executor        gradients in, exchanged gradients out; one runner per bucket
 bucket_runner   one bucket's step: flatten, clip, select or compress, route, average, unflatten
-residuals       what a rank keeps of a plan's buckets, how it is saved and redistributed
+gradient_state  residuals and the like by variable, as they move between plans and are saved
+residuals       residuals and the like by bucket, as a plan uses them; exported and loaded
 rates           residuals shrink while the learning rate rises
 replica_guard   weights, learning rate and step count are equal on all ranks
 trial           several plans take turns, step by step, and the fastest stays

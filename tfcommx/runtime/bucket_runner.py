@@ -25,7 +25,7 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.core import Bucket, ConfigurationError, Piece, Plan, Sparse
 from tfcommx.kernels.sparse import keep
 from tfcommx.routes.compressed import vectors
-from tfcommx.routes.route import ListRoute
+from tfcommx.routes.route import DenseRoute, ListRoute, SparseRoute
 from tfcommx.runtime.residuals import BucketState
 from tfcommx.wire import codec
 
@@ -158,7 +158,8 @@ class BucketSelector:
     def __init__(self, plan: Plan, index: int, state: BucketState, comm: Comm) -> None:
         """Resolve what is needed for the plan's bucket number `index`, which has a `k`."""
         self.bucket, self.state = plan.buckets[index], state
-        self._rule = selection.rule(self.bucket.selection)
+        assert self.bucket.k is not None
+        self._rule, self._k = selection.rule(self.bucket.selection), self.bucket.k
         stream = (self.bucket.seed * len(plan.buckets) + index) * plan.topology.size + comm.rank
         self._stream = stream % 2**63
 
@@ -175,7 +176,7 @@ class BucketSelector:
         """
         bucket, state = self.bucket, self.state
         chosen = self._rule.select_with_residual(
-            part, state.residual, bucket.k, seed, state.velocity, bucket.momentum
+            part, state.residual, self._k, seed, state.velocity, bucket.momentum
         )
         sparse, rounding_error = codec.rounded(chosen, bucket.wire)
         if rounding_error is not None:
@@ -238,6 +239,7 @@ class Compressor:
         if described is None or vector.shape != [described.size]:
             raise self._miscounted()
         padded = flatten([vector], described)
+        assert isinstance(self._route, DenseRoute), "plans let no other compress"
         total = self._route.run(padded, described, self._comm, codec.Codec())
         return total[: described.size]
 
@@ -312,6 +314,7 @@ class BucketRunner:
         return unflatten(flat, parts, self.bucket)
 
     def _exchange_list(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        assert isinstance(self._route, ListRoute), "is_plain says so"
         cast = [tf.cast(part, self.bucket.dtype) for part in parts]
         totals = self._route.run_list(cast, self.bucket, self._comm, self._average)
         return [tf.cast(total, part.dtype) for total, part in zip(totals, parts, strict=True)]
@@ -320,9 +323,11 @@ class BucketRunner:
         """Return the sum over the ranks of what is sent of the flat vector."""
         if self.compressor is not None:
             return self.compressor.exchange(flat)
-        if self.selector is None:
-            total = self._route.run(flat, self.bucket, self._comm, self.codec)
-            # Earlier residuals are added after momentum, which has been applied to them already.
-            return self.state.add_residual(self.state.add_velocity(total))
-        select = functools.partial(self.selector.select, seed=self.selector.seed(step))
-        return self._route.run(flat, self.bucket, self._comm, self.codec, select)
+        route = self._route
+        if self.selector is not None and isinstance(route, SparseRoute):
+            select = functools.partial(self.selector.select, seed=self.selector.seed(step))
+            return route.run(flat, self.bucket, self._comm, self.codec, select)
+        assert isinstance(route, DenseRoute), "a sparse route has a selector"
+        total = route.run(flat, self.bucket, self._comm, self.codec)
+        # Earlier residuals are added after momentum, which has been applied to them already.
+        return self.state.add_residual(self.state.add_velocity(total))

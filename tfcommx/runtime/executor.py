@@ -12,7 +12,7 @@ Check that all ranks have the same plan.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 import tensorflow as tf
@@ -22,8 +22,8 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.core import NO_COMPRESSION, PLAIN, Bucket, Plan, PlanError, first_difference
 from tfcommx.routes import read_plan
 from tfcommx.runtime.bucket_runner import BucketRunner, clip_buckets, cut, join
-from tfcommx.runtime.rates import UNKNOWN
-from tfcommx.runtime.residuals import PlanState, ResidualStore, VariableState
+from tfcommx.runtime.gradient_state import Executor, GradientState
+from tfcommx.runtime.residuals import GradientStore
 
 
 def agree_on_plan(plan: Plan, comm: Comm) -> None:
@@ -61,11 +61,10 @@ class PlanExecutor:
         if any(routes.get(bucket.route).needs_messages(bucket) for bucket in plan.buckets):
             comm.messages.open()
         self.plan, self.comm, self._scope = plan, comm, comm.own_scope()
-        with tf.device("/cpu:0"):  # Seeds and conditions are read on the host.
-            self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
-        # Steps of the process that wrote the checkpoint which this one continues from.
+        self._store = GradientStore(plan, comm)
+        self.steps = self._store.steps
+        # Steps in a state that was loaded
         self._steps_before = 0
-        self._store = ResidualStore(plan, comm)
         self._make_runners()
         self._waits = comm.progress.of_exchange([_in_words(bucket) for bucket in plan.buckets])
 
@@ -139,22 +138,17 @@ class PlanExecutor:
                 self._waits.end(place, done[-1], number)
             return done
 
+    @property
+    def plans(self) -> list[Plan]:
+        """The plan, as a list."""
+        return [self.plan]
+
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Take note of the step's learning rate, a float scalar, before `exchange`.
+        """Record the step's learning rate, a float scalar, before `exchange`.
 
         While it rises residuals shrink as much, so that they stand for updates (`rates`).
         """
         self._store.follow_rate(rate)
-
-    @property
-    def rate_exponent(self) -> int:
-        """Of the highest learning rate so far, as `rates` has it. Outside of traced code."""
-        return self._store.highest_rate.exponent
-
-    def continue_rate(self, exponent: int) -> None:
-        """Go on from the highest rate of other plans, unless this one has met a rate already."""
-        if self.rate_exponent == UNKNOWN:
-            self._store.highest_rate.exponent = exponent
 
     def dense_bytes_between_nodes(self) -> float:
         """Return the bytes plain Horovod would have sent between nodes for this process's steps.
@@ -175,54 +169,42 @@ class PlanExecutor:
             )
         )
 
-    def state(self) -> PlanState:
-        """Return a copy of what this rank keeps of the plan. Outside of traced code."""
-        return self._store.plan_state(int(self.steps.numpy()))
+    def export(self, variables: Set[str] | None = None) -> GradientState:
+        """Return a copy of this rank's state of these variables; None: of all.
 
-    def states(self) -> list[PlanState]:
-        """Return copies of what this rank keeps of all plans that take turns: of this one."""
-        return [self.state()]
+        Outside of traced code.
+        """
+        return self._store.export(variables)
 
-    def outside_plans(self) -> VariableState:
-        """Return what this rank keeps outside of the plan: nothing."""
-        return VariableState()
+    def load(self, state: GradientState) -> GradientState:
+        """Add a state of any plan before the first step; return the part that has no place here.
 
-    def restore(self, state: PlanState) -> bool:
-        """Continue from a state if it is one of an equal plan; tell whether it is."""
-        if state.plan == self.plan:
-            self.continue_from(state)
-            self._store.highest_rate.exponent = state.rate_exponent
-        return state.plan == self.plan
-
-    def continue_from(self, state: PlanState) -> None:
-        """Set what this rank kept under an equal plan; buckets that it does not name stay."""
-        self.steps.assign(state.steps)
-        self._steps_before = state.steps
-        self._store.assign(state)
-        self._make_runners()
-
-    def import_by_variable(self, state: VariableState) -> None:
-        """Add residuals and velocities of another plan; their sums over the ranks are conserved.
-
-        On a sparse route they go to the rank that selects from that part of the vector. On a dense
-        one every rank gets the sum of the residuals, which is added to the next gradients' sum, and
-        the sum of the velocities.
+        On the plan and the ranks that it was exported from it is restored exactly. Otherwise its
+        sums over the ranks are conserved: on a sparse route residuals go to the rank that selects
+        from that part of the vector; on a dense one every rank gets their sum, which is added to
+        the next gradients' sum, and the sum of the velocities.
 
         **Ranks:** all, outside of traced code.
         """
-        self._store.import_by_variable(state)
+        steps = int(self.steps.numpy())
+        rest = self._store.load(state)
+        self._steps_before += int(self.steps.numpy()) - steps
         self._make_runners()
+        return rest
 
-    def export_by_variable(self, paths: set[str]) -> VariableState:
-        """Return, and forget here, this rank's residuals and velocities of these variables.
-
-        **Ranks:** all, outside of traced code.
-        """
-        return self._store.export_by_variable(paths)
+    def clear(self, variables: Set[str]) -> None:
+        """Forget the residuals and velocities of these variables. Outside of traced code."""
+        self._store.clear(variables)
 
     def release(self) -> None:
         """Free the memory of residuals and velocities; no step may follow. Outside of graphs."""
         self._store.release()
+
+
+def only_plan(executor: Executor) -> PlanExecutor:
+    """Return an executor that has one plan as what it is: trials are for Synchronous alone."""
+    assert isinstance(executor, PlanExecutor)
+    return executor
 
 
 def _in_words(bucket: Bucket) -> str:

@@ -14,7 +14,7 @@ Schemes" (2019), algorithm 2, which adds up rate times gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import tensorflow as tf
 
@@ -43,15 +43,6 @@ def power_of_two(exponent: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(tf.bitwise.left_shift(tf.maximum(exponent + 127, 0), 23), tf.float32)
 
 
-def highest(exponents: Iterable[int]) -> int:
-    """Return the largest exponent that is known, or UNKNOWN.
-
-    >>> highest([-3, UNKNOWN, -1]), highest([]) == UNKNOWN
-    (-1, True)
-    """
-    return max((one for one in exponents if one != UNKNOWN), default=UNKNOWN)
-
-
 class HighestRate:
     """The highest rate so far, to the power of two, and what has to shrink when it rises."""
 
@@ -60,16 +51,18 @@ class HighestRate:
             self._exponent = tf.Variable(UNKNOWN, trainable=False, name="tfcommx/highest_rate")
 
     @property
-    def exponent(self) -> int:
-        """The floor of its log2, or UNKNOWN before the first step. Outside of traced code."""
-        return int(self._exponent.numpy())
+    def exponent(self) -> int | None:
+        """The floor of its log2; None before the first step. Outside of traced code."""
+        exponent = int(self._exponent.numpy())
+        return None if exponent == UNKNOWN else exponent
 
-    @exponent.setter
-    def exponent(self, value: int) -> None:
-        self._exponent.assign(value)
+    def continue_from(self, exponents: Collection[int]) -> None:
+        """Continue from the highest rate of other plans, unless this one has met a rate already."""
+        if self.exponent is None:
+            self._exponent.assign(max(exponents, default=UNKNOWN))
 
     def follow(self, rate: tf.Tensor, residuals: list[tf.Variable]) -> None:
-        """Take note of a step's rate; shrink the residuals if it is higher than all before.
+        """Record a step's rate; shrink the residuals if it is higher than all before.
 
         **Cost:** nothing, but in the steps in which the rate passes a power of two for the first
         time: there one pass over the residuals.

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 
 import numpy as np
 import tensorflow as tf
@@ -34,15 +35,8 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.core import ConfigurationError, Piece, Plan
 from tfcommx.kernels.traced import stamp
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.rates import highest
-from tfcommx.runtime.residuals import (
-    PlanState,
-    Residuals,
-    VariableState,
-    send_with_residual,
-    sum_residuals,
-    sum_states,
-)
+from tfcommx.runtime.gradient_state import GradientState, Vectors, variable_sizes, without
+from tfcommx.runtime.residuals import send_with_residual
 
 # Of the whole trial, at most; a round that would go beyond is not begun
 STEPS = 18
@@ -192,7 +186,7 @@ class TrialExecutor:
         # [0] if nothing of it is left
         self._unsent: dict[str, tf.Variable] = {}
         self._sizes: dict[str, int] = {}
-        self.import_by_variable(VariableState())
+        self._expect_unsent({})
 
     @property
     def chosen(self) -> PlanExecutor | None:
@@ -283,13 +277,13 @@ class TrialExecutor:
             padded = np.resize(rounds.order, count)
             return padded.astype(np.int32), len(rounds.order), False
         losers = [executor for executor in self.executors if executor is not self.chosen]
-        left = [executor.export_by_variable(set(self._unsent)).residuals for executor in losers]
-        self._add_unsent(sum_residuals(left))
+        left = sum((executor.export() for executor in losers), GradientState()).residuals
+        self._add_unsent(left)
         for executor in losers:
             executor.release()
         self.comm.trials.leave(self)
         self._decided(rounds)
-        return np.full(count, rounds.chosen, np.int32), 0, any(map(bool, left))
+        return np.full(count, rounds.chosen, np.int32), 0, bool(left)
 
     def _plus_unsent(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return the gradients plus the unsent residuals of these variables on this rank."""
@@ -321,7 +315,7 @@ class TrialExecutor:
             self._has_unsent.assign(waits)
         return sent
 
-    def _add_unsent(self, residuals: Residuals) -> None:
+    def _add_unsent(self, residuals: Vectors) -> None:
         if not any(part.any() for part in residuals.values()):
             return
         for path, variable in self._unsent.items():
@@ -329,68 +323,64 @@ class TrialExecutor:
             whole = np.zeros(self._sizes[path], np.float32) + kept
             variable.assign(whole + residuals.get(path, np.float32(0)))
 
+    def _expect_unsent(self, residuals: Vectors) -> None:
+        """Get ready for unsent residuals of these variables, and of those of the plans."""
+        sizes = {path: part.size for path, part in residuals.items()}
+        for executor in self.executors:
+            whole = variable_sizes(executor.plan)
+            for bucket in (one for one in executor.plan.buckets if one.keeps_residual):
+                paths = (Piece.of(name).path for name in bucket.variables)
+                sizes |= {path: whole[path] for path in paths}
+        self._sizes |= sizes
+        with tf.device("/cpu:0"):  # The memory of a GPU is left to the model
+            for path in sizes.keys() - self._unsent.keys():
+                self._unsent[path] = tf.Variable(tf.zeros([0]), trainable=False, shape=[None])
+        self._add_unsent(residuals)
+        self._has_unsent.assign(bool(self.unsent()))
+
+    def unsent(self) -> Vectors:
+        """Return this rank's residuals that no plan keeps: the next step sends them."""
+        kept = {path: variable.numpy() for path, variable in self._unsent.items()}
+        return {path: np.array(part) for path, part in kept.items() if part.any()}
+
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Take note of the step's learning rate, for all plans: one that waits keeps a residual."""
+        """Record the step's learning rate, for all plans: one that waits keeps a residual."""
         for executor in self._active():
             executor.follow_rate(rate)
-
-    @property
-    def rate_exponent(self) -> int:
-        """Of the highest learning rate so far, over all plans."""
-        return highest(one.rate_exponent for one in self._active())
-
-    def continue_rate(self, exponent: int) -> None:
-        """Go on from the highest rate of other plans."""
-        for executor in self.executors:
-            executor.continue_rate(exponent)
-
-    def state(self) -> PlanState:
-        """Return a copy of what this rank keeps of the plan that stays, or of plain Horovod's."""
-        return (self.chosen or self.executors[0]).state()
-
-    def states(self) -> list[PlanState]:
-        """Return copies of what this rank keeps of all plans that take turns, or of the chosen."""
-        return [one.state() for one in self._active()]
 
     def _active(self) -> list[PlanExecutor]:
         return [self.chosen] if self.chosen else self.executors
 
-    def outside_plans(self) -> VariableState:
-        """Return what this rank keeps outside of the plans, to be sent next."""
-        kept = {path: variable.numpy() for path, variable in self._unsent.items()}
-        return VariableState({path: part for path, part in kept.items() if part.any()})
-
-    def restore(self, state: PlanState) -> bool:
-        """Return False: no plan continues from a state, whose residuals are sent first."""
-        return False
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans that take turns, or the one that stays."""
+        return [executor.plan for executor in self._active()]
 
     def dense_bytes_between_nodes(self) -> float:
         """Return the bytes plain Horovod would have sent between nodes for the steps so far."""
         return sum(executor.dense_bytes_between_nodes() for executor in self.executors)
 
-    def import_by_variable(self, state: VariableState) -> None:
-        """Add residuals of other plans to the next gradients; no plan here takes velocities.
+    def export(self, variables: Set[str] | None = None) -> GradientState:
+        """Return a copy of this rank's state, of all plans that take turns, or of the chosen."""
+        parts = [executor.export(variables) for executor in self._active()]
+        unsent = GradientState(self.unsent())
+        return sum(parts, unsent if variables is None else unsent.of(variables))
 
-        **Ranks:** local, outside of traced code, and before the first step is traced.
+    def load(self, state: GradientState) -> GradientState:
+        """Add residuals to the next gradients; no plan here takes velocities.
+
+        **Ranks:** all, outside of traced code, and before the first step is traced.
         """
-        residuals = state.residuals
-        mine = self.plan.paths & residuals.keys()
-        sizes = {path: residuals[path].size for path in mine}
-        for bucket in (bucket for one in self.executors for bucket in one.plan.buckets):
-            for piece, size in zip(map(Piece.of, bucket.variables), bucket.sizes, strict=True):
-                if bucket.keeps_residual:
-                    sizes[piece.path] = max(sizes.get(piece.path, 0), piece.stop or size)
-        self._sizes |= sizes
-        with tf.device("/cpu:0"):  # The memory of a GPU is left to the model
-            for path in sizes.keys() - self._unsent.keys():
-                self._unsent[path] = tf.Variable(tf.zeros([0]), trainable=False, shape=[None])
-        self._add_unsent({path: residuals[path] for path in mine})
-        self._has_unsent.assign(bool(self.outside_plans().residuals))
+        mine, paths = state.of(self.plan.paths), self.plan.paths
+        self._expect_unsent(mine.residuals)
+        for executor in self.executors:
+            executor.load(GradientState(rates=mine.rates))
+        rest = without(state.residuals, paths), without(state.rates, paths)
+        return replace(state, residuals=rest[0], rates=rest[1])
 
-    def export_by_variable(self, paths: set[str]) -> VariableState:
-        """Return, and forget here, what this rank keeps of these variables."""
-        parts = [self.outside_plans().of(paths)]
-        parts += [executor.export_by_variable(paths) for executor in self._active()]
-        for path in paths & self._unsent.keys():
+    def clear(self, variables: Set[str]) -> None:
+        """Forget the residuals of these variables. Outside of traced code."""
+        for executor in self._active():
+            executor.clear(variables)
+        for path in variables & self._unsent.keys():
             self._unsent[path].assign(tf.zeros_like(self._unsent[path]))
-        return sum_states(parts)

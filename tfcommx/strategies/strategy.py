@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import Plan, PlanError
 from tfcommx.routes.messages import MessageOptions
-from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.gradient_state import Executor
 
 # Variable path -> name -> what a run keeps of the variable, equal on all ranks
 CommonState = dict[str, dict[str, np.ndarray]]
@@ -47,7 +47,7 @@ class StrategyRun:
     # Training steps in which all variables are exchanged once
     steps_per_exchange = 1
 
-    def __init__(self, executor: PlanExecutor) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.executor = executor
 
     def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -66,7 +66,7 @@ class StrategyRun:
         return sums
 
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Take note of the step's learning rate: residuals of gradients shrink as it rises."""
+        """Record the step's learning rate: residuals of gradients shrink as it rises."""
         self.executor.follow_rate(rate)
 
     def update(self, step: Update) -> None:
@@ -142,7 +142,7 @@ class Strategy(Protocol):
         """Refuse a plan that the strategy cannot work with. **Raises:** PlanError."""
         require_sums_on_all_ranks(plan, self)
 
-    def start(self, executor: PlanExecutor) -> StrategyRun:
+    def start(self, executor: Executor) -> StrategyRun:
         """Get ready for the steps of one plan. **Ranks:** all, outside of traced code."""
         return StrategyRun(executor)
 

@@ -26,7 +26,8 @@ import tensorflow as tf
 from tfcommx.core import Plan, PlanError, check_whole
 from tfcommx.kernels.traced import untraced
 from tfcommx.runtime.bucket_runner import cut, join
-from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.executor import PlanExecutor, only_plan
+from tfcommx.runtime.gradient_state import Executor
 from tfcommx.strategies.strategy import Strategy, StrategyRun, Update
 
 
@@ -78,13 +79,15 @@ class Root(Strategy):
                 "a scheme with momentum. Give it to the Keras optimizer."
             )
 
-    def start(self, executor: PlanExecutor) -> StrategyRun:
+    def start(self, executor: Executor) -> StrategyRun:
         """Get ready for the steps of one plan."""
-        return RootRun(executor)
+        return RootRun(only_plan(executor))
 
 
 class RootRun(StrategyRun):
     """The strategy at work on one plan."""
+
+    executor: PlanExecutor
 
     def __init__(self, executor: PlanExecutor) -> None:
         super().__init__(executor)
@@ -132,13 +135,15 @@ class Rebroadcast(Strategy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", check_whole("every", self.every, least=1))
 
-    def start(self, executor: PlanExecutor) -> StrategyRun:
+    def start(self, executor: Executor) -> StrategyRun:
         """Get ready for the steps of one plan."""
-        return RebroadcastRun(executor, self.every)
+        return RebroadcastRun(only_plan(executor), self.every)
 
 
 class RebroadcastRun(StrategyRun):
     """The strategy at work on one plan."""
+
+    executor: PlanExecutor
 
     def __init__(self, executor: PlanExecutor, every: int) -> None:
         super().__init__(executor)

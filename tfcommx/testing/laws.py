@@ -15,7 +15,7 @@ from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Plan, Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.residuals import PlanState
+from tfcommx.runtime.gradient_state import GradientState
 
 ONE_LEVEL = (Topology(1, 1), Topology(2, 1), Topology(3, 1))
 TWO_LEVELS = (Topology(2, 2),)
@@ -55,7 +55,7 @@ class Step(NamedTuple):
     result: Values
     # Residuals after the step, flat
     kept: Values
-    state: PlanState
+    state: GradientState
     # Bytes sent so far, inside and between
     sent: np.ndarray
 
@@ -94,8 +94,8 @@ def play(plan: Plan, source: Source, steps: int = 3) -> list[list[Step]]:
 def take(running: PlanExecutor, came: Values) -> Step:
     """Take one step."""
     result = running.exchange({path: tf.constant(value) for path, value in came.items()})
-    state = running.state()
-    kept = state.by_variable().residuals
+    state = running.export()
+    kept = state.residuals
     zeros = {path: np.zeros(math.prod(shape), np.float32) for path, shape in SHAPES.items()}
     return Step(
         came,
@@ -220,7 +220,7 @@ def check_continues(plan: Plan, where: str) -> None:
     def work(comm: Comm) -> bool:
         first, second = PlanExecutor(plan, comm), PlanExecutor(plan, comm)
         take(first, normal_numbers(comm.rank, 0))
-        second.restore(first.state())
+        second.load(first.export())
         one, other = (take(each, normal_numbers(comm.rank, 1)) for each in (first, second))
         return all(np.array_equal(one.result[path], other.result[path]) for path in SHAPES)
 

@@ -35,8 +35,8 @@ from tfcommx.watch.stalls import COMPUTES, LEFT, PYTHON, WAITS
 END_SECONDS = 2.0
 # Of what is said of one rank; longer is cut
 LONGEST = 120
-HERE = os.path.dirname(__file__)
-PACKAGE = os.path.dirname(HERE)
+PACKAGE = os.path.dirname(os.path.dirname(__file__))
+COLLECTIVES = os.path.join(PACKAGE, "collectives")
 # In the paths of files that users have not written
 LIBRARIES = (PACKAGE, "site-packages", "dist-packages", os.path.dirname(os.__file__), "<")
 
@@ -209,15 +209,15 @@ def _in_fit(frames: list[FrameType]) -> bool:
 
 def _is_collective(frame: FrameType) -> bool:
     """Tell whether it is one of Horovod's functions that wait, or one of Comm's."""
-    own = frame.f_code.co_filename == os.path.join(HERE, "horovod.py")
+    own = frame.f_code.co_filename == os.path.join(COLLECTIVES, "horovod.py")
     return own or _is_in(frame, "horovod")
 
 
 def _caller(frames: list[FrameType]) -> str:
-    """Return who has called a collective: the first function outside of this package."""
+    """Return who has called a collective: the first function outside of `collectives`."""
     for frame in frames:
         name = frame.f_code.co_filename
-        if os.path.dirname(name) != HERE and not _is_in(frame, "tensorflow"):
+        if os.path.dirname(name) != COLLECTIVES and not _is_in(frame, "tensorflow"):
             return f"a collective of {_name(frame)}"
     return "a collective"
 

@@ -18,8 +18,7 @@ from tfcommx.core import Link, Links
 from tfcommx.optim import automatic
 from tfcommx.optim.automatic import ExpectedRun
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.rates import UNKNOWN
-from tfcommx.runtime.residuals import VariableState
+from tfcommx.runtime.gradient_state import GradientState
 from tfcommx.runtime.trial import STEPS, TrialExecutor
 
 # So slow that predictions find several schemes faster than plain Horovod
@@ -83,7 +82,7 @@ def test_the_default_trains_as_plain_horovod_does_and_keeps_its_choice(
         assert isinstance(running, PlanExecutor) and not own_cache.exists()
         return
     assert running.rounds.chosen is not None and running.rounds.steps <= STEPS
-    assert [state.plan for state in net.optimizer.exchanger.plan_states()] == [running.plan]
+    assert net.optimizer.exchanger.plans() == [running.plan]
     assert sum(int(one.steps) for one in running.executors) == 4 * epochs
     said = [one for one in caplog.messages if "How gradients travel" in one]
     assert len(said) == (comm.rank == 0)
@@ -104,7 +103,7 @@ def test_a_run_of_a_few_steps_decides_nothing(comm: Comm, own_cache: Path) -> No
     net = trained(comm, 1, links=SLOW)
     running = executor_of(net.optimizer)
     assert running.rounds.chosen is None and not own_cache.exists()
-    plans = [state.plan for state in net.optimizer.exchanger.plan_states()]
+    plans = net.optimizer.exchanger.plans()
     assert plans == [one.plan for one in running.executors]
 
 
@@ -164,7 +163,7 @@ def test_a_trial_that_is_dropped_holds_up_no_other(comm: Comm) -> None:
     optimizer.build(net.trainable_variables)
     gradients, dropped = gradients_of(net, batch(comm.rank)), []
     changes = [lambda: optimizer.exchanger.switch(LOSSY)]
-    changes.append(lambda: optimizer.exchanger.continue_from(VariableState(), [], UNKNOWN, {}))
+    changes.append(lambda: optimizer.exchanger.load(GradientState(), {}))
     for change in changes:
         optimizer.apply_gradients(zip(gradients, net.trainable_variables, strict=True))
         dropped.append(executor_of(optimizer))  # The garbage collector does not free it
@@ -202,7 +201,7 @@ def test_a_lossy_auto_loses_nothing_in_a_loop_with_a_loss_scale(
     assert same_on_all_ranks(comm, net)
     exchanger = optimizer.exchanger
     assert executor_of(optimizer).rounds.chosen is not None
-    waits = exchanger.state_by_variable().residuals
+    waits = exchanger.export().residuals
     names = exchanger.names.of(net.trainable_variables)
     mine = [
         one + 0.0 - waits.get(name, np.zeros(one.size)).reshape(one.shape)

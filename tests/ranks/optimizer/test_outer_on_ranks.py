@@ -52,7 +52,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(
     assert same_on_all_ranks(comm, second)
     # The outer optimizer is a plain one, whose steps need no exchange
     assert "is not wrapped" not in caplog.text
-    residuals = [net.optimizer.exchanger.state_by_variable().residuals for net in (whole, second)]
+    residuals = [net.optimizer.exchanger.export().residuals for net in (whole, second)]
     assert residuals[0].keys() == residuals[1].keys()
     for path, residual in residuals[0].items():
         np.testing.assert_array_equal(residuals[1][path], residual)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -18,7 +19,7 @@ from rank_helpers import (
 import tfcommx as cx
 from tfcommx import callbacks
 from tfcommx.collectives.comm import Comm
-from tfcommx.runtime.residuals import sum_residuals
+from tfcommx.runtime.gradient_state import add_vectors
 
 
 @pytest.mark.every_launch
@@ -30,9 +31,7 @@ def test_switching_schemes_and_resolution_in_fit(comm: Comm) -> None:
 
     class Watch(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            waiting = any(
-                comm.gather_objects(bool(net.optimizer.exchanger.state_by_variable().residuals))
-            )
+            waiting = any(comm.gather_objects(bool(net.optimizer.exchanger.export().residuals)))
             seen[epoch] = (int(resolution.numpy()), waiting)
 
     switch = callbacks.SwitchScheme({2: cx.Scheme("torus")}, {2: 8}, resolution)
@@ -52,30 +51,20 @@ def test_the_density_warms_up_with_momentum(comm: Comm) -> None:
     class Watch(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             exchanger = net.optimizer.exchanger
-            sent.append(
-                sum(
-                    bucket.k or 0
-                    for state in exchanger.plan_states()
-                    for bucket in state.plan.buckets
-                )
-            )
+            sent.append(sum(bucket.k or 0 for plan in exchanger.plans() for bucket in plan.buckets))
             kept.append(
-                max(
-                    float(np.abs(part).max())
-                    for part in exchanger.state_by_variable().velocities.values()
-                )
+                max(float(np.abs(part).max()) for part in exchanger.export().velocities.values())
             )
 
     assert fit(
         net, comm, epochs=4, extra=(callbacks.SwitchScheme(scheme.warm_up([0.25, 0.1])), Watch())
     ).identical
     assert sent[0] > sent[1] > sent[2] == sent[3] and min(kept) > 0
-    moving = comm.gather_objects(net.optimizer.exchanger.state_by_variable().velocities)
+    moving = comm.gather_objects(net.optimizer.exchanger.export().velocities)
     net.optimizer.exchanger.switch(cx.Scheme("torus"))  # no momentum: the velocity rests
     fit(net, comm, epochs=1)
     assert {
-        path: part.tobytes()
-        for path, part in net.optimizer.exchanger.state_by_variable().velocities.items()
+        path: part.tobytes() for path, part in net.optimizer.exchanger.export().velocities.items()
     } == {path: part.tobytes() for path, part in moving[comm.rank].items()}
 
 
@@ -91,15 +80,19 @@ def test_warm_up(comm: Comm) -> None:
     np.testing.assert_allclose(rates, [0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.4], rtol=1e-6)
 
 
+def total(comm: Comm, optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarray]:
+    """Return the sums of the ranks' residuals."""
+    parts = comm.gather_objects(optimizer.exchanger.export().residuals)
+    return functools.reduce(add_vectors, parts, {})
+
+
 def test_what_waits_counts_less_as_the_rate_rises(comm: Comm) -> None:
     """Then its sum over the ranks is what is sent, and what stays."""
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.125), SPARSE))
     fit(net, comm, epochs=1)
 
     def waiting() -> dict[str, np.ndarray]:
-        return sum_residuals(
-            comm.gather_objects(net.optimizer.exchanger.state_by_variable().residuals)
-        )
+        return total(comm, net.optimizer)
 
     for rate, factor in ((1.0, 8), (0.5, 1), (1.5, 1)):
         net.optimizer.learning_rate = rate
@@ -130,7 +123,7 @@ def test_the_highest_rate_outlives_plans(
         optimizer.learning_rate = rate
         own = [tf.random.stateless_normal(one.shape, [comm.rank, 7]) for one in variables]
         optimizer.apply(own)
-    before = sum_residuals(comm.gather_objects(optimizer.exchanger.state_by_variable().residuals))
+    before = total(comm, optimizer)
     assert before
     if change == "optimizer":
         optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(rates[-1]), SPARSE)
@@ -141,7 +134,7 @@ def test_the_highest_rate_outlives_plans(
     optimizer.learning_rate = rates[-1]
     start = weights(net)
     optimizer.apply([tf.zeros(one.shape) for one in variables])
-    after = sum_residuals(comm.gather_objects(optimizer.exchanger.state_by_variable().residuals))
+    after = total(comm, optimizer)
     for variable, was in zip(variables, start, strict=True):
         if variable.path in before:
             sent = (was - variable.numpy()).ravel() / rates[-1] * comm.topology.size

@@ -20,7 +20,7 @@ from tfcommx.core import Scheme, Topology
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.keras_internals import ExchangesGradients, copy_with
 from tfcommx.optim.requested_plan import ExchangeSettings
-from tfcommx.runtime.residuals import VariableState
+from tfcommx.runtime.gradient_state import GradientState
 from tfcommx.runtime.trial import TrialExecutor, TrialRounds
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -55,12 +55,12 @@ def test_sums_of_a_compression_are_right_to_rounding(share: float, right: bool) 
         optimizer = copy_with(ExchangesGradients, keras.optimizers.SGD(0.25))
         scheme = Scheme(compression="powersgd/1")
         optimizer.exchanger = Exchanger(comm, scheme, ExchangeSettings())
-        once = optimizer.exchanger.state_by_variable
+        once = optimizer.exchanger.export
 
-        def state() -> VariableState:
-            return VariableState({path: share * one for path, one in once().residuals.items()})
+        def state() -> GradientState:
+            return GradientState({path: share * one for path, one in once().residuals.items()})
 
-        optimizer.exchanger.state_by_variable = state
+        optimizer.exchanger.export = state
         return plans.sums_are_right(comm, optimizer, [keras.Variable(np.ones((40, 30), "float32"))])
 
     assert ThreadComm.run(Topology(2, 1), work) == [right] * 2

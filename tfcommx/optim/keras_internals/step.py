@@ -99,9 +99,9 @@ class ExchangesGradients(Mixin):
             name == "loss_scale_factor"
             and value is None
             and self.exchanger is not None
-            and self.exchanger.loss_scale == "none"
+            and self.exchanger.guard.loss_scale == "none"
         ):
-            self.exchanger.loss_scale = "local"
+            self.exchanger.guard.loss_scale = "local"
         super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -120,26 +120,26 @@ class ExchangesGradients(Mixin):
                 f"{self.name!r} was made from a wrapped optimizer's class, and exchanges nothing. "
                 "Make it from the plain class, such as keras.optimizers.SGD, and wrap it."
             )
-        self.exchanger.step.exchange_ran = False
+        self.exchanger.guard.step.exchange_ran = False
         # A class of a user's may call other optimizers in its step
-        with allow_plain_optimizers(), contextlib.ExitStack() as self.exchanger.step.scope:
+        with allow_plain_optimizers(), contextlib.ExitStack() as self.exchanger.guard.step.scope:
             result = super().apply(grads, trainable_variables)
         # With accumulation only some steps exchange; a trace has both ways.
         accumulates = self.gradient_accumulation_steps and tf.executing_eagerly()
         if any(grad is not None for grad in grads) and not accumulates:
-            self.exchanger.check_exchange_ran(self.name)
+            self.exchanger.guard.check_exchange_ran(self.name)
         return result
 
     def _backend_apply_gradients(
         self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable]
     ) -> None:
-        self.exchanger.prepare_step(trainable_variables, self._trainable_variables)
+        self.exchanger.guard.begin(trainable_variables, self._trainable_variables)
         # Sparse gradients of embeddings become dense here: the accumulators and the exchange want
         # one form.
         grads = [tf.convert_to_tensor(grad) for grad in grads]
         # The run that finds no more data carries out what does not wait for data, on some ranks and
         # not on others: weight decay, and the count of steps, wait for a gradient.
-        step = self.exchanger.step
+        step = self.exchanger.guard.step
         step.gradient, step.clips = grads[-1:], True
         try:
             super()._backend_apply_gradients(grads, trainable_variables)
@@ -148,7 +148,7 @@ class ExchangesGradients(Mixin):
             step.gradient, step.clips = (), False
 
     def _apply_weight_decay(self, variables: list[keras.Variable]) -> None:
-        with tf.control_dependencies(self.exchanger.step.gradient):
+        with tf.control_dependencies(self.exchanger.guard.step.gradient):
             super()._apply_weight_decay(variables)
 
     def _overwrite_variables_directly_with_gradients(
@@ -169,12 +169,12 @@ class ExchangesGradients(Mixin):
             grads, trainable_variables
         )
         # Nothing is left to exchange.
-        step = self.exchanger.step
+        step = self.exchanger.guard.step
         step.exchange_ran = step.exchange_ran or not others
         return grads, others
 
     def _clip_gradients(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
-        if not self.exchanger.step.clips:  # Somebody wants gradients clipped, and no step.
+        if not self.exchanger.guard.step.clips:  # Somebody wants gradients clipped, and no step.
             return list(super()._clip_gradients(grads))
         exchanged = self.exchanger.exchange(
             grads, tf.convert_to_tensor(self.learning_rate), self._iterations.value
@@ -194,8 +194,7 @@ class ExchangesGradients(Mixin):
 
     def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
         """End a `fit` as Keras does, with weights that are whole and equal on all ranks."""
-        self.exchanger.consolidate()
-        self.exchanger.average_apart(moving_averages(self))
+        self.exchanger.consolidate(moving_averages(self))
         super().finalize_variable_values(var_list)
 
 
@@ -215,7 +214,7 @@ class AgreedLossScale(Mixin):
 
     def check_finite(self, grads: list[tf.Tensor | None]) -> tf.Tensor:
         """Tell whether the gradients are finite on every rank."""
-        return self.exchanger.finite_on_all_ranks(super().check_finite(grads))
+        return self.exchanger.guard.finite_on_all_ranks(super().check_finite(grads))
 
     def save_own_variables(self, store: dict[str, Any]) -> None:
         """Save as Keras does, the inner optimizer's shards as whole variables."""

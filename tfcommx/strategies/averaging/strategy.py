@@ -32,7 +32,8 @@ from typing import Any, ClassVar
 from tfcommx import routes
 from tfcommx.core import ConfigurationError, Plan, check_name, check_whole
 from tfcommx.planner.plan import fragments_of_buckets
-from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.executor import only_plan
+from tfcommx.runtime.gradient_state import Executor
 from tfcommx.strategies.averaging.outer_optimizer import OuterOptimizer
 from tfcommx.strategies.averaging.run import WeightAveragingRun
 from tfcommx.strategies.strategy import Strategy, StrategyRun
@@ -147,6 +148,6 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
                 'sends="updates", or other schemes.'
             )
 
-    def start(self, executor: PlanExecutor) -> StrategyRun:
+    def start(self, executor: Executor) -> StrategyRun:
         """Get ready for the steps of one plan."""
-        return WeightAveragingRun(executor, self)
+        return WeightAveragingRun(only_plan(executor), self)

@@ -59,6 +59,8 @@ class ServerThread:
 class ElasticRun(StrategyRun):
     """The strategy at work on one plan."""
 
+    executor: PlanExecutor
+
     def __init__(
         self,
         executor: PlanExecutor,

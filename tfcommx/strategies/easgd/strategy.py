@@ -32,7 +32,8 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.core import MPI_LAUNCH, ConfigurationError, Plan, check_name, check_whole
 from tfcommx.core.checks import python_number
 from tfcommx.launch.launcher import CENTRE_LAUNCH
-from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.executor import only_plan
+from tfcommx.runtime.gradient_state import Executor
 from tfcommx.strategies.easgd.run import CHIEF, ElasticRun
 from tfcommx.strategies.strategy import Strategy
 
@@ -137,7 +138,7 @@ server='thread')
                 f"{plan.operation!r}. Leave `op` out."
             )
 
-    def start(self, executor: PlanExecutor) -> ElasticRun:
+    def start(self, executor: Executor) -> ElasticRun:
         """Get ready for the steps of one plan; the exchange begins with the first step.
 
         **Raises:** ConfigurationError without an MPI launch, and for "extra_rank" without one whose
@@ -169,7 +170,9 @@ server='thread')
                 "" if self.blocking else " while learning rate x curvature is at most 1",
             )
         averages = self.statistics == "average"
-        return ElasticRun(executor, self.servers(comm), alpha, self.every, self.blocking, averages)
+        return ElasticRun(
+            only_plan(executor), self.servers(comm), alpha, self.every, self.blocking, averages
+        )
 
     def servers(self, comm: Comm) -> list[int]:
         """Return the ranks that hold the centre, each a range of it."""

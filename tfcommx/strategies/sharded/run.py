@@ -28,6 +28,8 @@ OTHERS = {"world": None, "node": "peers", "peers": "node"}
 class ShardedRun(StrategyRun):
     """The strategy at work on one plan."""
 
+    executor: PlanExecutor
+
     shards: Shards
 
     def __init__(self, executor: PlanExecutor, group: str = "world") -> None:

@@ -31,7 +31,8 @@ from tfcommx import engines
 from tfcommx.core import GROUPS, Links, Plan, PlanError, Profile, Topology, check_name
 from tfcommx.planner.merging import pulls
 from tfcommx.planner.merging.pulls import PullTimes
-from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.executor import only_plan
+from tfcommx.runtime.gradient_state import Executor
 from tfcommx.strategies.sharded.run import ShardedRun
 from tfcommx.strategies.sharded.shards import Segment, Shards, lay_out
 from tfcommx.strategies.sharded.whole_shards import WholeShards, lay_out_whole
@@ -148,9 +149,9 @@ class Sharded(Strategy):
                 "profile` or cx.profile."
             )
 
-    def start(self, executor: PlanExecutor) -> ShardedRun:
+    def start(self, executor: Executor) -> ShardedRun:
         """Get ready for the steps of one plan; `attach` gives it the shards."""
-        return ShardedRun(executor, self.group)
+        return ShardedRun(only_plan(executor), self.group)
 
     def batches(
         self, paths: Sequence[str], weights: Sequence[Any], topology: Topology, links: Links

@@ -1,0 +1,78 @@
+"""StepGuard: refuses steps that would fail, hang or let ranks drift apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tfcommx.collectives.comm import Comm, WatchedSum
+from tfcommx.core import ConfigurationError
+from tfcommx.optim.keras_internals import StepUnderWay, compiled_by_xla
+from tfcommx.optim.requested_plan import ExchangeSettings, VariableNames
+from tfcommx.runtime.replica_guard import ReplicaGuard
+
+
+class StepGuard:
+    """The step under way of a wrapped optimizer, and the conditions it must meet."""
+
+    def __init__(self, comm: Comm, settings: ExchangeSettings, names: VariableNames) -> None:
+        strategy = settings.strategy
+        self._comm, self._names, self._in_lock_step = comm, names, strategy.in_lock_step
+        every = settings.check_replicas_every if strategy.in_lock_step else None
+        self.replicas = ReplicaGuard(comm, every, strategy.keeps_weights_equal)
+        # Mode of an outer LossScaleOptimizer: "none" exists, "local" (each alone) or "agreed"
+        self.loss_scale = "none"
+        self._not_finite = WatchedSum(comm, "finite", "the agreement on finite gradients")
+        self.step = StepUnderWay()
+
+    @tf.autograph.experimental.do_not_convert
+    def begin(self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]) -> None:
+        """Record the next gradients' variables; name all that the optimizer was built for.
+
+        **Raises:** ConfigurationError for what would fail or hang later: XLA, and a loss scale
+        decided by each rank alone.
+        """
+        self.step.variables = tuple(variables)
+        self._names.of([*built, *variables])
+        if compiled_by_xla():
+            raise ConfigurationError(
+                "Horovod's collectives cannot be compiled by XLA. Received jit_compile=True "
+                "(Keras's 'auto' turns it on with a GPU). Call model.compile(..., "
+                "jit_compile=False), or add the callback BroadcastState."
+            )
+        if self.loss_scale == "local" and self._comm.topology.size > 1:
+            raise ConfigurationError(
+                "A LossScaleOptimizer outside of the wrapped optimizer decides on each rank alone "
+                "whether to take a step. Wrap it: "
+                "DistributedOptimizer(LossScaleOptimizer(optimizer)), or add the callback "
+                "BroadcastState. (MultiOptimizer, which looks the same from inside, cannot hold "
+                "wrapped optimizers.)"
+            )
+
+    @tf.autograph.experimental.do_not_convert
+    def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
+        """Tell whether `finite` (bool) holds on every rank, if ranks take their steps together.
+
+        **Ranks:** all. **Cost:** one allreduce of 4 bytes.
+        """
+        if self._comm.topology.size == 1 or not self._in_lock_step:
+            return finite
+        mine = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
+        return tf.equal(self._not_finite(mine)[0], 0)
+
+    @tf.autograph.experimental.do_not_convert
+    def check_exchange_ran(self, optimizer: str) -> None:
+        """Refuse an optimizer whose step has bypassed `exchange`.
+
+        **Raises:** ConfigurationError.
+        """
+        if not self.step.exchange_ran:
+            raise ConfigurationError(
+                f"A wrapped optimizer must take its step as Keras's own do. {optimizer!r} has "
+                "taken it without an exchange: it hands the gradients on, as "
+                "keras.optimizers.MultiOptimizer does, or has a step of its own, or Keras has "
+                f"another one in this version, {keras.__version__}. Wrap one of Keras's, or one "
+                "for each part of the model in a training step of your own."
+            )

@@ -1,0 +1,175 @@
+"""GradientState: the state of one rank's gradients between steps, by variable.
+
+    executor --export--> GradientState --load--> executor of another plan, or of the same
+                              |
+                              +--> sums of several plans; a file; other numbers of ranks
+
+    residuals       gradients that were not sent, and what 16-bit formats round off: each rank's
+                    own, whose sum over the ranks is conserved
+    velocities      the momentum of a scheme: likewise
+    compressions    states of compressions, equal on all ranks
+    steps           taken so far under the variable's plan
+    rates           exponent of the highest learning rate so far, see `rates`
+
+Rank 0 carries the state that is equal on all ranks: velocities and residuals of dense buckets, and
+compressions. A share on each rank would be rounded, so this keeps sums exact: under the plan and on
+the ranks that it was exported from, a state is restored to the bit; on others its sum over the
+ranks is conserved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import Bucket, Piece, Plan
+
+# Variable path -> float32 [its size], or [as many entries as its compression keeps]
+Vectors = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class GradientState:
+    """The state by variable path. Residuals and velocities of zeros are left out."""
+
+    residuals: Vectors = field(default_factory=dict)
+    velocities: Vectors = field(default_factory=dict)
+    compressions: Vectors = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    rates: dict[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: GradientState) -> GradientState:
+        """Add the states of two plans or ranks; `other` is the later one.
+
+        >>> one, two = (GradientState({"w": np.float32([n, n])}, steps={"w": n}) for n in (1, 2))
+        >>> both = sum([one, two], GradientState())
+        >>> both.residuals["w"].tolist(), both.steps
+        ([3.0, 3.0], {'w': 2})
+        """
+        return GradientState(
+            add_vectors(self.residuals, other.residuals),
+            add_vectors(self.velocities, other.velocities),
+            self.compressions | other.compressions,
+            _highest(self.steps, other.steps),
+            _highest(self.rates, other.rates),
+        )
+
+    def times(self, factor: float) -> GradientState:
+        """Return the state with residuals and velocities times a factor."""
+        return replace(
+            self,
+            residuals=scaled(self.residuals, factor),
+            velocities=scaled(self.velocities, factor),
+        )
+
+    def of(self, variables: Set[str]) -> GradientState:
+        """Return the state of these variables."""
+        return GradientState(*(_of(getattr(self, kind.name), variables) for kind in fields(self)))
+
+    @property
+    def variables(self) -> set[str]:
+        """The paths of all variables with any state."""
+        return set().union(*(getattr(self, kind.name) for kind in fields(self)))
+
+
+def _of(kept: Mapping[str, T], variables: Set[str]) -> dict[str, T]:
+    return {path: part for path, part in kept.items() if path in variables}
+
+
+def without(kept: Mapping[str, T], variables: Set[str]) -> dict[str, T]:
+    """Return what is kept of other variables.
+
+    >>> without({"w": 1, "b": 2}, {"w"})
+    {'b': 2}
+    """
+    return {path: part for path, part in kept.items() if path not in variables}
+
+
+def add_vectors(one: Vectors, other: Vectors) -> Vectors:
+    """Return the sums, variable by variable; a vector that one of them lacks counts as zeros."""
+    return one | {path: one.get(path, np.float32(0)) + part for path, part in other.items()}
+
+
+def scaled(kept: Vectors, factor: float) -> Vectors:
+    """Return the vectors times a factor, in float32 as they are."""
+    return {path: part * np.float32(factor) for path, part in kept.items()}
+
+
+def _highest(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return one | {path: max(one.get(path, number), number) for path, number in other.items()}
+
+
+class Stretch(NamedTuple):
+    """A stretch of a variable that lies in a shard of a bucket's flat vector."""
+
+    path: str
+    # Its entries in the variable, and in the shard
+    of_variable: slice
+    of_shard: slice
+
+
+def stretches(bucket: Bucket, shard: slice) -> list[Stretch]:
+    """Return the stretches of variables that a shard of a bucket holds; padding is in none."""
+    found, before = [], 0
+    for piece, size in zip(map(Piece.of, bucket.variables), bucket.sizes, strict=True):
+        first, last = max(before, shard.start), min(before + size, shard.stop)
+        if first < last:
+            start = piece.start - before
+            found.append(
+                Stretch(
+                    piece.path,
+                    slice(start + first, start + last),
+                    slice(first - shard.start, last - shard.start),
+                )
+            )
+        before += size
+    return found
+
+
+def variable_sizes(plan: Plan) -> dict[str, int]:
+    """Return variable path -> entries, for the variables of a plan."""
+    sizes: dict[str, int] = {}
+    for bucket in plan.buckets:
+        for piece, size in zip(map(Piece.of, bucket.variables), bucket.sizes, strict=True):
+            sizes[piece.path] = max(sizes.get(piece.path, 0), piece.stop or size)
+    return sizes
+
+
+class Executor(Protocol):
+    """Exchanges the gradients of a set of variables; keeps their state between steps."""
+
+    comm: Comm
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, or the one that counts among several."""
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans that take turns: usually one."""
+
+    def exchange(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the average (or sum) over all ranks of each gradient. **Ranks:** all."""
+
+    def follow_rate(self, rate: Any) -> None:
+        """Record the step's learning rate, a float scalar, before `exchange`."""
+
+    def export(self, variables: Set[str] | None = None) -> GradientState:
+        """Return a copy of this rank's state of these variables; None: of all."""
+
+    def load(self, state: GradientState) -> GradientState:
+        """Add a state of any plan before the first step; return the part that has no place here.
+
+        **Ranks:** all, outside of traced code.
+        """
+
+    def clear(self, variables: Set[str]) -> None:
+        """Forget the residuals and velocities of these variables. Outside of traced code."""
+
+    def dense_bytes_between_nodes(self) -> float:
+        """Return the bytes plain Horovod would have sent between nodes for the steps so far."""
