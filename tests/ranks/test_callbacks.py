@@ -120,7 +120,7 @@ def test_ranks_that_begin_or_end_at_unequal_epochs_are_told(comm: Comm) -> None:
         (3, 0 if comm.rank else 3, r"begin at the same epoch.*\[None, 0"),
     ]
     for epochs, first, said in unequal:
-        with pytest.raises(cx.PlanError, match=said):
+        with pytest.raises(cx.ConfigurationError, match=said):
             small().fit(
                 *data(8),
                 epochs=epochs,
@@ -187,7 +187,7 @@ def test_keras_callbacks_that_stop_one_rank(comm: Comm) -> None:
         callbacks=[callbacks.BroadcastState(), *early, callbacks.AgreeOnStop()],
     )
     assert len(net.history.history["loss"]) == 2
-    with pytest.raises(cx.PlanError, match="every"):
+    with pytest.raises(cx.ConfigurationError, match="every"):
         callbacks.AgreeOnStop(0)
 
 

@@ -44,18 +44,20 @@ def test_ranks_that_name_other_folders_are_refused(comm: Comm, folder: Path) -> 
     if comm.topology.size == 1:
         return
     own = folder / f"started-{comm.rank}"
-    with pytest.raises(cx.PlanError, match=r"`folder` of Checkpoint.*started-0.*rank 0.*started-1"):
+    with pytest.raises(
+        cx.ConfigurationError, match=r"`folder` of Checkpoint.*started-0.*rank 0.*started-1"
+    ):
         train(checkpoint.Checkpoint(own))
     for call in (
         lambda: checkpoint.save(small(), own, 0),
         lambda: checkpoint.restore(small(), own),
         lambda: checkpoint.next_epoch(own),
     ):
-        with pytest.raises(cx.PlanError, match="the same folder of a checkpoint"):
+        with pytest.raises(cx.ConfigurationError, match="the same folder of a checkpoint"):
             call()
-    with pytest.raises(cx.PlanError, match="`keep` of Checkpoint"):
+    with pytest.raises(cx.ConfigurationError, match="`keep` of Checkpoint"):
         train(checkpoint.Checkpoint(folder, keep=1 + comm.rank))
-    with pytest.raises(cx.PlanError, match="`memory_every` of Checkpoint"):
+    with pytest.raises(cx.ConfigurationError, match="`memory_every` of Checkpoint"):
         train(checkpoint.Checkpoint(folder, memory_every=10 + comm.rank))
 
 
@@ -66,7 +68,9 @@ def test_relative_folders_in_other_working_directories_are_refused(
         return
     (folder / f"of-{comm.rank}").mkdir()
     monkeypatch.chdir(folder / f"of-{comm.rank}")
-    with pytest.raises(cx.PlanError, match=r"of-0/run on rank 0.*of-1/run on rank 1.*absolute"):
+    with pytest.raises(
+        cx.CheckpointError, match=r"of-0/run on rank 0.*of-1/run on rank 1.*absolute"
+    ):
         train(checkpoint.Checkpoint("run"))
 
 
@@ -74,7 +78,9 @@ def test_a_folder_that_is_a_file_on_one_rank_is_refused_on_all(comm: Comm, folde
     if comm.rank == 0:
         (folder / "run").write_text("")
     comm.gather_objects("written")
-    with pytest.raises(cx.PlanError, match=r"of which rank 0 says: .*is a file, and no folder"):
+    with pytest.raises(
+        cx.CheckpointError, match=r"of which rank 0 says: .*is a file, and no folder"
+    ):
         train(checkpoint.Checkpoint(folder / "run"))
 
 
@@ -102,7 +108,7 @@ def test_a_second_run_is_refused_by_name_until_the_first_has_ended(
     """Two runs that saved into one folder deleted each other's files."""
     named = "run another, process 4711 on elsewhere"
     with another_run(comm, folder):
-        with pytest.raises(cx.PlanError, match=named):
+        with pytest.raises(cx.CheckpointError, match=named):
             train(checkpoint.Checkpoint(folder))
         with pytest.raises(checkpoint.SaveError, match=named):
             checkpoint.save(small(), folder, 0)

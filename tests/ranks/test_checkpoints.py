@@ -194,7 +194,7 @@ def test_a_damaged_head_is_refused_in_words(comm: Comm, folder: Path, text: str)
         (folder / "checkpoint.json").write_text(text)
     comm.gather_objects("written")
     with pytest.raises(
-        cx.PlanError, match=r"checkpoint\.json must name a save.*on rank 0.*delete it"
+        cx.CheckpointError, match=r"checkpoint\.json must name a save.*on rank 0.*delete it"
     ):
         checkpoint.next_epoch(folder)
     if text:
@@ -204,7 +204,7 @@ def test_a_damaged_head_is_refused_in_words(comm: Comm, folder: Path, text: str)
         lambda: checkpoint.save(net, folder, 0),
         lambda: fit(net, comm, extra=(checkpoint.Checkpoint(folder),)),
     ):
-        with pytest.raises(cx.PlanError, match="must name a save"):
+        with pytest.raises(cx.CheckpointError, match="must name a save"):
             refuses()
     assert not net.optimizer.exchanger.runs
 
@@ -260,7 +260,7 @@ def test_two_optimizers_of_one_model(comm: Comm, folder: Path) -> None:
     } == {"residual 0", "residual 1"}
     assert all(total.numpy().any() for total in accumulated(again.judge_optimizer).values())
 
-    with pytest.raises(cx.PlanError, match=r"2 wrapped optimizers.*1"):
+    with pytest.raises(cx.CheckpointError, match=r"2 wrapped optimizers.*1"):
         checkpoint.restore(wrapped(), folder)
 
 
@@ -291,7 +291,7 @@ def test_what_cannot_be_written_down_is_said_before_the_first_step(
     comm: Comm, folder: Path
 ) -> None:
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(NoConfig())))
-    with pytest.raises(cx.PlanError, match=r"'net'.*NoConfig.*get_config"):
+    with pytest.raises(cx.CheckpointError, match=r"'net'.*NoConfig.*get_config"):
         fit(net, comm, epochs=1, extra=(checkpoint.Checkpoint(folder),))
     assert not net.optimizer.exchanger.runs
 
@@ -311,12 +311,12 @@ def test_a_model_must_be_built_and_have_its_names(comm: Comm, folder: Path) -> N
     )
     take(net, comm)
     checkpoint.save(net, folder, 0)
-    with pytest.raises(cx.PlanError, match=r"is built.*model\.build"):
+    with pytest.raises(cx.CheckpointError, match=r"is built.*model\.build"):
         checkpoint.restore(again, folder)
     again.build((None, 12))
     assert checkpoint.restore(again, folder) == 1 and (comm.rank or same(state(net), state(again)))
     take(again, comm)
-    with pytest.raises(cx.PlanError, match=r"'small/out/bias', which.*has 'small/end/bias'"):
+    with pytest.raises(cx.CheckpointError, match=r"'small/out/bias', which.*has 'small/end/bias'"):
         checkpoint.restore(other, folder)
 
 
@@ -383,6 +383,6 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_first_step(
         Path("file").write_text("")
     comm.gather_objects("written")
     own = Path("/proc/self/cwd/file/checkpoint")  # One name, and a folder of each rank
-    with pytest.raises(cx.PlanError, match=rf"rank {last} says: .*Not a directory"):
+    with pytest.raises(cx.CheckpointError, match=rf"rank {last} says: .*Not a directory"):
         fit(net, comm, extra=(checkpoint.Checkpoint(own),))
     assert not net.optimizer.exchanger.runs

@@ -196,9 +196,9 @@ def test_a_warm_up_without_a_schedule_ends_at_the_full_rate(comm: Comm) -> None:
 def test_a_warm_up_of_a_schedule_is_refused_in_words(comm: Comm) -> None:
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(schedule)))
-    with pytest.raises(cx.PlanError, match="an optimizer with a schedule"):
+    with pytest.raises(cx.ConfigurationError, match="an optimizer with a schedule"):
         fit(net, comm, callbacks.WarmUp(0.1, steps=3))
-    with pytest.raises(cx.PlanError, match="must be a number"):
+    with pytest.raises(cx.ConfigurationError, match="must be a number"):
         callbacks.WarmUp(schedule, steps=3)
 
 

@@ -133,7 +133,7 @@ def test_the_plan_in_hand_is_refused_too(comm: Comm) -> None:
     plan = make_plan(
         [Gradient("w", (8, 8), "float32")], {"*": cx.Scheme("pipeline")}, comm.topology
     )
-    with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
+    with pytest.raises(cx.ConfigurationError, match="horovodrun --mpi"):
         PlanExecutor(plan, comm)
 
 

@@ -35,7 +35,7 @@ def test_optimizers_that_keras_cannot_write_down(comm: Comm, tmp_path: Path) -> 
         net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(rate)))
         fit(net, comm, epochs=1)
         assert net.optimizer._learning_rate is rate
-    with pytest.raises(cx.PlanError, match=r"Forgetful.*get_config"):
+    with pytest.raises(cx.ConfigurationError, match=r"Forgetful.*get_config"):
         cx.DistributedOptimizer(Forgetful(1, learning_rate=0.1))
     net = compiled(cx.DistributedOptimizer(Registered(0.1)))
     net.save(tmp_path / "model.keras")
@@ -58,7 +58,7 @@ def test_optimizers_that_keras_cannot_write_down(comm: Comm, tmp_path: Path) -> 
 def test_wrong_arguments_are_refused_in_words(
     comm: Comm, optimizer: Any, options: dict[str, Any]
 ) -> None:
-    with pytest.raises(cx.PlanError, match="Received"):
+    with pytest.raises(cx.ConfigurationError, match="Received"):
         cx.DistributedOptimizer(
             keras.optimizers.SGD(0.1) if optimizer == "good" else optimizer, **options
         )
@@ -69,7 +69,7 @@ def test_float8_state_is_refused(comm: Comm) -> None:
     net.trainable_variables[0].overwrite_with_gradient = True
     optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
     if comm.topology.size > 1:
-        with pytest.raises(cx.PlanError, match="overwrites with their gradients"):
+        with pytest.raises(cx.ConfigurationError, match="overwrites with their gradients"):
             optimizer.apply(
                 [tf.ones(variable.shape) for variable in net.trainable_variables],
                 net.trainable_variables,
@@ -120,7 +120,7 @@ def test_an_optimizer_that_goes_past_the_exchange_is_refused(comm: Comm, eagerly
     for optimizer in optimizers:
         net = compiled(cx.DistributedOptimizer(optimizer))
         net.run_eagerly = eagerly
-        with pytest.raises(cx.PlanError, match="without an exchange"):
+        with pytest.raises(cx.ConfigurationError, match="without an exchange"):
             fit(net, comm, epochs=1)
 
 

@@ -70,5 +70,5 @@ def test_a_loss_scale_that_nobody_agreed_on_is_refused(comm: Comm) -> None:
     optimizer = keras.optimizers.LossScaleOptimizer(
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
     )
-    with pytest.raises(cx.PlanError, match="LossScaleOptimizer"):
+    with pytest.raises(cx.ConfigurationError, match="LossScaleOptimizer"):
         optimizer.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)

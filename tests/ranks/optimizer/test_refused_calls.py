@@ -32,18 +32,18 @@ def test_momentum_twice_is_refused(comm: Comm) -> None:
 
 def test_bad_calls(comm: Comm) -> None:
     wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    with pytest.raises(cx.PlanError, match="wrapped already"):
+    with pytest.raises(cx.ConfigurationError, match="wrapped already"):
         cx.DistributedOptimizer(wrapped)
     remade = type(wrapped).from_config(wrapped.get_config())
-    with pytest.raises(cx.PlanError, match="exchanges nothing"):
+    with pytest.raises(cx.ConfigurationError, match="exchanges nothing"):
         remade.apply([tf.ones(2)], [keras.Variable(np.ones(2, "float32"))])
-    with pytest.raises(cx.PlanError, match="plain optimizer is required"):
+    with pytest.raises(cx.ConfigurationError, match="plain optimizer is required"):
         cx.DistributedOptimizer(remade)
-    with pytest.raises(cx.PlanError, match="Did you mean 'average'"):
+    with pytest.raises(cx.ConfigurationError, match="Did you mean 'average'"):
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1), op="averag")
-    with pytest.raises(cx.PlanError, match="Did you mean 'hitopk'"):
+    with pytest.raises(cx.ConfigurationError, match="Did you mean 'hitopk'"):
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme("hitpk", "mstopk", 0.1))
-    with pytest.raises(cx.PlanError, match="node_size"):
+    with pytest.raises(cx.ConfigurationError, match="node_size"):
         cx.init(node_size=comm.topology.slots + 1)
 
 

@@ -67,7 +67,7 @@ def test_strategies_that_cannot_be_are_refused(comm: Comm) -> None:
         (Root, "strategy` must be one of synchronous, root, rebroadcast"),
         (5, "Received 5"),
     ):
-        with pytest.raises(cx.PlanError, match=words):
+        with pytest.raises(cx.ConfigurationError, match=words):
             cx.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy=wrong)
     net = model()
     scheme = dataclasses.replace(SPARSE, momentum=0.9)
