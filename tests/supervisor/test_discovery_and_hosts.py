@@ -17,10 +17,10 @@ from tfcommx.launch.hosts import Host
 from tfcommx.supervisor.hosts import (
     LEAVING_SECONDS,
     Cooldown,
-    ElasticOptions,
     FixedHosts,
     Hosts,
     ScriptHosts,
+    SupervisorOptions,
     place,
     slots_of,
 )
@@ -142,7 +142,7 @@ def choose(tmp_path: Path, alive: str, **options) -> tuple[Hosts, list[str], Pat
     Answers.alive = set(alive)
     options = {"timeout": 0.0, "cooldown": (60.0, 60.0), **options}
     source = ScriptHosts(f"cat {named}")
-    return Hosts(source, ElasticOptions(**options), remote, said.append), said, named
+    return Hosts(source, SupervisorOptions(**options), remote, said.append), said, named
 
 
 def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path) -> None:
@@ -192,6 +192,6 @@ def test_fixed_hosts_stay_and_this_host_is_local() -> None:
 
 def test_options_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="--max-np 2 and --min-np 3"):
-        ElasticOptions(fewest=3, most=2)
+        SupervisorOptions(fewest=3, most=2)
     with pytest.raises(ConfigurationError, match="Received 5 and 4"):
-        ElasticOptions(cooldown=(5.0, 4.0))
+        SupervisorOptions(cooldown=(5.0, 4.0))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tfcommx.cli import elastic_options
+from tfcommx.cli import restart_options
 from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import RemoteHosts, is_local
 from tfcommx.launch.horovodrun import Launch, Running, on_end_signals, search_path
@@ -21,7 +21,7 @@ from tfcommx.supervisor.supervisor import EndAtOnce
 NOT_FOUND = 127
 
 
-@elastic_options.add_options
+@restart_options.add_options
 def run(
     command: Annotated[
         list[str], typer.Argument(help="What every rank runs, such as `python train.py`.")
@@ -57,14 +57,14 @@ def run(
         typer.Option(metavar="WORD", help="Pass a word on to horovodrun. Repeatable."),
     ] = None,
     *,
-    elastic: elastic_options.Elastic,
+    restart: restart_options.RestartOptions,
 ) -> None:
     """Start COMMAND on every rank: `tfcommx run -np 8 -H node1:4,node2:4 -- python train.py`.
 
     Without -H and --hostfile the hosts are those of the allocation: of Slurm, PBS, LSF, or
     Kubernetes' MPI operator; outside of one, this machine. Ctrl-C ends all ranks. If a rank fails,
-    the others are ended, one line says which it was, and its exit status is returned. With an
-    elastic option the ranks are then started again, on the hosts that are left.
+    the others are ended, one line says which it was, and its exit status is returned. With a
+    restart option the ranks are then started again, on the hosts that are left.
     """
     if gloo and mpi:
         raise ConfigurationError("One of --gloo and --mpi is required at most. Received both.")
@@ -88,19 +88,19 @@ def run(
             own = ["--network-interfaces", network_interfaces]
         return Launch(tuple(hosts), tuple(command), kind, mpi_args, (*own, *options))
 
-    if not elastic.wanted:
+    if not restart.wanted:
         source, found = find_hosts(num_proc, hosts, hostfile)
         chosen = ranks_on(found, num_proc or sum(host.slots for host in found), source)
         carry_out(make_launch(chosen))
         return
-    if elastic.host_discovery_script and not (hosts or hostfile):
+    if restart.host_discovery_script and not (hosts or hostfile):
         source, found = "", []
     else:
-        source, found = find_hosts(num_proc or elastic.max_np or elastic.min_np, hosts, hostfile)
+        source, found = find_hosts(num_proc or restart.max_np or restart.min_np, hosts, hostfile)
     interfaces = tuple(network_interfaces.split(",")) if network_interfaces else ()
-    elastic_options.supervise(
-        elastic.source(found, source, num_proc),
-        elastic.options(num_proc, interfaces),
+    restart_options.supervise(
+        restart.source(found, source, num_proc),
+        restart.options(num_proc, interfaces),
         RemoteHosts(ssh_port, ssh_identity_file),
         make_launch,
         EndAtOnce(),

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tfcommx.cli import elastic_options
-from tfcommx.cli.elastic_options import Elastic, supervise
+from tfcommx.cli import restart_options
 from tfcommx.cli.environment import load_tensorflow, quiet_horovod
+from tfcommx.cli.restart_options import RestartOptions, supervise
 from tfcommx.core import LaunchError
 from tfcommx.launch.commands import RemoteHosts
 from tfcommx.launch.horovodrun import Launch, Running, on_end_signals
@@ -69,12 +69,12 @@ def train_command(words: list[str]) -> tuple[str, ...]:
 
 
 def supervise_train(
-    elastic: Elastic, hosts: list[Host], ranks: int | None, words: TrainWords, folder: Path
+    restart: RestartOptions, hosts: list[Host], ranks: int | None, words: TrainWords, folder: Path
 ) -> None:
     """Run `tfcommx train` under a supervisor; signals save and end it, as in `launch_train`.
 
     Args:
-        elastic: the options of the supervisor.
+        restart: the options of the supervisor.
         hosts: of -H; empty: those that the script names.
         ranks: -np, or None.
         words: command and options of `tfcommx`.
@@ -86,10 +86,10 @@ def supervise_train(
     def make_launch(chosen: list[Host], generation: int) -> Launch:
         return Launch(tuple(chosen), train_command(words(generation)))
 
-    options = elastic.options(ranks)
+    options = restart.options(ranks)
     try:
         supervise(
-            elastic.source(hosts, "-H", ranks),
+            restart.source(hosts, "-H", ranks),
             options,
             RemoteHosts(),
             make_launch,
@@ -142,7 +142,7 @@ class LaunchStopper:
 SET_HELP = "Change the recipe, e.g. --set phases.0.epochs=1. Repeatable."
 
 
-@elastic_options.add_options
+@restart_options.add_options
 def train(
     config: Annotated[
         Path, typer.Argument(help="Recipe, a YAML file such as configs/fashion_mnist.yaml.")
@@ -184,7 +184,7 @@ def train(
     terminal: Annotated[str | None, typer.Option(hidden=True)] = None,
     show_report: Annotated[bool, typer.Option("--report/--no-report", hidden=True)] = True,
     *,
-    elastic: elastic_options.Elastic,
+    restart: restart_options.RestartOptions,
 ) -> None:
     """Train a model as a recipe says.
 
@@ -196,7 +196,7 @@ def train(
     recipe = read_recipe(config, changes)
     folder = output or Path("runs") / recipe.name
     alone = () if baseline is None else tuple(read_alone(baseline))
-    if processes or hosts or elastic.wanted:
+    if processes or hosts or restart.wanted:
         words = ["train", str(config), "--output", str(folder), "--no-report"]
         words += [word for change in changes for word in ("--set", change)]
         words += ["--tensorboard"] * tensorboard + ["--dry-run"] * dry_run
@@ -215,12 +215,12 @@ def train(
 
         if hosts:
             given = parse_hosts(hosts)
-        elif processes or not elastic.host_discovery_script:
-            given = [Host("localhost", processes or elastic.max_np or elastic.min_np or 1)]
+        elif processes or not restart.host_discovery_script:
+            given = [Host("localhost", processes or restart.max_np or restart.min_np or 1)]
         else:
             given = []
-        if elastic.wanted and not dry_run:
-            supervise_train(elastic, given, processes, in_generation, folder)
+        if restart.wanted and not dry_run:
+            supervise_train(restart, given, processes, in_generation, folder)
         else:
             chosen = ranks_on(given, processes or sum(host.slots for host in given), "-H")
             launch_train(chosen, in_generation(0), folder, saves=not dry_run)

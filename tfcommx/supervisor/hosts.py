@@ -4,7 +4,7 @@ How a supervised run is started again; the command line's options by another nam
 
 Which hosts there are: those that were given, or those that the user's script prints.
 
-To add a way to find hosts: a class with `hosts()`, and a word in cli/elastic_options.py.
+To add a way to find hosts: a class with `hosts()`, and a word in cli/restart_options.py.
 
 Which hosts are left out for a while: those that were lost, or said that they go.
 
@@ -31,7 +31,7 @@ TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class ElasticOptions:
+class SupervisorOptions:
     """Limits of a supervised run.
 
     **Raises:** ConfigurationError for values out of their ranges.
@@ -258,7 +258,7 @@ class Hosts:
     def __init__(
         self,
         source: HostSource,
-        options: ElasticOptions,
+        options: SupervisorOptions,
         remote: RemoteHosts,
         say: Callable[[str], None],
     ) -> None:

@@ -30,7 +30,7 @@ from tfcommx.supervisor.generation import (
     first_failure,
 )
 from tfcommx.supervisor.goodput import pause_before, price
-from tfcommx.supervisor.hosts import ElasticOptions, Hosts, host_named, in_words, place, slots_of
+from tfcommx.supervisor.hosts import Hosts, SupervisorOptions, host_named, in_words, place, slots_of
 
 # So that horovodrun says at once that a rank has failed; it gives it to the ranks anyway
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
@@ -88,7 +88,7 @@ class Supervisor:
     def __init__(
         self,
         hosts: Hosts,
-        options: ElasticOptions,
+        options: SupervisorOptions,
         make_launch: Callable[[list[Host], int], Launch],
         stop: StopSignal,
     ) -> None:

@@ -16,30 +16,31 @@ from tfcommx.launch.hosts import Host, ranks_on
 from tfcommx.supervisor.hosts import (
     COOLDOWN_SECONDS,
     TIMEOUT_SECONDS,
-    ElasticOptions,
     FixedHosts,
     Hosts,
     HostSource,
     ScriptHosts,
+    SupervisorOptions,
 )
 from tfcommx.supervisor.supervisor import StopSignal, Supervisor, say
 
 
-class Elastic(NamedTuple):
+class RestartOptions(NamedTuple):
     """The options as they were given; None: not given."""
 
     min_np: Annotated[
         int | None,
-        typer.Option("--min-np", min=1, help="Elastic: ranks at least; default: -np, else 1."),
+        typer.Option("--min-np", min=1, help="Restart: ranks at least; default: -np, else 1."),
     ] = None
     max_np: Annotated[
         int | None,
-        typer.Option("--max-np", min=1, help="Elastic: ranks at most; default: all slots."),
+        typer.Option("--max-np", min=1, help="Restart: ranks at most; default: all slots."),
     ] = None
     host_discovery_script: Annotated[
         str | None,
         typer.Option(
-            "--host-discovery-script", help="Elastic: prints the hosts, a line each: node1:4."
+            "--host-discovery-script",
+            help="Restart: prints the hosts, a line each: node1:4.",
         ),
     ] = None
     slots: Annotated[
@@ -48,13 +49,13 @@ class Elastic(NamedTuple):
     ] = None
     reset_limit: Annotated[
         int | None,
-        typer.Option("--reset-limit", min=0, help="Elastic: so many restarts at most."),
+        typer.Option("--reset-limit", min=0, help="Restart: so many restarts at most."),
     ] = None
     blacklist_cooldown_range: Annotated[
         tuple[float, float] | None,
         typer.Option(
             "--blacklist-cooldown-range",
-            help="Elastic: seconds that a lost host is left out, the first time and at most; "
+            help="Restart: seconds that a lost host is left out, the first time and at most; "
             "default: {:g} {:g}.".format(*COOLDOWN_SECONDS),
         ),
     ] = None
@@ -63,7 +64,7 @@ class Elastic(NamedTuple):
         typer.Option(
             "--elastic-timeout",
             min=0,
-            help=f"Elastic: seconds to wait for enough hosts; default: {TIMEOUT_SECONDS:g}.",
+            help=f"Restart: seconds to wait for enough hosts; default: {TIMEOUT_SECONDS:g}.",
         ),
     ] = None
     grow_every: Annotated[
@@ -72,12 +73,12 @@ class Elastic(NamedTuple):
             "--grow-every",
             metavar="MINUTES",
             min=0,
-            help="Elastic: new hosts may join then, too, not only when an epoch ends.",
+            help="Restart: new hosts may join then, too, not only when an epoch ends.",
         ),
     ] = None
     generations: Annotated[
         Path | None,
-        typer.Option("--generations", help="Elastic: write the table of generations, as JSON."),
+        typer.Option("--generations", help="Restart: write the table of generations, as JSON."),
     ] = None
 
     @property
@@ -85,7 +86,7 @@ class Elastic(NamedTuple):
         """Return whether a supervisor is wanted: one of them was given."""
         return any(value is not None for value in self)
 
-    def options(self, ranks: int | None, interfaces: tuple[str, ...] = ()) -> ElasticOptions:
+    def options(self, ranks: int | None, interfaces: tuple[str, ...] = ()) -> SupervisorOptions:
         """Return the limits of the run. **Raises:** ConfigurationError for values out of range.
 
         Args:
@@ -93,7 +94,7 @@ class Elastic(NamedTuple):
             interfaces: of the network.
         """
         fewest = self.min_np or min(ranks or 1, self.max_np or ranks or 1)
-        return ElasticOptions(
+        return SupervisorOptions(
             fewest=fewest,
             most=self.max_np or (None if self.host_discovery_script else ranks),
             first=max(fewest, ranks or fewest),
@@ -132,24 +133,24 @@ class Elastic(NamedTuple):
 
 
 def add_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command these options; it gets them as one argument, `elastic`.
+    """Give a command these options; it gets them as one argument, `restart`.
 
-    >>> def say(name: str, elastic: Elastic) -> None: ...
+    >>> def say(name: str, restart: RestartOptions) -> None: ...
     >>> [*inspect.signature(add_options(say)).parameters][:3]
     ['name', 'min_np', 'max_np']
     """
     hints = get_type_hints(command, include_extras=True)
-    options = inspect.signature(Elastic).parameters
-    kinds = get_type_hints(Elastic, include_extras=True)
+    options = inspect.signature(RestartOptions).parameters
+    kinds = get_type_hints(RestartOptions, include_extras=True)
     parameters = [
         one.replace(annotation=(kinds | hints)[one.name], kind=inspect.Parameter.KEYWORD_ONLY)
         for name, given in inspect.signature(command).parameters.items()
-        for one in (options.values() if name == "elastic" else [given])
+        for one in (options.values() if name == "restart" else [given])
     ]
 
     def with_options(**given: Any) -> None:
-        elastic = Elastic(**{name: given.pop(name) for name in options})
-        command(**given, elastic=elastic)
+        restart = RestartOptions(**{name: given.pop(name) for name in options})
+        command(**given, restart=restart)
 
     with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
     # What typer reads
@@ -160,7 +161,7 @@ def add_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def supervise(
     source: HostSource,
-    options: ElasticOptions,
+    options: SupervisorOptions,
     remote: RemoteHosts,
     make_launch: Callable[[list[Host], int], Launch],
     stop: StopSignal,
