@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from laws_helpers import (
 from tfcommx import routes
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import PlanError, Scheme, Topology
+from tfcommx.core import PlanError, Scheme, Sparse, Topology
 from tfcommx.runtime.executor import PlanExecutor
 
 
@@ -52,18 +53,19 @@ def test_law_4_count(scheme: Scheme, topology: Topology) -> None:
     def work(comm: Comm) -> tuple:
         running, counted, sent = PlanExecutor(plan, comm), [], []
         for bucket, runner in zip(plan.buckets, running.runners, strict=True):
-            selector = runner.selector
-            select = (
-                None
-                if selector is None
-                else lambda part, selector=selector: (
-                    counted.append(selector.select(part, selector.seed(tf.constant(1, tf.int64))))
-                    or counted[-1]
-                )
-            )
+            select: list[Callable[[tf.Tensor], Sparse]] = []
+            if (selector := runner.selector) is not None:
+                select = [
+                    lambda part, selector=selector: (
+                        counted.append(
+                            selector.select(part, selector.seed(tf.constant(1, tf.int64)))
+                        )
+                        or counted[-1]
+                    )
+                ]
             start = comm.traffic()
             flat = tf.random.normal([bucket.padded])
-            routes.get(bucket.route).run(flat, bucket, comm, runner.codec, select)
+            routes.get(bucket.route).run(flat, bucket, comm, runner.codec, *select)
             sent.append(np.subtract(comm.traffic(), start))
         return sent, [
             (bucket.k, sparse)
