@@ -1,7 +1,8 @@
 """Readers: what srun, torchrun and TF_CONFIG tell each process, before the processes have met.
 
-environment --a reader of known_launchers.LAUNCHERS--> ClusterEnvironment
---rendezvous.join()--> Gloo launch
+    environment --reader--> ClusterEnvironment --rendezvous.join()--> Gloo launch
+
+The table of launchers, and of their readers, is in known_launchers.
 """
 
 from __future__ import annotations

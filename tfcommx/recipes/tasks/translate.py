@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Sentences(Protocol):
+class HasSentences(Protocol):
     """What data of sentences have besides the members of `Data`."""
 
     vocabulary: Vocabulary
@@ -28,7 +28,7 @@ class Sentences(Protocol):
     references: Sequence[str]
 
 
-class SentenceData(Data, Sentences, Protocol):
+class SentenceData(Data, HasSentences, Protocol):
     """Pairs of sentences, open on one rank."""
 
 
@@ -48,7 +48,7 @@ class Translate(RecipePart):
 
     def build(self, data: Data) -> Translation:
         """Return the objective. **Raises:** ConfigurationError for data that are no sentences."""
-        if not isinstance(data, Sentences):
+        if not isinstance(data, HasSentences):
             raise ConfigurationError(
                 "The task translate needs pairs of sentences. Choose the data set text_files, "
                 "tfds_translate or catalogues, or another task."
