@@ -243,8 +243,8 @@ def test_any_number_of_ranks_root_and_length(
 
 def test_a_root_that_does_not_take_part_is_refused() -> None:
     with pytest.raises(PlanError, match=r"root=5, ranks=\[0, 1\] \(rank 1\)"):
-        nobody = messages.Participants([0, 1], 1, 5, None)
-        messages.carry_out("reduce", np.zeros(3), nobody, tree.schedule, messages.run_by_round)
+        outsider = messages.Participants([0, 1], 1, 5, None)
+        messages.carry_out("reduce", np.zeros(3), outsider, tree.schedule, messages.run_by_round)
 
 
 @pytest.mark.parametrize(

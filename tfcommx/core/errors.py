@@ -15,7 +15,7 @@ from __future__ import annotations
 
 
 class TfcommxError(Exception):
-    """Base of all errors of tfcommx: what a user, or the owner of the machines, can mend."""
+    """Base of all errors that tfcommx raises for users; the message says what to do."""
 
 
 class ConfigurationError(TfcommxError, ValueError):

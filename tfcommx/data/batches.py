@@ -126,7 +126,7 @@ def read(
     Args:
         slab: the node's memory.
         indices: int64 [b].
-        loose: uint8 [m], records (`record.pack`) of samples that are not in the slab.
+        loose: uint8 [m], records (`decode.pack`) of samples that are not in the slab.
         loose_at: int64 [b], where each sample's record begins in them; -1: in the slab.
         epoch: int64 scalar; with `seed` and the sample's index it draws the window.
         spec: how the samples are served.

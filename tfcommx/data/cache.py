@@ -5,7 +5,7 @@
 
 Three lives: the samples in memory outlive every dataset, and this process if another one of the
 node uses them (`slab`); the cache and its threads live as long as the DataCache (`loader`, `fill`);
-one call of `dataset` has its epochs and what it served (`epochs`, `epoch_stats`).
+one call of `dataset` has its epochs and what it served (`epochs`).
 
 **Source:** Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
 Clusters" (2021), section 4.1; we keep one copy per node in shared memory and not one per process.

@@ -5,7 +5,7 @@ kill -9 and at a restart of the machine: a slab that can be locked exclusively h
 It is then removed, never reused.
 
 All users of a machine can write to its shared memory. Only files whose name has this user's number,
-and that `own_files` accepts, are slabs here; all others are passed over.
+and that `open_own` accepts, are slabs here; all others are passed over.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _rename_if_free(part: Path, path: Path) -> None:
     """Rename a file in one step. A name that is taken is a FileExistsError.
 
     A link that is made before the old name is removed would give the slab two names meanwhile,
-    which `own_files` refuses.
+    which `open_own` refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(part), os.fsencode(path)

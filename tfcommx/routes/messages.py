@@ -293,7 +293,7 @@ class MessageRoute(PeerRoute[MessageOptions]):
     name: str
     # Which message is sent when, a pure function.
     schedule: Schedule
-    # How a rank carries out its part: `transfers.run_by_round` or `transfers.run_when_ready`.
+    # How a rank carries out its part: `run_by_round` or `run_when_ready`.
     run_transfers: RunTransfers
     # Seconds of an allreduce.
     price: Price

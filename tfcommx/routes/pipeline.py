@@ -70,7 +70,7 @@ def seconds(bucket: Bucket[MessageOptions], topology: Topology, links: Links) ->
 
     Table 1 of the paper has 2 (p - 1 + n/b) messages through the port of a position in the middle
     of its one chain, and pays the latency of each. Here a direction has several messages under way
-    (`transfers.WINDOW`), whose latencies overlap.
+    (`messages.WINDOW`), whose latencies overlap.
     """
     ranks, total = topology.size, bucket.padded_bytes
     if ranks == 1 or total == 0:

@@ -120,7 +120,7 @@ class Assumptions:
     slow_node: float = 1.0
     # Rate of one node's port over that of the others, in (0, 1].
     slow_port: float = 1.0
-    # Largest share of a port's rate that is missing in a step, in [0, 1); `disturbances` has more.
+    # Largest share of a port's rate that is missing in a step, in [0, 1); see `disturbed_links`.
     jitter: float = 0.0
 
     def __post_init__(self) -> None:

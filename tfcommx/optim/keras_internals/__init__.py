@@ -1,15 +1,13 @@
 """Private members of Keras: the only package that touches them, for tested versions.
 
 version      which versions those are
-step         takes part in the step of an optimizer: exchanges where Keras would clip
+step         takes part in the step of an optimizer: exchanges where Keras would clip; updates all
+             variables together
 optimizers   copies of optimizers, and state that Keras does not save
 shards       an optimizer that updates this rank's shards of the weights
-updates      updates all variables of an optimizer together
-models       layers, names, seeds and statistics of a model
+models       layers, names, seeds and statistics of a model; the step at which `fit` begins; what
+             Keras saves; where batch normalization computes the statistics of a batch
 metrics      which variables of a metric are sums
-saving       what Keras writes into a file of a model
-fit          the epoch and the step at which `fit` begins
-moments      where batch normalization computes the statistics of a batch
 """
 
 from tfcommx.optim.keras_internals.metrics import (

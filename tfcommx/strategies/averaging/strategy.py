@@ -13,15 +13,15 @@ in the gradient (SGD, also with momentum) equals synchronous training, to float3
 velocities. It does not with clipping, or with Adam and other rules that are not linear, and never
 with `every` above 1. (Weight decay reads the weights, which are equal, so it may be there.)
 
-This file has the options; `weight_averaging_run` has the steps, `outer_optimizer` what moves the
-start weights, `overlapped_rounds` rounds that end in a later step.
+This file has the options; `run` has the steps, and rounds that end in a later step;
+`outer_optimizer` moves the start weights.
 
 **Source:** Ma, Mao, Taylor, "Theano-MPI: a Theano-based Distributed Training Framework" (2016),
 section on AWAGD (average weights after gradient descent) and SUBGD (sum of updates before gradient
 descent; it is `op="sum"` with the strategy "synchronous", or with sends="updates" here).
 Douillard et al., "DiLoCo" (2023), and "Streaming DiLoCo with Overlapping Communication" (2025),
 section 2: we differ in that a fragment is chosen by size, not by layer, and in what becomes of the
-updates of the steps that a round overlaps (`overlapped_rounds`).
+updates of the steps that a round overlaps (`OverlappedRounds`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Over a node (or the peers) each node (or slot) has all weights, and the push add
 the shard over the peers (or the node): the collectives of the torus, the update between them.
 
 This file has the options and cuts the weights; `shards` and `whole_shards` are what is cut,
-`sharded_run` the steps, `pull_times` what the batches of a pull are planned by.
+`run` has the steps. `pull_times` are the times by which the batches of a pull are planned.
 
 **Source:** Wang, Pi, Zhou, "Scalable Distributed DL Training: Batching Communication and
 Computation" (2019), on the parameter servers of BigDL. There a server is a thread of its own beside
