@@ -24,6 +24,44 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
 #endif
 }
 
+// As `launch`, of a kernel that begins with `wait_for_previous_kernel`: its blocks are placed while
+// those of the stream's previous kernel still run, if that kernel has called `let_next_kernel_wait`.
+template <class... Parameters, class... Arguments>
+void launch_early(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
+                  Arguments... arguments) {
+#ifdef __CUDACC__
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = static_cast<unsigned>(blocks);
+  config.blockDim = kThreads;
+  config.stream = stream;
+  config.attrs = &early;
+  // Code that was made for older GPUs does not wait
+  cudaFuncAttributes code;
+  const bool waits = cudaFuncGetAttributes(&code, kernel) == cudaSuccess && code.ptxVersion >= 90;
+  config.numAttrs = waits ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+#else
+  launch(kernel, blocks, stream, arguments...);
+#endif
+}
+
+// Waits until all that the stream's previous kernel writes can be read.
+__device__ inline void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the blocks of the stream's next kernel be placed where there is room, to wait there.
+__device__ inline void let_next_kernel_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // Null, or what CUDA says of the launches since the last call.
 inline const char* launch_error() {
   const cudaError_t error = cudaGetLastError();

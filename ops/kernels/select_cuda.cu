@@ -50,6 +50,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) sample(Job<T> job, int64_t runs, uint32_t rank) {
   __shared__ uint32_t bins[kBins];
   uint32_t* keys = reinterpret_cast<uint32_t*>(job.values);  // not needed yet
+  let_next_kernel_wait();
   clear(bins);
   for (int64_t i = blockIdx.x * kThreads + threadIdx.x; i < runs * kRun;
        i += gridDim.x * kThreads) {
@@ -109,7 +110,9 @@ __device__ void put_back(const Job<T>& job, int64_t strip, uint32_t not_finite, 
 template <class T, bool kResidual, bool kVelocity>
 __global__ void __launch_bounds__(kThreads, kAddingBlocks) add_and_list(Job<T> job) {
   __shared__ uint32_t bins[kBins];
+  let_next_kernel_wait();
   clear(bins);
+  wait_for_previous_kernel();
   const Selection& s = job.s;
   const uint32_t lower = s.k ? job.state->lower : kEnd, room = static_cast<uint32_t>(job.room);
   uint32_t farther = 0;  // candidates beyond the near bins, by far the most if k is large
@@ -229,6 +232,8 @@ __device__ uint32_t not_finite_in_list(const Job<T>& job, int64_t strip, uint32_
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) narrow(Job<T> job) {
+  let_next_kernel_wait();
+  wait_for_previous_kernel();
   const State state = *job.state;
   if (state.shift == kFound) return;
   __shared__ uint32_t bins[kBins];
@@ -270,6 +275,8 @@ __device__ bool is_inside(const State& state, const Entry& entry) {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) tally(Job<T> job) {
+  let_next_kernel_wait();
+  wait_for_previous_kernel();
   const State state = *job.state;
   uint64_t mine = 0;
   each_strip_of_warp(job, [&](int64_t strip, uint32_t count) {
@@ -299,6 +306,7 @@ __global__ void __launch_bounds__(kThreads) tally(Job<T> job) {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) emit(Job<T> job) {
+  wait_for_previous_kernel();
   const Selection& s = job.s;
   const State state = *job.state;
   const bool window = s.rule == Rule::mstopk && state.lower < kNotFinite;
@@ -396,14 +404,15 @@ const char* run(const Selection& s, char* workspace, cudaStream_t stream) {
   cudaMemsetAsync(workspace, 0, plan.warp_tallies, stream);
   launch(sample<T>, plan.runs * kRun / kThreads + 1, stream, job, plan.runs,
          static_cast<uint32_t>(plan.rank));
-  launch(s.velocity ? (s.residual ? add_and_list<T, true, true> : add_and_list<T, false, true>)
-                    : (s.residual ? add_and_list<T, true, false> : add_and_list<T, false, false>),
-         adding, stream, job);
+  launch_early(s.velocity
+                   ? (s.residual ? add_and_list<T, true, true> : add_and_list<T, false, true>)
+                   : (s.residual ? add_and_list<T, true, false> : add_and_list<T, false, false>),
+               adding, stream, job);
   if (s.k == 0) return launch_error();
   for (int level = s.rule == Rule::exact ? 3 : 2; level > 0; --level)
-    launch(narrow<T>, narrowing, stream, job);
-  launch(tally<T>, reading, stream, job);
-  launch(emit<T>, reading, stream, job);
+    launch_early(narrow<T>, narrowing, stream, job);
+  launch_early(tally<T>, reading, stream, job);
+  launch_early(emit<T>, reading, stream, job);
   return launch_error();
 }
 
