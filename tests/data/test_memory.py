@@ -1,5 +1,6 @@
 """Memory of the batches: what is touched is used again, and given back in the end."""
 
+import ctypes
 import gc
 import os
 import resource
@@ -27,6 +28,24 @@ def smaps(word):
     """Sum of the bytes that all mappings of this process have as `word`."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{word}:"))
+
+
+def passes_alone(test):
+    """Run a test in a process of its own; false in that process, which is to go on."""
+    if ALONE in os.environ:
+        return False
+    again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", test]
+    env = {**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment(alone=True), ALONE: "1"}
+    done = subprocess.run(again, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+    return True
+
+
+def wait_until(reached, otherwise):
+    end = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -60,11 +79,7 @@ def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened, req
 
     An op that was called eagerly, as in other tests, stays in TensorFlow's cache.
     """
-    if ALONE not in os.environ:
-        again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", request.node.nodeid]
-        env = {**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment(alone=True), ALONE: "1"}
-        done = subprocess.run(again, env=env, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+    if passes_alone(request.node.nodeid):
         return
     batches = iter(opened.dataset(BatchSpec(BATCH, SIDE), epochs=2))
     for _ in range(12):
@@ -72,10 +87,52 @@ def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened, req
     before = smaps("LazyFree")  # what this pipeline did not need of an earlier one's
     del batches
     gc.collect()
-    end = time.monotonic() + 60
-    while smaps("LazyFree") < before + 2 * BATCH_BYTES:
-        assert time.monotonic() < end, "the memory of the batches was kept"
-        time.sleep(0.05)
+    wait_until(
+        lambda: smaps("LazyFree") >= before + 2 * BATCH_BYTES, "the memory of the batches was kept"
+    )
+
+
+def test_batches_are_locked_for_a_gpu_until_the_pipeline_is_gone(
+    opened, request, tmp_path, monkeypatch
+):
+    """A GPU copies from locked pages by itself; what is freed under a lock it would read as before.
+
+    CUDA's driver is made up here.
+    """
+    if passes_alone(request.node.nodeid):
+        return
+    library = tmp_path / "libcuda.so.1"
+    source = Path(__file__).with_name("fake_cuda.cc")
+    build = ["g++", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library]
+    subprocess.run(build, check=True)
+    driver = ctypes.CDLL(str(library))
+    driver.fake_cuda_locked.restype = ctypes.c_size_t
+
+    def serve():
+        batches = iter(opened.dataset(BatchSpec(BATCH, SIDE), epochs=2))
+        for _ in range(12):
+            next(batches)
+        return batches
+
+    monkeypatch.setenv("FAKE_CUDA_IDLE", "1")
+    serve()
+    gc.collect()
+    assert driver.fake_cuda_locked() == 0  # A context made here would take memory of a GPU
+    monkeypatch.delenv("FAKE_CUDA_IDLE")
+    batches = serve()
+    assert driver.fake_cuda_locked() >= 2 * BATCH_BYTES
+    monkeypatch.setenv("FAKE_CUDA_REFUSES", "1")
+    before = smaps("LazyFree")
+    del batches
+    gc.collect()
+    time.sleep(0.5)
+    assert smaps("LazyFree") <= before
+    monkeypatch.delenv("FAKE_CUDA_REFUSES")
+    batches = serve()  # Takes what is still locked
+    del batches
+    gc.collect()
+    wait_until(lambda: driver.fake_cuda_locked() == 0, "memory stays locked")
+    assert driver.fake_cuda_wrong() == 0
 
 
 def test_a_consumer_that_lets_many_batches_go_leaves_a_bounded_rest(opened):
