@@ -13,6 +13,8 @@ import tfcommx as cx
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
+# Tests compare what several ranks compute with what one does, closer than 10 bits of mantissa
+tf.config.experimental.enable_tensor_float_32_execution(False)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks

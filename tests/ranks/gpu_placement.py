@@ -10,7 +10,7 @@ from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
 # TensorFlow's CPU wheel does not say which of its ops have a GPU kernel. By its sources these do,
 # for the types that exchanges have more than a hundred entries of: an op that is missing here has
-# to be looked up there. None of it was seen on a GPU.
+# to be looked up there. In traces of a GPU nothing large was copied (docs/laboratory/gpu.md).
 ON_GPUS = {
     *("Abs", "AddN", "AddV2", "AssignVariableOp", "Cast", "ConcatV2", "EnsureShape", "Equal"),
     *("Fill", "Greater", "Identity", "IsFinite", "Less", "LogicalNot", "Minimum", "Mul"),

@@ -1,0 +1,218 @@
+"""Claim: with TensorFlow, Horovod and NCCL, ranks stay equal and no gradient leaves its GPU.
+
+    scripts/verify/gpu_training.py --ranks 2
+    scripts/verify/gpu_training.py --ranks 2 --tests tests/ranks
+
+Trains a ResNet-50 on one batch under several schemes, after a comparison of the kernels with the
+CPU's. Prints one JSON object for each scheme: the median milliseconds of a step, the loss before
+and after, whether all ranks have equal weights and, of one traced step, the bytes copied between
+the GPU and the host, the largest such copies, and the kernels that took longest. With `--tests` it runs these tests on
+the ranks in place of it. Needs what `make setup TFCOMMX_SETUP=--gpu` installs.
+
+Several ranks may share one GPU: a UTS namespace, which needs root, makes each a host of its own to
+NCCL and to `init()`. Collectives then run over the loopback device, so their times are not a
+cluster's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from tfcommx.collectives.comm import Comm
+
+NEW_UTS_NAMESPACE = 0x04000000
+SMALL_BYTES = 4096  # Copies of step counters, losses and rates
+SCHEMES: dict[str, dict[str, Any] | None] = {
+    "no exchange": None,
+    "allreduce": {},
+    "asa bfloat16": {"route": "asa", "wire": "bfloat16"},
+    "torus": {"route": "torus"},
+    "hitopk .01 elias/int4": {
+        "route": "hitopk", "selection": "mstopk", "density": 0.01, "wire": "elias/int4",
+    },
+    "hitopk .001": {"route": "hitopk", "selection": "mstopk", "density": 0.001},
+}  # fmt: skip
+
+
+def become_host(rank: int) -> None:
+    """Give this process a host name of its own, which resolves to the loopback device."""
+    libc, name = ctypes.CDLL(None, use_errno=True), f"node{rank}"
+    if libc.unshare(NEW_UTS_NAMESPACE) or libc.sethostname(name.encode(), len(name)):
+        raise OSError(ctypes.get_errno(), "A host name of its own needs root")
+
+
+def copies_and_kernels(folder: Path) -> dict[str, Any]:
+    """Read a trace: bytes copied between GPU and host, the largest copies, the longest kernels."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    (file,) = folder.rglob("*.xplane.pb")
+    space = xplane_pb2.XSpace.FromString(file.read_bytes())
+    copied: Counter[str] = Counter()
+    large: Counter[str] = Counter()
+    kernels: Counter[str] = Counter()
+    for plane in space.planes:
+        names = {key: stat.name for key, stat in plane.stat_metadata.items()}
+        # Other lines repeat the kernels by the ops that started them
+        lines = [line for line in plane.lines if line.name.startswith("Stream")]
+        for line in lines if plane.name.startswith("/device:GPU") else ():
+            for event in line.events:
+                name = plane.event_metadata[event.metadata_id].name
+                stats = {names[stat.metadata_id]: stat for stat in event.stats}
+                if "memcpy_details" not in stats:
+                    kernels[name[:80]] += event.duration_ps
+                    continue
+                details = stats["memcpy_details"]
+                text = details.str_value or names.get(details.ref_value, "")
+                size = int(dict(word.split(":", 1) for word in text.split() if ":" in word)["size"])
+                copied[name] += size
+                if size > SMALL_BYTES and "D2D" not in name:
+                    large[f"{name} {text}"] += 1
+    shown = {name for name, _ in kernels.most_common(4)}
+    return {
+        "copied_bytes": dict(copied),
+        "large_copies": dict(large.most_common(12)),
+        "kernels_us": {
+            name: round(picoseconds / 1e6)
+            for name, picoseconds in kernels.most_common()
+            if name in shown or "tfcommx" in name or "nccl" in name
+        },
+    }
+
+
+def make_model(pixels: int, fields: dict[str, Any] | None) -> keras.Model:
+    """Return a compiled ResNet-50 that exchanges gradients by this scheme; None: not at all."""
+    import keras
+
+    import tfcommx as cx
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    model = keras.applications.ResNet50(
+        weights=None, input_shape=(pixels, pixels, 3), classifier_activation=None
+    )
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    if fields is not None:
+        optimizer = cx.DistributedOptimizer(optimizer, scheme=cx.Scheme(**fields))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, jit_compile=False)
+    return model
+
+
+def fit(
+    model: keras.Model, data: tf.data.Dataset, steps: int, exchanges: bool, trace: Path | None
+) -> tuple[list[float], list[float]]:
+    """Train; return the seconds and the loss of each step. The last one is traced."""
+    import keras
+    import tensorflow as tf
+
+    import tfcommx as cx
+
+    seconds: list[float] = []
+    losses: list[float] = []
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if trace and batch == steps - 1:
+                tf.profiler.experimental.start(str(trace))
+            self.start = time.perf_counter()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            losses.append(float(logs["loss"]))  # Waits for the step
+            seconds.append(time.perf_counter() - self.start)
+            if trace and batch == steps - 1:
+                tf.profiler.experimental.stop()
+
+    callbacks = [*([cx.callbacks.BroadcastState()] if exchanges else []), Clock()]
+    model.fit(data, steps_per_epoch=steps, callbacks=callbacks, verbose=0)
+    return seconds, losses
+
+
+def train(comm: Comm, options: argparse.Namespace) -> None:
+    """Train under each scheme, and print what was seen. **Ranks:** all."""
+    import numpy as np
+    import tensorflow as tf
+
+    from tfcommx.kernels import device
+
+    def tell(**row: Any) -> None:
+        if comm.rank == 0:
+            print(json.dumps(row), flush=True)
+
+    start = time.perf_counter()
+    residuals_on = device.residual_device()
+    on_gpu = residuals_on != "/cpu:0"
+    tell(
+        residuals_on=residuals_on,
+        by_nccl=comm.by_nccl,
+        comparison_seconds=round(time.perf_counter() - start, 3),
+        ranks=comm.topology.size,
+        tensorflow=tf.__version__,
+    )
+    numbers = np.random.default_rng(comm.rank)
+    shape = [options.batch, options.pixels, options.pixels, 3]
+    batch = numbers.standard_normal(shape, np.float32), numbers.integers(0, 1000, options.batch)
+    data = tf.data.Dataset.from_tensors(batch).cache().repeat()
+    for name in options.schemes or SCHEMES:
+        trace = Path(tempfile.mkdtemp()) if comm.rank == 0 and on_gpu else None
+        model = make_model(options.pixels, SCHEMES[name])
+        seconds, losses = fit(model, data, options.steps, SCHEMES[name] is not None, trace)
+        weights = [variable.numpy() for variable in model.trainable_variables]
+        sums = comm.gather_objects([float(np.abs(one).sum(dtype=np.float64)) for one in weights])
+        tell(
+            scheme=name,
+            step_ms=round(1000 * statistics.median(seconds[options.steps // 3 : -1]), 1),
+            loss=[round(losses[0], 3), round(losses[-1], 3)],
+            equal=all(theirs == sums[0] for theirs in sums),
+            finite=all(np.isfinite(one).all() for one in weights),
+            **(copies_and_kernels(trace) if trace else {}),
+        )
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    found.add_argument("--ranks", type=int, default=2)
+    found.add_argument("--steps", type=int, default=30)
+    found.add_argument("--batch", type=int, default=32, help="of one rank")
+    found.add_argument("--pixels", type=int, default=224)
+    found.add_argument("--schemes", nargs="+", choices=SCHEMES)
+    found.add_argument("--tests", help="run these tests on the ranks, and train nothing")
+    return found
+
+
+def main() -> None:
+    options = parser().parse_args()
+    rank = os.environ.get("HOROVOD_RANK")
+    if rank is None:
+        hosts = f"localhost:{options.ranks}"
+        command = ["horovodrun", "-np", str(options.ranks), "-H", hosts, "--gloo"]
+        own = {"NCCL_SOCKET_IFNAME": "lo", "TFCOMMX_TEST_NODE_SIZE": "1"}
+        ended = subprocess.run([*command, sys.executable, *sys.argv], env={**os.environ, **own})
+        sys.exit(ended.returncode)
+    become_host(int(rank))
+    if options.tests:
+        # By name, because a test that waits for another rank would end no line of dots
+        sys.argv = ["pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", options.tests]
+        runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+    import tfcommx as cx
+
+    train(cx.init(node_size=1), options)
+
+
+if __name__ == "__main__":
+    main()
