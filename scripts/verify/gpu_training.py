@@ -6,8 +6,8 @@
 Trains a ResNet-50 on one batch under several schemes, after a comparison of the kernels with the
 CPU's. Prints one JSON object for each scheme: the median milliseconds of a step, the loss before
 and after, whether all ranks have equal weights and, of one traced step, the bytes copied between
-the GPU and the host, the largest such copies, and the kernels that took longest. With `--tests` it runs these tests on
-the ranks in place of it. Needs what `make setup TFCOMMX_SETUP=--gpu` installs.
+the GPU and the host, the largest such copies, and the kernels that took longest. With `--tests`
+the ranks run these tests in place of it. Needs what `make setup TFCOMMX_SETUP=--gpu` installs.
 
 Several ranks may share one GPU: a UTS namespace, which needs root, makes each a host of its own to
 NCCL and to `init()`. Collectives then run over the loopback device, so their times are not a
