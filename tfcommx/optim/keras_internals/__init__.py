@@ -5,11 +5,19 @@ step         takes part in the step of an optimizer: exchanges where Keras would
              variables together
 optimizers   copies of optimizers, and state that Keras does not save
 shards       an optimizer that updates this rank's shards of the weights
-models       layers, names, seeds and statistics of a model; the step at which `fit` begins; what
-             Keras saves; where batch normalization computes the statistics of a batch
+models       layers, names, seeds and statistics of a model; what Keras saves; where batch
+             normalization computes the statistics of a batch
+fit          what `fit` runs: its first epoch, its train function, its train step
 metrics      which variables of a metric are sums
 """
 
+from tfcommx.optim.keras_internals.fit import (
+    begin_at_epoch,
+    begin_train_steps_with,
+    replace_train_function,
+    restore_train_step,
+    skip_steps,
+)
 from tfcommx.optim.keras_internals.metrics import (
     SumState,
     metrics_in,
@@ -19,7 +27,6 @@ from tfcommx.optim.keras_internals.metrics import (
 )
 from tfcommx.optim.keras_internals.models import (
     OwnMoments,
-    begin_at_epoch,
     call_alike,
     calls_recorded,
     constants_of,
@@ -31,7 +38,6 @@ from tfcommx.optim.keras_internals.models import (
     own_variables,
     saved_values,
     seed_generators,
-    skip_steps,
     statistics_of,
     variables_with_own_files,
 )
@@ -70,6 +76,7 @@ __all__ = [
     "UpdatesTogether",
     "accumulated_gradients",
     "begin_at_epoch",
+    "begin_train_steps_with",
     "call_alike",
     "calls_recorded",
     "compiled_by_xla",
@@ -87,7 +94,9 @@ __all__ = [
     "numbered_stem",
     "own_variables",
     "plain_copy",
+    "replace_train_function",
     "require_shardable",
+    "restore_train_step",
     "saved_values",
     "seed_generators",
     "skip_steps",
