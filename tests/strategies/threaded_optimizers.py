@@ -36,6 +36,7 @@ def wrap(
     wrapped = copy_with(mixin, optimizer)
     settings = ExchangeSettings(operation=op, strategy=strategy, check_replicas_every=1)
     wrapped.exchanger = Exchanger(comm, scheme, settings)
+    wrapped.exchanger.serve(wrapped)
     return wrapped
 
 

@@ -13,7 +13,6 @@ Refuse arguments of Horovod's DistributedOptimizer, and say what to write instea
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -223,7 +222,8 @@ def _wrap(
     exchanger.reduce_for_pickle = _reduce
     mixin = UpdatesShards if settings.strategy.shards_weights else ExchangesGradients
     wrapped = copy_with(mixin, inner)
-    wrapped.exchanger, exchanger.optimizer = exchanger, weakref.ref(wrapped)
+    wrapped.exchanger = exchanger
+    exchanger.serve(wrapped)
     if inner is not optimizer:
         wrapped = copy_with(AgreedLossScale, optimizer, inner_optimizer=wrapped)
         wrapped.exchanger, exchanger.guard.loss_scale = exchanger, "agreed"

@@ -13,6 +13,7 @@ What is one strategy's or one plan's own belongs to its run, or to the run's exe
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import ConfigurationError, Plan, Scheme
 from tfcommx.kernels.traced import untraced
+from tfcommx.optim.by_variable import ByVariable
 from tfcommx.optim.keras_internals import traced_batch
 from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan, VariableNames
 from tfcommx.optim.sharding import Sharding
@@ -50,12 +52,23 @@ class Exchanger:
         self._dense_bytes = 0.0
         # How `copy` and `pickle` make the wrapped optimizer again; the wrap sets it
         self.reduce_for_pickle: Callable[..., tuple[Any, ...]] | None = None
-        # The wrapped optimizer; the wrap sets it
+        # The wrapped optimizer
         self.optimizer: Callable[[], keras.optimizers.Optimizer | None] = lambda: None
         # The shards of a strategy that has them, from the optimizer's build on
         self.sharding: Sharding | None = None
         # Names of a set of variables -> the strategy at work on their plan
         self.runs: dict[tuple[str, ...], StrategyRun] = {}
+
+    def serve(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Record the wrapped optimizer, of which this is the exchanger.
+
+        When it is gone, its variables are given up: only then can they be freed, because residuals
+        wait here for the next optimizer of these variables.
+        """
+        self.optimizer = weakref.ref(optimizer, lambda _: self._give_up_shards())
+
+    def _give_up_shards(self) -> None:
+        self.sharding = None
 
     @property
     def ranks(self) -> int:
@@ -161,12 +174,12 @@ class Exchanger:
 
     def _take_from_predecessors(self, variables: Sequence[keras.Variable]) -> None:
         """Take residuals over from optimizers that exchanged these variables' gradients before."""
-        found = [getattr(variable, "tfcommx_exchanger", None) for variable in variables]
-        for predecessor in {id(one): one for one in found}.values():
+        found = {id(one): one for one in map(last_exchanger, variables)}
+        for predecessor in found.values():
             if predecessor not in (None, self):
                 self.waiting += predecessor.hand_over(variables, self.names)
         for variable in variables:
-            variable.tfcommx_exchanger = self
+            _LAST[variable] = self
 
     def hand_over(self, variables: Sequence[keras.Variable], names: VariableNames) -> GradientState:
         """Return these variables' residuals under the names of another optimizer; forget them here.
@@ -260,3 +273,13 @@ class Exchanger:
         variables = self.guard.step.variables
         weights = self.names.weights_of(variables)
         self.run_for(variables).update(Update(apply, gradients, weights, state))
+
+
+# The exchanger that exchanged a variable's gradients last: another optimizer takes its residuals
+# over. Exchangers don't refer to Keras's variables between steps.
+_LAST: ByVariable[Exchanger] = ByVariable()
+
+
+def last_exchanger(variable: keras.Variable) -> Exchanger | None:
+    """Return the exchanger that exchanged a variable's gradients last; None: there was none."""
+    return _LAST.get(variable)

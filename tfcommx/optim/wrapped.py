@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tfcommx.collectives import process
-from tfcommx.optim.exchanger import Exchanger
+from tfcommx.optim.exchanger import Exchanger, last_exchanger
 from tfcommx.optim.keras_internals import (
     AgreedLossScale,
     accumulated_gradients,
@@ -98,7 +98,7 @@ def optimizers_elsewhere(model: keras.Model) -> list[keras.optimizers.Optimizer]
     exchangers = {
         id(exchanger): exchanger
         for variable in model.trainable_variables
-        if (exchanger := getattr(variable, "tfcommx_exchanger", None)) is not None
+        if (exchanger := last_exchanger(variable)) is not None
     }
     optimizers = [one.optimizer() for key, one in exchangers.items() if key not in held]
     return [optimizer for optimizer in optimizers if optimizer is not None]

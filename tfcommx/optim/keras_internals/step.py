@@ -145,7 +145,7 @@ class ExchangesGradients(Mixin):
             super()._backend_apply_gradients(grads, trainable_variables)
             step.scope.enter_context(tf.control_dependencies(grads[-1:]))
         finally:
-            step.gradient, step.clips = (), False
+            step.gradient, step.variables, step.clips = (), (), False
 
     def _apply_weight_decay(self, variables: list[keras.Variable]) -> None:
         with tf.control_dependencies(self.exchanger.guard.step.gradient):
