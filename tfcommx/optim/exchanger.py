@@ -22,15 +22,15 @@ import keras
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import ConfigurationError, Plan, Scheme
+from tfcommx.core import NOMINAL, ConfigurationError, Plan, Scheme
 from tfcommx.kernels.traced import untraced
 from tfcommx.optim.by_variable import ByVariable
 from tfcommx.optim.keras_internals import traced_batch
-from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan, VariableNames
+from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan, VariableNames, path_of
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.step_guard import StepGuard
 from tfcommx.runtime.gradient_state import GradientState, without
-from tfcommx.strategies import CommonState, StrategyRun, Update, agree_on_strategy
+from tfcommx.strategies import CommonState, Sharded, StrategyRun, Update, agree_on_strategy
 
 log = logging.getLogger("tfcommx")
 
@@ -51,7 +51,7 @@ class Exchanger:
         # That plain Horovod would have sent between nodes in the steps of earlier plans
         self._dense_bytes = 0.0
         # How `copy` and `pickle` make the wrapped optimizer again; the wrap sets it
-        self.reduce_for_pickle: Callable[..., tuple[Any, ...]] | None = None
+        self.reduce_for_pickle: Callable[..., tuple[Any, ...]]
         # The wrapped optimizer
         self.optimizer: Callable[[], keras.optimizers.Optimizer | None] = lambda: None
         # The shards of a strategy that has them, from the optimizer's build on
@@ -66,6 +66,31 @@ class Exchanger:
         wait here for the next optimizer of these variables.
         """
         self.optimizer = weakref.ref(optimizer, lambda _: self._give_up_shards())
+
+    def make_sharding(
+        self, variables: Sequence[keras.Variable], decays: Sequence[bool], whole: bool
+    ) -> Sharding:
+        """Make this rank's shards of the variables, by the plan, the strategy and the links.
+
+        Args:
+            variables, decays: in forward order, and whether weight decay applies to each.
+            whole: whether the optimizer needs whole variables.
+
+        Local: what ranks must agree on, they compare at the first step.
+        **Raises:** PlanError for what cannot be sharded.
+        """
+        strategy, links = self.settings.strategy, self.settings.links or NOMINAL
+        assert isinstance(strategy, Sharded), "no other strategy shards weights"
+        plan = self.requested.plan_of(variables)
+        weights = self.names.weights_of(variables)
+        known_as = [path_of(variable) for variable in variables] if whole else None
+        shards = strategy.make_shards(plan, weights, decays, self.comm.rank, links, known_as)
+        self.sharding = Sharding(variables, shards, self.comm, strategy.group)
+        # A pull at the next step's beginning knows no constraints, and has nothing to overlap if
+        # all weights are pulled at once.
+        unconstrained = all(one.constraint is None for one in variables)
+        self.sharding.can_pull_first = unconstrained and strategy.pull != "at_once"
+        return self.sharding
 
     def _give_up_shards(self) -> None:
         self.sharding = None

@@ -1,6 +1,7 @@
 """Private members of Keras: the only package that touches them, for tested versions.
 
 version      which versions those are
+exchange     what the mixins need of an optimizer's exchanger
 step         takes part in the step of an optimizer: exchanges where Keras would clip; updates all
              variables together
 optimizers   copies of optimizers, and state that Keras does not save
@@ -11,6 +12,7 @@ fit          what `fit` runs: its first epoch, its train function, its train ste
 metrics      which variables of a metric are sums
 """
 
+from tfcommx.optim.keras_internals.exchange import StepUnderWay
 from tfcommx.optim.keras_internals.fit import (
     begin_at_epoch,
     begin_train_steps_with,
@@ -59,7 +61,6 @@ from tfcommx.optim.keras_internals.shards import UpdatesShards, require_shardabl
 from tfcommx.optim.keras_internals.step import (
     AgreedLossScale,
     ExchangesGradients,
-    StepUnderWay,
     UpdatesTogether,
     compiled_by_xla,
     traced_batch,

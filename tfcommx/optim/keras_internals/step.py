@@ -8,7 +8,6 @@ Mixin of optimizers that update all their variables together.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,23 +17,8 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from tfcommx.collectives.unwrapped import allow_plain_optimizers
 from tfcommx.core import ConfigurationError
+from tfcommx.optim.keras_internals.exchange import Exchange
 from tfcommx.optim.keras_internals.optimizers import moving_averages, state_of_weights
-
-
-class StepUnderWay(threading.local):
-    """The step that an optimizer is taking in this thread: tf.distribute has one a replica."""
-
-    # Whether the optimizer is where Keras would clip the gradients, and not called from elsewhere
-    clips = False
-    # The last gradient of this step: what must not run without data waits for it
-    gradient: Sequence[tf.Tensor] = ()
-    # The variables of the gradients. Not kept on the optimizer: Keras would count a list there as
-    # part of its state.
-    variables: Sequence[keras.Variable] = ()
-    # Whether the gradients were exchanged
-    exchange_ran = False
-    # Open until the step's end
-    scope: contextlib.ExitStack | None = None
 
 
 def compiled_by_xla() -> bool:
@@ -84,8 +68,8 @@ else:
 class ExchangesGradients(Mixin):
     """Mixed into an optimizer's class: exchanges gradients where Keras would clip them."""
 
-    # An Exchanger, which is made of what is here
-    exchanger: Any = None
+    # None until it is wrapped; `apply` refuses an optimizer that was made from the class alone.
+    exchanger: Exchange = None  # type: ignore[assignment]
 
     @property
     def variables(self) -> Listed:
@@ -108,8 +92,7 @@ class ExchangesGradients(Mixin):
         if self.exchanger is None:
             plain: tuple[Any, ...] = super().__reduce__()
             return plain
-        made: tuple[Any, ...] = self.exchanger.reduce_for_pickle(self)
-        return made
+        return self.exchanger.reduce_for_pickle(self)
 
     def apply(
         self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None
@@ -143,6 +126,7 @@ class ExchangesGradients(Mixin):
         step.gradient, step.clips = grads[-1:], True
         try:
             super()._backend_apply_gradients(grads, trainable_variables)
+            assert step.scope is not None, "`apply` has opened it"
             step.scope.enter_context(tf.control_dependencies(grads[-1:]))
         finally:
             step.gradient, step.variables, step.clips = (), (), False
@@ -201,7 +185,7 @@ class ExchangesGradients(Mixin):
 class AgreedLossScale(Mixin):
     """Mixed into LossScaleOptimizer's class: a step is skipped by all ranks or by none."""
 
-    exchanger: Any = None
+    exchanger: Exchange = None  # type: ignore[assignment]
 
     @property
     def variables(self) -> Listed:
@@ -209,8 +193,7 @@ class AgreedLossScale(Mixin):
         return Listed(super().variables)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made: tuple[Any, ...] = self.exchanger.reduce_for_pickle(self)
-        return made
+        return self.exchanger.reduce_for_pickle(self)
 
     def check_finite(self, grads: list[tf.Tensor | None]) -> tf.Tensor:
         """Tell whether the gradients are finite on every rank."""
