@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import check_whole
-from tfcommx.optim.keras_internals import (
+from tfcommx.keras_internals import (
     finalize_layers,
     layers_of,
     metrics_in,

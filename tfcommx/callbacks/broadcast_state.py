@@ -13,9 +13,7 @@ from tfcommx.callbacks.average import EpochMetrics
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.optim.broadcast import broadcast_variables
-from tfcommx.optim.centre import begin_centre, take_centre
-from tfcommx.optim.keras_internals import (
+from tfcommx.keras_internals import (
     begin_train_steps_with,
     finalize_layers,
     layers_of,
@@ -25,6 +23,8 @@ from tfcommx.optim.keras_internals import (
     steps_of,
     unlisted,
 )
+from tfcommx.optim.broadcast import broadcast_variables
+from tfcommx.optim.centre import begin_centre, take_centre
 from tfcommx.optim.layers import SyncBatchNormalization
 from tfcommx.optim.replica_forms import require_equal_forms, require_equal_optimizers
 from tfcommx.optim.replica_outputs import batch_and_again, require_equal_outputs

@@ -41,9 +41,9 @@ from tfcommx.checkpoint.restoring import load, restored
 from tfcommx.checkpoint.state import copy_model
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, local_path
+from tfcommx.keras_internals import finalize_layers, statistics_of
 from tfcommx.launch.launcher import launch_interfaces
 from tfcommx.launch.supervision import MEMORY, PAUSED, Supervision, SupervisorLink, supervision
-from tfcommx.optim.keras_internals import finalize_layers, statistics_of
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_in, trains_alone, wrapped_optimizers
 

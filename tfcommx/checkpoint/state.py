@@ -12,7 +12,7 @@ import numpy as np
 
 from tfcommx.checkpoint.exact import wide
 from tfcommx.core import CheckpointError
-from tfcommx.optim.keras_internals import finalize_layers, inner_optimizer, layers_of
+from tfcommx.keras_internals import finalize_layers, inner_optimizer, layers_of
 from tfcommx.optim.wrapped import wrapped_optimizers
 
 

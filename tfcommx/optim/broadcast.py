@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.optim.keras_internals import numbered_stem
+from tfcommx.keras_internals import numbered_stem
 from tfcommx.optim.requested_plan import AGREED_NAMES, path_of
 
 # Horovod does not have these dtypes itself.

@@ -21,8 +21,7 @@ import keras
 
 from tfcommx.collectives import process
 from tfcommx.core import AUTO, ConfigurationError, Links, Plan, Profile, Scheme, Topology
-from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.keras_internals import (
+from tfcommx.keras_internals import (
     AgreedLossScale,
     ExchangesGradients,
     UpdatesShards,
@@ -31,6 +30,7 @@ from tfcommx.optim.keras_internals import (
     plain_copy,
     require_shardable,
 )
+from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.strategies import Strategy, strategy_of
 

@@ -23,9 +23,9 @@ import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import NOMINAL, ConfigurationError, Plan, Scheme
+from tfcommx.keras_internals import traced_batch
 from tfcommx.kernels.traced import untraced
 from tfcommx.optim.by_variable import ByVariable
-from tfcommx.optim.keras_internals import traced_batch
 from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan, VariableNames, path_of
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.step_guard import StepGuard

@@ -30,8 +30,8 @@ from tfcommx.core import (
     Topology,
 )
 from tfcommx.core.checks import check_name, is_member
+from tfcommx.keras_internals import ExchangesGradients, UpdatesShards, copy_with
 from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.keras_internals import ExchangesGradients, UpdatesShards, copy_with
 from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.routes.route import SparseRoute

@@ -7,7 +7,6 @@ Mixin of optimizers that update all their variables together.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,9 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from tfcommx.collectives.unwrapped import allow_plain_optimizers
 from tfcommx.core import ConfigurationError
-from tfcommx.optim.keras_internals.exchange import Exchange
-from tfcommx.optim.keras_internals.optimizers import moving_averages, state_of_weights
+from tfcommx.keras_internals.exchange import Exchange
+from tfcommx.keras_internals.optimizers import moving_averages, state_of_weights
 
 
 def compiled_by_xla() -> bool:
@@ -103,9 +101,7 @@ class ExchangesGradients(Mixin):
                 f"{self.name!r} was made from a wrapped optimizer's class, and exchanges nothing. "
                 "Make it from the plain class, such as keras.optimizers.SGD, and wrap it."
             )
-        self.exchanger.guard.step.exchange_ran = False
-        # A class of a user's may call other optimizers in its step
-        with allow_plain_optimizers(), contextlib.ExitStack() as self.exchanger.guard.step.scope:
+        with self.exchanger.guard.open_step():
             result = super().apply(grads, trainable_variables)
         # With accumulation only some steps exchange; a trace has both ways.
         accumulates = self.gradient_accumulation_steps and tf.executing_eagerly()

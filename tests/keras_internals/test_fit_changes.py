@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfcommx.optim.keras_internals import (
+from tfcommx.keras_internals import (
     begin_train_steps_with,
     replace_train_function,
     restore_train_step,

@@ -14,9 +14,9 @@ import tensorflow as tf
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from tfcommx.core import ConfigurationError
-from tfcommx.optim.keras_internals.exchange import ShardedWeights
-from tfcommx.optim.keras_internals.optimizers import plain_copy, slots_of
-from tfcommx.optim.keras_internals.step import ExchangesGradients
+from tfcommx.keras_internals.exchange import ShardedWeights
+from tfcommx.keras_internals.optimizers import plain_copy, slots_of
+from tfcommx.keras_internals.step import ExchangesGradients
 
 # Keras's own whose update of an entry depends on that entry alone
 ELEMENTWISE = (

@@ -1,7 +1,7 @@
 """Exchange: what the mixins of optimizers need of an optimizer's exchanger.
 
-Protocols, because `tfcommx.optim` implements them on top of this package: Exchange by Exchanger,
-Guard by StepGuard, ShardedWeights by Sharding.
+Protocols, because this package knows no exchange. `tfcommx.optim` implements them: Exchange by
+Exchanger, Guard by StepGuard, ShardedWeights by Sharding.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ class Guard(Protocol):
     # Mode of an outer LossScaleOptimizer: "none" exists, "local" (each alone) or "agreed"
     loss_scale: str
     step: StepUnderWay
+
+    def open_step(self) -> contextlib.AbstractContextManager[None]:
+        """Enter a step that has exchanged nothing yet; open its scope."""
 
     def begin(self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]) -> None:
         """Record the variables of the next gradients; refuse what would fail or hang later."""
