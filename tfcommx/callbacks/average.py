@@ -1,7 +1,4 @@
-"""AverageMetrics and AverageBatchNorm: metrics and statistics over all ranks.
-
-RecalibrateBatchNorm: measure batch norm's statistics again after training.
-"""
+"""Average metrics and the statistics of batch norm over all ranks, or measure these again."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ Steps, and single messages, vary with all that the machines do. A change of the 
 the fastest of many messages, each time that they are measured, and in the same direction as in the
 steps.
 
-Tell "auto" how many training steps follow, as far as `fit` knows.
+`expect_steps` tells "auto" how many training steps follow, as far as `fit` knows.
 """
 
 from __future__ import annotations

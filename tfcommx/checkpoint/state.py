@@ -1,7 +1,4 @@
-"""The state of one optimizer as arrays, and which optimizers Keras's own file holds.
-
-Weights and optimizers' state of a model as arrays, for a snapshot in memory.
-"""
+"""The state of a model and of its optimizers as arrays, and what Keras's own file holds of it."""
 
 from __future__ import annotations
 

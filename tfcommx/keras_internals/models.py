@@ -1,9 +1,4 @@
-"""Layers, names, seed generators and non-trained statistics of a Keras model.
-
-What Keras writes into a file of a model, without writing it.
-
-A batch normalization layer whose subclass computes the batch statistics.
-"""
+"""A Keras model's layers, names, seed generators and statistics, its calls, its values in files."""
 
 from __future__ import annotations
 

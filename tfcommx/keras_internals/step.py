@@ -1,8 +1,9 @@
-"""Mixins that exchange gradients within the step of a Keras optimizer.
+"""Mixins that take part in the step of a Keras optimizer.
 
 apply -> unscale -> accumulate -> [exchange] -> clip -> [update: who applies it] -> EMA
 
-Mixin of optimizers that update all their variables together.
+`ExchangesGradients` is mixed into each wrapped optimizer, `AgreedLossScale` into a
+LossScaleOptimizer around it; `UpdatesTogether` updates all variables by one call.
 """
 
 from __future__ import annotations

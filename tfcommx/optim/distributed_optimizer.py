@@ -5,9 +5,8 @@
 
 The wrapped optimizer is an instance of a subclass that carries its base's name and module and adds
 nothing to its variables or its config. So a saved model holds the plain optimizer and loads with
-and without tfcommx.
-
-Refuse arguments of Horovod's DistributedOptimizer, and say what to write instead.
+and without tfcommx. Arguments of Horovod's DistributedOptimizer are refused, with what to write
+instead.
 """
 
 from __future__ import annotations

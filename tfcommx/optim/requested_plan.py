@@ -1,10 +1,7 @@
 """RequestedPlan: schemes and settings as asked for, turned into plans.
 
-It lives as long as the optimizer; a change of scheme replaces the schemes in it.
-
-The settings of a wrapped optimizer's exchange that do not change during training.
-
-Unique names of a model's variables, for plans and checkpoints.
+It lives as long as the optimizer; a change of scheme replaces the schemes in it, and never the
+`ExchangeSettings`. `VariableNames` are unique: plans and checkpoints know variables by them.
 """
 
 from __future__ import annotations

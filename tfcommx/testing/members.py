@@ -1,15 +1,4 @@
-"""The laws of each family: compressions, routes, rules, strategies and wire formats.
-
-The laws of a wire format.
-
-The laws of a compression.
-
-The laws of a route.
-
-The laws of a rule of selection.
-
-The laws of a strategy.
-"""
+"""The laws of each family: compressions, routes, rules, strategies and wire formats."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ epoch 0 |==========| done
 epoch 1 |====      | FitCall(phase 0, epochs 1 to 2, step 4): six steps remain
 epoch 2 |          | FitCall(phase 1, epochs 2 to 3, step 0)
 
-Measures where the seconds of an epoch go.
+`Timing` measures where the seconds of an epoch go.
 """
 
 from __future__ import annotations
