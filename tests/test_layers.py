@@ -154,7 +154,13 @@ def test_only_keras_internals_touches_private_members_of_keras() -> None:
         r"|iterations|exclude_from_weight_decay\w*)\b"
     )
     found = {name for name, path in MODULES.items() if private.search(path.read_text())}
-    assert found and all(within(name, ("optim.keras_internals",)) for name in found)
+    assert found and all(within(name, ("keras_internals",)) for name in found)
+
+
+def test_only_keras_internals_changes_classes_and_functions_of_keras() -> None:
+    change = re.compile(r"setattr\(keras\.|\.(__class__|train_function|update_state|apply) = ")
+    found = {name for name, path in MODULES.items() if change.search(path.read_text())}
+    assert found and all(within(name, ("keras_internals",)) for name in found)
 
 
 @pytest.mark.parametrize("name", MODULES)

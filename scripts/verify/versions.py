@@ -33,6 +33,7 @@ COMMAND = "make test-versions"
 FOLDER = ROOT / "build" / "versions"
 TESTS = (
     "tests/laws",
+    "tests/keras_internals",
     "tests/optim",
     "tests/callbacks",
     "tests/checkpoint",

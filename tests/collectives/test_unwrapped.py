@@ -15,7 +15,13 @@ import tensorflow as tf
 from launching import WORKERS, horovodrun
 
 from tfcommx.collectives import unwrapped
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
 from tfcommx.collectives.unwrapped import UnwrappedOptimizers, allow_plain_optimizers
+from tfcommx.core import Scheme, Topology
+from tfcommx.keras_internals import ExchangesGradients, copy_with
+from tfcommx.optim.exchanger import Exchanger
+from tfcommx.optim.requested_plan import ExchangeSettings
 
 
 @pytest.mark.long_wait
@@ -115,6 +121,24 @@ class Around(keras.optimizers.SGD):
         self.inside.apply(grads, trainable_variables)
 
 
+class OwnStep(keras.optimizers.SGD):
+    """A user's own, which takes its steps without Keras's `apply`."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        self.iterations.assign_add(1)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_class_with_a_step_of_its_own_is_named(
+    traced: bool, watch: UnwrappedOptimizers, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = steps_of(OwnStep(name="own"), traced, "apply_gradients")
+    step()
+    step()
+    watch.look()
+    assert "'own' is not wrapped" in caplog.text
+
+
 @pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize("method", ["apply", "apply_gradients"])
 def test_optimizers_inside_of_others(
@@ -135,6 +159,32 @@ def test_optimizers_inside_of_others(
     step()
     watch.look()
     assert "'innermost' is not wrapped" in caplog.text
+
+
+class CallsFirst(keras.optimizers.SGD):
+    """A user's own, which lets another optimizer take a step before its own."""
+
+    other: Any = None
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        self.other.apply(grads, trainable_variables)
+        super().apply(grads, trainable_variables)
+
+
+def test_an_optimizer_that_a_wrapped_one_calls_is_not_named(
+    watch: UnwrappedOptimizers, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(comm: Comm) -> None:
+        optimizer = copy_with(ExchangesGradients, CallsFirst())
+        optimizer.exchanger = Exchanger(comm, Scheme(), ExchangeSettings())
+        optimizer.other = keras.optimizers.SGD()
+        step = steps_of(optimizer, traced=False)
+        step()
+        step()
+
+    ThreadComm.run(Topology(1, 1), work)
+    watch.look()
+    assert "not wrapped" not in caplog.text
 
 
 def test_an_optimizer_that_is_gone_is_named_and_its_number_is_nobodys(

@@ -15,9 +15,9 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Link, Links, PlanError, Scheme, Topology
+from tfcommx.keras_internals import traced_batch
 from tfcommx.optim import automatic
 from tfcommx.optim.automatic import FEW, ExpectedRun, links_of
-from tfcommx.optim.keras_internals import traced_batch
 from tfcommx.planner.automatic import PlanRequest
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor

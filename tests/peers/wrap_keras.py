@@ -74,8 +74,8 @@ def wrap_all() -> None:
     import keras
 
     import tfcommx as cx
+    from tfcommx.keras_internals import AgreedLossScale, ExchangesGradients
     from tfcommx.optim import distributed_optimizer, wrapped
-    from tfcommx.optim.keras_internals import AgreedLossScale, ExchangesGradients
 
     cx.init()
     mixins = (ExchangesGradients, AgreedLossScale)

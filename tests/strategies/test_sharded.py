@@ -20,7 +20,7 @@ from threaded_optimizers import (
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import ConfigurationError, PlanError, Profile, Scheme, Topology, VariableProfile
-from tfcommx.optim.keras_internals import copy_state, plain_copy, require_shardable
+from tfcommx.keras_internals import copy_state, plain_copy, require_shardable
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.strategies import Sharded

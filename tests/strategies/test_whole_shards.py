@@ -24,7 +24,7 @@ from threaded_optimizers import (
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import PlanError, Scheme, Topology
-from tfcommx.optim.keras_internals import require_shardable
+from tfcommx.keras_internals import require_shardable
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optimizers.lamb import LAMB
 from tfcommx.optimizers.lars import LARS

@@ -12,13 +12,13 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Scheme, Topology
-from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.keras_internals import (
+from tfcommx.keras_internals import (
     ExchangesGradients,
     UpdatesShards,
     copy_with,
     unlisted,
 )
+from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.strategies import strategy_of
@@ -36,6 +36,7 @@ def wrap(
     wrapped = copy_with(mixin, optimizer)
     settings = ExchangeSettings(operation=op, strategy=strategy, check_replicas_every=1)
     wrapped.exchanger = Exchanger(comm, scheme, settings)
+    wrapped.exchanger.serve(wrapped)
     return wrapped
 
 

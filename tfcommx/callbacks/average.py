@@ -1,7 +1,4 @@
-"""AverageMetrics and AverageBatchNorm: metrics and statistics over all ranks.
-
-RecalibrateBatchNorm: measure batch norm's statistics again after training.
-"""
+"""Average metrics and the statistics of batch norm over all ranks, or measure these again."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import check_whole
-from tfcommx.optim.keras_internals import (
+from tfcommx.keras_internals import (
     finalize_layers,
     layers_of,
     metrics_in,

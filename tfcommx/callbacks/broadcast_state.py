@@ -13,15 +13,18 @@ from tfcommx.callbacks.average import EpochMetrics
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.optim.broadcast import broadcast_variables
-from tfcommx.optim.centre import begin_centre, take_centre
-from tfcommx.optim.keras_internals import (
+from tfcommx.keras_internals import (
+    begin_train_steps_with,
     finalize_layers,
     layers_of,
+    replace_train_function,
+    restore_train_step,
     seed_generators,
     steps_of,
     unlisted,
 )
+from tfcommx.optim.broadcast import broadcast_variables
+from tfcommx.optim.centre import begin_centre, take_centre
 from tfcommx.optim.layers import SyncBatchNormalization
 from tfcommx.optim.replica_forms import require_equal_forms, require_equal_optimizers
 from tfcommx.optim.replica_outputs import batch_and_again, require_equal_outputs
@@ -160,30 +163,15 @@ class BroadcastState(keras.callbacks.Callback):
 
     def _begin_steps_with_pulls(self) -> None:
         """Let steps begin with the pulls of shards, where there are such."""
-        self._put_step_back()  # A `fit` that ended with an exception has left its step there
+        restore_train_step(self.model)  # A `fit` that ended with an exception has left its step
         found = [one for one in wrapped_optimizers(self.model) if can_pull_first(one)]
-        if not found:
-            return
-        step, held = self.model.train_step, vars(self.model)
 
-        def train_step(data: Any) -> Any:
+        def begin(data: Any) -> None:
             for optimizer in found:
                 begin_step(optimizer, data)
-            return step(data)
 
-        marked: Any = train_step
-        marked.replaces = [held["train_step"]] if "train_step" in held else []
-        self.model.train_step = marked
-        self.model.make_train_function(force=True)
-
-    def _put_step_back(self) -> None:
-        """Give the model the step that it had before one that begins with a pull."""
-        replaces = getattr(vars(self.model).get("train_step"), "replaces", None)
-        if replaces is not None:
-            del self.model.train_step
-            for before in replaces:
-                self.model.train_step = before
-            self.model.train_function = None
+        if found:
+            begin_train_steps_with(self.model, begin)
 
     def _prepare_optimizers(self) -> None:
         """Agree on a loss scale that Keras made; build what can be built."""
@@ -259,23 +247,22 @@ class BroadcastState(keras.callbacks.Callback):
         if not self.begun:
             self._compare_first(None)
         self._compare_outputs(None)
-        self._put_step_back()
+        restore_train_step(self.model)
         take_centre(self.model)
 
     def _compare_in_next_step(self) -> None:
         """Compare outputs when the next step asks for its batches, which it then gets."""
-        model, train = self.model, self.model.train_function
+        model = self.model
 
-        def compare_and_train(iterator: Any) -> Any:
-            if model.train_function is compare_and_train:
-                model.train_function = train
+        def compare_and_train(train: Any, iterator: Any) -> Any:
+            restore()
             batch = None
             if process.rank() == self.root and model.distribute_strategy.num_replicas_in_sync == 1:
                 batch, iterator = batch_and_again(iterator, model.steps_per_execution)
             self._compare_outputs(batch)
             return train(iterator)
 
-        model.train_function = compare_and_train
+        restore = replace_train_function(model, compare_and_train)
 
     def _compare_outputs(self, batch: Any) -> None:
         """Compare outputs, once in a run. **Ranks:** all, also those that have no batch."""

@@ -8,7 +8,7 @@ Steps, and single messages, vary with all that the machines do. A change of the 
 the fastest of many messages, each time that they are measured, and in the same direction as in the
 steps.
 
-Tell "auto" how many training steps follow, as far as `fit` knows.
+`expect_steps` tells "auto" how many training steps follow, as far as `fit` knows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import keras
 
 from tfcommx.collectives import process
 from tfcommx.core import check_whole
+from tfcommx.keras_internals import steps_of
 from tfcommx.measure.links import WATCHED, fastest_message
 from tfcommx.optim.automatic import SHARE, announce, links_of
 from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.keras_internals import steps_of
 from tfcommx.optim.wrapped import exchanger_in, steps_of_update, wrapped_optimizers
 from tfcommx.runtime.trial import STEPS, TrialExecutor
 

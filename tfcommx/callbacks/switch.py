@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, Scheme
-from tfcommx.optim.keras_internals import has_schedule
+from tfcommx.keras_internals import has_schedule
 from tfcommx.optim.requested_plan import by_pattern
 from tfcommx.optim.wrapped import exchanger_in, optimizers_in, wrapped_optimizers
 

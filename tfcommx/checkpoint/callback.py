@@ -17,8 +17,8 @@ from tfcommx.checkpoint.saving import Patience, SaveError, claim, release, save
 from tfcommx.checkpoint.snapshots import RestoreRankValues, Snapshots
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, check_whole, local_path, require_equal
+from tfcommx.keras_internals import begin_at_epoch, skip_steps
 from tfcommx.launch.supervision import supervision
-from tfcommx.optim.keras_internals import begin_at_epoch, skip_steps
 from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
 
 log = logging.getLogger("tfcommx")

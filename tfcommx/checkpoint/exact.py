@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from tfcommx.core import CheckpointError
-from tfcommx.optim.keras_internals import saved_values, variables_with_own_files
+from tfcommx.keras_internals import saved_values, variables_with_own_files
 from tfcommx.optim.replica_forms import tables_of
 from tfcommx.optim.requested_plan import path_of
 from tfcommx.optim.wrapped import wrapped_optimizers

@@ -4,7 +4,7 @@ After the loss of hosts every file of a snapshot lies on one of those that are l
 whole. Each host needs the files of the ranks that its ranks inherit from, and the model; what it
 lacks, a host that has it broadcasts.
 
-Which saves on disk are whole: every rank looks at the files that it would read.
+A save on disk is whole if every rank finds the files there that it would read.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy as np
 from tfcommx.checkpoint.exact import exact_arrays, wide
 from tfcommx.checkpoint.state import copy_optimizer, saved_by_keras
 from tfcommx.core import CheckpointError, reading, replacing
-from tfcommx.optim.keras_internals import (
+from tfcommx.keras_internals import (
     seed_generators,
     statistics_of,
     trainable_variables,

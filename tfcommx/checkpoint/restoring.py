@@ -18,7 +18,7 @@ from tfcommx.checkpoint.records import OptimizerRecord
 from tfcommx.checkpoint.state import saved_by_keras, set_model, set_optimizer
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, local_path, reading
-from tfcommx.optim.keras_internals import (
+from tfcommx.keras_internals import (
     finalize_layers,
     seed_generators,
     trainable_variables,

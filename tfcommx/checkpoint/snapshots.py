@@ -7,11 +7,8 @@ step 60          vote: all have written save 40?     yes: 40 is whole, 20 is del
 
 Two saves are kept: the last one that is whole, and the one that is being written.
 
-What the snapshots of one process have cost.
-
-Writes one snapshot beside the steps: to this host's memory, then to the mirror.
-
-RestoreRankValues: give each rank its own statistics and metrics back in mid-epoch.
+`Snapshots` takes them, and `Writing` writes one: to this host's memory, then to the mirror.
+`RestoreRankValues` gives each rank its own statistics and metrics back in mid-epoch.
 """
 
 from __future__ import annotations
@@ -41,9 +38,9 @@ from tfcommx.checkpoint.restoring import load, restored
 from tfcommx.checkpoint.state import copy_model
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, local_path
+from tfcommx.keras_internals import finalize_layers, statistics_of
 from tfcommx.launch.launcher import launch_interfaces
 from tfcommx.launch.supervision import MEMORY, PAUSED, Supervision, SupervisorLink, supervision
-from tfcommx.optim.keras_internals import finalize_layers, statistics_of
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_in, trains_alone, wrapped_optimizers
 

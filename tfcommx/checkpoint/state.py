@@ -1,7 +1,4 @@
-"""The state of one optimizer as arrays, and which optimizers Keras's own file holds.
-
-Weights and optimizers' state of a model as arrays, for a snapshot in memory.
-"""
+"""The state of a model and of its optimizers as arrays, and what Keras's own file holds of it."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import numpy as np
 
 from tfcommx.checkpoint.exact import wide
 from tfcommx.core import CheckpointError
-from tfcommx.optim.keras_internals import finalize_layers, inner_optimizer, layers_of
+from tfcommx.keras_internals import finalize_layers, inner_optimizer, layers_of
 from tfcommx.optim.wrapped import wrapped_optimizers
 
 

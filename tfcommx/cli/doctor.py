@@ -1,6 +1,6 @@
 """`tfcommx doctor`: check whether this machine, or these hosts, can train, and what to fix.
 
-The trial launches of `tfcommx doctor`. They print nothing.
+`examine` collects findings, by trial launches where ranks are needed, and `show` prints them.
 """
 
 from __future__ import annotations

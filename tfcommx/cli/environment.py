@@ -1,7 +1,4 @@
-"""Quiet start-up: environment variables for TensorFlow and Horovod, and TensorFlow's import.
-
-`tfcommx --version`: versions from package metadata; nothing is imported.
-"""
+"""Quiet start-up of TensorFlow and Horovod; versions, for which neither is imported."""
 
 from __future__ import annotations
 

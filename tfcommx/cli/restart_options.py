@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
+from tfcommx.cli.parameters import show_parameters
 from tfcommx.core import ConfigurationError
 from tfcommx.launch.commands import RemoteHosts
 from tfcommx.launch.horovodrun import Launch, on_end_signals
@@ -153,9 +154,7 @@ def add_options(command: Callable[..., None]) -> Callable[..., None]:
         command(**given, restart=restart)
 
     with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
-    # What typer reads
-    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {one.name: one.annotation for one in parameters}
+    show_parameters(with_options, parameters)
     return with_options
 
 

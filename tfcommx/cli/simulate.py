@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tfcommx.cli.parameters import show_parameters
 from tfcommx.core import (
     ConfigurationError,
     EngineSettings,
@@ -254,12 +255,10 @@ def simulate(
         write_text(trace, report.trace_events({title: timeline}))
 
 
-# What typer reads: an option for each setting in place of `given`
+# An option for each setting in place of `given`
 _settings_file, *_others, _ = inspect.signature(simulate, eval_str=True).parameters.values()
 _options = [_option(field) for field in dataclasses.fields(Settings)]
-simulate.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [_settings_file, *_options, *_others]
-)
+show_parameters(simulate, [_settings_file, *_options, *_others])
 
 
 def _with(swept: str, value: Any, row: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """`tfcommx train`: train a model as a recipe says.
 
-Starts `tfcommx train` on several ranks as `tfcommx run` does; Ctrl-C saves first.
+With `-np` it starts itself on several ranks as `tfcommx run` does; Ctrl-C saves first.
 """
 
 from __future__ import annotations

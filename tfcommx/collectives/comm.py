@@ -14,9 +14,8 @@ To add a library, write a subclass of `Comm` in a file of its own: the abstract 
 with `_`. `collectives/horovod.py` is the one that trains, `collectives/threads.py`
 the one for tests; tests/laws run every route on the latter.
 
-Of several plans under trial on one rank: which one is measured now.
-
-WatchedSum: a small sum over the ranks within a step, which the stall watch can name.
+`TrialQueue` says which of several plans under trial on one rank is measured now. `WatchedSum` is a
+small sum over the ranks within a step, which the stall watch can name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What `init()` checks of the ranks' GPUs before anything is trained on them.
+"""Check the ranks' GPUs in `init()`, before anything is trained on them.
 
-That each rank has a GPU to itself; that the native library was built for it; and, because Horovod
-does not check the launches of its own CUDA kernels, that a sum of several tensors is right.
-
-Say which GPU of the machine a process means by a number, so that ranks can compare.
+Each rank must have a GPU to itself, of which ranks compare the UUID; the native library must be
+built for it; and a sum of several tensors must be right, because Horovod does not check the
+launches of its own CUDA kernels.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class RankGpu(NamedTuple):
     """The GPU that a rank keeps, and what was built for it."""
 
     host: str
-    # As gpu_identity.py says it; empty: the rank computes on the CPU
+    # As `of` returns it; empty: the rank computes on the CPU
     identity: str = ""
     # As TensorFlow calls it, such as "Tesla V100-SXM2-16GB"
     name: str = ""

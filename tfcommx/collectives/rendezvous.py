@@ -356,7 +356,7 @@ def interface_of(address: str) -> str:
 
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
-            return str(name)
+            return name
     if address.startswith("127."):  # The loopback interface has the whole range
         return interface_of("127.0.0.1")
     raise LaunchError(

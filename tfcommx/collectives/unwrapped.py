@@ -12,11 +12,10 @@ import atexit
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -86,10 +85,17 @@ class UnwrappedOptimizers:
         self._thread: threading.Thread | None = None
 
     def watch(self) -> None:
-        """Note from now on what takes steps, also by optimizers that were made before."""
+        """Note from now on what takes steps, also by optimizers that were made before.
+
+        Optimizers aren't found by the garbage collector's lists (gc.get_objects, gc.get_referrers),
+        from a thread: they show what other threads are only just making, which ended ranks by a
+        SystemError, and by a segmentation fault.
+        """
+        from tfcommx.keras_internals import surround_steps  # Loads Keras
+
         global _watching
         _watching = self
-        _note_calls()
+        surround_steps(_noted)
         atexit.register(self.end)
 
     def note(self, optimizer: Any) -> None:
@@ -158,45 +164,24 @@ class UnwrappedOptimizers:
 _watching: UnwrappedOptimizers | None = None
 
 
-@functools.cache
-def _note_calls() -> None:
-    """Note each call of `apply` and `apply_gradients` of Keras's optimizers.
-
-    Both, for a class that overrides one of them. Optimizers aren't found by the garbage collector's
-    lists (gc.get_objects, gc.get_referrers), from a thread: they show what other threads are only
-    just making, which ended ranks by a SystemError, and by a segmentation fault.
-    """
-    import keras
-
-    for name in ("apply", "apply_gradients"):
-        plain = getattr(keras.optimizers.Optimizer, name)
-        setattr(keras.optimizers.Optimizer, name, _noting(plain))
-
-
-def _noting(take: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that does the same and notes who takes a step.
+@contextlib.contextmanager
+def _noted(optimizer: Any) -> Iterator[None]:
+    """Note who takes the step in this block.
 
     Optimizers call others (LossScaleOptimizer does): it is the innermost that is noted, unless one
     of them exchanges.
     """
-
-    @functools.wraps(take)
-    def noting(self: Any, *arguments: Any, **options: Any) -> Any:
-        outer = _call.get()
-        call = outer or _Call()
-        call.calls += 1
-        call.exchanges |= getattr(self, "exchanger", None) is not None
-        number, before = call.calls, _call.set(call)
-        try:
-            result = take(self, *arguments, **options)
-        finally:
-            _call.reset(before)
-        if call.calls == number and not _allowed.get():
-            call.plain.append(self)
-        if outer is None and not call.exchanges and _watching is not None:
-            for optimizer in call.plain:
-                _watching.note(optimizer)
-        return result
-
-    unconverted: Callable[..., Any] = tf.autograph.experimental.do_not_convert(noting)
-    return unconverted
+    outer = _call.get()
+    call = outer or _Call()
+    call.calls += 1
+    call.exchanges |= getattr(optimizer, "exchanger", None) is not None
+    number, before = call.calls, _call.set(call)
+    try:
+        yield
+    finally:
+        _call.reset(before)
+    if call.calls == number and not _allowed.get():
+        call.plain.append(optimizer)
+    if outer is None and not call.exchanges and _watching is not None:
+        for plain in call.plain:
+            _watching.note(plain)

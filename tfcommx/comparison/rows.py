@@ -1,11 +1,8 @@
-"""Makes the rows of a comparison from trainings and step times; pure.
+"""Make the rows of a comparison from trainings and step times; pure functions of numbers.
 
-A row is one method at one bandwidth: what `--json` writes, and tables show.
-
-What trainings show of a method: scores at equal steps, bytes and time; the Pareto set.
-
-Pure functions of numbers. A curve is what a training had spent at the end of each of its epochs,
-and its score there:
+A row is one method at one bandwidth: what `--json` writes, and tables show. It has the method's
+scores at equal steps, bytes and time, and whether it is in the Pareto set. A curve is what a
+training had spent at the end of each of its epochs, and its score there:
 
     score |            .--o--o   b         b is better at equal steps, a at equal cost up to where
           |   o--o--o-'   a                they cross

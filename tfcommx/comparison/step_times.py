@@ -1,7 +1,8 @@
-"""What a step takes at a bandwidth, predicted by the simulator from a profile of the model.
+"""The seconds of a step: predicted at a bandwidth by the simulator, or measured on hosts.
 
-The profile is measured by `tfcommx profile` in one process, once for each phase. So a node is
-assumed to have cores of its own, as fast as those of this machine.
+Predictions begin with a profile of the model. The profile is measured by `tfcommx profile` in one
+process, once for each phase. So a node is assumed to have cores of its own, as fast as those of
+this machine.
 
     strategy synchronous          | forward | backward, with the exchange | update |
     weight averaging, every = 3   | step | step | step | exchange || step | ...   the mean counts
@@ -10,11 +11,9 @@ assumed to have cores of its own, as fast as those of this machine.
 
 An epoch of 8 steps has 3 such exchanges: the last round ends with the epoch, and nothing hides it.
 
-Measures what a step takes on hosts: a short dry run of each method.
-
-A dry run has a phase's steps on made-up data. What of a step is not spent waiting for gradients
-counts as computing: the predictions for these hosts begin with that, so that the ratio of
-prediction to measurement tests what is predicted, the exchange.
+On hosts each method has a short dry run: a phase's steps on made-up data. What of a step is not
+spent waiting for gradients counts as computing: the predictions for these hosts begin with that, so
+that the ratio of prediction to measurement tests what is predicted, the exchange.
 """
 
 from __future__ import annotations

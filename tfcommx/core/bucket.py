@@ -1,9 +1,4 @@
-"""Bucket: variables whose gradients travel together. RouteOptions: settings of their route.
-
-Piece: a stretch of a variable that is too long for one bucket.
-
-Sparse: the selected entries of a vector.
-"""
+"""Bucket: variables, or pieces of long ones, whose gradients travel together; Sparse: entries."""
 
 from __future__ import annotations
 

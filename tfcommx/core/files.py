@@ -1,9 +1,8 @@
 """Files: paths that are refused, whole writes, one error for each damaged file, private folders.
 
-Opens files in folders that other users may write to, such as /dev/shm.
-
-Any user can make a file there under any name. So only a regular file counts that belongs to this
-user, that no other user may open, and that has no second name: everything else is another's.
+In a folder that other users may write to, such as /dev/shm, any user can make a file of any name.
+So only a regular file counts that belongs to this user, that no other user may open, and that has
+no second name: everything else is another's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Link and Links: what a message costs inside a node and between nodes. Traffic: bytes sent.
+"""Links: the costs of messages inside a node and between nodes, fitted to measured times.
 
-EngineSettings: which engine carries collectives out. Calibration: what that took, measured.
-
-Fits alpha and beta of a link to times of several sizes, without TensorFlow.
+They have the settings of the engine that carries collectives out, and its measured times.
 """
 
 from __future__ import annotations

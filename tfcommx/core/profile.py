@@ -1,7 +1,4 @@
-"""Profile: the times of a training step on one rank, variable by variable, without exchange.
-
-Layer and LayerTable: the work and the variables of a model's layers, without the model.
-"""
+"""Profile: the times of a training step on one rank; LayerTable: a model's layers, without it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Timeline: what each resource of a node does during a training step, simulated or measured.
-
-MeasuredStep: the timeline of a measured step, with the profile and the plan to simulate it.
-"""
+"""Timeline: what each resource of a node does during a training step, simulated or measured."""
 
 from __future__ import annotations
 

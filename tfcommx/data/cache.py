@@ -11,9 +11,8 @@ one call of `dataset` has its epochs and what it served (`epochs`).
 Clusters" (2021), section 4.1; we keep one copy per node in shared memory and not one per process.
 Loading runs ahead of training as in Ma et al., "Theano-MPI" (2016), section 3.3.
 
-Finds the rank of this process and its launch, and states what is equal on all its ranks.
-
-Opens the slab of a node: how it is named, how large it is, what it says about itself.
+Before it serves anything it finds the rank of this process in its launch, states what must be equal
+on all ranks, and opens the node's slab.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sizes a slab: the memory that its samples need, and the memory that is available.
+"""Size a slab: the memory that its samples need, and the memory that is available.
 
-Memory limits of this process's control groups: those of a container or of a batch job.
+A container or a batch job limits memory by the control groups of its processes.
 
 **Source:** Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """

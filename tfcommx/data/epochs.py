@@ -1,7 +1,4 @@
-"""What one call of `DataCache.dataset` asks for: some epochs, as batches of sample numbers.
-
-Counts what a dataset serves in each epoch, and how long its consumer waits.
-"""
+"""The epochs of one call of `DataCache.dataset`: their batches, and counts of what was served."""
 
 from __future__ import annotations
 

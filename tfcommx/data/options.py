@@ -1,7 +1,4 @@
-"""Options of the data cache: how samples are kept.
-
-BatchSpec: how samples are served, from the size of a batch to the type of its values.
-"""
+"""Options of the data cache: how samples are kept, and how they are served (BatchSpec)."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Wraps Python functions that TensorFlow's threads call: none runs on after Python's end.
+"""Input pipelines that end with their consumer: no autotuning, no calls after Python's end.
 
-A thread that called Python after Python's end would hang there; its tf.data pipeline would wait for
-it, and the process would never end.
+Python functions that TensorFlow's threads call are wrapped (`joined_at_exit`). A thread that called
+Python after Python's end would hang there; its tf.data pipeline would wait for it, and the process
+would never end.
 
-Fixed prefetch depths for input pipelines, in place of tf.data's autotuning.
-
-tf.data tunes in a thread of each iterator, which sleeps between two looks, for up to a minute.
-Whoever releases the iterator, as `fit` and `evaluate` do at their end, waits for that thread; and
-TensorFlow 2.21 wakes it before it sets the flag that tells it to end, so that it may look too early
-and sleep on. All other ranks wait in their next exchange: 10 to 50 s at a change of phase.
+Prefetch depths are fixed (`without_autotune`). tf.data tunes in a thread of each iterator, which
+sleeps between two looks, for up to a minute. Whoever releases the iterator, as `fit` and `evaluate`
+do at their end, waits for that thread; and TensorFlow 2.21 wakes it before it sets the flag that
+tells it to end, so that it may look too early and sleep on. All other ranks wait in their next
+exchange: 10 to 50 s at a change of phase.
 
 Without it tf.data adds nothing by itself: a stage runs in the thread that trains, unless it has
 `num_parallel_calls` or a `prefetch` behind it. Both need a number: AUTOTUNE's queue has no limit

@@ -1,26 +1,25 @@
-"""What an engine is: the prices of its collectives over the ranks of a topology.
+"""Engine: the prices of its collectives over the ranks of a topology.
 
 A group of ranks is given as a topology of its own: the ranks of a node as `Topology(1, slots)`,
 peers as `Topology(nodes, 1)` with `shared_port` as the link between.
 
-What joins the ranks of a node, and what a ring gets of it: one row a kind.
-
-In a flat ring each rank of a node sends to the next one while it receives from the one before, all
-at the same time:
+`WIRINGS` says what joins the ranks of a node, and what a ring gets of it. In a flat ring each rank
+of a node sends to the next one while it receives from the one before, all at the same time:
 
     nvlink, pcie_switch    r0 --> r1 --> r2 --> r3     each has a way out and a way in of its own
     root_complex           r0 -> [host] -> r1, ...     all go through one root complex
     host_memory            r0 -> [memory] -> r1, ...   which writes, then reads, what each sends
     qpi                    socket 0 <--> socket 1      one message each way crosses
 
-To add one: add a row to `WIRINGS`, with what it is in words; docs/how-to/simulate-and-plan.md lists
-them.
+To add a wiring: add a row to `WIRINGS`, with what it is in words; docs/how-to/simulate-and-plan.md
+lists them.
 
 Source: PCI Express and NVLink are duplex; that a switch forwards between its ports without the root
 complex, and that GPUs without peer access go through host memory, is in NVIDIA's "GPUDirect RDMA"
 guide ("Supported Systems") and in NCCL's path types (NVL, PIX, PXB, PHB, SYS).
 
-An engine whose allreduce of all ranks was measured: a curve for short vectors, and not a line.
+`Calibrated` is an engine whose allreduce of all ranks was measured: a curve for short vectors, and
+not a line.
 
     seconds |                          . the engine's price from here on
             |                   o

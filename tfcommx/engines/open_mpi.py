@@ -1,4 +1,4 @@
-"""Open MPI 5: its `tuned` collectives by ranks and bytes, and HAN where nodes have several slots.
+"""Open MPI 5: `tuned` collectives by ranks and bytes, HAN for several slots; and Open MPI to 4.0.
 
 An allreduce takes, by the number of ranks and the bytes of the vector:
 
@@ -22,10 +22,9 @@ nodes are counted one after the other. They are started together, but 16 MB on 4
 five times the vector through a port, their sum, and not three, the longer one (the rows of MPI in
 the notes on the platform).
 
-Open MPI up to 4.0: an allreduce below 10,000 bytes doubles, and a longer one is a ring.
-
-The ring of more than 1 MB a rank goes in segments, which changes nothing in its price. It is here
-for papers of that time; version 4.1 brought the table that `open_mpi` has.
+`OpenMpi1` is Open MPI up to 4.0: an allreduce below 10,000 bytes doubles, and a longer one is a
+ring. The ring of more than 1 MB a rank goes in segments, which changes nothing in its price. It is
+here for papers of that time; version 4.1 brought the table that `OpenMpi` has.
 
 Source: open-mpi/ompi, releases 1.2 to 4.0: coll_tuned_decision_fixed.c
 (`ompi_coll_tuned_allreduce_intra_dec_fixed`, "based on MX results from the Grig cluster").

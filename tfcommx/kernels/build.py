@@ -1,14 +1,10 @@
-"""Which GPUs the CUDA code is built for: one list for the native library and for Horovod's kernels.
+"""The GPUs that the native library and Horovod's kernels are built for, and the library's sources.
 
 Standard library only: set-up and setup.py run this file before anything is installed.
 
 An architecture is a number as in `sm_70`: ten times the compute capability, so 70 is 7.0, the
 V100's. Machine code of an architecture runs on GPUs of the same major version and an equal or
 higher minor one. PTX of the highest one in a list is compiled by the driver for all later GPUs.
-
-Which sources the native library was built from.
-
-Standard library only: set-up and setup.py run this file before anything is installed.
 """
 
 from __future__ import annotations

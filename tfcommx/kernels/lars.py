@@ -1,9 +1,7 @@
-"""The update of LARS for all variables in one pass, once their rates are known.
+"""LARS for all variables in two passes: their squared norms, then the update by their rates.
 
-Norms: the squared norms of many tensors in one pass, in one order of additions.
-
-ops/kernels/norms.h has the order. It depends on nothing but a tensor's size, so every rank, device
-and number of threads gets the same bits.
+The norms are added in one order, which ops/kernels/norms.h has. It depends on nothing but a
+tensor's size, so every rank, device and number of threads gets the same bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Merge: (index, value) pairs, added into zeros in the order of the list.
-
-Keep: what rounding leaves of selected entries goes into their residual.
-"""
+"""Merge (index, value) pairs into a vector; keep what rounding leaves of them as residual."""
 
 from __future__ import annotations
 

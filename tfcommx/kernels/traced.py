@@ -1,11 +1,4 @@
-"""Arrival: a number that exists once tensors do, not only once a GPU has been asked for them.
-
-Small numbers that kernels read on the host, so that it never waits for a GPU.
-
-Makes variables while a step is traced, without having it traced a second time for them.
-
-Stamp: the time at which a tensor is ready, in traced code.
-"""
+"""In traced code: numbers on the host, new variables, the order and the time of results."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """Wire: selected entries as one buffer of int32 words, and back.
 
-`core.wire_formats` has the formats and counts the words, ops/kernels/wire.h has their layout.
-
-Ascending indices by Elias-Fano coding: the definition, in plain TensorFlow.
-
-ops/kernels/wire_elias.h has the layout and its source.
+`core.wire_formats` has the formats and counts the words, ops/kernels/wire.h has their layout, and
+ops/kernels/wire_elias.h that of ascending indices by Elias-Fano coding, with its source.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Values as codes of 8 or 4 bits, in blocks that share a step.
 
-ops/kernels/wire_codes.h has the rule and its reasons.
-
-Numbers of a few bits, packed into int32 words from the lowest bit on: plain TensorFlow.
+ops/kernels/wire_codes.h has the rule and its reasons. In plain TensorFlow, `pack` puts numbers of a
+few bits into int32 words from the lowest bit on.
 """
 
 from __future__ import annotations

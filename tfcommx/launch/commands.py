@@ -1,6 +1,6 @@
 """Run short commands: until they end, whatever they leave, and never for longer than allowed.
 
-Short commands on other hosts, which are reached as horovodrun reaches them.
+Other hosts are reached as horovodrun reaches them.
 
 **Ranks:** local, in the launcher. Needs neither TensorFlow nor Horovod.
 """

@@ -7,9 +7,7 @@
       <------------------------- answer, proof  at once or later
 
 A proof is an HMAC of the other side's challenge and of what is said. Messages are lines of JSON.
-Knows only the standard library: watchers use it, too.
-
-Hears the callers of a listening socket side by side, until each has proven who it is.
+`Entrance` hears the callers of a listening socket side by side, until each has proven who it is:
 
     connections --accept--> at most `most` that have proven nothing yet, a thread each
                               | proof: `welcome`      | no proof in time, or the oldest of too many

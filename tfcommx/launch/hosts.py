@@ -8,10 +8,9 @@
 
 **Ranks:** local, in the launcher. Needs neither TensorFlow nor Horovod.
 
-Which texts are names of hosts: one check, wherever names enter.
-
-They come from the user, from schedulers, scripts and other ranks, and go into the command lines of
-ssh, which horovodrun gives to a shell: `-Fconfig` would be an option that runs a program.
+Names of hosts are checked in one way, wherever they enter. They come from the user, from
+schedulers, scripts and other ranks, and go into the command lines of ssh, which horovodrun gives to
+a shell: `-Fconfig` would be an option that runs a program.
 """
 
 from __future__ import annotations

@@ -7,11 +7,10 @@ and left behind (a server of TensorBoard, a profiler) holds open until it ends. 
 launcher is held by this process alone. It also turns bytes that are no UTF-8 into U+FFFD, because
 horovodrun stops reading at the first one.
 
-A file that knows only the standard library: each rank has one of these processes.
+Each rank has one of these processes, so this file knows only the standard library.
 
-What a user sees of the lines that horovodrun and mpirun forward from the ranks.
-
-They mark each line with its rank, such as `[0]<stdout>:`, and add lines of their own:
+The launchers mark each line with its rank, such as `[0]<stdout>:`, and add lines of their own.
+`RankLines` shows the user less:
 
     what is written                                        what is shown
     rank 0                                                 the line

@@ -1,4 +1,4 @@
-"""Reads Horovod's timeline of a run: its steps, their messages, and what these waited for.
+"""Read Horovod's timeline of a run: its steps, their messages, and what these waited for.
 
 A message carries the tensors that the engine fused. Rank 0, which writes the file, sees of it
 
@@ -8,8 +8,7 @@ A message carries the tensors that the engine fused. Rank 0, which writes the fi
 
 Source: the file that HOROVOD_TIMELINE of Horovod 0.28.1 writes; each tensor is a process in it.
 
-Makes of a recorded run what can be simulated and planned anew: profile, plan and timeline.
-
+A recorded run becomes a profile, a plan and a timeline, which can be simulated and planned anew.
 Computing is what lies before the last gradient that the engine saw; a bucket is what travelled
 together.
 """

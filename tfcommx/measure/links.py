@@ -1,4 +1,4 @@
-"""Measures the links of this cluster: alpha and beta by messages, gamma by adding.
+"""Measure the links of this cluster: alpha and beta by messages, gamma by adding.
 
 Under MPI each rank sends s bytes to the next one of its group while it receives as many: alpha + s
 beta. Under Gloo, and where NCCL carries the gradients, the engine gathers s bytes from each of p
@@ -11,8 +11,6 @@ takes for short allreduces of all ranks.
 
 Source: the alpha-beta model of Thakur et al., "Optimization of Collective Communication Operations
 in MPICH" (2005).
-
-Measures what adding a byte to another takes (gamma), on the device where gradients are added.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The Keras surface: the wrapped optimizer and what it changes in Keras.
+"""The Keras surface: the wrapped optimizer, and what it needs of a model.
 
 distributed_optimizer   wraps an optimizer; refuses arguments of Horovod's
 exchanger               its plans by set of variables, and what waits between them; its parts:
                         requested_plan (automatic), step_guard, sharding
-keras_internals         private members of Keras
+by_variable             facts about variables, in place of attributes
 wrapped                 finds the wrapped optimizers of a model
 broadcast               one rank's variables on every rank
 replica_forms, replica_outputs   compare how ranks made their models, and what these compute

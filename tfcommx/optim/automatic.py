@@ -6,15 +6,12 @@
                 too few steps for a trial? -> the proposal if it is clear and the links' spread is
                                               small, or plain Horovod
 
-Rank 0 alone reads, proposes and writes; the others are told.
-
-A cache on disk of what one run has measured, for the next run.
+Rank 0 alone reads, proposes and writes; the others are told. What it has measured and chosen is in
+files for the next run:
 
     folder/choice-1f0c9a52b7d3e846.json    {"key": what it depends on, "value": {...}}
 
-Only rank 0 reads and writes them.
-
-ExpectedRun: how many steps are expected to follow, for the choice of a plan.
+`ExpectedRun` is how many steps are expected to follow: a choice must pay within them.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.optim.keras_internals import numbered_stem
-from tfcommx.optim.requested_plan import path_of
+from tfcommx.keras_internals import numbered_stem
+from tfcommx.optim.requested_plan import AGREED_NAMES, path_of
 
 # Horovod does not have these dtypes itself.
 _CARRIED_AS = {
@@ -58,7 +58,7 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     names = _require_equal_variables(variables)[root]
     for variable, name in zip(variables, names, strict=True):
         if name != path_of(variable):
-            variable.tfcommx_name = name  # Read by VariableNames
+            AGREED_NAMES[variable] = name
     for number, variable in enumerate(variables):
         value = tf.convert_to_tensor(variable)
         carried = tf.cast(value, _CARRIED_AS.get(value.dtype, value.dtype))

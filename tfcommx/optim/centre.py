@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import keras
 import numpy as np
 
+from tfcommx.keras_internals import finalize_layers, statistics_of
 from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.keras_internals import finalize_layers, statistics_of
 from tfcommx.optim.wrapped import exchanger_in, wrapped_optimizers
 from tfcommx.strategies import ElasticRun
 

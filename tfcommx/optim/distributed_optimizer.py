@@ -5,15 +5,13 @@
 
 The wrapped optimizer is an instance of a subclass that carries its base's name and module and adds
 nothing to its variables or its config. So a saved model holds the plain optimizer and loads with
-and without tfcommx.
-
-Refuse arguments of Horovod's DistributedOptimizer, and say what to write instead.
+and without tfcommx. Arguments of Horovod's DistributedOptimizer are refused, with what to write
+instead.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -22,8 +20,7 @@ import keras
 
 from tfcommx.collectives import process
 from tfcommx.core import AUTO, ConfigurationError, Links, Plan, Profile, Scheme, Topology
-from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.keras_internals import (
+from tfcommx.keras_internals import (
     AgreedLossScale,
     ExchangesGradients,
     UpdatesShards,
@@ -32,6 +29,7 @@ from tfcommx.optim.keras_internals import (
     plain_copy,
     require_shardable,
 )
+from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.strategies import Strategy, strategy_of
 
@@ -223,7 +221,8 @@ def _wrap(
     exchanger.reduce_for_pickle = _reduce
     mixin = UpdatesShards if settings.strategy.shards_weights else ExchangesGradients
     wrapped = copy_with(mixin, inner)
-    wrapped.exchanger, exchanger.optimizer = exchanger, weakref.ref(wrapped)
+    wrapped.exchanger = exchanger
+    exchanger.serve(wrapped)
     if inner is not optimizer:
         wrapped = copy_with(AgreedLossScale, optimizer, inner_optimizer=wrapped)
         wrapped.exchanger, exchanger.guard.loss_scale = exchanger, "agreed"

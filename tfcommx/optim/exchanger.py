@@ -13,6 +13,7 @@ What is one strategy's or one plan's own belongs to its run, or to the run's exe
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -21,14 +22,15 @@ import keras
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import ConfigurationError, Plan, Scheme
+from tfcommx.core import NOMINAL, ConfigurationError, Plan, Scheme
+from tfcommx.keras_internals import traced_batch
 from tfcommx.kernels.traced import untraced
-from tfcommx.optim.keras_internals import traced_batch
-from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan, VariableNames
+from tfcommx.optim.by_variable import ByVariable
+from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan, VariableNames, path_of
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.step_guard import StepGuard
 from tfcommx.runtime.gradient_state import GradientState, without
-from tfcommx.strategies import CommonState, StrategyRun, Update, agree_on_strategy
+from tfcommx.strategies import CommonState, Sharded, StrategyRun, Update, agree_on_strategy
 
 log = logging.getLogger("tfcommx")
 
@@ -49,13 +51,49 @@ class Exchanger:
         # That plain Horovod would have sent between nodes in the steps of earlier plans
         self._dense_bytes = 0.0
         # How `copy` and `pickle` make the wrapped optimizer again; the wrap sets it
-        self.reduce_for_pickle: Callable[..., tuple[Any, ...]] | None = None
-        # The wrapped optimizer; the wrap sets it
+        self.reduce_for_pickle: Callable[..., tuple[Any, ...]]
+        # The wrapped optimizer
         self.optimizer: Callable[[], keras.optimizers.Optimizer | None] = lambda: None
         # The shards of a strategy that has them, from the optimizer's build on
         self.sharding: Sharding | None = None
         # Names of a set of variables -> the strategy at work on their plan
         self.runs: dict[tuple[str, ...], StrategyRun] = {}
+
+    def serve(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Record the wrapped optimizer, of which this is the exchanger.
+
+        When it is gone, its variables are given up: only then can they be freed, because residuals
+        wait here for the next optimizer of these variables.
+        """
+        self.optimizer = weakref.ref(optimizer, lambda _: self._give_up_shards())
+
+    def make_sharding(
+        self, variables: Sequence[keras.Variable], decays: Sequence[bool], whole: bool
+    ) -> Sharding:
+        """Make this rank's shards of the variables, by the plan, the strategy and the links.
+
+        Args:
+            variables, decays: in forward order, and whether weight decay applies to each.
+            whole: whether the optimizer needs whole variables.
+
+        Local: what ranks must agree on, they compare at the first step.
+        **Raises:** PlanError for what cannot be sharded.
+        """
+        strategy, links = self.settings.strategy, self.settings.links or NOMINAL
+        assert isinstance(strategy, Sharded), "no other strategy shards weights"
+        plan = self.requested.plan_of(variables)
+        weights = self.names.weights_of(variables)
+        known_as = [path_of(variable) for variable in variables] if whole else None
+        shards = strategy.make_shards(plan, weights, decays, self.comm.rank, links, known_as)
+        self.sharding = Sharding(variables, shards, self.comm, strategy.group)
+        # A pull at the next step's beginning knows no constraints, and has nothing to overlap if
+        # all weights are pulled at once.
+        unconstrained = all(one.constraint is None for one in variables)
+        self.sharding.can_pull_first = unconstrained and strategy.pull != "at_once"
+        return self.sharding
+
+    def _give_up_shards(self) -> None:
+        self.sharding = None
 
     @property
     def ranks(self) -> int:
@@ -161,12 +199,12 @@ class Exchanger:
 
     def _take_from_predecessors(self, variables: Sequence[keras.Variable]) -> None:
         """Take residuals over from optimizers that exchanged these variables' gradients before."""
-        found = [getattr(variable, "tfcommx_exchanger", None) for variable in variables]
-        for predecessor in {id(one): one for one in found}.values():
+        found = {id(one): one for one in map(last_exchanger, variables)}
+        for predecessor in found.values():
             if predecessor not in (None, self):
                 self.waiting += predecessor.hand_over(variables, self.names)
         for variable in variables:
-            variable.tfcommx_exchanger = self
+            _LAST[variable] = self
 
     def hand_over(self, variables: Sequence[keras.Variable], names: VariableNames) -> GradientState:
         """Return these variables' residuals under the names of another optimizer; forget them here.
@@ -260,3 +298,13 @@ class Exchanger:
         variables = self.guard.step.variables
         weights = self.names.weights_of(variables)
         self.run_for(variables).update(Update(apply, gradients, weights, state))
+
+
+# The exchanger that exchanged a variable's gradients last: another optimizer takes its residuals
+# over. Exchangers don't refer to Keras's variables between steps.
+_LAST: ByVariable[Exchanger] = ByVariable()
+
+
+def last_exchanger(variable: keras.Variable) -> Exchanger | None:
+    """Return the exchanger that exchanged a variable's gradients last; None: there was none."""
+    return _LAST.get(variable)

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.optim.keras_internals import SumState, metrics_in, sums_in
+from tfcommx.keras_internals import SumState, metrics_in, sums_in
 
 log = logging.getLogger("tfcommx")
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.optim.keras_internals import (
+from tfcommx.keras_internals import (
     given_name,
     inner_optimizer,
     layers_of,

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.optim.keras_internals import call_alike, calls_recorded, constants_of, loss_of
+from tfcommx.keras_internals import call_alike, calls_recorded, constants_of, loss_of
 
 log = logging.getLogger("tfcommx")
 

@@ -1,10 +1,7 @@
 """RequestedPlan: schemes and settings as asked for, turned into plans.
 
-It lives as long as the optimizer; a change of scheme replaces the schemes in it.
-
-The settings of a wrapped optimizer's exchange that do not change during training.
-
-Unique names of a model's variables, for plans and checkpoints.
+It lives as long as the optimizer; a change of scheme replaces the schemes in it, and never the
+`ExchangeSettings`. `VariableNames` are unique: plans and checkpoints know variables by them.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import OPERATIONS, Links, Plan, PlanError, Profile, Scheme, check_name
 from tfcommx.optim.automatic import ExpectedRun, executor_for
+from tfcommx.optim.by_variable import ByVariable
 from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
 from tfcommx.planner.check import check_scheme, require_coverage
 from tfcommx.planner.plan import Gradient
@@ -72,12 +70,18 @@ def path_of(variable: keras.Variable | tf.Variable) -> str:
     return str(variable.name.partition(":")[0] if plain else variable.path)
 
 
+# Names that broadcast_variables has agreed on, of variables whose paths differ between ranks
+AGREED_NAMES: ByVariable[str] = ByVariable()
+
+
 class VariableNames:
     """Unique names of variables: their paths, with a number if another has the same path."""
 
     def __init__(self) -> None:
-        # By id, which is the variable's own as long as the variable is held here
-        self._names: dict[int, tuple[str, keras.Variable]] = {}
+        self._names: ByVariable[str] = ByVariable()
+        # Also by variables that are gone: when they are freed differs between ranks, and names must
+        # not.
+        self._taken: set[str] = set()
 
     def of(self, variables: Sequence[keras.Variable]) -> list[str]:
         """Return the variables' names, made unique in the order of the first call.
@@ -86,17 +90,17 @@ class VariableNames:
         Parts of a model may have layers of the same name, as two networks of keras.applications
         have.
         """
-        taken = {name for name, _ in self._names.values()}
-        for variable in variables:
-            if id(variable) not in self._names:
-                path = getattr(variable, "tfcommx_name", None) or path_of(variable)
-                name, number = path, 1
-                while name in taken:
-                    number += 1
-                    name = f"{path}#{number}"
-                taken.add(name)
-                self._names[id(variable)] = name, variable
-        return [self._names[id(variable)][0] for variable in variables]
+        return [self._names.get(variable) or self._new_name(variable) for variable in variables]
+
+    def _new_name(self, variable: keras.Variable) -> str:
+        path = AGREED_NAMES.get(variable) or path_of(variable)
+        name, number = path, 1
+        while name in self._taken:
+            number += 1
+            name = f"{path}#{number}"
+        self._taken.add(name)
+        self._names[variable] = name
+        return name
 
     def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
         """Return name -> TensorFlow's variable."""
@@ -105,8 +109,10 @@ class VariableNames:
 
     def rename(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
         """Give the variables these names, which are unique."""
+        self._taken -= {self._names.get(variable) for variable in variables}
+        self._taken |= set(names)
         for variable, name in zip(variables, names, strict=True):
-            self._names[id(variable)] = (name, variable)
+            self._names[variable] = name
 
 
 class RequestedPlan:

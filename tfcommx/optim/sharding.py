@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import NOMINAL, ConfigurationError
-from tfcommx.optim.requested_plan import path_of
+from tfcommx.core import ConfigurationError
 from tfcommx.strategies import ShardedRun, Shards, StrategyRun
 
 # State by attribute of the optimizer, then by variable in forward order; None: it has none
@@ -42,27 +40,6 @@ class Sharding:
         self._digest: list[int] = []
         # What this rank has loaded, until all ranks have it
         self._loaded: WholeState | None = None
-
-    @staticmethod
-    def make(
-        exchanger: Any, variables: Sequence[keras.Variable], decays: Sequence[bool], whole: bool
-    ) -> Sharding:
-        """Make this rank's shards of the variables, by the exchanger's plan, strategy and links.
-
-        Args:
-            exchanger: of the optimizer.
-            variables, decays: in forward order, and whether weight decay applies to each.
-            whole: whether the optimizer needs whole variables.
-
-        Local: what ranks must agree on, they compare at the first step.
-        **Raises:** ConfigurationError for what cannot be sharded.
-        """
-        strategy, links = exchanger.settings.strategy, exchanger.settings.links or NOMINAL
-        plan = exchanger.requested.plan_of(variables)
-        weights = exchanger.names.weights_of(variables)
-        known_as = [path_of(variable) for variable in variables] if whole else None
-        shards = strategy.make_shards(plan, weights, decays, exchanger.comm.rank, links, known_as)
-        return Sharding(variables, shards, exchanger.comm, strategy.group)
 
     def attach(self, run: StrategyRun, names: Sequence[str]) -> None:
         """Let a run of the strategy work on the shards. **Ranks:** all."""

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcommx.optim.keras_internals import moving_averages, steps_of
+from tfcommx.keras_internals import moving_averages, steps_of
 from tfcommx.optim.wrapped import exchanger_in
 from tfcommx.strategies import ShardedRun
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import keras
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm, WatchedSum
+from tfcommx.collectives.unwrapped import allow_plain_optimizers
 from tfcommx.core import ConfigurationError
-from tfcommx.optim.keras_internals import StepUnderWay, compiled_by_xla
+from tfcommx.keras_internals import StepUnderWay, compiled_by_xla
 from tfcommx.optim.requested_plan import ExchangeSettings, VariableNames
 from tfcommx.runtime.replica_guard import ReplicaGuard
 
@@ -26,6 +28,14 @@ class StepGuard:
         self.loss_scale = "none"
         self._not_finite = WatchedSum(comm, "finite", "the agreement on finite gradients")
         self.step = StepUnderWay()
+
+    @contextlib.contextmanager
+    def open_step(self) -> Iterator[None]:
+        """Enter a step that has exchanged nothing yet; open its scope."""
+        self.step.exchange_ran = False
+        # A class of a user's may call other optimizers in its step
+        with allow_plain_optimizers(), contextlib.ExitStack() as self.step.scope:
+            yield
 
     @tf.autograph.experimental.do_not_convert
     def begin(self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]) -> None:

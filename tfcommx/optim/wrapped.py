@@ -10,14 +10,14 @@ from typing import Any
 import keras
 
 from tfcommx.collectives import process
-from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.keras_internals import (
+from tfcommx.keras_internals import (
     AgreedLossScale,
     accumulated_gradients,
     inner_optimizer,
+    mix_into,
     trainable_variables,
-    wrapped_class,
 )
+from tfcommx.optim.exchanger import Exchanger, last_exchanger
 
 # Packages whose objects hold none, except layers, optimizers and containers
 _LIBRARIES = ("builtins", "horovod", "keras", "ml_dtypes", "numpy", "tensorflow", "tfcommx")
@@ -98,7 +98,7 @@ def optimizers_elsewhere(model: keras.Model) -> list[keras.optimizers.Optimizer]
     exchangers = {
         id(exchanger): exchanger
         for variable in model.trainable_variables
-        if (exchanger := getattr(variable, "tfcommx_exchanger", None)) is not None
+        if (exchanger := last_exchanger(variable)) is not None
     }
     optimizers = [one.optimizer() for key, one in exchangers.items() if key not in held]
     return [optimizer for optimizer in optimizers if optimizer is not None]
@@ -181,6 +181,6 @@ def agree_on_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
     gradients of its own rank whether to take the step, and ranks that decide differently would wait
     for each other forever. Nothing else changes.
     """
-    optimizer.__class__ = wrapped_class(optimizer.__class__, AgreedLossScale)
+    mix_into(AgreedLossScale, optimizer)
     optimizer.exchanger = optimizer.inner_optimizer.exchanger
     optimizer.exchanger.guard.loss_scale = "agreed"

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfcommx.keras_internals import compiled_by_xla
 from tfcommx.kernels.lars import lars_update, lars_update_definition
-from tfcommx.optim.keras_internals import compiled_by_xla
 from tfcommx.optimizers.layerwise import EXCLUDED, LayerwiseOptimizer, check_number
 
 

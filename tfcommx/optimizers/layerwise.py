@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from tfcommx.core import ConfigurationError, check_name
+from tfcommx.keras_internals import UpdatesTogether, compiled_by_xla
 from tfcommx.kernels.lars import squared_norms, squared_norms_definition
-from tfcommx.optim.keras_internals import UpdatesTogether, compiled_by_xla
 from tfcommx.optim.requested_plan import path_of
 from tfcommx.optimizers.parallel_operator import parallel_operator
 from tfcommx.optimizers.parallel_shares import MODES

@@ -4,13 +4,10 @@
 
 All that can be refused is refused here, before any collective.
 
-Deal work out to ranks evenly.
+Streams are sorted by scheme, route and dtype, and long gradients are cut. Fragments are groups of
+variables with about equally many entries, each exchanged at its own step:
 
-Which gradients may travel together: sorted by scheme, route and dtype; long ones are cut.
-
-Fragments: groups of variables with about equally many entries, each exchanged at its own step.
-
-variables  --fragment_of-->  F groups  --make_plan, each-->  one plan, no bucket of two groups
+    variables  --fragment_of-->  F groups  --make_plan, each-->  one plan, no bucket of two groups
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Predicts a training step under a scheme: plan it, then simulate the plan.
+"""Predict a training step under a scheme: plan it, then simulate the plan.
 
-The interval in which nine of ten steps lie that were predicted so.
+A prediction has the interval in which nine of ten steps lie that were predicted so:
 
     predicted   |        compute        |     exposed exchange     |
     interval    |        compute        |  shortest  |  ...  longest  | ... compute takes longer |
@@ -12,7 +12,7 @@ were counted on published steps that nothing here was tuned to.
 
 Source: `scripts/reproduce/intervals.py`; docs/laboratory/reproduction.md has the table.
 
-What would shorten a step: predictions with one thing changed at a time.
+`what_helps` predicts with one thing changed at a time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Reads YAML into checked settings; an error names its place in the file and the nearest key.
+"""Read YAML into checked settings; an error names its place in the file and the nearest key.
 
-Read YAML 1.2. The only `import yaml`: PyYAML reads YAML 1.1, where `10:00` is 600, `010` is 8.
+The YAML is 1.2. This is the only `import yaml`: PyYAML reads YAML 1.1, where `10:00` is 600, `010`
+is 8.
 
     plain text                        value
     null, ~, nothing                  None

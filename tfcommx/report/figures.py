@@ -1,9 +1,4 @@
-"""Pictures of one run and of measured links.
-
-Figures that compare runs: how they learned, where time and bytes went.
-
-A picture of machines to rent: the cost of an epoch over its time, and the scaling efficiency.
-"""
+"""Figures of a run, of several runs side by side, of measured links, of machines to rent."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """MessageRoute: an allreduce made of messages between two ranks, which a schedule lists.
 
-A schedule as a list of transfers between positions 0 .. p - 1, and two ways to run it.
-
+A schedule is a list of transfers between positions 0 .. p - 1, and there are two ways to run it.
 Position 0 is the root, and position i the i-th rank after it, cyclically. A transfer sends a part
 of the sender's vector, which is added to the receiver's (`add`) or replaces it. Transfers of one
 round may run at once.

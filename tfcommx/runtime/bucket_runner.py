@@ -1,14 +1,9 @@
 """BucketRunner: the exchange of one bucket in a step.
 
+    gradients -> clip -> flat vector -> select, or compress -> route -> average -> gradients
+                                        the rest is the residual
+
 The only file here that asks the table of routes for anything except shards and prices.
-
-Turn gradients into the flat vectors of a plan, and back.
-
-Clip a rank's own gradients before they enter its residuals.
-
-Selector: choose the entries of a bucket that are sent; keep the rest as residual.
-
-Compressor: send a bucket's gradients by a compression; keep the rest as residual.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@
     merge) -> average -> unflatten
 
 Each bucket is a chain of its own in the TensorFlow graph, so one whose gradients are ready travels
-while others are computed.
-
-Check that all ranks have the same plan.
+while others are computed. Before the first step all ranks check that they have the same plan.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ are those between the ends of two exchanges: whole steps, with what of the excha
 Several trials, as of the two optimizers of a GAN, follow each other: steps of one would count what
 the other tries. Those that wait for another one take plain Horovod's turn in each step.
 
-TrialRounds: the order of plans in a trial, and the choice from their times.
+`TrialRounds` has the order of plans in a trial, and makes the choice from their times:
 
     step    1 2 3 | 4 5 6 | 7 8 9 | 10 11 12 | ...  18
     plan    0 1 2 | 1 2 0 | 2 0 1 |  0  1  2 | ...

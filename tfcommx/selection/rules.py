@@ -1,33 +1,11 @@
 """The rules of selection: which k entries of a gradient are sent.
 
-Rule `dgc`: double sampling. A sample gives a threshold; of what reaches it, the k largest go.
-
-**Source:** Lin et al., Deep Gradient Compression, 2018, section 5. There, fewer than k entries
-travel if the sample's threshold is too high; here k always do: the threshold is aimed a quarter
-low, and if that fails, all entries compete.
-
-Rule `all`: every entry travels. The identity of the family.
-
-Rules of the native selection kernel, which fuses the choice with error feedback in one pass.
-
-Rule `exact`: the k largest magnitudes; of equal ones the lowest indices.
-
-Rule `mstopk`: all above a band that holds the k-th largest magnitude, and a random run of it.
-
-The band is 1/4096 wide, relative to its magnitude: what is chosen differs from the exact top k only
-in there.
-
-**Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud
-Clusters, 2021, Algorithm 1; we find the thresholds by counting in bins, in one pass, instead of by
-a binary search.
-
-Rule `random`: k entries, every choice equally likely. What the other rules must beat.
-
-Rule `threshold`: entries whose magnitude reaches a fixed threshold, k of them.
-
-**Source:** Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, 2015.
-There, as many travel as reach the threshold; here k always do: a random run of those that reach it
-if they are more, and a random run of the others for what is missing if they are fewer.
+all         every entry: the identity of the family
+exact       the k largest magnitudes; of equal ones the lowest indices
+mstopk      all above a band that holds the k-th largest magnitude, and a random run of it
+dgc         of those that reach a sampled threshold, the k largest
+random      k entries, every choice equally likely: what the other rules must beat
+threshold   entries whose magnitude reaches a fixed threshold
 """
 
 from __future__ import annotations
@@ -72,7 +50,15 @@ ALL = All()
 
 @dataclass(frozen=True)
 class NativeSelector:
-    """A rule of `kernels.select`."""
+    """A rule of `kernels.select`, which fuses the choice with error feedback in one pass.
+
+    The band of "mstopk" is 1/4096 wide, relative to its magnitude: the chosen entries differ from
+    the exact top k only in there.
+
+    **Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud
+    Clusters, 2021, Algorithm 1; we find the thresholds by counting in bins, in one pass, instead of
+    by a binary search.
+    """
 
     # As the kernel names it: "exact" or "mstopk"
     name: str
@@ -90,7 +76,12 @@ MSTOPK = NativeSelector("mstopk")
 
 @dataclass(frozen=True)
 class Dgc:
-    """The k largest of the entries that a sampled threshold lets through."""
+    """The k largest of the entries that a sampled threshold lets through.
+
+    **Source:** Lin et al., Deep Gradient Compression, 2018, section 5. There, fewer than k entries
+    travel if the sample's threshold is too high; here k always do: the threshold is aimed a quarter
+    low, and if that fails, all entries compete.
+    """
 
     # Share of the entries that is sampled, as in the paper
     sampled: float = 0.01
@@ -163,7 +154,12 @@ RANDOM = Random()
 
 @dataclass(frozen=True)
 class Threshold:
-    """Those that reach a threshold first, then others."""
+    """Those that reach a threshold first, then others.
+
+    **Source:** Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, 2015.
+    There, as many travel as reach the threshold; here k always do: a random run of those that reach
+    it if they are more, and a random run of the others for what is missing if they are fewer.
+    """
 
     # Magnitude, in units of the gradient, > 0
     threshold: float = 1e-3

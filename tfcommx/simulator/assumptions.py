@@ -1,8 +1,7 @@
-"""What a simulated step assumes besides profile, plan and links.
+"""Assumptions of a simulated step besides profile, plan and links.
 
-How long selecting from a vector takes, as a function of its entries: by formula, or measured.
-
-What a slow node and ports of varying rate make of a step: all ranks wait for the slowest.
+Selecting from a vector takes a time that is a function of its entries: a formula, or measured. A
+node may be slow, and ports may vary: all ranks wait for the slowest.
 
     port of node 0   |==========|          rates are new in each step: uniform, from (1 - jitter)
     port of node 1   |=======|             of a port's rate to all of it

@@ -1,4 +1,4 @@
-"""Simulates a training step: the buckets of a plan on the resources of one node.
+"""Simulate a training step: the buckets of a plan on the resources of one node.
 
 Gradients a, b, c become ready one after another; a and b are bucket 0, c is bucket 1:
 
@@ -15,12 +15,9 @@ Source: the timeline of Shi et al., "Communication-Efficient Distributed Deep Le
 Gradient Sparsification on GPUs" (2020), equations 5 to 9, with a port inside a node, the price of
 any route, and the assumptions.
 
-The backward pass: when the gradients of each bucket are ready, and which piece completes it.
-
-What a bucket does after its last gradient, stage by stage, and how long each stage takes.
-
-A route prices its messages on an idle network. What the engine adds to each collective, and what a
-selection takes, is added here and nowhere else; the waiting is `step`'s.
+`buckets_ready` says when the backward pass completes each bucket, `stages_of` what the bucket does
+then, stage by stage. A route prices its messages on an idle network. What the engine adds to each
+collective, and what a selection takes, is added here and nowhere else; the waiting is `simulate`'s.
 """
 
 from __future__ import annotations

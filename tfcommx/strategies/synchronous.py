@@ -1,15 +1,14 @@
-"""Synchronous: every rank applies the exchanged gradients. The identity of the strategies.
+"""Strategies by exchanged gradients: Synchronous, the identity; Root and Rebroadcast.
 
-Broadcast rank 0's weights within a training step, bucket by bucket.
-
-Root: rank 0 alone applies the gradients, then broadcasts the weights.
+With `Synchronous` every rank applies the exchanged gradients. The others broadcast rank 0's weights
+within a step, bucket by bucket. With `Root` rank 0 alone applies the gradients:
 
     ranks 0 to 3     gradients -> reduce -> rank 0 updates -> broadcast -> weights on all ranks
 
 **Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
 Algorithm 2. Routes of messages reduce to rank 0; others bring the sums to all ranks, as always.
 
-Rebroadcast: synchronous, and every few steps rank 0's weights replace those of all ranks.
+`Rebroadcast` is synchronous, and every few steps rank 0's weights replace those of all ranks.
 
 **Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
 Algorithm 3.

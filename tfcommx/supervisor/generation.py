@@ -1,10 +1,7 @@
-"""What the supervisor knows of one generation: a start of the ranks, up to their end.
+"""Generation: one start of the ranks, up to their end, and whether the run continues after it.
 
-Why a generation has ended, and whether the run goes on.
-
-The supervisor's end of its connection to rank 0 of a generation.
-
-Rank 0 finds it by what the supervisor puts into the environment of all ranks:
+The supervisor follows it by a connection to rank 0. Rank 0 finds the supervisor by what the
+supervisor puts into the environment of all ranks:
 
     TFCOMMX_RUN                  16 hexadecimal digits, the same for all generations
     TFCOMMX_GENERATION           0, 1, ...

@@ -1,6 +1,4 @@
-"""The table of generations, and the goodput: the share of steps and seconds that count.
-
-Whether it pays to start again on more hosts.
+"""Goodput: the share of steps and seconds that count, and whether a restart on more hosts pays.
 
 A restart costs the steps that are not taken meanwhile; afterwards more are taken in a second:
 

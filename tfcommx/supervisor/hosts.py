@@ -1,14 +1,9 @@
-"""Which hosts may be used now: those that are named, have not been lost lately, and answer.
+"""Hosts: those of a run that may be used now, and how many ranks each of them gets.
 
-How a supervised run is started again; the command line's options by another name.
-
-Which hosts there are: those that were given, or those that the user's script prints.
+A host may be used if it is named, by the user or by what the user's script prints, has not been
+lost lately or said that it leaves (`Cooldown`), and answers.
 
 To add a way to find hosts: a class with `hosts()`, and a word in cli/restart_options.py.
-
-Which hosts are left out for a while: those that were lost, or said that they go.
-
-How many ranks of the next generation run on which hosts.
 """
 
 from __future__ import annotations

@@ -1,15 +1,4 @@
-"""The laws of each family: compressions, routes, rules, strategies and wire formats.
-
-The laws of a wire format.
-
-The laws of a compression.
-
-The laws of a route.
-
-The laws of a rule of selection.
-
-The laws of a strategy.
-"""
+"""The laws of each family: compressions, routes, rules, strategies and wire formats."""
 
 from __future__ import annotations
 
@@ -30,8 +19,8 @@ from tfcommx.core import (
     Topology,
 )
 from tfcommx.core.checks import check_name, is_member
+from tfcommx.keras_internals import ExchangesGradients, UpdatesShards, copy_with
 from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.keras_internals import ExchangesGradients, UpdatesShards, copy_with
 from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.routes.route import SparseRoute

@@ -1,7 +1,4 @@
-"""Callbacks that carry out a recipe: the learning rate, evaluation, and what `auto` is told.
-
-The history of a run, one row per epoch, and its display while the run goes on.
-"""
+"""Callbacks that carry out a recipe, and record and show its history, one row per epoch."""
 
 from __future__ import annotations
 

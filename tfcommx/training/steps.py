@@ -6,7 +6,7 @@ epoch 0 |==========| done
 epoch 1 |====      | FitCall(phase 0, epochs 1 to 2, step 4): six steps remain
 epoch 2 |          | FitCall(phase 1, epochs 2 to 3, step 0)
 
-Measures where the seconds of an epoch go.
+`Timing` measures where the seconds of an epoch go.
 """
 
 from __future__ import annotations
@@ -153,19 +153,21 @@ class Timing(keras.callbacks.Callback):
         """Make the model's training step record when batch and gradients arrive."""
         train_step, exchanger = model.train_step, exchanger_of(model)
         exchange, queued = exchanger.exchange, exchanger.comm.progress.ends_when_queued
+        # Not through `self`, which has the model: an exchanger must not keep its variables alive
+        arrived, ready, exchanged = self.arrived, self.ready, self.exchanged
 
         def timed_step(data: Any) -> Any:
-            with _stamped(self.arrived, tf.nest.flatten(data)):
+            with _stamped(arrived, tf.nest.flatten(data)):
                 return train_step(data)
 
         @tf.autograph.experimental.do_not_convert
         def timed_exchange(
             gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
         ) -> list[tf.Tensor]:
-            with _stamped(self.ready, gradients, queued):
+            with _stamped(ready, gradients, queued):
                 pass
             result: list[tf.Tensor] = exchange(gradients, learning_rate, steps)
-            with _stamped(self.exchanged, result, queued):
+            with _stamped(exchanged, result, queued):
                 pass
             return result
 

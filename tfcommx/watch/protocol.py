@@ -31,10 +31,8 @@ table of faults for people; `tests/watch/test_faults.py` makes them happen.
 **Cost:** per beat one message of 2 bytes to each neighbour and one to the parent; per alarm at most
 NAMES ranks to each neighbour.
 
-Which watchers are connected: at most 7 to each, however many ranks there are.
-
-A tree with 4 children to a rank, and a ring, which keeps what is below a dead rank connected with
-the rest.
+At most 7 watchers are connected to each, however many ranks there are, by a tree with 4 children to
+a rank, and a ring, which keeps what is below a dead rank connected with the rest.
 
     0 --+-- 1 --+-- 5        tree: the parent of r is (r - 1) // 4
         |       +-- 6
@@ -44,7 +42,7 @@ the rest.
         +-- 3
         +-- 4
 
-An alarm at one watcher: which ranks are missing, and from the first sign to the rank's end.
+`Alarm` is that of one watcher, from the first sign to the end of its rank:
 
     first sign -- GATHER_SECONDS --> the rank is told -- LAST_WORDS_SECONDS --> it is killed
 

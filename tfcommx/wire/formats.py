@@ -1,6 +1,6 @@
-"""Bytes and dtypes of what travels: pure arithmetic, so that prices need no TensorFlow.
+"""Bytes and dtypes of wire formats: pure arithmetic, so that prices need no TensorFlow.
 
-What a wire format of another package is: `Scheme(wire="module:MEMBER")` on a sparse route.
+`WireFormat` is the contract of one in another package, `Scheme(wire="module:MEMBER")`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Decodes images, and shrinks them to the size at which they are kept.
+"""Decode images, and shrink them to the size at which they are kept, as records.
 
-Checks the heads of image files before they are decoded.
+The heads of image files are checked before they are decoded. A file of some hundred kilobytes can
+decode to gigabytes, and some files decode without an error to pixels that are not those of the
+image.
 
-A file of some hundred kilobytes can decode to gigabytes, and some files decode without an error to
-pixels that are not those of the image.
-
-A record: one decoded sample as bytes, as a slab holds it and as nodes send it to each other.
+A record is one decoded sample as bytes, as a slab holds it and as nodes send it to each other.
 
     64 bytes of header: sample, label, bytes, height, width, channels, CRC, zeros | pixels | zeros
 

@@ -1,73 +1,4 @@
-"""Merging in one pass over the gradients: single, each, threshold, MG-WFBP and OMGS.
-
-OMGS: a group waits for the next gradient if both, selected and sent together, end earlier.
-
-Group a is selected and waits for the port; merging it with b saves a latency term, if the selection
-of both ends before the port is free or soon after (Q5) and b alone would wait anyway (Q3):
-
-    compute       |  a  | select a |  b  | select b |
-    port    ... before ...             | message a  | message b |
-
-    compute       |  a  |  b  |   select ab   |
-    port    ... before ...                    | message ab |
-
-The paper calls the result optimal; it is so for two neighbours, not for a whole step
-(tests/planner/merging/test_omgs.py has an example). `optimal` is.
-
-Source: Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient
-Sparsification on GPUs" (2020), Algorithm 1 (FindMergedLayers), equations 23 to 25. The times of the
-layers still to come enter no decision, so one pass gives what the printed algorithm does by
-recomputing all timestamps after each merge. Nothing selected or sent takes no time, as equation 13
-has it (AGPM(0) of the listing would be alpha), and line 10 restarts at the group's own timestamp,
-as in the authors' code.
-
-Everything in one bucket, after the backward pass: TopK-SGD.
-
-    compute   |  a  |  b  |  c  | select abc |
-    port                                     |  message abc  |
-
-Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (2017); TopK-SGD
-of Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient
-Sparsification on GPUs" (2020), equation 4 and figure 1(b).
-
-Every gradient in a bucket of its own: P-SGD, and with a selection LAGS-SGD.
-
-    compute   |  a  | select a |  b  | select b |  c  | select c |
-    port                       |   message a   | message b |     | message c |
-
-Source: wait-free backpropagation of Zhang et al., "Poseidon" (2017), and of Awan et al., "S-Caffe"
-(2017); LAGS-SGD of Shi et al., "Layer-Wise Adaptive Gradient Sparsification" (2020); both in Shi
-et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on
-GPUs" (2020), equations 5 to 9 and figures 1(a) and 1(c).
-
-Merging by size: a bucket is closed as soon as it is large enough.
-
-Gradients a to f become ready one after another, of 4 4 9 1 2 2 bytes; bucket_bytes is 8:
-
-    backward pass   |  a  |  b  |  c  |  d  |  e  |  f  |
-    sent                         [a b]   [c]               [d e f]
-
-The last bucket may be smaller, and is sent after the backward pass. Horovod's tensor fusion does
-the same with what is ready within a cycle.
-
-Source: MGS-SGD of Shi et al., "Communication-Efficient Distributed Deep Learning with Merged
-Gradient Sparsification on GPUs" (2020), section V-D, merges up to 8,192 entries so.
-
-MG-WFBP: a gradient joins the next one if waiting for it takes less than a latency term.
-
-Bucket a could be sent at `start`, but b is ready less than a latency term later, so both wait; c
-comes too late:
-
-    backward pass   |  a  | b |           c          |
-    port                  | start
-                              |  message ab  |       |  message c  |
-
-Selection is not counted.
-
-Source: Shi et al., "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD
-Algorithms" (2019), Algorithm 1: layer l is merged into layer l - 1 if tau_b(l-1) + t_b(l-1) -
-tau_c(l) < a. In one pass, because a decision needs only what came before it.
-"""
+"""Merging in one pass over the gradients: single, each, threshold, MG-WFBP and OMGS."""
 
 from __future__ import annotations
 
@@ -76,17 +7,45 @@ from tfcommx.planner.merging.merging import Groups, Prices, ready_times
 
 
 def single(profile: Profile, prices: Prices) -> Groups:
-    """Put all positions into one group."""
+    """Put all positions into one group, sent after the backward pass: TopK-SGD.
+
+        compute   |  a  |  b  |  c  | select abc |
+        port                                     |  message abc  |
+
+    Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (2017);
+    TopK-SGD of Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient
+    Sparsification on GPUs" (2020), equation 4 and figure 1(b).
+    """
     return [list(range(len(profile.variables)))] if profile.variables else []
 
 
 def each(profile: Profile, prices: Prices) -> Groups:
-    """Put each position into its own group."""
+    """Put each position into its own group: P-SGD, and with a selection LAGS-SGD.
+
+        compute   |  a  | select a |  b  | select b |  c  | select c |
+        port                       |   message a   | message b |     | message c |
+
+    Source: wait-free backpropagation of Zhang et al., "Poseidon" (2017), and of Awan et al.,
+    "S-Caffe" (2017); LAGS-SGD of Shi et al., "Layer-Wise Adaptive Gradient Sparsification" (2020);
+    both in Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient
+    Sparsification on GPUs" (2020), equations 5 to 9 and figures 1(a) and 1(c).
+    """
     return [[position] for position in range(len(profile.variables))]
 
 
 def threshold(profile: Profile, prices: Prices) -> Groups:
     """Group consecutive positions until a group holds at least `prices.bucket_bytes`.
+
+    Gradients a to f become ready one after another, of 4 4 9 1 2 2 bytes; bucket_bytes is 8:
+
+        backward pass   |  a  |  b  |  c  |  d  |  e  |  f  |
+        sent                         [a b]   [c]               [d e f]
+
+    The last bucket may be smaller, and is sent after the backward pass. Horovod's tensor fusion
+    does the same with what is ready within a cycle.
+
+    Source: MGS-SGD of Shi et al., "Communication-Efficient Distributed Deep Learning with Merged
+    Gradient Sparsification on GPUs" (2020), section V-D, merges up to 8,192 entries so.
 
     The last group may be smaller.
     """
@@ -102,7 +61,20 @@ def threshold(profile: Profile, prices: Prices) -> Groups:
 
 
 def mg_wfbp(profile: Profile, prices: Prices) -> Groups:
-    """Merge each group with the next gradient if that one is ready in less than a latency.
+    """Merge each group with the next gradient if that one is ready in less than a latency: MG-WFBP.
+
+    Bucket a could be sent at `start`, but b is ready less than a latency term later, so both wait;
+    c comes too late:
+
+        backward pass   |  a  | b |           c          |
+        port                  | start
+                                  |  message ab  |       |  message c  |
+
+    Selection is not counted.
+
+    Source: Shi et al., "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD
+    Algorithms" (2019), Algorithm 1: layer l is merged into layer l - 1 if tau_b(l-1) + t_b(l-1) -
+    tau_c(l) < a. In one pass, because a decision needs only what came before it.
 
     **Cost:** two prices for each gradient.
     """
@@ -121,7 +93,27 @@ def mg_wfbp(profile: Profile, prices: Prices) -> Groups:
 
 
 def omgs(profile: Profile, prices: Prices) -> Groups:
-    """Merge each group with the next gradient if conditions Q3 and Q5 hold.
+    """Merge each group with the next gradient if both, sent together, end earlier: OMGS.
+
+    Group a is selected and waits for the port; merging it with b saves a latency term, if the
+    selection of both ends before the port is free or soon after (Q5) and b alone would wait anyway
+    (Q3):
+
+        compute       |  a  | select a |  b  | select b |
+        port    ... before ...             | message a  | message b |
+
+        compute       |  a  |  b  |   select ab   |
+        port    ... before ...                    | message ab |
+
+    The paper calls the result optimal; it is so for two neighbours, not for a whole step
+    (tests/planner/merging/test_omgs.py has an example). `optimal` is.
+
+    Source: Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient
+    Sparsification on GPUs" (2020), Algorithm 1 (FindMergedLayers), equations 23 to 25. The times of
+    the layers still to come enter no decision, so one pass gives what the printed algorithm does by
+    recomputing all timestamps after each merge. Nothing selected or sent takes no time, as equation
+    13 has it (AGPM(0) of the listing would be alpha), and line 10 restarts at the group's own
+    timestamp, as in the authors' code.
 
     The selection is priced by `prices.selection_s`: gamma rho d log d (equation 10) or a
     measured curve.

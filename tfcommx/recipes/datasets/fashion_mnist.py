@@ -1,11 +1,8 @@
-"""Fashion-MNIST in a recipe: its settings.
+"""Fashion-MNIST in a recipe, from its original files.
 
-The IDX format: arrays of unsigned bytes behind a short header, gzipped.
-
-The files of Fashion-MNIST: finds or downloads the original IDX files, and reads them.
-
-They come from the cache folder, else from Debian's package if it is installed, else from that
-package by `apt-get download` (which needs no root), else from TensorFlow Datasets' download.
+The files are IDX: arrays of unsigned bytes behind a short header, gzipped. They come from the cache
+folder, else from Debian's package if it is installed, else from that package by `apt-get download`
+(which needs no root), else from TensorFlow Datasets' download.
 
 **Source:** H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking
 machine learning algorithms", 2017. 60,000 training and 10,000 test images of 10 kinds of clothing;

@@ -1,7 +1,4 @@
-"""Pictures in NumPy arrays, from a file or from a user's function.
-
-Photographs in files: ImageNet's shards, class folders, data sets of TensorFlow Datasets.
-"""
+"""Pictures in NumPy arrays, ImageNet's shards, class folders and TensorFlow Datasets."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Data sets of translations: text files, and TensorFlow Datasets.
+"""Data sets of translations: text files, TensorFlow Datasets, and messages of programs.
 
-English messages of programs and their German translations, from Debian packages.
-
-Gettext catalogues hold messages that people wrote and translated: labels, errors, help. They do not
-teach general German, but they are real text, and available where nothing else is.
+The messages are English ones with German translations, from Debian packages. Gettext catalogues
+hold messages that people wrote and translated: labels, errors, help. They do not teach general
+German, but they are real text, and available where nothing else is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Greedy decoding: always the most probable next word.
-
-Beam search.
-"""
+"""Decoding: greedy, by the most probable next word, or by beam search."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Position encoding, which Keras does not have.
-
-Loss and accuracy of words, ignoring padding.
-"""
+"""Position encoding, which Keras does not have, and loss and accuracy of words without padding."""
 
 from __future__ import annotations
 

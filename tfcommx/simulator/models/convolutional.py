@@ -1,24 +1,4 @@
-"""Convolutional networks: AlexNet, VGG, GoogLeNet and ResNet-50.
-
-GoogLeNet, with its two auxiliary classifiers.
-
-Source: Szegedy et al., "Going Deeper with Convolutions" (2015), table 1 and section 5.
-
-AlexNet, with the two groups of convolutions 2, 4 and 5.
-
-Source: Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks" (2012),
-section 3.5, in one column: 96, 256, 384, 384 and 256 filters.
-
-VGG-16 and VGG-19 on ImageNet; VGG-16 on CIFAR-10, with normalization and one dense layer.
-
-Source: Simonyan and Zisserman, "Very Deep Convolutional Networks" (2015), table 1, columns D and E.
-Nobody trains the three dense layers of 4,096 on CIFAR-10: its usual form has one, and
-normalization after each convolution. Shi et al. (2020), table V, count its 54 tensors.
-
-ResNet-50, with the stride in the 3 x 3 convolution (version 1.5).
-
-Source: He et al., "Deep Residual Learning for Image Recognition" (2016), table 1.
-"""
+"""Convolutional networks: AlexNet, VGG, GoogLeNet and ResNet-50."""
 
 from __future__ import annotations
 
@@ -27,7 +7,11 @@ from tfcommx.simulator.models.builder import Builder
 
 
 def alexnet(pixels: int = 227) -> LayerTable:
-    """Return the layers for images of pixels x pixels."""
+    """Return the layers of AlexNet, with the two groups of convolutions 2, 4 and 5.
+
+    Source: Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks"
+    (2012), section 3.5, in one column: 96, 256, 384, 384 and 256 filters.
+    """
     model = Builder(pixels, 3)
     model.convolve("conv1", 96, 11, stride=4, valid=True, bias=True)
     model.pool(3, 2, valid=True)
@@ -47,7 +31,11 @@ FILTERS = (64, 128, 256, 512, 512)
 
 
 def vgg16(pixels: int = 224) -> LayerTable:
-    """Return the layers of VGG-16 for images of pixels x pixels."""
+    """Return the layers of VGG-16 for images of pixels x pixels.
+
+    Source: Simonyan and Zisserman, "Very Deep Convolutional Networks" (2015), table 1, columns D
+    and E.
+    """
     return _imagenet("vgg16", (2, 2, 3, 3, 3), pixels)
 
 
@@ -57,7 +45,11 @@ def vgg19(pixels: int = 224) -> LayerTable:
 
 
 def vgg16_cifar(pixels: int = 32) -> LayerTable:
-    """Return the layers of VGG-16 with normalization for ten classes."""
+    """Return the layers of VGG-16 on CIFAR-10, with normalization and one dense layer.
+
+    Nobody trains the three dense layers of 4,096 on CIFAR-10: its usual form has one, and
+    normalization after each convolution. Shi et al. (2020), table V, count its 54 tensors.
+    """
     model = _convolutions((2, 2, 3, 3, 3), pixels, norm=True)
     model.dense("classes", 10)
     return model.table("vgg16_cifar", f"an image of {pixels} x {pixels}")
@@ -97,7 +89,10 @@ HALVED, CLASSIFIED = ("3b", "4e"), ("4a", "4d")
 
 
 def googlenet(pixels: int = 224) -> LayerTable:
-    """Return the layers for images of pixels x pixels."""
+    """Return the layers of GoogLeNet, with its two auxiliary classifiers.
+
+    Source: Szegedy et al., "Going Deeper with Convolutions" (2015), table 1 and section 5.
+    """
     model = Builder(pixels, 3)
     model.convolve("conv1", 64, 7, stride=2, bias=True)
     model.pool(3, 2)
@@ -135,7 +130,10 @@ def _auxiliary(model: Builder, name: str) -> None:
 
 
 def resnet50(pixels: int = 224) -> LayerTable:
-    """Return the layers for images of pixels x pixels."""
+    """Return the layers of ResNet-50, with the stride in the 3 x 3 convolution (version 1.5).
+
+    Source: He et al., "Deep Residual Learning for Image Recognition" (2016), table 1.
+    """
     model = Builder(pixels, 3)
     model.convolve("conv1", 64, 7, stride=2, norm=True)
     model.pool(3, 2)

@@ -1,15 +1,4 @@
-"""Inception-v3 and Inception-v4.
-
-Inception-v4: 149 convolutions, each with a normalization.
-
-Source: Szegedy et al., "Inception-v4, Inception-ResNet and the Impact of Residual Connections on
-Learning" (2017), figures 3 to 9 and table 1.
-
-Inception-v3, with its auxiliary classifier.
-
-Source: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision" (2016), table 1
-and figures 5 to 8; widths of the branches and of the auxiliary classifier as in torchvision.
-"""
+"""Inception-v3 and Inception-v4."""
 
 from __future__ import annotations
 
@@ -52,7 +41,11 @@ REDUCTION_B: list[list[Step]] = [
 
 
 def inception_v4(pixels: int = 299) -> LayerTable:
-    """Return the layers for images of pixels x pixels."""
+    """Return the layers of Inception-v4: 149 convolutions, each with a normalization.
+
+    Source: Szegedy et al., "Inception-v4, Inception-ResNet and the Impact of Residual Connections
+    on Learning" (2017), figures 3 to 9 and table 1.
+    """
     model = Builder(pixels, 3)
     model.convolve("stem1a", 32, 3, stride=2, valid=True, norm=True)
     model.convolve("stem1b", 32, 3, valid=True, norm=True)
@@ -128,7 +121,12 @@ POOLED, SEVENS = (32, 64, 64), (128, 160, 160, 192)
 
 
 def inception_v3(pixels: int = 299) -> LayerTable:
-    """Return the layers for images of pixels x pixels."""
+    """Return the layers of Inception-v3, with its auxiliary classifier.
+
+    Source: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision" (2016),
+    table 1 and figures 5 to 8; widths of the branches and of the auxiliary classifier as in
+    torchvision.
+    """
     model = Builder(pixels, 3)
     model.convolve("stem1", 32, 3, stride=2, valid=True, norm=True)
     model.convolve("stem2", 32, 3, valid=True, norm=True)

@@ -1,20 +1,4 @@
-"""Language models: LSTM, BERT and the Transformer.
-
-The Transformer, base and big, with one embedding for both languages and the output.
-
-Source: Vaswani et al., "Attention Is All You Need" (2017), sections 3 and 5.1, table 3: about
-37,000 word pieces, projections of attention without bias.
-
-The language model of the papers on merged gradients: two LSTM layers of 1,500 units on PTB.
-
-Source: Zaremba et al., "Recurrent Neural Network Regularization" (2014), section 4.1, the large
-model; Shi et al. (2020), table V, count its 11 tensors: each layer has two biases.
-
-BERT with both heads of its pre-training; the decoder of the words shares their embedding.
-
-Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2019), section 3.
-The words predicted are all words of a sentence.
-"""
+"""Language models: LSTM, BERT and the Transformer."""
 
 from __future__ import annotations
 
@@ -25,7 +9,11 @@ PTB_VOCABULARY, UNITS, LAYERS = 10000, 1500, 2
 
 
 def lstm_ptb(words: int = 35) -> LayerTable:
-    """Return the layers for pieces of text of `words` words."""
+    """Return the layers of two LSTM layers of 1,500 units on PTB, for `words` words of text.
+
+    Source: Zaremba et al., "Recurrent Neural Network Regularization" (2014), section 4.1, the large
+    model; Shi et al. (2020), table V, count its 11 tensors: each layer has two biases.
+    """
     layers = [Layer("embedding", 0, (("words", (PTB_VOCABULARY, UNITS)),))]
     gates = 4 * UNITS
     for number in range(1, LAYERS + 1):
@@ -41,7 +29,13 @@ BERT_VOCABULARY, POSITIONS, SEGMENTS = 30522, 512, 2
 
 
 def bert_base(words: int = 128) -> LayerTable:
-    """Return the layers of BERT-Base for sentences of `words` word pieces."""
+    """Return the layers of BERT-Base for sentences of `words` word pieces.
+
+    Both heads of its pre-training are there; the decoder of the words shares their embedding.
+
+    Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2019), section
+    3. The words predicted are all words of a sentence.
+    """
     return _bert("bert_base", 12, 768, words)
 
 
@@ -85,7 +79,13 @@ WMT_VOCABULARY, BLOCKS = 37000, 6
 
 
 def transformer_base(words: int = 32) -> LayerTable:
-    """Return the layers of the base model for pairs of sentences of `words` word pieces each."""
+    """Return the layers of the base model for pairs of sentences of `words` word pieces each.
+
+    There is one embedding for both languages and the output.
+
+    Source: Vaswani et al., "Attention Is All You Need" (2017), sections 3 and 5.1, table 3: about
+    37,000 word pieces, projections of attention without bias.
+    """
     return _transformer("transformer_base", 512, words)
 
 

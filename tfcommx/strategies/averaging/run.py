@@ -4,7 +4,7 @@ A fragment f of F has its round after the steps whose number, counted since all 
 leaves a remainder of (f + 1) every / F when divided by `every`; with F = 1 all variables every
 `every` steps. A round that overlaps steps ends `overlap` steps later.
 
-Rounds of weight averaging that travel while steps are taken.
+`OverlappedRounds` travel while steps are taken:
 
     step         t                 t + 1   ...   t + overlap
     weights w    snapshot = w      w + u1        start + (w - snapshot)

@@ -12,8 +12,6 @@ This file has the options and cuts the weights; `shards` and `whole_shards` are 
 **Source:** Wang, Pi, Zhou, "Scalable Distributed DL Training: Batching Communication and
 Computation" (2019), on the parameter servers of BigDL. There a server is a thread of its own beside
 each worker; here ranks exchange by collectives.
-
-Times of pulls and forward passes by layer, for pulls in batches.
 """
 
 from __future__ import annotations

@@ -33,6 +33,11 @@ def wrapped_class(base: type, mixin: type) -> type[Any]:
     return made
 
 
+def mix_into(mixin: type, optimizer: keras.optimizers.Optimizer) -> None:
+    """Make an optimizer an instance of the subclass with the mixin, where a copy would not do."""
+    optimizer.__class__ = wrapped_class(optimizer.__class__, mixin)
+
+
 def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return the optimizer inside of a LossScaleOptimizer; any other one itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)

@@ -14,9 +14,9 @@ import tensorflow as tf
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from tfcommx.core import ConfigurationError
-from tfcommx.optim.keras_internals.optimizers import plain_copy, slots_of
-from tfcommx.optim.keras_internals.step import ExchangesGradients
-from tfcommx.optim.sharding import Sharding
+from tfcommx.keras_internals.exchange import ShardedWeights
+from tfcommx.keras_internals.optimizers import plain_copy, slots_of
+from tfcommx.keras_internals.step import ExchangesGradients
 
 # Keras's own whose update of an entry depends on that entry alone
 ELEMENTWISE = (
@@ -58,6 +58,11 @@ class UpdatesShards(ExchangesGradients):
     gradient_accumulation_steps: int | None
 
     @property
+    def _sharding(self) -> ShardedWeights:
+        assert self.exchanger.sharding is not None, "`build` has made it"
+        return self.exchanger.sharding
+
+    @property
     def whole_variables(self) -> list[keras.Variable] | None:
         """The weights that it was built for; None before."""
         sharding = self.exchanger.sharding
@@ -72,7 +77,7 @@ class UpdatesShards(ExchangesGradients):
         decaying = self.weight_decay is not None or whole
         # As Keras asks: TensorFlow's variables
         decays = [decaying and self._use_weight_decay(variable.value) for variable in variables]
-        sharding = self.exchanger.sharding = Sharding.make(self.exchanger, variables, decays, whole)
+        sharding = self.exchanger.make_sharding(variables, decays, whole)
         shards = sharding.shards.variables
         if decaying:
             for shard, decays_too in zip(shards, sharding.shards.decays, strict=True):
@@ -89,13 +94,8 @@ class UpdatesShards(ExchangesGradients):
             self._trainable_variables_indices[self._var_key(variable)] = place
         if steps:
             self._add_accumulators(variables)
-        # A pull at the next step's beginning knows neither accumulated steps nor constraints, and
-        # has nothing to overlap if all comes at once.
-        sharding.can_pull_first = (
-            not steps
-            and all(one.constraint is None for one in variables)
-            and self.exchanger.settings.strategy.pull != "at_once"
-        )
+        # A pull at the next step's beginning knows no accumulated steps
+        sharding.can_pull_first &= not steps
 
     # Keras counts a list on an optimizer as part of its state, and these are in it already.
     @no_automatic_dependency_tracking
@@ -121,26 +121,25 @@ class UpdatesShards(ExchangesGradients):
         """Clip by norms of whole variables, whose parts other ranks have."""
         if not (self.clipnorm or self.global_clipnorm):
             return super()._clip_exchanged(grads)
-        sharding = self.exchanger.sharding
-        squares = sharding.run.squares(grads)
+        assert self._sharding.run is not None, "a step begins with the exchange"
+        squares = self._sharding.run.squares(grads)
         limit = self.clipnorm or self.global_clipnorm
         if not self.clipnorm:
             squares = dict.fromkeys(squares, tf.add_n(list(squares.values())))
         factors = {path: limit / tf.maximum(tf.sqrt(one), limit) for path, one in squares.items()}
-        scaled: list[tf.Tensor] = sharding.shards.scale(grads, factors)
-        return scaled
+        return self._sharding.shards.scale(grads, factors)
 
     def _apply_weight_decay(self, variables: list[keras.Variable]) -> None:
-        super()._apply_weight_decay(self.exchanger.sharding.shards.variables)
+        super()._apply_weight_decay(self._sharding.shards.variables)
 
     def _backend_update_step(
         self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable], learning_rate: Any
     ) -> None:
-        shards = self.exchanger.sharding.shards.variables
+        shards = self._sharding.shards.variables
         super()._backend_update_step(grads, shards, learning_rate)
 
     def _overwrite_model_variables_with_average_value(self, variables: Any) -> None:
-        sharding = self.exchanger.sharding
+        sharding = self._sharding
         super()._overwrite_model_variables_with_average_value(sharding.shards.variables)
         if sharding.run is not None and not sharding.shards.pulls_first:
             sharding.run.pull("average")
@@ -161,7 +160,7 @@ class UpdatesShards(ExchangesGradients):
             id(variable): array
             for name, slot in slots_of(plain).items()
             for variable, array in zip(slot, whole[name], strict=True)
-            if variable is not None
+            if array is not None
         }
         arrays |= {id(theirs): ours.numpy() for ours, theirs in self._pairs(plain)}
         return [arrays[id(variable)] for variable in plain.variables]
@@ -170,7 +169,7 @@ class UpdatesShards(ExchangesGradients):
         """Take the state of a plain optimizer that was built for the same whole variables."""
         for ours, theirs in self._pairs(plain):
             ours.assign(theirs)
-        self.exchanger.sharding.set_state(
+        self._sharding.set_state(
             {
                 name: [None if one is None else one.numpy() for one in slot]
                 for name, slot in slots_of(plain).items()

@@ -1,25 +1,36 @@
-"""Private members of Keras: the only package that touches them, for tested versions.
+"""Changes to Keras, and uses of its private members: the only package that makes them.
 
-version      which versions those are
+version      which versions of Keras it is tested with
+exchange     what the mixins need of an optimizer's exchanger
 step         takes part in the step of an optimizer: exchanges where Keras would clip; updates all
              variables together
 optimizers   copies of optimizers, and state that Keras does not save
 shards       an optimizer that updates this rank's shards of the weights
-models       layers, names, seeds and statistics of a model; the step at which `fit` begins; what
-             Keras saves; where batch normalization computes the statistics of a batch
+models       layers, names, seeds and statistics of a model; what Keras saves; where batch
+             normalization computes the statistics of a batch
+every_step   surrounds the steps of all optimizers of the process
+fit          what `fit` runs: its first epoch, its train function, its train step
 metrics      which variables of a metric are sums
 """
 
-from tfcommx.optim.keras_internals.metrics import (
+from tfcommx.keras_internals.every_step import surround_steps
+from tfcommx.keras_internals.exchange import StepUnderWay
+from tfcommx.keras_internals.fit import (
+    begin_at_epoch,
+    begin_train_steps_with,
+    replace_train_function,
+    restore_train_step,
+    skip_steps,
+)
+from tfcommx.keras_internals.metrics import (
     SumState,
     metrics_in,
     sums_in,
     unwatch_update,
     watch_update,
 )
-from tfcommx.optim.keras_internals.models import (
+from tfcommx.keras_internals.models import (
     OwnMoments,
-    begin_at_epoch,
     call_alike,
     calls_recorded,
     constants_of,
@@ -31,34 +42,32 @@ from tfcommx.optim.keras_internals.models import (
     own_variables,
     saved_values,
     seed_generators,
-    skip_steps,
     statistics_of,
     variables_with_own_files,
 )
-from tfcommx.optim.keras_internals.optimizers import (
+from tfcommx.keras_internals.optimizers import (
     accumulated_gradients,
     copy_state,
     copy_with,
     has_schedule,
     inner_optimizer,
+    mix_into,
     moving_averages,
     plain_copy,
     slots_of,
     steps_of,
     trainable_variables,
     unlisted,
-    wrapped_class,
 )
-from tfcommx.optim.keras_internals.shards import UpdatesShards, require_shardable
-from tfcommx.optim.keras_internals.step import (
+from tfcommx.keras_internals.shards import UpdatesShards, require_shardable
+from tfcommx.keras_internals.step import (
     AgreedLossScale,
     ExchangesGradients,
-    StepUnderWay,
     UpdatesTogether,
     compiled_by_xla,
     traced_batch,
 )
-from tfcommx.optim.keras_internals.version import require_fit_keras
+from tfcommx.keras_internals.version import require_fit_keras
 
 __all__ = [
     "AgreedLossScale",
@@ -70,6 +79,7 @@ __all__ = [
     "UpdatesTogether",
     "accumulated_gradients",
     "begin_at_epoch",
+    "begin_train_steps_with",
     "call_alike",
     "calls_recorded",
     "compiled_by_xla",
@@ -83,11 +93,14 @@ __all__ = [
     "layers_of",
     "loss_of",
     "metrics_in",
+    "mix_into",
     "moving_averages",
     "numbered_stem",
     "own_variables",
     "plain_copy",
+    "replace_train_function",
     "require_shardable",
+    "restore_train_step",
     "saved_values",
     "seed_generators",
     "skip_steps",
@@ -95,13 +108,13 @@ __all__ = [
     "statistics_of",
     "steps_of",
     "sums_in",
+    "surround_steps",
     "traced_batch",
     "trainable_variables",
     "unlisted",
     "unwatch_update",
     "variables_with_own_files",
     "watch_update",
-    "wrapped_class",
 ]
 
 require_fit_keras()

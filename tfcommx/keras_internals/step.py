@@ -1,14 +1,13 @@
-"""Mixins that exchange gradients within the step of a Keras optimizer.
+"""Mixins that take part in the step of a Keras optimizer.
 
 apply -> unscale -> accumulate -> [exchange] -> clip -> [update: who applies it] -> EMA
 
-Mixin of optimizers that update all their variables together.
+`ExchangesGradients` is mixed into each wrapped optimizer, `AgreedLossScale` into a
+LossScaleOptimizer around it; `UpdatesTogether` updates all variables by one call.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,25 +15,9 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from tfcommx.collectives.unwrapped import allow_plain_optimizers
 from tfcommx.core import ConfigurationError
-from tfcommx.optim.keras_internals.optimizers import moving_averages, state_of_weights
-
-
-class StepUnderWay(threading.local):
-    """The step that an optimizer is taking in this thread: tf.distribute has one a replica."""
-
-    # Whether the optimizer is where Keras would clip the gradients, and not called from elsewhere
-    clips = False
-    # The last gradient of this step: what must not run without data waits for it
-    gradient: Sequence[tf.Tensor] = ()
-    # The variables of the gradients. Not kept on the optimizer: Keras would count a list there as
-    # part of its state.
-    variables: Sequence[keras.Variable] = ()
-    # Whether the gradients were exchanged
-    exchange_ran = False
-    # Open until the step's end
-    scope: contextlib.ExitStack | None = None
+from tfcommx.keras_internals.exchange import Exchange
+from tfcommx.keras_internals.optimizers import moving_averages, state_of_weights
 
 
 def compiled_by_xla() -> bool:
@@ -84,8 +67,8 @@ else:
 class ExchangesGradients(Mixin):
     """Mixed into an optimizer's class: exchanges gradients where Keras would clip them."""
 
-    # An Exchanger, which is made of what is here
-    exchanger: Any = None
+    # None until it is wrapped; `apply` refuses an optimizer that was made from the class alone.
+    exchanger: Exchange = None  # type: ignore[assignment]
 
     @property
     def variables(self) -> Listed:
@@ -108,8 +91,7 @@ class ExchangesGradients(Mixin):
         if self.exchanger is None:
             plain: tuple[Any, ...] = super().__reduce__()
             return plain
-        made: tuple[Any, ...] = self.exchanger.reduce_for_pickle(self)
-        return made
+        return self.exchanger.reduce_for_pickle(self)
 
     def apply(
         self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None
@@ -120,9 +102,7 @@ class ExchangesGradients(Mixin):
                 f"{self.name!r} was made from a wrapped optimizer's class, and exchanges nothing. "
                 "Make it from the plain class, such as keras.optimizers.SGD, and wrap it."
             )
-        self.exchanger.guard.step.exchange_ran = False
-        # A class of a user's may call other optimizers in its step
-        with allow_plain_optimizers(), contextlib.ExitStack() as self.exchanger.guard.step.scope:
+        with self.exchanger.guard.open_step():
             result = super().apply(grads, trainable_variables)
         # With accumulation only some steps exchange; a trace has both ways.
         accumulates = self.gradient_accumulation_steps and tf.executing_eagerly()
@@ -143,9 +123,10 @@ class ExchangesGradients(Mixin):
         step.gradient, step.clips = grads[-1:], True
         try:
             super()._backend_apply_gradients(grads, trainable_variables)
+            assert step.scope is not None, "`apply` has opened it"
             step.scope.enter_context(tf.control_dependencies(grads[-1:]))
         finally:
-            step.gradient, step.clips = (), False
+            step.gradient, step.variables, step.clips = (), (), False
 
     def _apply_weight_decay(self, variables: list[keras.Variable]) -> None:
         with tf.control_dependencies(self.exchanger.guard.step.gradient):
@@ -201,7 +182,7 @@ class ExchangesGradients(Mixin):
 class AgreedLossScale(Mixin):
     """Mixed into LossScaleOptimizer's class: a step is skipped by all ranks or by none."""
 
-    exchanger: Any = None
+    exchanger: Exchange = None  # type: ignore[assignment]
 
     @property
     def variables(self) -> Listed:
@@ -209,8 +190,7 @@ class AgreedLossScale(Mixin):
         return Listed(super().variables)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made: tuple[Any, ...] = self.exchanger.reduce_for_pickle(self)
-        return made
+        return self.exchanger.reduce_for_pickle(self)
 
     def check_finite(self, grads: list[tf.Tensor | None]) -> tf.Tensor:
         """Tell whether the gradients are finite on every rank."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import keras
 import pytest
 
-from tfcommx.optim.keras_internals import version
-from tfcommx.optim.keras_internals.version import PRIVATE_MEMBERS, TESTED, require_fit_keras
+from tfcommx.keras_internals import version
+from tfcommx.keras_internals.version import PRIVATE_MEMBERS, TESTED, require_fit_keras
 
 ROOM = Path(version.__file__).parent
 

@@ -1,11 +1,4 @@
-"""Layers, names, seed generators and non-trained statistics of a Keras model.
-
-Where `fit` begins: an epoch, and a step of it.
-
-What Keras writes into a file of a model, without writing it.
-
-A batch normalization layer whose subclass computes the batch statistics.
-"""
+"""A Keras model's layers, names, seed generators and statistics, its calls, its values in files."""
 
 from __future__ import annotations
 
@@ -204,37 +197,6 @@ def calls_recorded(
             vars(layer).pop("call", None)
             if call is not None:
                 object.__setattr__(layer, "call", call)
-
-
-def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Let `fit` begin at an epoch (from 0), whatever its `initial_epoch`; None: no more.
-
-    To be called before the end of `on_train_begin`. Keras's own BackupAndRestore does the same.
-    """
-    model._initial_epoch = epoch
-
-
-def skip_steps(model: keras.Model, steps: int) -> None:
-    """Let the next steps of `fit` take their batches and do nothing with them.
-
-    Args:
-        model: in `fit`, before the first step of an epoch.
-        steps: >= 0, a multiple of `steps_per_execution`.
-    """
-    if not steps:
-        return
-    train, together, left = model.train_function, model.steps_per_execution, steps
-
-    def skip(iterator: Iterator[Any]) -> dict[str, Any]:
-        nonlocal left
-        for _ in range(together):
-            next(iterator)
-        left -= together
-        if left <= 0:
-            model.train_function = train
-        return {}
-
-    model.train_function = skip
 
 
 def saved_values(model: keras.Model) -> list[keras.Variable | tf.Tensor]:

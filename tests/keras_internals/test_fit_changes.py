@@ -1,0 +1,90 @@
+"""What is changed of `fit` is in force for the steps that it is for, and then undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tfcommx.keras_internals import (
+    begin_train_steps_with,
+    replace_train_function,
+    restore_train_step,
+    skip_steps,
+)
+
+STEPS = 6
+
+
+@pytest.fixture
+def net() -> keras.Model:
+    net = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    net.compile(keras.optimizers.SGD(0.1), loss="mse", steps_per_execution=2)
+    return net
+
+
+def fit(net: keras.Model, at_step: Callable[[int], None] = lambda step: None) -> int:
+    """Train an epoch; return how many steps were taken."""
+    x = np.ones((STEPS, 2), "float32")
+    begin = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda step, logs: at_step(step))
+    before = int(net.optimizer.iterations)
+    net.fit(x, np.ones((STEPS, 1)), batch_size=1, shuffle=False, verbose=0, callbacks=[begin])
+    return int(net.optimizer.iterations) - before
+
+
+def test_skipped_steps_take_batches_and_train_nothing(net: keras.Model) -> None:
+    assert fit(net, lambda step: skip_steps(net, 4) if step == 0 else None) == STEPS - 4
+    assert fit(net) == STEPS
+
+
+def test_a_train_function_is_replaced_until_it_is_restored(net: keras.Model) -> None:
+    """Also within steps that are skipped, whose own replacement is then in force again."""
+    seen = []
+
+    def replace(step: int) -> None:
+        if step != 0:
+            return
+        train = net.train_function
+        skip_steps(net, 4)
+
+        def see(replaced: Callable[[Iterator[Any]], Any], iterator: Iterator[Any]) -> Any:
+            restore()
+            seen.append(net.train_function is replaced and replaced is not train)
+            return replaced(iterator)
+
+        restore = replace_train_function(net, see)
+
+    assert fit(net, replace) == STEPS - 4
+    assert seen == [True]
+
+
+def test_a_train_function_that_keras_made_since_stays(net: keras.Model) -> None:
+    def replace(step: int) -> None:
+        if step == 0:
+            restore = replace_train_function(net, lambda train, iterator: {})
+            net.make_train_function(force=True)
+            made = net.train_function
+            restore()
+            assert net.train_function is made
+
+    assert fit(net, replace) == STEPS
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_train_steps_begin_with_a_call_until_they_are_restored(net: keras.Model, own: bool) -> None:
+    if own:
+        net.train_step = lambda data, step=net.train_step: step(data)
+    before, traces = vars(net).get("train_step"), []
+    begin_train_steps_with(net, lambda data: traces.append(len(data)))
+    assert fit(net) == STEPS
+    assert traces and set(traces) == {2}  # Inputs and labels
+    restore_train_step(net)
+    assert vars(net).get("train_step") is before
+    traces.clear()
+    assert fit(net) == STEPS
+    assert not traces
+    restore_train_step(net)  # Of a model whose steps were not changed
+    assert vars(net).get("train_step") is before

@@ -1,0 +1,94 @@
+"""Residuals outlive their optimizer, and neither they nor shards keep variables alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from threaded_optimizers import DENSE, gradients, new_weights, wrap
+
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Scheme, Topology
+from tfcommx.optim.exchanger import last_exchanger
+from tfcommx.strategies import WeightAveraging
+
+SPARSE = Scheme("hitopk", "exact", 0.2, dense_below=8)
+TWO = Topology(2, 1)
+
+
+def sgd() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(1.0)
+
+
+def test_residuals_outlive_their_optimizer() -> None:
+    """What its sparse steps have not sent, the dense step of the next optimizer sends."""
+
+    def work(comm: Comm) -> list[np.ndarray]:
+        weights = new_weights()
+        start = [one.numpy() for one in weights]
+        ones = [tf.ones(one.shape) for one in weights]
+        sparse: Any = wrap(sgd(), comm, "synchronous", SPARSE, "average")
+        for _ in range(2):
+            sparse.apply(ones, weights)
+        residuals = sparse.exchanger.export().residuals
+        assert any(part.any() for part in residuals.values())
+        gone = weakref.ref(sparse)
+        del sparse
+        gc.collect()
+        assert gone() is None
+        dense = wrap(sgd(), comm, "synchronous", DENSE, "average")
+        dense.apply(ones, weights)
+        assert all(last_exchanger(one) is dense.exchanger for one in weights)
+        return [one.numpy() - before for one, before in zip(weights, start, strict=True)]
+
+    for changes in ThreadComm.run(TWO, work):
+        for change in changes:
+            np.testing.assert_allclose(change, -3.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "scheme"),
+    [
+        ("synchronous", SPARSE),
+        ("sharded", DENSE),
+        ("root", DENSE),
+        (WeightAveraging(2, overlap=2), DENSE),
+        (WeightAveraging(2, outer=keras.optimizers.SGD(0.7, momentum=0.9)), DENSE),
+    ],
+    ids=["residuals", "shards", "root", "overlap", "outer"],
+)
+def test_variables_are_freed_with_their_optimizer(
+    strategy: Any, scheme: Scheme, traced: bool
+) -> None:
+    """The record of who exchanged a variable's gradients last keeps neither alive."""
+
+    def train(comm: Comm) -> list[weakref.ref[Any]]:
+        optimizer, weights = wrap(sgd(), comm, strategy, scheme, "average"), new_weights()
+        optimizer.build(weights)
+
+        def take_step(parts: list[tf.Tensor]) -> None:
+            optimizer.apply(parts, weights)
+
+        step = tf.function(take_step) if traced else take_step
+        for number in range(3):
+            step(gradients(comm.rank, number))
+        assert all(last_exchanger(one) is optimizer.exchanger for one in weights)
+        return [weakref.ref(one) for one in (optimizer, optimizer.exchanger, *weights)]
+
+    def work(comm: Comm) -> list[str]:
+        """In the thread of the steps: what belongs to it is freed with it."""
+        gone = train(comm)
+        gc.collect()
+        gc.collect()  # Also the exchanger, which the variables had until the first collection
+        return [repr(one()) for one in gone if one() is not None]
+
+    # Threads cannot trace at the same time
+    ranks = ThreadComm.run(Topology(1, 1) if traced else TWO, work)
+    assert not any(ranks), ranks

@@ -1,0 +1,144 @@
+"""Exchange: what the mixins of optimizers need of an optimizer's exchanger.
+
+Protocols, because this package knows no exchange. `tfcommx.optim` implements them: Exchange by
+Exchanger, Guard by StepGuard, ShardedWeights by Sharding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+class StepUnderWay(threading.local):
+    """The step that an optimizer is taking in this thread: tf.distribute has one a replica."""
+
+    # Whether the optimizer is where Keras would clip the gradients, and not called from elsewhere
+    clips = False
+    # The last gradient of this step: what must not run without data waits for it
+    gradient: Sequence[tf.Tensor] = ()
+    # The variables of the gradients. Not kept on the optimizer: Keras would count a list there as
+    # part of its state.
+    variables: Sequence[keras.Variable] = ()
+    # Whether the gradients were exchanged
+    exchange_ran = False
+    # Open until the step's end
+    scope: contextlib.ExitStack | None = None
+
+
+class Guard(Protocol):
+    """The step under way, and the conditions that it must meet."""
+
+    # Mode of an outer LossScaleOptimizer: "none" exists, "local" (each alone) or "agreed"
+    loss_scale: str
+    step: StepUnderWay
+
+    def open_step(self) -> contextlib.AbstractContextManager[None]:
+        """Enter a step that has exchanged nothing yet; open its scope."""
+
+    def begin(self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]) -> None:
+        """Record the variables of the next gradients; refuse what would fail or hang later."""
+
+    def check_exchange_ran(self, optimizer: str) -> None:
+        """Refuse an optimizer whose step has bypassed the exchange."""
+
+    def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
+        """Return True if `finite` (bool) holds on every rank."""
+
+
+class ShardVariables(Protocol):
+    """This rank's shards of the weights."""
+
+    variables: list[keras.Variable]
+    # Whether the step function pulls at its beginning; while it is traced
+    pulls_first: bool
+
+    @property
+    def decays(self) -> list[bool]:
+        """Whether weight decay applies to each."""
+
+    def scale(
+        self, gradients: Sequence[tf.Tensor], factors: Mapping[str, tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Return the gradients of shards, the part of each whole variable times its factor."""
+
+
+class ShardedSteps(Protocol):
+    """The steps of a strategy that shards the weights."""
+
+    def squares(self, gradients: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return the sum of squares of each whole gradient, by path. **Ranks:** all."""
+
+    def pull(self, label: str) -> None:
+        """Set the weights to the shards of all ranks. **Ranks:** all."""
+
+
+class ShardedWeights(Protocol):
+    """The shards of one optimizer, and their state as a whole."""
+
+    # Whole, in forward order
+    variables: list[keras.Variable]
+    # What the optimizer keeps of each shard, by attribute
+    slots: dict[str, list[keras.Variable | None]]
+    # Whether a step may begin with the pull
+    can_pull_first: bool
+
+    @property
+    def shards(self) -> ShardVariables:
+        """This rank's shards."""
+
+    @property
+    def run(self) -> ShardedSteps | None:
+        """The strategy at work, from the first step on."""
+
+    def gathered_at(self, steps: int) -> dict[str, list[np.ndarray | None]]:
+        """Return the state of whole variables, gathered on rank 0 at this step."""
+
+    def set_state(self, whole: dict[str, list[np.ndarray | None]]) -> None:
+        """Load this rank's part of a state of whole variables."""
+
+
+class Exchange(Protocol):
+    """The exchange of one optimizer's gradients."""
+
+    # How `copy` and `pickle` make the optimizer again
+    reduce_for_pickle: Callable[..., tuple[Any, ...]]
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def guard(self) -> Guard:
+        """The step under way."""
+
+    @property
+    def sharding(self) -> ShardedWeights | None:
+        """The optimizer's shards, from its build on; None without such a strategy."""
+
+    def make_sharding(
+        self, variables: Sequence[keras.Variable], decays: Sequence[bool], whole: bool
+    ) -> ShardedWeights:
+        """Make the optimizer's shards."""
+
+    def exchange(
+        self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Return the gradients that the optimizer continues with. **Ranks:** all."""
+
+    def update(
+        self,
+        apply: Callable[[], None],
+        gradients: Sequence[tf.Tensor],
+        state: Sequence[tf.Variable],
+    ) -> None:
+        """Let the strategy apply the update. **Ranks:** all."""
+
+    def consolidate(self, averages: Sequence[keras.Variable] = ()) -> None:
+        """Make weights and their moving averages whole and equal. **Ranks:** all."""

@@ -1,0 +1,97 @@
+"""Change for a while what `fit` runs: its first epoch, its train function, its train step.
+
+`fit` calls `train_function(iterator)`, which is traced and calls `train_step(data)` once or
+`steps_per_execution` times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+# A model's `train_function`: takes batches from an iterator, returns logs
+TrainFunction = Callable[[Iterator[Any]], Any]
+
+
+def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Let `fit` begin at an epoch (from 0), whatever its `initial_epoch`; None: no more.
+
+    To be called before the end of `on_train_begin`. Keras's own BackupAndRestore does the same.
+    """
+    model._initial_epoch = epoch
+
+
+def replace_train_function(
+    model: keras.Model, replacement: Callable[[TrainFunction, Iterator[Any]], Any]
+) -> Callable[[], None]:
+    """Call `replacement(train_function, iterator)` in the next steps of `fit`.
+
+    Args:
+        model: in `fit`.
+        replacement: is given the train function that it replaces.
+
+    Returns:
+        A function that puts the train function back, unless Keras has made another one since.
+    """
+    train = model.train_function
+
+    def replaced(iterator: Iterator[Any]) -> Any:
+        return replacement(train, iterator)
+
+    def restore() -> None:
+        if model.train_function is replaced:
+            model.train_function = train
+
+    model.train_function = replaced
+    return restore
+
+
+def skip_steps(model: keras.Model, steps: int) -> None:
+    """Let the next steps of `fit` take their batches and do nothing with them.
+
+    Args:
+        model: in `fit`, before the first step of an epoch.
+        steps: >= 0, a multiple of `steps_per_execution`.
+    """
+    if not steps:
+        return
+    together, left = model.steps_per_execution, steps
+
+    def skip(_: TrainFunction, iterator: Iterator[Any]) -> dict[str, Any]:
+        nonlocal left
+        for _step in range(together):
+            next(iterator)
+        left -= together
+        if left <= 0:
+            restore()
+        return {}
+
+    restore = replace_train_function(model, skip)
+
+
+def begin_train_steps_with(model: keras.Model, begin: Callable[[Any], None]) -> None:
+    """Call `begin(data)` at the beginning of each training step, until `restore_train_step`."""
+    step, own = model.train_step, vars(model).get("train_step")
+
+    def train_step(data: Any) -> Any:
+        begin(data)
+        return step(data)
+
+    marked: Any = train_step
+    # None: the class's
+    marked.replaces = own
+    model.train_step = marked
+    model.make_train_function(force=True)
+
+
+def restore_train_step(model: keras.Model) -> None:
+    """Undo `begin_train_steps_with`, also that of a `fit` that ended with an exception."""
+    step = vars(model).get("train_step")
+    if not hasattr(step, "replaces"):
+        return
+    del model.train_step
+    if step.replaces is not None:
+        model.train_step = step.replaces
+    model.train_function = None
