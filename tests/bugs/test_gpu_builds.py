@@ -197,10 +197,10 @@ def test_an_nvcc_that_lists_nothing_does_not_keep_a_cpu_from_being_built_for(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = machine(())
-    with pytest.raises(SystemExit, match=r"(?s)lists its architectures.*TFCOMMX_CUDA=0"):
+    with pytest.raises(SystemExit, match=r"(?s)'compute_'.*TFCOMMX_CUDA=0"):
         our_flags(monkeypatch)
     (cuda / "bin" / "nvcc").write_text("#!/bin/sh\necho compute_50; echo compute_62\n")
-    with pytest.raises(SystemExit, match=r"(?s)builds up to sm_62.*CUDA 12\.1.*TFCOMMX_CUDA=0"):
+    with pytest.raises(SystemExit, match=r"(?s)sm_62.*CUDA 12\.1.*TFCOMMX_CUDA=0"):
         our_flags(monkeypatch)
     monkeypatch.setenv("TFCOMMX_CUDA", "0")
     assert our_flags(monkeypatch) == []
