@@ -229,7 +229,7 @@ def test_every_error_is_told_at_once(write):
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(RecipeError, match="cannot be read: No such file"):
+    with pytest.raises(RecipeError, match=r"none\.yaml"):
         read(tmp_path / "none.yaml")
 
 
@@ -250,15 +250,15 @@ def test_settings(write):
         False,
     )
     assert changed.phases[1].scheme.density == 0.001  # PyYAML alone takes 1e-3 for text
-    for setting, message in (
-        ("epochs", "form place=value"),
-        ("phases.7.epochs=1", "no place 'phases.7.epochs'"),
-        ("name.x=1", "no place 'name.x'"),
-        ("phase.0=1", "Did you mean 'phases'"),
-        ("seed=[", "not YAML"),
-        ("phases.²=1", "no place"),
+    for setting, received in (
+        ("epochs", "'epochs'"),
+        ("phases.7.epochs=1", r"'phases\.7\.epochs'"),
+        ("name.x=1", r"'name\.x'"),
+        ("phase.0=1", r"'phase'.*'phases'"),
+        ("seed=[", r"'seed=\['.*YAML"),
+        ("phases.²=1", r"'phases\.²'"),
     ):
-        with pytest.raises(RecipeError, match=message):
+        with pytest.raises(RecipeError, match=received):
             read(write(SMALL), [setting])
 
 
@@ -343,7 +343,7 @@ def test_a_phase_has_its_batch_and_its_share_of_the_rate(write):
 def test_a_network_of_one_resolution_refuses_phases_of_others(write):
     """Before any process is busy: it has weights for each position."""
     path = write(SMALL + "model: {name: vgg19, resolution: 32}\n")
-    with pytest.raises(RecipeError, match=r"=32 and phases.0.resolution=14"):
+    with pytest.raises(RecipeError, match=r"model\.resolution=32\b.*phases\.0\.resolution=14\b"):
         read(path)
     changes = [f"phases.{number}.resolution=32" for number in (0, 1)]
     assert read(path, changes).model.resolution == 32

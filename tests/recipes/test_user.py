@@ -86,7 +86,7 @@ def test_a_bad_name_is_refused_when_the_recipe_is_read(folder, name, message):
 
 def test_a_missing_function_is_refused_when_it_is_called(folder):
     recipe = read(folder / "mine.yaml", ['model={name: "user_parts:nothing"}'])
-    with pytest.raises(RecipeError, match="'user_parts' has no function 'nothing'"):
+    with pytest.raises(RecipeError, match=r"'user_parts'.*'nothing'"):
         recipe.model.build(3, 2)
     deeper = read(folder / "mine.yaml", ['optimizer={name: "user_parts.deeper:nothing"}'])
     with pytest.raises((RecipeError, ModuleNotFoundError), match="user_parts"):
