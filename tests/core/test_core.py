@@ -27,7 +27,7 @@ from tfcommx.routes.torus import TorusOptions
 
 @pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), "0.1"])
 def test_density_outside_its_range_is_refused(density: object) -> None:
-    with pytest.raises(PlanError, match=f"density={density!r}"):
+    with pytest.raises(PlanError, match=rf"density={density!r}(?!\.\d)"):
         Scheme(route="hitopk", selection="mstopk", density=density)
 
 

@@ -36,7 +36,7 @@ from tfcommx.core.files import open_private
 )
 def test_what_is_no_path_of_a_file_system_is_refused(path: Any) -> None:
     received = repr(str(path) if isinstance(path, Path) else path)
-    with pytest.raises(ConfigurationError, match=f"`folder`.*{re.escape(received)}"):
+    with pytest.raises(ConfigurationError, match=f"`folder`.* {re.escape(received)}"):
         local_path("folder", path)
 
 

@@ -331,7 +331,7 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ConfigurationError, match=received):
             WeightAveraging(2, outer=outer_optimizer)
     for options, received in (
-        ({"fragments": 0}, "fragments"),
+        ({"fragments": 0}, r"`fragments`.*\b0\b"),
         ({"fragments": 3}, "fragments=3 .*every=2"),
         ({"fragments": 2, "momentum": "reset"}, "momentum='reset' .*fragments=2"),
         ({"overlap": 1, "momentum": "reset"}, "momentum='reset' .*overlap=1"),
