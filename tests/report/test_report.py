@@ -259,23 +259,23 @@ def command(*words: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (("train", "none.yaml"), "The recipe none.yaml cannot be read"),
+        (("train", "none.yaml"), "none.yaml"),
         (
             ("train", "configs/fashion_mnist.yaml", "--set", "phases.0.epoch=1"),
-            "Did you mean 'epochs'?",
+            "'epochs'",
         ),
         (
             ("train", "configs/fashion_mnist.yaml", "--set", "phases.0.scheme.density=2"),
-            "`density` must be in (0, 1]",
+            "density=2",
         ),
-        (("report", "tests"), "summary.json is required"),
+        (("report", "tests"), "tests/summary.json: "),
     ],
 )
-def test_user_errors_are_one_line(words, message):
+def test_user_errors_are_one_line(words, named):
     done = command(*words)
-    assert done.returncode == 2 and message in done.stderr and done.stdout == ""
+    assert done.returncode == 2 and named in done.stderr and done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("tfcommx: ")
 
 
