@@ -1,4 +1,4 @@
-"""What import-linter does not check: foreign libraries, TensorFlow, the environment."""
+"""What import-linter does not check: foreign libraries, TensorFlow, the environment, wording."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -210,3 +211,52 @@ assert "tensorflow" not in sys.modules and "keras" not in sys.modules
 
 def test_planning_and_pricing_every_route_loads_no_tensorflow() -> None:
     subprocess.run([sys.executable, "-c", PLAN_OF_EVERY_ROUTE], cwd=PACKAGE.parent, check=True)
+
+
+THREE_WORDS = re.compile("[A-Za-z]+(?: [A-Za-z]+){2}")
+
+
+def expressions_of(name: str, function: ast.FunctionDef) -> Iterator[ast.expr]:
+    """Yield what a name stands for: assigned, a column of a loop's rows or of a parametrization."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            names, rows = node.targets[0], [node.value]
+        elif isinstance(node, ast.For):
+            names, rows = node.target, getattr(node.iter, "elts", [])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".parametrize"):
+            names, rows = node.args[0], getattr(node.args[1], "elts", [])
+        else:
+            continue
+        columns = re.findall(r"\w+", ast.unparse(names))
+        if name in columns:
+            for row in rows:
+                cells = row.elts if isinstance(row, ast.Tuple) else [row]
+                yield cells[columns.index(name)] if len(cells) == len(columns) else row
+
+
+def matched_texts(tree: ast.Module) -> Iterator[str]:
+    """Yield the texts that tests of a module compare with the messages of errors and warnings."""
+    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+        for call in [node for node in ast.walk(function) if isinstance(node, ast.Call)]:
+            if not ast.unparse(call.func).endswith((".raises", ".warns")):
+                continue
+            for match in [keyword.value for keyword in call.keywords if keyword.arg == "match"]:
+                parts = [match]
+                for node in ast.walk(match):
+                    if isinstance(node, ast.Name):
+                        parts += expressions_of(node.id, function)
+                for node in [node for part in parts for node in ast.walk(part)]:
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                        yield node.value
+
+
+def test_no_test_depends_on_the_wording_of_a_message() -> None:
+    """A test tells a failure by its class and the values received, so that wording can change."""
+    tests = PACKAGE.parent / "tests"
+    worded = {
+        f"{path.relative_to(tests)}: {text}"
+        for path in tests.rglob("*.py")
+        for text in matched_texts(ast.parse(path.read_text()))
+        if THREE_WORDS.search(text)
+    }
+    assert not worded

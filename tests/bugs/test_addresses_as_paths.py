@@ -6,6 +6,7 @@ A training on a preemptible machine saved for hours into a disk that went with t
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,8 +56,9 @@ def test_checkpoints(address: str, model: keras.Model) -> None:
         lambda: cx.checkpoint.next_epoch(address),
         lambda: Snapshots(model, address, 10),
     ]
+    received = f"'{address.partition('/')[0]}/"
     for taker in takers:
-        with pytest.raises(cx.ConfigurationError, match="must be a path of a mounted file system"):
+        with pytest.raises(cx.ConfigurationError, match=f"`folder` .*{received}"):
             taker()
 
 
@@ -74,8 +76,9 @@ def test_data_and_files(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         cache_folder,
     ]
     monkeypatch.setenv("TFCOMMX_CACHE", address)
+    received = f"'{address.partition('/')[0]}/"
     for taker in takers:
-        with pytest.raises(cx.TfcommxError, match="must be a path of a mounted file system"):
+        with pytest.raises(cx.TfcommxError, match=received):
             taker()
     monkeypatch.delenv("TFCOMMX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", address)
@@ -86,7 +89,7 @@ def test_data_and_files(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("address", ["gs://my-bucket/run", "$SCRATCH/run"])
 @pytest.mark.parametrize("key", ["links", "data.memory", "data.disk", "data.folder"])
 def test_recipes(key: str, address: str) -> None:
-    with pytest.raises(RecipeError, match=rf"{key}: `{key.split('.')[-1]}` must be a path"):
+    with pytest.raises(RecipeError, match=f"{key}: .*`{key.split('.')[-1]}`"):
         read_recipe(CONFIG, [f"{key}={address}"])
 
 
@@ -116,10 +119,10 @@ def test_commands(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert "must be a path of a mounted file system" in capsys.readouterr().err
+    assert re.search("'(gs|s3):/", capsys.readouterr().err)
 
 
 def test_a_variable_that_is_not_set(model: keras.Model) -> None:
     """`save(model, os.environ.get("RUN", ""))` saved into the working directory."""
-    with pytest.raises(cx.ConfigurationError, match="must be the path of a file or folder"):
+    with pytest.raises(cx.ConfigurationError, match=r"`folder` .*''"):
         cx.checkpoint.save(model, "", 0)

@@ -60,7 +60,7 @@ def test_hosts_are_told_in_few_requests_and_who_is_missing_is_named(
     del store["all"], store["5"]
     monkeypatch.setattr(gloo_hosts, "RENDEZVOUS_SECONDS", 1e-6)
     for rank in (0, 7):
-        with pytest.raises(LaunchError, match=f"Rank 5 of 32 .*seen from rank {rank}"):
+        with pytest.raises(LaunchError, match=rf"\b5 of 32\b.*rank {rank}\b"):
             gloo_hosts.gloo_hosts(here[rank])
 
 
@@ -160,7 +160,7 @@ def test_an_nvcc_that_cannot_build_the_kernels_does_not_keep_a_cpu_from_them(
     nvcc = tmp_path / "nvcc"
     nvcc.write_text("#!/bin/sh\necho Unsupported gpu architecture; exit 1\n")
     nvcc.chmod(0o755)
-    with pytest.raises(SystemExit, match=r"(?s)Unsupported gpu architecture.*TFCOMMX_CUDA=0"):
+    with pytest.raises(SystemExit, match=r"(?s)gpu architecture.*TFCOMMX_CUDA=0"):
         compile_all([[str(nvcc), "select_cuda.cu"]])
 
 

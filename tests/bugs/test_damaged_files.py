@@ -247,7 +247,7 @@ def test_a_damaged_note_of_the_build_is_built_anew(
     (tmp_path / "libtfcommx.so").write_text("")
     monkeypatch.setattr(loader, "FOLDER", tmp_path)
     assert loader.facts() == {}
-    with pytest.raises(loader.NativeLibraryError, match="build_ext --inplace"):
+    with pytest.raises(loader.NativeLibraryError, match=r"2\.21\.0"):
         loader._check_build(tmp_path / "libtfcommx.so", "2.21.0")
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
     is_built = runpy.run_path(str(ROOT / "setup.py"))["is_built"]

@@ -154,14 +154,13 @@ def set_up(folder: Path, *options: str, **variables: str) -> Any:
         (
             [V100],
             {},
-            r"No code is built for Tesla V100-SXM2-16GB \(7\.0\) of this machine\. CUDA 13 has "
-            rf"dropped Volta.*cuda-12.*To build for other GPUs only: export {VARIABLE}=75,80,90",
+            rf"Tesla V100-SXM2-16GB \(7\.0\).*Volta.*cuda-12.*export {VARIABLE}=75,80,90",
         ),
-        ([V100, T4], {}, rf"No code is built for .*V100.*export {VARIABLE}=75\. "),
-        (["6.1, GTX 1080"], {}, r"GTX 1080 \(6\.1\).*compute capability 7\.0 or later"),
-        ([], {VARIABLE: "70"}, r"must name .*Received '70'; .*has sm_75.*dropped Volta"),
-        ([], {VARIABLE: "8.0"}, r"without their dots.*Received '8\.0'"),
-        ([], {VARIABLE: "130"}, r"Received '130'; .*Install a CUDA whose nvcc has sm_130"),
+        ([V100, T4], {}, rf"V100.*export {VARIABLE}=75\. "),
+        (["6.1, GTX 1080"], {}, r"GTX 1080 \(6\.1\).*\b7\.0\b"),
+        ([], {VARIABLE: "70"}, r"'70'.*\bsm_75\b.*Volta"),
+        ([], {VARIABLE: "8.0"}, r"'8\.0'"),
+        ([], {VARIABLE: "130"}, r"'130'.*\bsm_130\b"),
     ],
     ids=["V100", "one of two", "too old", "named", "with a dot", "too new"],
 )
@@ -197,10 +196,10 @@ def test_an_nvcc_that_lists_nothing_does_not_keep_a_cpu_from_being_built_for(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = machine(())
-    with pytest.raises(SystemExit, match=r"(?s)lists its architectures.*TFCOMMX_CUDA=0"):
+    with pytest.raises(SystemExit, match=r"(?s)'compute_'.*TFCOMMX_CUDA=0"):
         our_flags(monkeypatch)
     (cuda / "bin" / "nvcc").write_text("#!/bin/sh\necho compute_50; echo compute_62\n")
-    with pytest.raises(SystemExit, match=r"(?s)builds up to sm_62.*CUDA 12\.1.*TFCOMMX_CUDA=0"):
+    with pytest.raises(SystemExit, match=r"(?s)sm_62.*CUDA 12\.1.*TFCOMMX_CUDA=0"):
         our_flags(monkeypatch)
     monkeypatch.setenv("TFCOMMX_CUDA", "0")
     assert our_flags(monkeypatch) == []

@@ -59,9 +59,7 @@ def test_a_rank_without_a_gpu_keeps_none() -> None:
 
 def test_two_ranks_on_one_gpu_are_refused_by_all() -> None:
     checked(v100(0), v100(1), RankGpu("node1"), RankGpu("node1"), v100(0, "node2"))
-    with pytest.raises(
-        LaunchError, match=r"One GPU per process .* Ranks 0 and 2 .* both keep the G"
-    ):
+    with pytest.raises(LaunchError, match=r"\b0 and 2\b.*node1 .*GPU 0\b"):
         checked(v100(0), v100(1), v100(0))
 
 
@@ -90,7 +88,7 @@ def test_a_gpu_that_nothing_was_built_for_is_refused_before_the_first_step(
 
 def test_a_gpu_that_nothing_can_be_built_for_is_not_to_be_built_for() -> None:
     p100 = RankGpu("node1", "the GPU 0", "P100", 60, [80])
-    with pytest.raises(LaunchError, match=r"P100 .*7\.0 or later are required: leave out others"):
+    with pytest.raises(LaunchError, match=r"P100 .*7\.0 .*CUDA_VISIBLE_DEVICES"):
         checked(p100, RankGpu("node1", "the GPU 1", "A100", 80, [80]))
 
 
@@ -139,26 +137,26 @@ def test_right_sums_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "received"),
     [
-        (lambda comm, totals: [tf.zeros_like(total) for total in totals], r"0\.0 in place of 3\.0"),
+        (lambda comm, totals: [tf.zeros_like(total) for total in totals], r"0\.0 .*\b3\.0"),
         (
             lambda comm, totals: [*totals[:-1], totals[-1] * (float("nan") if comm.rank else 1.0)],
-            r"on rank 1, nan in place of 12\.0 in entry 0 of tensor 3, and 257 wrong entries",
+            r"rank 1, nan .*12\.0 .*tensor 3\b.*257",
         ),
         (
             # One tensor's place in the buffer is another's
             lambda comm, totals: [totals[0], tf.roll(totals[1], 1, 0), *totals[2:]],
-            r"3003\.0 in place of 6\.0 in entry 0 of tensor 1",
+            r"3003\.0 .*6\.0 .*tensor 1\b",
         ),
     ],
     ids=["nothing was copied", "on some ranks, in one tensor", "in another place"],
 )
 def test_buffers_that_horovod_leaves_unfilled_are_noticed(
-    wrong: Any, words: str, monkeypatch: pytest.MonkeyPatch
+    wrong: Any, received: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Horovod does not look whether its kernels were launched; training went on with such sums."""
-    with pytest.raises(LaunchError, match=words) as caught:
+    with pytest.raises(LaunchError, match=received) as caught:
         sums(monkeypatch, wrong)
     text = str(caught.value)
     assert "Tesla V100 on node1 (compute capability 7.0), Tesla V100 on node2" in text
@@ -171,7 +169,7 @@ def test_an_error_of_horovod_is_told_with_what_may_have_caused_it(
     def fail(comm: Comm, totals: list[tf.Tensor]) -> list[tf.Tensor]:
         raise tf.errors.UnknownError(None, None, "ncclAllReduce failed")
 
-    with pytest.raises(LaunchError, match=r"on rank 0, an error: ncclAllReduce failed\."):
+    with pytest.raises(LaunchError, match=r"rank 0, .*ncclAllReduce failed"):
         sums(monkeypatch, fail)
 
 

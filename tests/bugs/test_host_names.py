@@ -7,6 +7,7 @@ and ran the ProxyCommand in it.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,14 +60,14 @@ def test_no_command_gives_ssh_an_option_for_a_host(folder: Path, words: tuple[st
         stdin=subprocess.DEVNULL,
         timeout=60,
     )
-    assert done.returncode and "A host's name must" in done.stderr, done.stderr
+    assert done.returncode and f"'{OPTION}'" in done.stderr, done.stderr
     assert not (folder / "made").exists()
 
 
 def test_ssh_is_not_asked_for_such_a_host(folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match="A host's name must"):
+    with pytest.raises(ConfigurationError, match=f"'{OPTION}'"):
         RemoteHosts().run([OPTION], ["true"])
-    with pytest.raises(ConfigurationError, match="A host's name must"):
+    with pytest.raises(ConfigurationError, match=f"'{OPTION}'"):
         on_host(OPTION)
     assert not (folder / "made").exists()
 
@@ -80,7 +81,7 @@ def test_the_end_of_ssh_s_options_stands_before_a_host() -> None:
 def test_such_a_name_is_refused_wherever_hosts_are_named(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = pytest.raises(ConfigurationError, match=r"A host's name must|Hosts must be NAME")
+    refused = pytest.raises(ConfigurationError, match=f"'{re.escape(name.split()[0])}")
     for word in (name, f"node1:2,{name}:1"):
         with refused:
             parse_hosts(word)
@@ -116,7 +117,7 @@ def test_a_name_of_slurm_s_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         ("SLURM_STEP_NODELIST", "-node[1-2]"),
     ):
         monkeypatch.setenv(variable, value)
-    with pytest.raises(ConfigurationError, match="Received '-node1' from SLURM_STEP_NODELIST"):
+    with pytest.raises(ConfigurationError, match=r"'-node1' .*SLURM_STEP_NODELIST"):
         cluster_environment()
 
 

@@ -112,7 +112,7 @@ def test_a_class_that_is_asked_for_by_name_is_taken(tmp_path: Path) -> None:
 
 
 def test_images_beside_the_class_folders_are_announced(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"1 files .*: 1 \.png beside the class folders"):
+    with pytest.warns(UserWarning, match=r"\b1 .*\.png\b"):
         source = Folder(folder(tmp_path, "3.PNG", "cat/1.jpg", "README.txt"))
     assert names(source) == ["cat/1.jpg"]
 
@@ -129,14 +129,14 @@ def test_a_png_of_16_bits_is_refused(tmp_path: Path, native: bool, colour: bool)
         file = tf.io.encode_png(np.stack([shades] * 3, 2)).numpy()
     else:
         file = encoded(Image.fromarray(shades), "PNG")
-    with pytest.raises(SampleError, match=r"8 bits a channel is required; this one has 16"):
+    with pytest.raises(SampleError, match=r"PNG .*\b16\b"):
         decode(file, 3 if colour else 1)
     if native:
         (tmp_path / "scans" / "a").mkdir(parents=True)
         (tmp_path / "scans" / "a" / "1.png").write_bytes(file)
         cache = cx.DataCache(tmp_path / "scans", memory=tmp_path, partial=True)
         try:
-            with pytest.raises(tf.errors.OpError, match=r"a/1\.png: .*this one has 16"):
+            with pytest.raises(tf.errors.OpError, match=r"a/1\.png: .*\b16\b"):
                 list(cache.dataset(cx.BatchSpec(1, dtype="uint8")))
         finally:
             cache.close()
@@ -173,8 +173,9 @@ def test_bitmaps_of_run_lengths_or_masks_are_refused() -> None:
     """Run lengths were served as greys, and red and blue were exchanged."""
     grey = bytearray(encoded(PICTURE.convert("L"), "BMP"))
     struct.pack_into("<I", grey, 30, 1)
-    for file in (bytes(grey), bitmap(32, 3, masks(0xFF, 0xFF00, 0xFF0000) + rows("RGBA"))):
-        with pytest.raises(SampleError, match="without compression, whose bytes are blue"):
+    exchanged = bitmap(32, 3, masks(0xFF, 0xFF00, 0xFF0000) + rows("RGBA"))
+    for packing, file in ((1, bytes(grey)), (3, exchanged)):
+        with pytest.raises(SampleError, match=rf"BMP .*\b{packing}\b"):
             decode(file, 3)
 
 
@@ -239,12 +240,12 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path: P
     for name, file in bombs.items():
         (tmp_path / "p" / "a" / name).write_bytes(file)
         assert len(file) < 10**6
-        with pytest.raises(SampleError, match=r"at most 178,956,970 pixels .*`max_pixels`"):
+        with pytest.raises(SampleError, match=r"178,956,970 .*`max_pixels`"):
             decode(file, 3)
     cache = cx.DataCache(tmp_path / "p", memory=tmp_path, on_error="skip")
     try:
         assert count(cache) == 0
-        assert all("pixels is required" in words for words in cache.filler.unreadable.values())
+        assert all("`max_pixels`" in words for words in cache.filler.unreadable.values())
     finally:
         cache.close()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
@@ -270,7 +271,7 @@ def test_a_user_with_larger_images_can_allow_them(tmp_path: Path) -> None:
             assert count(cache) == served
         finally:
             cache.close()
-    with pytest.raises(ConfigurationError, match="`max_pixels` must be >= 1"):
+    with pytest.raises(ConfigurationError, match="`max_pixels`"):
         cx.DataCache(tmp_path / "p", memory=tmp_path, max_pixels=0)
 
 
@@ -279,7 +280,7 @@ def test_a_bitmap_from_top_to_bottom_has_as_many_pixels() -> None:
     height = int.from_bytes(bitmap[22:26], "little", signed=True)
     bitmap[22:26] = (-height).to_bytes(4, "little", signed=True)
     assert decode(bytes(bitmap), 3, max_pixels=384).shape == (PICTURE.height, PICTURE.width, 3)
-    with pytest.raises(SampleError, match="at most 383 pixels"):
+    with pytest.raises(SampleError, match=r"\b383 .*\b384\b"):
         decode(bytes(bitmap), 3, max_pixels=383)
 
 

@@ -146,7 +146,7 @@ def test_processes_of_another_launcher_do_not_train_alone(
             check_alone()
     if row.size:
         monkeypatch.setenv(row.size, several)
-        with pytest.raises(ConfigurationError, match=f"{row.size}=.*unset"), horovod.without_mpi():
+        with pytest.raises(ConfigurationError, match=f"{row.size}="), horovod.without_mpi():
             pass
         monkeypatch.setenv(row.size, one)
         with horovod.without_mpi():
@@ -176,15 +176,15 @@ def test_a_size_of_a_launcher_that_is_not_listed_is_refused(
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
-        ({"RANK": "1", "MASTER_ADDR": "a"}, "WORLD_SIZE, .*RANK and MASTER_ADDR"),
-        ({"RANK": "0"}, "WORLD_SIZE, the number"),
-        ({"MASTER_ADDR": "a", "MASTER_PORT": "29500"}, "WORLD_SIZE, the number"),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is required"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is required"),
+        ({"RANK": "1", "MASTER_ADDR": "a"}, r"WORLD_SIZE.*\bRANK\b.*MASTER_ADDR"),
+        ({"RANK": "0"}, r"WORLD_SIZE.*\bRANK\b.*MASTER_ADDR"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "29500"}, r"WORLD_SIZE.*\bRANK\b.*MASTER_ADDR"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "torchrun .*MASTER_ADDR"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "torchrun .*MASTER_PORT"),
         ({"RANK": "1", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "2"}, "rank 1 of 1"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "2"}, "rank 2 of 2"),
-        ({"HOROVOD_RANK": "1"}, "HOROVOD_SIZE must be"),
-        ({"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK must be"),
+        ({"HOROVOD_RANK": "1"}, "HOROVOD_SIZE"),
+        ({"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK"),
     ],
 )
 def test_half_of_a_launchers_variables_is_no_training_of_one_process(
@@ -206,7 +206,7 @@ def test_a_port_that_cannot_be_one_is_refused_by_its_name(
         monkeypatch.setenv(name, value)
     for name in ("MASTER_PORT", "TFCOMMX_PORT"):
         monkeypatch.setenv(name, port)
-        with pytest.raises(ConfigurationError, match=f"{name} must be a TCP port"):
+        with pytest.raises(ConfigurationError, match=f"{name} .*'{port}'"):
             cluster_environment()
 
 

@@ -8,6 +8,7 @@ sixty that were silent took all of its time.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -80,7 +81,7 @@ def test_the_right_answer_names_the_place_of_a_rank() -> None:
 )
 def test_no_other_answer_reaches_the_environment(answer: Any) -> None:
     before = dict(os.environ)
-    with pytest.raises(LaunchError, match="must answer rank 1 of 2 with its place"):
+    with pytest.raises(LaunchError, match=re.escape(str(answer)[:40])):
         answered_by_another(answer)
     assert dict(os.environ) == before
 
@@ -103,7 +104,7 @@ def test_an_empty_secret_is_an_error(
 ) -> None:
     monkeypatch.setenv("TFCOMMX_SECRET", secret)
     start = time.monotonic()
-    with pytest.raises(LaunchError, match="TFCOMMX_SECRET must be a text that only the ranks know"):
+    with pytest.raises(LaunchError, match=f"TFCOMMX_SECRET .*{re.escape(repr(secret))}"):
         rendezvous.join(place(rank, 1))
     assert time.monotonic() - start < 5
 

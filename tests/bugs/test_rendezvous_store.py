@@ -173,19 +173,19 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 )
 def test_answers_that_are_no_list_of_hosts_are_refused(store: dict, answer: bytes) -> None:
     store["all"] = answer
-    with pytest.raises(LaunchError, match=r"must hold a list of 2 names in tfcommx_hosts/all"):
+    with pytest.raises(LaunchError, match=r"\b2 .*tfcommx_hosts/all"):
         gloo_hosts.gloo_hosts(Launcher("gloo", 1, 2, 0))
 
 
 def test_a_list_with_another_host_for_this_rank_is_refused(store: dict) -> None:
     store["all"] = b'["red", "blue"]'
-    with pytest.raises(LaunchError, match=r"red as the host of rank 1, .* Received 'blue'"):
+    with pytest.raises(LaunchError, match=r"\bred\b.*rank 1\b.*'blue'"):
         gloo_hosts.gloo_hosts(Launcher("gloo", 1, 2, 0))
 
 
 def test_no_more_is_read_of_an_answer_than_a_name_can_have(store: dict) -> None:
     store["1"] = b'"' + b"b" * 1_000_000 + b'"'
-    with pytest.raises(LaunchError, match="rank 1's host") as refused:
+    with pytest.raises(LaunchError, match="tfcommx_hosts/1") as refused:
         gloo_hosts.gloo_hosts(Launcher("gloo", 0, 2, 0))
     assert len(str(refused.value)) < 1000
 
@@ -197,7 +197,7 @@ def test_a_store_that_ends_while_ranks_wait_is_named_in_time(
     monkeypatch.setattr(gloo_hosts, "GONE_SECONDS", 0.5)
     threading.Timer(0.5, lambda: (server.shutdown(), server.server_close())).start()
     start = time.monotonic()
-    with pytest.raises(LaunchError, match=r"Rank 1 of 2 received for 0\.5 s: .*refused"):
+    with pytest.raises(LaunchError, match=r"[Rr]ank 1 of 2 .*\b0\.5 s\b.*refused"):
         gloo_hosts.gloo_hosts(Launcher("gloo", 1, 2, 0))
     assert store["1"] == b'"red"' and time.monotonic() - start < 10
 
@@ -209,6 +209,6 @@ def test_a_store_that_does_not_answer_is_named_in_time(monkeypatch: pytest.Monke
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(silent.getsockname()[1]))
         start = time.monotonic()
-        with pytest.raises(LaunchError, match=r"Rank 0 of 2 .* answers: timed out"):
+        with pytest.raises(LaunchError, match=r"[Rr]ank 0 of 2 .*timed out"):
             gloo_hosts.gloo_hosts(Launcher("gloo", 1, 2, 0))
     assert time.monotonic() - start < 6

@@ -56,12 +56,12 @@ def test_files_of_different_systems_are_pairs(
 )
 def test_text_in_another_encoding_is_named(tmp_path: Path, content: bytes, line: int) -> None:
     """It was a UnicodeDecodeError without file and line."""
-    with pytest.raises(DataError, match=rf"Line {line} of .*b\.txt"):
+    with pytest.raises(DataError, match=rf"\b{line} .*b\.txt"):
         pairs(tmp_path, b"a\nb\nc\n", content)
 
 
 def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").mkdir()
     (tmp_path / "b.txt").write_text("b\n")
-    with pytest.raises(DataError, match=r"a\.txt: Is a directory. Check the path"):
+    with pytest.raises(DataError, match=r"a\.txt\b.*directory"):
         list(LinePairs(tmp_path / "a.txt", tmp_path / "b.txt"))

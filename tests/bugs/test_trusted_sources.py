@@ -77,11 +77,11 @@ def test_a_cache_among_temporary_files_is_this_user_s_own(
     assert cache_folder() == folder and folder.stat().st_mode & 0o777 == 0o700
     assert cache_folder() == folder
     folder.chmod(0o770)
-    with pytest.raises(ConfigurationError, match=r"mode 0700|must be a folder"):
+    with pytest.raises(ConfigurationError, match="0770"):
         cache_folder()
     folder.rmdir()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     folder.symlink_to(elsewhere)
-    with pytest.raises(ConfigurationError, match=r"mode 0700|must be a folder"):
+    with pytest.raises(ConfigurationError, match=re.escape(str(folder))):
         cache_folder()

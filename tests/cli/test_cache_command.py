@@ -1,7 +1,6 @@
 """`tfcommx cache warm`, `status` and `drop`, as they are typed."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -156,20 +155,20 @@ def test_a_folder_that_does_not_exist_is_named_in_one_line(words, tmp_path, monk
         main()
     printed, said = capsys.readouterr()
     assert (ended.value.code, printed) == (2, "")
-    assert said == "tfcommx: The folder /nope does not exist. Check the path and its mount.\n"
+    assert said.startswith("tfcommx: ") and "/nope" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "named"),
     [
-        ("./nope", "The folder nope does not exist"),
-        (__file__, "test_cache_command.py is no folder"),
-        ("photos/train", "'photos/train': Dataset photos not found. Check its name"),
-        ("imagenette/nope", "BuilderConfig nope not found"),
-        ("imagenette/160px-v2:9.9.9", "only: 1.0.0"),
+        ("./nope", r"^(?!.*TensorFlow).*\bnope\b"),
+        (__file__, r"^(?!.*TensorFlow).*test_cache_command\.py"),
+        ("photos/train", "'photos/train': Dataset photos"),
+        ("imagenette/nope", "BuilderConfig nope"),
+        ("imagenette/160px-v2:9.9.9", r"'9\.9\.9'.*only: 1\.0\.0"),
     ],
 )
-def test_a_source_that_does_not_exist_is_named_in_one_line(text, said):
-    with pytest.raises(DataError, match=re.escape(said)) as error:
+def test_a_source_that_does_not_exist_is_named_in_one_line(text, named):
+    with pytest.raises(DataError, match=named) as error:
         find_source(text, "train")
     assert "\n" not in str(error.value)

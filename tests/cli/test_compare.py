@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -200,20 +201,21 @@ def test_steps_of_another_model(commands: Commands, recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "kind", "match"),
+    ("words", "kind", "received"),
     [
-        (["--methods", "dnese"], RecipeError, "Did you mean 'dense'"),
-        (["--bandwidths", "fast"], ConfigurationError, "needs numbers > 0"),
-        (["--hosts", "a:1"], ConfigurationError, "need --measured-at"),
-        (["--hosts", "a:1,b:1", "--measured-at", "0"], ConfigurationError, "needs a number > 0"),
-        (["--hosts", "a:1", "--measured-at", "1e9"], ConfigurationError, "= 2 slots. Received 1"),
+        (["--methods", "dnese"], RecipeError, r"'dnese'.*'dense'"),
+        (["--bandwidths", "fast"], ConfigurationError, "fast"),
+        (["--hosts", "a:1"], ConfigurationError, "--measured-at"),
+        (["--hosts", "a:1,b:1", "--measured-at", "0"], ConfigurationError, r"\b0\b"),
+        (["--hosts", "a:1", "--measured-at", "1e9"], ConfigurationError, r"\b2 .*\b1\b"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_trained(
-    commands: Commands, recipe: Path, words: list[str], kind: type, match: str
+    commands: Commands, recipe: Path, words: list[str], kind: type, received: str
 ) -> None:
     ended = compare(recipe, *words)
-    assert isinstance(ended.exception, kind) and match in str(ended.exception)
+    assert isinstance(ended.exception, kind)
+    assert re.search(received, str(ended.exception)), ended.exception
     assert not commands.calls
 
 

@@ -117,25 +117,25 @@ def test_a_figure_of_machines_that_differ_in_words(tmp_path: Path) -> None:
 
 
 def test_a_scheme_that_can_be_carried_out_nowhere_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'torus'"):
+    with pytest.raises(ConfigurationError, match=r"'toru'.*'torus'"):
         rows_of(tmp_path, schemes={"plain": {}, "wrong": {"scheme": "toru"}})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"machines": {"a": {"slots": 2}}}, "`price`, of a node per hour .* of 'a'"),
-        ({"machines": {"a": {"price": 0}}}, "`price`, of a node per hour"),
-        ({"machines": {"a": {"price": 1, "slot": 2}}}, "Did you mean 'slots'"),
-        ({"machines": 3}, "`machines` must have a row for each name"),
-        ({"schemes": {"a": 3}}, "`schemes` must have a row for each name"),
-        ({"epoch_samples": None}, "`epoch_samples` must be a whole number"),
-        ({"epoch_samples": 0}, "`epoch_samples` must be >= 1"),
-        ({"nodes": []}, "`nodes` in .* needs a value, or a list of values"),
-        ({"between_gbit": None}, "`between_gbit` in .* needs a value"),
-        ({"fusion_mbytes": float("inf")}, "`fusion_mbytes` must be >= 0"),
-        ({"epochs": 3}, "Did you mean 'epoch_samples'"),
-        ({"batch": {"vgg16": 3}}, "Unknown model of batch 'alexnet'"),
+        ({"machines": {"a": {"slots": 2}}}, r"`price`.*'a'"),
+        ({"machines": {"a": {"price": 0}}}, r"`price`.*'a'"),
+        ({"machines": {"a": {"price": 1, "slot": 2}}}, r"'slot'.*'slots'"),
+        ({"machines": 3}, "`machines`"),
+        ({"schemes": {"a": 3}}, "`schemes`"),
+        ({"epoch_samples": None}, r"`epoch_samples`.*None"),
+        ({"epoch_samples": 0}, r"`epoch_samples`.*\b0\b"),
+        ({"nodes": []}, r"`nodes`.*\[\]"),
+        ({"between_gbit": None}, r"`between_gbit`.*None"),
+        ({"fusion_mbytes": float("inf")}, r"`fusion_mbytes`.*inf"),
+        ({"epochs": 3}, r"'epochs'.*'epoch_samples'"),
+        ({"batch": {"vgg16": 3}}, "'alexnet'"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:

@@ -60,11 +60,11 @@ def test_a_model_by_name(files: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["resnet"], "or a model .*resnet50.* is required. Received 'resnet'"),
-        (["alexnet", "--selection", "mstop"], "Did you mean 'mstopk'"),
-        (["alexnet", "--selection", "mstopk", "--density", "2"], r"`density` must be in \(0, 1\]"),
-        (["alexnet", "--nodes", "0"], "nodes >= 1"),
-        (["alexnet", "--throughput", "0"], "`samples_per_second` must be > 0"),
+        (["resnet"], "'resnet'"),
+        (["alexnet", "--selection", "mstop"], r"'mstop'.*'mstopk'"),
+        (["alexnet", "--selection", "mstopk", "--density", "2"], r"density=2\.0"),
+        (["alexnet", "--nodes", "0"], "nodes=0"),
+        (["alexnet", "--throughput", "0"], "`samples_per_second`"),
     ],
 )
 def test_what_is_refused(files: tuple[str, str], words: list[str], message: str) -> None:
@@ -73,5 +73,5 @@ def test_what_is_refused(files: tuple[str, str], words: list[str], message: str)
 
 
 def test_links_that_are_none_are_refused(files: tuple[str, str]) -> None:
-    with pytest.raises(DataError, match="A file of links"):
+    with pytest.raises(DataError, match=r"nowhere\.json"):
         run("alexnet", "--links", "nowhere.json")

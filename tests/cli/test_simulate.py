@@ -137,21 +137,21 @@ def test_a_measured_profile_counts_more_than_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "resnet"], "Did you mean 'resnet50'"),
-        (["--scheme", "allreduc"], "Did you mean 'allreduce'"),
-        (["--merging", "optimum"], "Did you mean 'optimal'"),
-        (["--efficiency", "2"], r"`efficiency` must be in \(0, 1\]"),
-        (["--between-gbit", "0"], "`between_gbit` must be > 0"),
-        (["--slow-node", "0.5"], "`slow_node` must be >= 1.* Received slow_node=0.5"),
-        (["--slow-port", "1.5"], r"`slow_port` in \(0, 1\].*slow_port=1.5"),
-        (["--jitter", "1"], r"`jitter` in \[0, 1\).*jitter=1"),
-        (["--nodes", "0"], "nodes >= 1"),
+        (["--model", "resnet"], r"'resnet'.*'resnet50'"),
+        (["--scheme", "allreduc"], r"'allreduc'.*'allreduce'"),
+        (["--merging", "optimum"], r"'optimum'.*'optimal'"),
+        (["--efficiency", "2"], r"`efficiency`.*\b2\.0"),
+        (["--between-gbit", "0"], "`between_gbit`"),
+        (["--slow-node", "0.5"], r"slow_node=0\.5"),
+        (["--slow-port", "1.5"], r"slow_port=1\.5"),
+        (["--jitter", "1"], r"jitter=1\.0"),
+        (["--nodes", "0"], "nodes=0"),
         (["--throughput", "-1"], "`samples_per_second`"),
-        (["--sweep", "node=1,2"], "Did you mean 'nodes'"),
-        (["--sweep", "nodes=1,...,x"], "Numbers are required, as nodes=1,2,4"),
-        (["--sweep", "nodes"], "needs values"),
-        (["--sweep", "nodes=1,2.5"], "`nodes` must be a whole number"),
-        (["--sweep", "nodes=1,2", "--trace", "t"], "writes one timeline"),
+        (["--sweep", "node=1,2"], r"'node'.*'nodes'"),
+        (["--sweep", "nodes=1,...,x"], r"'1,\.\.\.,x'"),
+        (["--sweep", "nodes"], r"`--sweep`.*'nodes'"),
+        (["--sweep", "nodes=1,2.5"], r"`nodes`.*2\.5"),
+        (["--sweep", "nodes=1,2", "--trace", "t"], r"`--trace`.*--sweep"),
         (["nowhere.yaml"], "nowhere.yaml"),
         (["--profile", "nowhere.json"], "nowhere.json"),
     ],
@@ -163,10 +163,10 @@ def test_what_is_refused(words: list[str], message: str) -> None:
 
 def test_unknown_keys_of_a_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("batches: 3\n")
-    with pytest.raises(ConfigurationError, match="Did you mean 'batch'"):
+    with pytest.raises(ConfigurationError, match=r"'batches'.*'batch'"):
         run(str(tmp_path / "a.yaml"))
     (tmp_path / "a.yaml").write_text("batch: many\n")
-    with pytest.raises(ConfigurationError, match="`batch` must be a whole number"):
+    with pytest.raises(ConfigurationError, match=r"`batch`.*'many'"):
         run(str(tmp_path / "a.yaml"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,8 +49,10 @@ def test_an_all_gather_has_less_than_two_gib_of_each_rank(
         assert gathered == ([] if refused else ["bucket0/pairs"])
         size = entries * tf.as_dtype(dtype).size
         if refused:
-            expected = f"2147483647 bytes from a rank. 'bucket0/pairs' takes {size} from rank"
-            assert f"{expected} {rank}, {dtype} ({entries},). Lower" in error
+            received = (
+                rf"\b2147483647\b.*'bucket0/pairs'.*\b{size}\b.*rank {rank}, {dtype} \({entries},\)"
+            )
+            assert re.search(received, error), error
         else:
             assert not error
 
@@ -74,5 +77,5 @@ def test_objects_that_are_gathered_have_less_than_two_gib_together(
         comm._gather_objects(item)
     assert calls[0].numpy().tolist() == [mine] and len(calls) == 1 + (not refused)
     if refused:
-        expected = f"2147483647 bytes together. Received {together}, {mine} of them from rank 0"
-        assert expected in str(error.value)
+        received = rf"\b2147483647\b.*\b{together}\b.*\b{mine}\b.*rank 0\b"
+        assert re.search(received, str(error.value))

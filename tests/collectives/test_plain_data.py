@@ -64,10 +64,18 @@ def test_numbers_of_numpy_become_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "item", [Topology(1, 2), Path("a"), {1, 2}, np.array(["a", None]), [lambda: 0], float]
+    ("item", "named"),
+    [
+        (Topology(1, 2), "Topology"),
+        (Path("a"), "PosixPath"),
+        ({1, 2}, "set"),
+        (np.array(["a", None]), "ndarray"),
+        ([lambda: 0], "function"),
+        (float, "type"),
+    ],
 )
-def test_objects_of_classes_are_refused_where_they_are_given(item: Any) -> None:
-    with pytest.raises(TypeError, match="Ranks tell each other None, numbers"):
+def test_objects_of_classes_are_refused_where_they_are_given(item: Any, named: str) -> None:
+    with pytest.raises(TypeError, match=rf"\b{named}: "):
         encode(item)
 
 
@@ -99,5 +107,5 @@ def text(json: bytes, arrays: bytes = b"") -> bytes:
     ],
 )
 def test_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="Plain data of another rank is required"):
+    with pytest.raises(ValueError, match=rf"\b{len(data)} bytes"):
         decode(data)

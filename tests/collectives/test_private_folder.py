@@ -61,7 +61,7 @@ def test_measurements_are_not_read_from_a_folder_of_others(
     monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(tmp_path))
     folder = tmp_path / f"tfcommx-{os.getuid()}"
     make(folder)
-    with pytest.raises(ConfigurationError, match="set TFCOMMX_CACHE"):
+    with pytest.raises(ConfigurationError, match="TFCOMMX_CACHE"):
         launcher.cache_folder()
     folder.unlink() if folder.is_symlink() else folder.rmdir()
     assert launcher.cache_folder() == folder

@@ -75,12 +75,12 @@ def test_a_rank_that_does_not_come_is_named_on_all_that_have_come() -> None:
 
     found = together(4, work)
     for rank in (0, 1, 3):
-        assert re.search("Rank 2 of 4 did not come to rank 0 .* within 2 s", str(found[rank]))
+        assert re.search(r"[Rr]ank 2 of 4 .*\b2 s\b", str(found[rank]))
 
 
 def test_rank_0_names_the_others_if_none_comes() -> None:
     port = free_port()
-    with pytest.raises(LaunchError, match=r"Rank 1 of 2 did not come to rank 0 .* within 0\.5 s"):
+    with pytest.raises(LaunchError, match=r"[Rr]ank 1 of 2 .*\b0\.5 s\b"):
         meet(ClusterEnvironment("srun", 0, 2, None, "localhost", port), 0.5)
 
 
@@ -90,7 +90,9 @@ def test_two_processes_with_one_number_are_refused() -> None:
     found = together(
         3, lambda r: meet(ClusterEnvironment("torchrun", number[r], 3, None, "localhost", port), 4)
     )
-    assert all("two that are rank 1" in str(error) for error in found), found
+    host = re.escape(socket.gethostname())
+    received = rf"rank 1\b.*\b{host}\b.*\b{host}\b"
+    assert all(re.search(received, str(error)) for error in found), found
 
 
 def test_ranks_that_are_not_in_the_order_of_their_hosts_are_refused_on_all(
@@ -109,7 +111,7 @@ def test_ranks_that_are_not_in_the_order_of_their_hosts_are_refused_on_all(
     errors = together(3, work)
     assert time.monotonic() - start < 10
     for error in errors:
-        assert re.search("Consecutive ranks are required .* rank 2 returns to 'red'", str(error))
+        assert re.search(r"rank 2\b.*'red'", str(error))
 
 
 def test_with_a_node_size_ranks_may_be_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +146,7 @@ def test_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = socket.create_connection(("localhost", port))
     browser = socket.create_connection(("localhost", port))
     browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    thief = pytest.raises(LaunchError, match="TFCOMMX_SECRET equal on all ranks")
+    thief = pytest.raises(LaunchError, match=r"[Rr]ank 1 of 2 .*TFCOMMX_SECRET")
     with monkeypatch.context() as theirs, thief:
         theirs.setenv("TFCOMMX_SECRET", "theirs")
         meet(ClusterEnvironment("srun", 1, 2, None, "localhost", port), 1)
@@ -187,12 +189,12 @@ def test_what_is_no_rank_is_left_out(said: Any) -> None:
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"needs TCP port {port} .* Set TFCOMMX_PORT"):
+        with pytest.raises(LaunchError, match=rf"\b{port}\b.*TFCOMMX_PORT"):
             meet(ClusterEnvironment("srun", 0, 2, None, "localhost", port))
 
 
 def test_a_rank_whose_number_on_its_host_is_another_is_refused() -> None:
-    with pytest.raises(LaunchError, match=r"Rank 1 on b is the host's number 0, .* says 3"):
+    with pytest.raises(LaunchError, match=r"[Rr]ank 1 .*\bb\b.*\b0\b.*\b3\b"):
         rendezvous._slots(["a", "b"], [0, 3])
 
 
@@ -254,7 +256,7 @@ def test_a_variable_that_is_missing_is_named(
     for name, value in variables.items():
         if name != missing:
             monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match=f"{missing} is required"):
+    with pytest.raises(ConfigurationError, match=missing):
         cluster_environment()
 
 

@@ -55,16 +55,16 @@ def test_names_and_files(tmp_path: Path) -> None:
     found = read_methods(["dense", "local_sgd", str(mine)])
     assert list(found) == ["dense", "local_sgd", "rounded"] and found["dense"].about == "another"
     for word, match in (
-        ("local_sdg", "Unknown method 'local_sdg'. Did you mean 'local_sgd'"),
-        (str(tmp_path / "none.yaml"), "cannot be read"),
+        ("local_sdg", r"'local_sdg'.*'local_sgd'"),
+        (str(tmp_path / "none.yaml"), r"none\.yaml"),
     ):
         with pytest.raises(RecipeError, match=match):
             read_methods([word])
     for number, (text, match) in enumerate(
         (
-            ("a: {about: x, schema: {}}", "a: Unknown key 'schema'. Did you mean 'scheme'"),
-            ("a/b: {about: x}", "a mapping of names of methods"),
-            ("a: [", "is not YAML"),
+            ("a: {about: x, schema: {}}", r"a: .*'schema'.*'scheme'"),
+            ("a/b: {about: x}", "'a/b'"),
+            ("a: [", r"YAML.*a: \["),
         )
     ):
         wrong = tmp_path / f"wrong{number}.yaml"
@@ -75,5 +75,5 @@ def test_names_and_files(tmp_path: Path) -> None:
 
 def test_auto_is_refused() -> None:
     file = ROOT / "configs" / "fashion_mnist.yaml"
-    with pytest.raises(RecipeError, match="name a route"):
+    with pytest.raises(RecipeError, match=r"'auto'.*'mine'"):
         check_names_a_route("mine", read(file, ["phases.0.scheme={route: auto}"]))

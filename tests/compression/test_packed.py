@@ -119,13 +119,13 @@ def test_all_of_it_has_arrived_after_some_steps(ranks: int) -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(PlanError, match="'packed' takes no argument"):
+    with pytest.raises(PlanError, match="compression='packed/4'"):
         compression.get("packed/4")
     gradients = [Gradient("kernel", (40, 30), "float32")]
     for route in ("torus", "auto"):
         scheme = Scheme(route, compression="packed")
-        with pytest.raises(PlanError, match="at most 80 ranks"):
+        with pytest.raises(PlanError, match=r"\b80\b.*\b81\b"):
             check_scheme(scheme, Topology(81, 1))
         check_scheme(scheme, Topology(80, 1))
-    with pytest.raises(PlanError, match="at most 80 ranks"):
+    with pytest.raises(PlanError, match=r"\b80\b.*\b81\b"):
         make_plan(gradients, {"*": Scheme(compression="packed")}, Topology(81, 1), "sum")

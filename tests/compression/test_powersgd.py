@@ -194,11 +194,11 @@ def test_vectors_and_small_matrices_travel_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("powersdg/4", "Did you mean 'powersgd'"),
-        ("powersgd/0", "whole number >= 1"),
-        ("powersgd/x", "whole number >= 1"),
-        ("no.such.module:MEMBER", "must be importable"),
-        ("tfcommx.core:PLAIN", "derives from"),
+        ("powersdg/4", r"'powersdg'.*'powersgd'"),
+        ("powersgd/0", "compression='powersgd/0'"),
+        ("powersgd/x", "compression='powersgd/x'"),
+        ("no.such.module:MEMBER", r"'no\.such\.module:MEMBER'.*'no'"),
+        ("tfcommx.core:PLAIN", r"Compression\b.*'tfcommx\.core:PLAIN'"),
     ],
 )
 def test_a_name_that_is_none_is_refused(asked: str, message: str) -> None:
@@ -211,7 +211,7 @@ def test_a_name_that_is_none_is_refused(asked: str, message: str) -> None:
     [{"selection": "mstopk", "route": "hitopk", "density": 0.1}, {"wire": "float16"}],
 )
 def test_a_scheme_compresses_or_selects(more: dict[str, object]) -> None:
-    with pytest.raises(PlanError, match="vectors of its own"):
+    with pytest.raises(PlanError, match=r"compression='powersgd/4'.*selection=.*wire="):
         Scheme(compression="powersgd/4", **more)
 
 

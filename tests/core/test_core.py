@@ -27,28 +27,28 @@ from tfcommx.routes.torus import TorusOptions
 
 @pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), "0.1"])
 def test_density_outside_its_range_is_refused(density: object) -> None:
-    with pytest.raises(PlanError, match=r"density.*\(0, 1\]"):
+    with pytest.raises(PlanError, match=rf"density={density!r}(?!\.\d)"):
         Scheme(route="hitopk", selection="mstopk", density=density)
 
 
 def test_rule_all_refuses_a_density() -> None:
-    with pytest.raises(PlanError, match="'all' sends every entry"):
+    with pytest.raises(PlanError, match=r"'all'.*density=0\.1"):
         Scheme(route="hitopk", density=0.1)
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'hitopk'"):
+    with pytest.raises(ConfigurationError, match=r"'hitpk'.*'hitopk'"):
         check_name("route", "hitpk", ["allreduce", "hitopk", "torus"])
 
 
 @pytest.mark.parametrize("arguments", [(0, 1), (1, 0)])
 def test_an_empty_topology_is_refused(arguments: tuple[int, int]) -> None:
-    with pytest.raises(PlanError, match="nodes >= 1"):
+    with pytest.raises(PlanError, match=r"nodes={}, slots={}".format(*arguments)):
         Topology(*arguments)
 
 
 def test_a_link_that_sends_nothing_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="beta_s_per_byte > 0"):
+    with pytest.raises(ConfigurationError, match="beta_s_per_byte=0,"):
         Link(1e-6, 0)
 
 
@@ -68,7 +68,7 @@ def test_unequal_slots_are_named() -> None:
 
 
 def test_ranks_that_jump_between_hosts_are_refused() -> None:
-    with pytest.raises(PlanError, match="rank 2 returns to 'red'"):
+    with pytest.raises(PlanError, match=r"rank 2\b.*'red'"):
         Topology.of_hosts(["red", "blue", "red"])
 
 
@@ -133,5 +133,5 @@ def test_the_first_difference_is_named() -> None:
 
 def test_a_variable_in_two_buckets_is_refused() -> None:
     bucket = Bucket("b0", ("a",), (4,), "float32", "torus")
-    with pytest.raises(PlanError, match="'a' is in b0 and b0"):
+    with pytest.raises(PlanError, match=r"'a'.*\bb0\b"):
         Plan((bucket, bucket), Topology(1, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import stat
 from pathlib import Path
@@ -34,7 +35,8 @@ from tfcommx.core.files import open_private
     ],
 )
 def test_what_is_no_path_of_a_file_system_is_refused(path: Any) -> None:
-    with pytest.raises(ConfigurationError, match="`folder` must be"):
+    received = repr(str(path) if isinstance(path, Path) else path)
+    with pytest.raises(ConfigurationError, match=f"`folder`.* {re.escape(received)}"):
         local_path("folder", path)
 
 
@@ -89,5 +91,5 @@ def test_a_private_folder(tmp_path: Path) -> None:
     os.close(open_private(tmp_path / "mine"))
     assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
     (tmp_path / "mine").chmod(0o750)
-    with pytest.raises(PermissionError, match="mode 0750"):
+    with pytest.raises(PermissionError, match="0750"):
         open_private(tmp_path / "mine")

@@ -117,9 +117,10 @@ def test_slab_read_refuses_damage(tmp_path):
     got, labels, _ = batches.read(slab, [1], *none, 0, spec, 3, 0)
     np.testing.assert_array_equal(got[0], image)
     assert labels.numpy() == [7]
-    for bad, error in (([2], "not in memory"), ([3], r"\[0, 3\)"), ([-1], r"\[0, 3\)")):
-        with pytest.raises(tf.errors.OpError, match=error):
-            batches.read(slab, bad, *none, 0, spec, 3, 0)
+    outside = tf.errors.InvalidArgumentError
+    for bad, error in ((2, tf.errors.DataLossError), (3, outside), (-1, outside)):
+        with pytest.raises(error, match=rf" {bad}\b"):
+            batches.read(slab, [bad], *none, 0, spec, 3, 0)
     with pytest.raises(tf.errors.OpError, match="channels"):
         batches.read(slab, [1], *none, 0, spec, 1, 0)
     slab.index[2] = slab.length - 64  # a damaged index must not read past the end
@@ -160,7 +161,7 @@ def test_without_library_the_twin_serves_the_same(tmp_path, monkeypatch):
 
 def test_a_mean_of_values_up_to_255_is_refused():
     """It was subtracted from values up to 1, so that all pixels were about the same."""
-    with pytest.raises(ConfigurationError, match=r"Received mean=\(123.68,\).*by 255"):
+    with pytest.raises(ConfigurationError, match=r"mean=\(123\.68,\)"):
         BatchSpec(2, mean=(123.68,), std=(58.4,))
 
 

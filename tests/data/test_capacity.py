@@ -23,7 +23,7 @@ def test_too_little_memory_refuses_before_the_fill_or_keeps_what_fits(tmp_path, 
     needed = 200 * (64 * 64 * 3 + 64)
     with pytest.raises(
         SlabError,
-        match=r"bytes of memory are required for 200 samples.*offer 1,000,000.*partial=True",
+        match=r"\b200\b.*1,000,000\b.*partial=True",
     ):
         OpenCache(source, shm, memory_bytes=1_000_000)
     assert list(shm.iterdir()) == []
@@ -46,8 +46,7 @@ def test_a_slab_that_another_run_made_too_small_is_refused(shm):
     with OpenCache(source, shm, Topology(4, 1)) as quarter:
         with pytest.raises(
             SlabError,
-            match=r"About 2,47\d,\d{3} bytes .* 200 samples.*another run made.*offers "
-            r"312,896.*partial=True",
+            match=rf"2,47\d,\d{{3}}\b.*\b200\b.*{quarter.slab.path.name}.*312,896\b.*partial=True",
         ):
             OpenCache(source, shm, whole)
         with OpenCache(source, shm, whole, partial=True) as cache:
@@ -56,8 +55,8 @@ def test_a_slab_that_another_run_made_too_small_is_refused(shm):
         with OpenCache(source, shm, Topology(4, 2), rank=1):
             assert not reads  # as the other processes of a run: it was made for as many
     with (
-        OpenCache(source, shm, memory_bytes=2_000_000, partial=True),
-        pytest.raises(SlabError, match="another run made"),
+        OpenCache(source, shm, memory_bytes=2_000_000, partial=True) as small,
+        pytest.raises(SlabError, match=rf"{small.slab.path.name}.*\b0\b"),
     ):
         OpenCache(source, shm, whole)
 
@@ -67,7 +66,7 @@ def test_a_run_of_another_seed_is_refused_if_its_part_finds_no_room(shm):
     source = Arrays(np.zeros((200, 16, 16, 3), np.uint8), np.arange(200))
     with OpenCache(source, shm, Topology(2, 1)) as first:
         with pytest.raises(
-            SlabError, match=r"About 83,200 bytes .* 100 samples.*another run made.*same seed"
+            SlabError, match=rf"83,200\b.*\b100\b.*{first.slab.path.name}.*45,696\b"
         ):
             OpenCache(source, shm, Topology(2, 1), seed=1)
         first.warm()
@@ -93,7 +92,7 @@ def test_the_room_for_an_error_of_the_estimate_is_not_reserved(shm, monkeypatch)
         }
         with pytest.raises(
             SlabError,
-            match=f"offer 1,000, beside {first.slab.path.name}, which is still to take 51,200",
+            match=rf"1,000\b.*{first.slab.path.name}.*51,200\b",
         ):
             OpenCache(other, shm, memory_bytes=1000)
         first.warm()
@@ -112,9 +111,7 @@ def test_a_source_that_cannot_be_reached_is_no_reason_for_a_slab_of_no_room(fold
     away.rename(folder)
     source = Folder(folder)
     folder.rename(away)
-    with pytest.raises(
-        SlabError, match=r"None of 50 of .*photos can be read; the last: .*\.jpg: .*No such file"
-    ):
+    with pytest.raises(SlabError, match=r"\b50\b.*photos\b.*\.jpg: \[Errno 2\]"):
         OpenCache(source, shm, on_error="skip", partial=True)
     away.rename(folder)
     with OpenCache(source, shm) as cache:

@@ -88,11 +88,11 @@ def test_damaged_memory_that_cannot_be_repaired_is_not_served(folder, shm, on_er
         path = Path(cache.source.where(4))
         path.rename(path.with_suffix(".away"))
         if on_error == "raise":
-            with pytest.raises(tf.errors.OpError, match="cannot be read"):
+            with pytest.raises(tf.errors.OpError, match=path.name):
                 served(cache.dataset(WHOLE, 1))
         else:
             assert len(served(cache.dataset(WHOLE, 1))) == 49
-        with pytest.raises(tf.errors.OpError, match="cannot be read"):
+        with pytest.raises(tf.errors.OpError, match=path.name):
             served(trusting.dataset(WHOLE, 2))
 
 
@@ -130,7 +130,7 @@ def test_a_disk_that_cannot_be_written_warns_once_and_training_goes_on(folder, t
     assert len([w for w in caught if "takes no more samples" in str(w.message)]) == 1
     full = Disk(tmp_path / "full", "key", 5)
     full._out = (os.open("/dev/full", os.O_RDWR), os.open("/dev/full", os.O_RDWR))
-    with pytest.warns(UserWarning, match="No space left"):
+    with pytest.warns(UserWarning, match=r"\[Errno 28\]"):
         full.write(0, 1, b"x")
     full.write(1, 1, b"x")  # and no second warning
     assert full.read(0) is None

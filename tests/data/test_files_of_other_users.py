@@ -105,10 +105,10 @@ def test_a_slab_that_another_user_made_beforehand_is_refused(
         os.chown(path, STRANGER, STRANGER)
     user = in_use(path)
     try:
-        with pytest.raises(SlabError, match=re.escape(f"user alone is required. {path}")):
+        with pytest.raises(SlabError, match=f"{re.escape(str(path))}.*`memory`"):
             served(shm)
         assert capacity.reserved_by_others(shm) == {} and reserved_bytes(path) == 0
-        with pytest.raises(OSError, match=r".") as refused:
+        with pytest.raises(OSError, match=re.escape(str(path))) as refused:
             slab_state(path)
         assert refused.value.filename == str(path)
     finally:
@@ -136,7 +136,9 @@ def test_the_operations_refuse_it_too(
         os.chown(path, STRANGER, STRANGER)
     if trick == "rights":
         path.chmod(0o644)
-    with pytest.raises(tf.errors.OpError, match=r"is damaged|another file is there"):
+    damaged, other = tf.errors.DataLossError, tf.errors.FailedPreconditionError
+    error = damaged if trick in ("header", "short") else other
+    with pytest.raises(error, match=re.escape(str(path))):
         library.tfcommx_slab_check(indices=[0], epoch=0, path=str(path), id=identity)
     path.unlink()
 
@@ -310,7 +312,7 @@ def test_a_disk_level_of_another_user_is_not_read(tmp_path: Path, trick: str) ->
     level = Disk(top, "key", 5)
     assert level.read(3) is None
     if trick.startswith("folder"):
-        with pytest.warns(UserWarning, match="takes no more samples.*another user's"):
+        with pytest.warns(UserWarning, match=re.escape(str(top))):
             level.write(3, 1, b"picture")
         assert usage(top) == [] and drop(top) == []
     else:

@@ -80,7 +80,7 @@ def test_a_full_tmpfs_keeps_what_fits_and_the_rest_is_read(folder, tmp_path):
             (small / "other").write_bytes(bytes(free.f_bavail * free.f_frsize - 100_000))
             for epoch in range(2):
                 with (
-                    pytest.warns(UserWarning, match="has no room for all samples")
+                    pytest.warns(UserWarning, match=r"\.slab\b")
                     if epoch == 0
                     else contextlib.nullcontext()
                 ):
@@ -108,10 +108,10 @@ def test_a_read_only_disk_serves_what_it_has(folder, tmp_path):
         assert cache.report(0)["hit_disk"] == 1
     make_folder(tmp_path / "other", 5)
     with (
-        pytest.warns(UserWarning, match="Read-only file system"),
+        pytest.warns(UserWarning, match="Read-only file"),
         OpenCache(tmp_path / "other", shm, disk=disk) as cache,
     ):
         assert len(served(cache.dataset(WHOLE))) == 5
-    with pytest.raises(SlabError, match=r"Read-only file system.*Give `memory` a folder"):
+    with pytest.raises(SlabError, match=r"Read-only file.*`memory`"):
         OpenCache(folder, disk)
     assert sorted(disk.rglob("*.*")) == files

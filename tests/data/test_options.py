@@ -1,6 +1,7 @@
 """Options of the cache and of batches, and where a cache finds its launch and its source."""
 
 import os
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,7 +38,8 @@ def test_processes_that_the_launcher_has_bound_read_with_all_of_their_processors
     ],
 )
 def test_bad_options_are_refused(bad):
-    with pytest.raises(ConfigurationError, match=r"Received|Unknown"):
+    ((name, value),) = bad.items()
+    with pytest.raises(ConfigurationError, match=rf"\b{name}\b.*{re.escape(str(value))}"):
         Options(**bad)
 
 
@@ -55,9 +57,7 @@ def test_whole_numbers_of_any_kind_are_taken_and_other_things_named():
         (BatchSpec, dict(batch=8, resolution=(8, 8))),
         (BatchSpec, dict(batch="8")),
     ):
-        with pytest.raises(
-            ConfigurationError, match=rf"`{list(bad)[-1]}` must be a whole number. Received "
-        ):
+        with pytest.raises(ConfigurationError, match=f"`{list(bad)[-1]}`"):
             kind(**bad)
 
 
@@ -69,7 +69,7 @@ def test_a_cache_finds_the_running_launch(shm, monkeypatch):
         assert (cache.topology, cache.rank, len(cache.share(0))) == (Topology(1, 1), 0, 40)
     for name, value in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(f"HOROVOD_{name}", value)
-    with pytest.raises(ConfigurationError, match=r"init\(\) must be called .* Received 2 launched"):
+    with pytest.raises(ConfigurationError, match=r"init\(\).*\b2\b.*`topology`"):
         OpenCache(source, shm)
     running = SimpleNamespace(topology=Topology(2, 2), rank=3, comparisons=Comparisons())
     monkeypatch.setattr(process, "_current", running)
@@ -84,13 +84,11 @@ def test_a_cache_takes_a_path(folder, shm):
     for path in (folder, str(folder)):
         with OpenCache(path, shm, store=20) as cache:
             assert cache.source.count == 50 and cache.options.store == 20
-    with pytest.raises(DataError, match="The folder /nope does not exist"):
+    with pytest.raises(DataError, match="/nope"):
         OpenCache("/nope", shm)
 
 
 def test_an_unknown_option_is_named_with_the_nearest(shm):
     source = Arrays(np.zeros((4, 4, 4), np.uint8), np.arange(4))
-    with pytest.raises(
-        ConfigurationError, match=r"option of DataCache 'stor'\. Did you mean 'store'"
-    ):
+    with pytest.raises(ConfigurationError, match=r"'stor'.*'store'"):
         OpenCache(source, shm, stor=20)

@@ -40,7 +40,7 @@ def test_an_epoch_that_is_served_again_is_announced(folder, shm):
     with OpenCache(folder, shm, store=10) as cache:
         with pytest.warns(
             UserWarning,
-            match="kept with a short side of store=10 pixels, and enlarged for resolution=16",
+            match=r"store=10\b.*resolution=16\b",
         ):
             twice = cache.dataset(WHOLE, 0, 2)
         assert (
@@ -53,7 +53,7 @@ def test_an_epoch_that_is_served_again_is_announced(folder, shm):
                 BatchSpec(batch=7, resolution=8, dtype="uint8", shuffle=False, drop_remainder=False)
             )
             assert len(list(twice)) == len(twice) and len(list(test)) == len(list(test))
-        with pytest.warns(UserWarning, match="Epoch 1 is served again"):
+        with pytest.warns(UserWarning, match=r"Epoch 1\b"):
             list(twice)
 
 
@@ -146,7 +146,7 @@ def test_operations_that_must_be_deterministic_cost_the_clock(folder, shm):
 def test_a_dataset_is_not_made_inside_a_function(folder, shm):
     with (
         OpenCache(folder, shm) as cache,
-        pytest.raises(ConfigurationError, match=r"outside of tf\.function"),
+        pytest.raises(ConfigurationError, match=r"`dataset`.*tf\.function"),
     ):
         tf.function(lambda: cache.dataset(WHOLE), autograph=False)()
 
@@ -162,7 +162,7 @@ def test_an_epoch_without_a_batch_is_refused(shm):
     with OpenCache(
         Arrays(np.zeros((3, 4, 4), np.uint8), np.zeros(3)), shm, Topology(1, 2), 0
     ) as cache:
-        with pytest.raises(ConfigurationError, match="Lower `batch`"):
+        with pytest.raises(ConfigurationError, match=r"\b3\b.*\b2\b.*`batch`"):
             cache.dataset(BatchSpec(batch=2))
         assert len(list(cache.dataset(BatchSpec(batch=2, drop_remainder=False)))) == 1
 
@@ -211,8 +211,9 @@ def test_the_end_of_the_process_waits_for_calls_under_way_and_lets_none_begin(mo
     assert begun.wait(60)
     pipeline._end()
     assert done == [True]
-    with pytest.raises(RuntimeError, match="process ends"):
+    with pytest.raises(RuntimeError):
         work()
+    assert done == [True]
 
 
 def test_a_forked_child_does_not_wait_for_calls_of_its_parent(monkeypatch):

@@ -31,7 +31,7 @@ def test_a_living_slab_is_not_reclaimed_and_other_data_do_not_share_it(folder, t
         assert one.slab.path != two.slab.path
         assert three.slab.path == one.slab.path and not three.slab.created
         assert remove_unused(shm) == []
-        with pytest.raises(SlabError, match="other contents"):
+        with pytest.raises(SlabError, match="another key"):
             Slab(one.slab.path, "another key", 50, lambda: 10**6)
         one.close()
         one.close()
@@ -126,7 +126,7 @@ def test_a_long_name_of_a_source_is_shortened_in_the_facts(shm, name):
 
 
 def test_memory_that_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(SlabError, match=r"Give `memory` a folder"):
+    with pytest.raises(SlabError, match=r"/missing\b.*`memory`"):
         Slab(tmp_path / "missing" / "tfcommx-a.slab", "k", 1, lambda: 10**5)
 
 
@@ -138,7 +138,7 @@ def test_a_slab_whose_file_was_removed_serves_on_and_a_closed_one_is_not_mistake
         assert len(served(batches)) == 50
         number = cache.slab.file
     os.dup2(null := os.open(os.devnull, os.O_RDONLY), number)
-    with pytest.raises(tf.errors.OpError, match="another file is there"):
+    with pytest.raises(tf.errors.FailedPreconditionError, match=rf"/fd/{number}\b"):
         served(batches)
     for file in {null, number}:
         os.close(file)

@@ -59,7 +59,7 @@ def test_a_typed_number_is_seen() -> None:
 
 @pytest.mark.parametrize("marker", ["<!--figure a.b-->0.1<!--/-->", "<!--figure a.b .1f-->0.1"])
 def test_a_marker_without_its_format_or_end_is_an_error(marker: str) -> None:
-    with pytest.raises(figures.FigureError, match="lacks its format or its end"):
+    with pytest.raises(figures.FigureError, match=r"<!--figure \.\.\.-->"):
         figures.filled(f"{marker} and more\n# A heading <!--figure a.b .1f-->1<!--/-->\n", {})
 
 
@@ -105,10 +105,10 @@ def test_figures_tables_and_templates(two: dict[str, figures.Record]) -> None:
     "what, says",
     [
         ("nothing.seconds", "nothing.*bench, run"),
-        ("run.speed", "no column 'speed'. It has name, score"),
-        ('bench("sum").seconds', "One row .* is required; 2 have that"),
-        ('bench("all").seconds', "0 have that. Its rows are called add, sum"),
-        ("bench.seconds", "has 3 rows"),
+        ("run.speed", "'speed'.*name, score"),
+        ('bench("sum").seconds', r"'sum'.*\b2\b"),
+        ('bench("all").seconds', r"'all'.*\b0\b.*add, sum"),
+        ("bench.seconds", r"'bench'.*\b3\b"),
         ("run.score +", "invalid syntax"),
     ],
 )

@@ -233,9 +233,9 @@ def test_settings_are_checked_and_kept_with_the_links() -> None:
         EngineSettings(nics=0)
     with pytest.raises(ConfigurationError, match="cycle_s"):
         EngineSettings(cycle_s=-1.0)
-    with pytest.raises(ConfigurationError, match="Did you mean 'nccl'"):
+    with pytest.raises(ConfigurationError, match=r"'ncll'.*'nccl'"):
         engines.get("ncll")
-    with pytest.raises(ConfigurationError, match="wiring"):
+    with pytest.raises(ConfigurationError, match="'copper'"):
         wiring.get("copper")
     links = NOMINAL._replace(engine=EngineSettings("gloo", 2, "qpi", 1e-3, 2**20))
     assert Links.from_dict(links.to_dict()) == links
@@ -268,7 +268,7 @@ def test_a_calibration_does_not_fall_and_is_kept_with_the_links() -> None:
     assert curve.points == ((64, 0.0), (1024, 1e-4), (4096, 1e-4), (65536, 3e-4))
     links = NOMINAL._replace(calibration=curve)
     assert Links.from_dict(json.loads(json.dumps(links.to_dict()))) == links
-    with pytest.raises(ConfigurationError, match="do not fall"):
+    with pytest.raises(ConfigurationError, match=r"\(4096, 0\.0001\)"):
         Calibration(4, ((1024, 2e-4), (4096, 1e-4)))
-    with pytest.raises(ConfigurationError, match="do not fall"):
+    with pytest.raises(ConfigurationError, match=r"\(1024, 0\.0003\)"):
         Calibration(4, ((4096, 2e-4), (1024, 3e-4)))

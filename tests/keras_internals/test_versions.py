@@ -23,7 +23,7 @@ def test_the_installed_keras_is_a_tested_one() -> None:
 
 @pytest.mark.parametrize("other", ["3.11.3", "3.16.0", "4.0"])
 def test_another_keras_with_the_same_members_is_warned_of(other: str) -> None:
-    with pytest.warns(UserWarning, match=rf"not been tested with Keras {other}.*'keras==3\.15"):
+    with pytest.warns(UserWarning, match=rf"\b{other}\b.*'keras==3\.15"):
         require_fit_keras(other)
 
 
@@ -31,7 +31,7 @@ def test_a_keras_without_a_member_is_refused_and_the_member_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(PRIVATE_MEMBERS, keras.layers.Layer, ("_flatten_layers", "_no_such_member"))
-    with pytest.raises(ImportError, match=r"Keras 3\.16\.0 has no Layer\._no_such_member\. Tested"):
+    with pytest.raises(ImportError, match=r"3\.16\.0 .*Layer\._no_such_member"):
         require_fit_keras("3.16.0")
 
 

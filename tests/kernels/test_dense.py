@@ -85,9 +85,9 @@ def test_parts_are_added_in_float32_and_in_their_order(dtype: str) -> None:
 
 
 def test_a_residual_of_another_bucket_is_refused() -> None:
-    with pytest.raises(tf.errors.InvalidArgumentError, match="must have 5 entries or more"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"`residual`.*\b5\b.*`gradient`"):
         dense.write(tf.ones([3]), tf.Variable(tf.zeros([4])), "float16", start=2)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="4 equal parts"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"`written`.*\b4\b.*\[6\]"):
         dense.add(tf.ones([6], tf.float16), "float16", parts=4)
 
 

@@ -101,13 +101,13 @@ def test_a_wrong_bit_of_a_kernel_is_found(
         result = real(*call, **more)
         if spoilt or not when(call):
             return result
-        spoilt.append(call)
-        return wrong(result, call, place)
+        spoilt.append(wrong(result, call, place))
+        return spoilt[0]
 
     monkeypatch.setattr(module, kernel, on_a_broken_device)
     if when is not many:
         monkeypatch.setattr(device, "MANY_STRIPS", 1_000)
-    with pytest.raises(loader.NativeLibraryError, match=r"Received other .*TFCOMMX_CUDA=0"):
+    with pytest.raises(loader.NativeLibraryError, match=r"/cpu:0\b.*TFCOMMX_CUDA=0"):
         device.compare_with_cpu("/cpu:0")
     assert spoilt
 
@@ -131,5 +131,5 @@ def test_a_kernel_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         raise tf.errors.InternalError(None, None, "no kernel image is available")
 
     monkeypatch.setattr(dense, "add", failing)
-    with pytest.raises(loader.NativeLibraryError, match="they failed: no kernel image"):
+    with pytest.raises(loader.NativeLibraryError, match="kernel image"):
         device.compare_with_cpu("/cpu:0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def test_a_library_for_another_tensorflow_is_refused_before_loading(tmp_path, mo
     (tmp_path / "build.json").write_text(json.dumps({"tensorflow": "2.16.1"}))
     monkeypatch.setattr(loader, "FOLDER", tmp_path)
     with pytest.raises(
-        loader.NativeLibraryError, match=r"built for 2\.16\.1.*setup\.py build_ext --inplace"
+        loader.NativeLibraryError, match=r"2\.16\.1\b.*setup\.py build_ext --inplace"
     ):
         loader.library()
 
@@ -40,8 +41,8 @@ def test_a_wheel_for_another_tensorflow_names_both_and_what_to_install(tmp_path,
     monkeypatch.setattr(loader, "FOLDER", tmp_path)
     monkeypatch.setattr(loader, "SOURCES", tmp_path / "ops")
     found = (
-        rf"loads it, {tf.__version__}\. Received one built for 2\.16\.1.*Install TensorFlow "
-        r"2\.16\.1, or .*pip install --no-build-isolation.*python3 scripts/setup"
+        rf"{tf.__version__}\b.*\b2\.16\.1\b.*TensorFlow 2\.16\.1\b"
+        r".*pip install --no-build-isolation.*python3 scripts/setup"
     )
     with pytest.raises(loader.NativeLibraryError, match=found):
         loader.library()
@@ -80,7 +81,7 @@ def test_a_library_of_other_sources_is_refused_before_loading(tmp_path, monkeypa
     for old in (current, None):
         with pytest.raises(
             loader.NativeLibraryError,
-            match=r"built from the sources beside it.*setup\.py build_ext --inplace",
+            match=rf"{re.escape(str(tmp_path / 'ops'))}\b.*setup\.py build_ext --inplace",
         ):
             opened(old)
     kernel.rename(kernel.with_name("b.cc"))
@@ -129,6 +130,6 @@ def test_kernels_of_another_device_must_give_the_same_bits(monkeypatch):
         return real(*arguments) + (1e-30 if len(calls) == 1 else 0)
 
     monkeypatch.setattr(sparse, "merge", off_by_one_bit)
-    with pytest.raises(loader.NativeLibraryError, match=r"Received other merged\..*TFCOMMX_CUDA=0"):
+    with pytest.raises(loader.NativeLibraryError, match=r"\bmerged\b.*TFCOMMX_CUDA=0"):
         device.compare_with_cpu("/cpu:0")
     assert len(calls) == 2

@@ -61,7 +61,7 @@ def test_runs_are_cut_into_the_stretches_of_threads(ascending):
 @pytest.mark.parametrize("indices", [[0, 5, 3, 10], [0, 5, -1, 3], [0, 10, 9, 3]])
 def test_an_index_outside_of_ascending_runs_is_refused(indices):
     place = next(i for i, index in enumerate(indices) if not 0 <= index < 10)
-    with pytest.raises(tf.errors.InvalidArgumentError, match=f"at position {place} "):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f" {indices[place]} .* {place} "):
         merge(tf.constant(indices), tf.ones(4), 10, 2)
 
 
@@ -72,23 +72,19 @@ def test_not_finite_values_arrive():
 
 @pytest.mark.parametrize("index", [-1, 10, 2**31 - 1])
 def test_an_index_outside_is_refused(index):
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match=rf"in \[0, 10\). Received {index} at position 1"
-    ):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=rf"\[0, 10\).* {index} .* 1 "):
         merge(tf.constant([3, index, 4]), tf.ones(3), 10)
 
 
 def test_runs_of_k_pairs_merge_alike_and_a_broken_run_is_refused():
     indices, values = tf.constant([0, 3, 1, 3]), tf.constant([1.0, 2.0, 3.0, 4.0])
     np.testing.assert_array_equal(merge(indices, values, 4, k=2), merge(indices, values, 4))
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match=r"runs of `k`.* Received 4 pairs, k=3"
-    ):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"`k`.*\b4\b.*k=3\b"):
         merge(indices, values, 4, k=3)
 
 
 def test_unequal_lengths_are_refused():
-    with pytest.raises(tf.errors.InvalidArgumentError, match="one length"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[2\].*\[3\]"):
         merge(tf.constant([3, 4]), tf.ones(3), 10)
 
 

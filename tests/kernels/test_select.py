@@ -221,37 +221,35 @@ def test_an_empty_gradient(rule):
 @pytest.mark.parametrize("k", [0, 11, -1])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_k_out_of_range_is_refused(implementation, k):
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"`k` must be in \[1, n\]"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="`k`"):
         IMPLEMENTATIONS[implementation].select(tf.zeros([10]), k, 0, "exact")
 
 
 def test_a_wrong_residual_is_refused():
     for residual in (tf.Variable(tf.zeros([9])), tf.Variable(tf.zeros([10], tf.float64))):
-        with pytest.raises(
-            tf.errors.InvalidArgumentError, match="as many entries as `gradient`, 10"
-        ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"`residual`.*`gradient`"):
             select.select_with_residual(tf.zeros([10]), residual, 1, 0, "exact")
 
 
 def test_a_wrong_velocity_is_refused():
     residual = tf.Variable(tf.zeros([10]))
-    for velocity, momentum, message in (
+    for velocity, momentum, named in (
         (
             tf.Variable(tf.zeros([9])),
             0.9,
-            "`velocity` must be a float32 variable of as many entries",
+            r"`velocity`.*`gradient`",
         ),
-        (tf.Variable(tf.zeros([10])), 1.0, r"`momentum` must be in \[0, 1\)"),
-        (residual, 0.9, "another variable than `residual`"),
+        (tf.Variable(tf.zeros([10])), 1.0, "`momentum`"),
+        (residual, 0.9, r"`velocity`.*`residual`"),
     ):
-        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=named):
             select.select_with_residual(tf.zeros([10]), residual, 1, 0, "exact", velocity, momentum)
 
 
 def test_unknown_rules_and_partial_all_are_refused():
-    with pytest.raises(ConfigurationError, match="Did you mean 'mstopk'"):
+    with pytest.raises(ConfigurationError, match=r"'mstop'.*'mstopk'"):
         selection.rule("mstop")
-    with pytest.raises(PlanError, match="needs k = n"):
+    with pytest.raises(PlanError, match=r"'all'.*k=3, n=10\b"):
         selection.rule("all").select(tf.zeros([10]), 3)
 
 

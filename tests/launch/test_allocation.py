@@ -95,13 +95,13 @@ def test_the_hostfile_that_the_mpi_operator_mounts(
 def test_what_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4")
-    with pytest.raises(ConfigurationError, match=r"each of the 3 nodes .* Received '4'"):
+    with pytest.raises(ConfigurationError, match=r"SLURM_TASKS_PER_NODE .*\b3\b.*'4'"):
         allocation()
     monkeypatch.delenv("SLURM_JOB_NODELIST")
     file = tmp_path / "empty"
     file.write_text("\n# nobody\n")
     monkeypatch.setenv("PBS_NODEFILE", str(file))
-    with pytest.raises(ConfigurationError, match="at least one host"):
+    with pytest.raises(ConfigurationError, match=r"/empty\b"):
         allocation()
 
 

@@ -112,8 +112,7 @@ def test_a_buffer_of_unknown_shape_is_refused_where_it_would_be_sent() -> None:
 
     with pytest.raises(
         PlanError,
-        match=r"shape is known while tracing.*Received shape \(None,\) on rank "
-        r"\d.*tf\.ensure_shape",
+        match=r"\(None,\).*rank \d.*tf\.ensure_shape",
     ):
         ThreadComm.run(Topology(2, 1), traced)
     assert ThreadComm.run(Topology(1, 1), traced)[0].shape == (3,)

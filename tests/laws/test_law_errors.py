@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import tensorflow as tf
 from laws_helpers import (
@@ -26,12 +28,13 @@ def test_different_plans_are_refused_on_every_rank_and_named() -> None:
     messages = ThreadComm.run(Topology(2, 2), work)
     assert len(messages) == 4
     assert all(
-        "Rank 0 and rank 3 differ first in plan.buckets[0].k" in message for message in messages
+        re.search(r"[Rr]ank 0\b.*rank 3\b.*plan\.buckets\[0\]\.k\b", message)
+        for message in messages
     )
 
 
 def test_ranks_in_different_collectives_are_an_error_and_not_a_hang() -> None:
-    with pytest.raises(RuntimeError, match="different collectives"):
+    with pytest.raises(RuntimeError, match=r"'allreduce name0', 'allreduce name1'"):
         ThreadComm.run(
             Topology(2, 1), lambda comm: comm.allreduce(tf.ones([2]), "world", f"name{comm.rank}")
         )

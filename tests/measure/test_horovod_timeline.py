@@ -101,7 +101,7 @@ def test_a_step_that_can_be_simulated(recording: Recording) -> None:
         ("between", 16, 20),
     ]
     assert in_ms([found.timeline.exposed_s]) == [12]
-    with pytest.raises(DataError, match=r"for the run's 4 ranks\. Received slots=3"):
+    with pytest.raises(DataError, match=r"\b4\b.*slots=3\b"):
         measured_step(recording, recording.typical, Topology(1, 3))
 
 
@@ -138,7 +138,7 @@ def test_what_comes_less_often_is_no_part_of_a_step(tmp_path: Path) -> None:
 def test_what_travels_in_other_ways_is_not_simulated(tmp_path: Path) -> None:
     found = read_timeline(written(tmp_path, step(0, "ALLGATHER"), step(20, "ALLGATHER")))
     assert in_ms([found.typical.exposed_s]) == [12]
-    with pytest.raises(DataError, match="ALLGATHER of float32, 'scope/w1'"):
+    with pytest.raises(DataError, match=r"ALLGATHER .*float32.*'scope/w1'"):
         measured_step(found, found.typical, Topology(4, 1))
 
 
@@ -158,14 +158,14 @@ def test_a_file_of_horovod_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "received"),
     [
-        ("[1, 2]", "a list of events in JSON, is required"),
-        ("[nothing", "a list of events in JSON, is required"),
-        ("[]", "with two steps or more is required"),
+        ("[1, 2]", r"'\[1, 2\]'"),
+        ("[nothing", r"'\[nothing'"),
+        ("[]", r"other\.json.*\b0\b.*--timeline-filename"),
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, text: str, received: str) -> None:
     (tmp_path / "other.json").write_text(text)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=received):
         read_timeline(tmp_path / "other.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -85,7 +86,7 @@ def test_a_link_is_never_free_nor_ahead_of_time() -> None:
 
 @pytest.mark.parametrize("points", [[], [(1, 1000, 1.0)], [(1, 1000, 0.0), (1, 2000, 1.0)]])
 def test_what_cannot_be_fitted_is_refused(points: list) -> None:
-    with pytest.raises(ConfigurationError, match="two or more sizes"):
+    with pytest.raises(ConfigurationError, match=re.escape(str(points))):
         fit(points)
 
 
@@ -467,7 +468,7 @@ def test_a_file_without_links_is_refused_by_name(tmp_path: Path, text: str | Non
     file = tmp_path / "links.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(DataError, match=f"required in {file}.*tfcommx probe"):
+    with pytest.raises(DataError, match=rf"{file}\b.*tfcommx probe"):
         Links.read(file)
 
 
@@ -477,7 +478,7 @@ def test_links_of_another_cluster_are_refused(tmp_path: Path) -> None:
     points = {"inside": [(1.0, 1024.0, 1e-3)], "between": []}
     file.write_text(links.ProbeResult(NOMINAL, points, []).to_json())
     assert Links.read(file, Topology(1, 4)) == NOMINAL
-    with pytest.raises(ConfigurationError, match="without links between"):
+    with pytest.raises(ConfigurationError, match=r"Topology\(nodes=2, slots=4.*links\.json"):
         Links.read(file, Topology(2, 4))
 
 

@@ -120,13 +120,15 @@ def test_the_time_of_a_selection_is_also_that_of_merging(monkeypatch: Any) -> No
 
 def test_what_cannot_be_measured_is_refused() -> None:
     net = model()
-    with pytest.raises(ConfigurationError, match="Batches to measure with"):
+    with pytest.raises(ConfigurationError):
         profile(net, [])
-    with pytest.raises(ConfigurationError, match="Steps >= 1"):
+    with pytest.raises(ConfigurationError, match=r"steps=0\b"):
         profile(net, DATA, steps=0)
-    with pytest.raises(ConfigurationError, match="which is not compiled"):
-        profile(keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)]), DATA)
-    with pytest.raises(ConfigurationError, match="Did you mean 'mstopk'"):
+    with pytest.raises(ConfigurationError, match="'loose'"):
+        profile(
+            keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)], name="loose"), DATA
+        )
+    with pytest.raises(ConfigurationError, match=r"'mstop'.*'mstopk'"):
         profile(net, DATA, steps=1, rule="mstop")
 
 

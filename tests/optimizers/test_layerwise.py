@@ -162,11 +162,11 @@ def native() -> None:
 def test_the_native_update_refuses_what_does_not_fit() -> None:
     one, other = tf.Variable([1.0]), tf.Variable([0.0])
     rest = ([0.0], 0.9)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="given once"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"float/\[1\]"):
         lars_update([one], [one], [tf.constant([1.0])], tf.constant([0.1]), *rest)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="of the gradient's shape"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[2\].*float/\[1\]"):
         lars_update([one], [other], [tf.constant([1.0, 2.0])], tf.constant([0.1]), *rest)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="`rates` must have one"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"`rates`.*\b1\b.*\[2\]"):
         lars_update([one], [other], [tf.constant([1.0])], tf.constant([0.1, 2.0]), *rest)
 
 
@@ -256,16 +256,16 @@ def test_sparse_gradients_and_half_precision(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"momentum": 1.0}, "momentum"),
-        ({"trust_coefficient": 0.0}, "trust_coefficient"),
-        ({"weight_decay": -0.1}, "weight_decay"),
-        ({"exclude": "*bias"}, "a list of patterns"),
+        {"momentum": 1.0},
+        {"trust_coefficient": 0.0},
+        {"weight_decay": -0.1},
+        {"exclude": "*bias"},
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(cx.ConfigurationError, match=rf"{message}.*Received"):
+def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(cx.ConfigurationError, match=f"`{next(iter(arguments))}`"):
         cx.optimizers.LARS(0.1, **arguments)
 
 
@@ -277,7 +277,7 @@ def test_several_replicas_in_one_process_are_refused() -> None:
     optimizer.build([weight])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tf.distribute, "get_strategy", TwoReplicas)
-        with pytest.raises(cx.ConfigurationError, match=r"tf\.distribute strategy of 2"):
+        with pytest.raises(cx.ConfigurationError, match=r"LARS .*tf\.distribute .*\b2\b"):
             optimizer.apply([tf.ones(1)], [weight])
 
 

@@ -157,7 +157,7 @@ def test_an_error_while_an_op_is_traced_on_one_rank_ends_all() -> None:
                 raise ValueError("not here")
             return items
 
-        with pytest.raises(ConfigurationError, match=r"tried on rank 1: ValueError: not here"):
+        with pytest.raises(ConfigurationError, match="rank 1: ValueError: not here"):
             operator(comm, op)(tensors())
 
     on_ranks(Topology(1, 2), body)
@@ -165,7 +165,7 @@ def test_an_error_while_an_op_is_traced_on_one_rank_ends_all() -> None:
 
 def test_other_tensors_on_one_rank_are_refused() -> None:
     def body(comm: ThreadComm) -> None:
-        with pytest.raises(ConfigurationError, match=r"equal arguments.*rank 1 differ"):
+        with pytest.raises(ConfigurationError, match=r"rank 1\b.*shape=\(3,\)"):
             operator(comm, OPS["norms"])([tf.ones([3 + comm.rank]), tf.ones([2])])
 
     on_ranks(Topology(1, 2), body)
@@ -196,17 +196,17 @@ def test_auto_takes_the_form_of_the_lower_price(link: Link, form: str, caplog: A
 
 def test_wrong_arguments_are_refused_in_words() -> None:
     def body(comm: ThreadComm) -> None:
-        with pytest.raises(ConfigurationError, match="Unknown mode"):
+        with pytest.raises(ConfigurationError, match="'fast'"):
             operator(comm, OPS["norms"], "fast")
-        with pytest.raises(ConfigurationError, match="Unknown group"):
+        with pytest.raises(ConfigurationError, match="'peers'"):
             operator(comm, OPS["norms"], group="peers")
-        with pytest.raises(ConfigurationError, match="must be a function"):
+        with pytest.raises(ConfigurationError, match=r"`op`.*'norms'"):
             operator(comm, "norms")
-        with pytest.raises(ConfigurationError, match="one tensor for each item"):
+        with pytest.raises(ConfigurationError, match=r"`op`.*TensorSpec"):
             operator(comm, lambda items: [tf.add_n(items)])([tf.ones([2]), tf.ones([2])])
 
     on_ranks(Topology(1, 2), body)
-    with pytest.raises(PlanError, match="Equally many slots"):
+    with pytest.raises(PlanError, match="red:3, blue:1"):
         ThreadComm.run(UNEVEN, lambda comm: operator(comm, OPS["norms"], group="node"))
 
 

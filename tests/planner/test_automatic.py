@@ -164,18 +164,18 @@ def test_an_auto_that_asks_for_what_it_cannot_keep_is_refused(scheme: Scheme, na
 
 
 def test_what_cannot_be_combined_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"share one.*a\*"):
+    with pytest.raises(PlanError, match=r"\b2\b.*'a\*'"):
         find_auto({"a*": Scheme("auto"), "*": LOSSY})
     moving = Scheme("allgather", "mstopk", 0.01, momentum=0.9)
-    with pytest.raises(PlanError, match="velocity"):
+    with pytest.raises(PlanError, match=r"`momentum`.*Scheme\(\"auto\"\)"):
         find_auto({"a*": moving, "*": LOSSY})
     assert find_auto({"a*": LOSSY, "*": LOSSY}) == LOSSY and find_auto({"*": moving}) is None
-    with pytest.raises(PlanError, match="DistributedOptimizer"):
+    with pytest.raises(PlanError, match=r"'auto'.*'\*'.*DistributedOptimizer"):
         make_plan(LAYERS, {"*": LOSSY}, Topology(2, 1))
 
 
 def test_a_profile_of_another_model_is_refused_by_name() -> None:
     asked = PlanRequest([*LAYERS, Gradient("head/bias", (9,), "float32")], Topology(4, 1))
-    with pytest.raises(PlanError, match=r"head/bias.*'dense layers' does not have it"):
+    with pytest.raises(PlanError, match=r"'head/bias'.*'dense layers'"):
         asked._replace(profile=profile(0.1)).plan(auto_as_plain({"*": LOSSY}))
     PlanRequest(LAYERS, Topology(4, 1), profile=profile(0.1)).plan(auto_as_plain({"*": LOSSY}))

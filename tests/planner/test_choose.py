@@ -122,7 +122,7 @@ def test_what_would_help_where_the_network_is_slow() -> None:
 
 def test_a_profile_without_times_is_refused() -> None:
     sizes = Profile.of_sizes("sizes", profile().variables)
-    with pytest.raises(PlanError, match="with sizes only"):
+    with pytest.raises(PlanError, match="'sizes'"):
         candidates(Setting(sizes, Topology(2, 1), NOMINAL))
 
 

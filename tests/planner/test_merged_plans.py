@@ -118,23 +118,21 @@ def test_what_solvers_minimize_is_the_simulated_step(route: str, place: str) -> 
 
 def test_solvers_without_what_they_need_are_refused() -> None:
     scheme = {"conv1*": Scheme(), "*": Scheme(merging="optimal")}
-    with pytest.raises(PlanError, match=r"'optimal' \(scheme of '\*'\) needs a profile.*none"):
+    with pytest.raises(PlanError, match=r"'optimal'.*'\*'"):
         make_plan(GRADIENTS, scheme, FOUR)
     untimed = Profile.of_sizes("m", PROFILE.variables)
-    with pytest.raises(PlanError, match="one with sizes only"):
+    with pytest.raises(PlanError, match=r"'optimal'.*'\*'"):
         make_plan(GRADIENTS, scheme, FOUR, profile=untimed)
-    with pytest.raises(
-        ConfigurationError, match=r"Unknown merging 'optimum'\. Did you mean 'optimal'"
-    ):
+    with pytest.raises(ConfigurationError, match=r"'optimum'.*'optimal'"):
         make_plan(GRADIENTS, {"*": Scheme(merging="optimum")}, FOUR)
 
 
 def test_a_profile_of_another_model_is_refused() -> None:
     other = Profile.from_throughput(models.get("vgg16"), 100, batch=16)
-    with pytest.raises(PlanError, match=r"'classes/bias'|'vgg16' (does not have it|has)"):
+    with pytest.raises(PlanError, match=r"'classes/kernel'.*'vgg16'"):
         make_plan(GRADIENTS, {"*": Scheme()}, FOUR, profile=other)
     wider = [gradient._replace(shape=(3, *gradient.shape)) for gradient in GRADIENTS]
-    with pytest.raises(PlanError, match=r"of shape \(3, 1000\); .* 'resnet50' has \(1000,\)"):
+    with pytest.raises(PlanError, match=r"\(3, 1000\).*'resnet50'.*\(1000,\)"):
         make_plan(wider, {"*": Scheme()}, FOUR, profile=PROFILE)
 
 

@@ -53,7 +53,7 @@ def test_small_variables_stay_dense_and_order_is_backward() -> None:
 
 def test_complex_gradients_are_refused() -> None:
     """As float32 they would lose their imaginary parts."""
-    with pytest.raises(PlanError, match=r"complex64 for 'filter/kernel'.*two variables"):
+    with pytest.raises(PlanError, match=r"complex64 .*'filter/kernel'"):
         make_plan(
             [*GRADIENTS, Gradient("filter/kernel", (8, 8), "complex64")],
             {"*": Scheme()},
@@ -117,19 +117,19 @@ def test_dtypes_do_not_mix_and_bfloat16_travels_as_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "message"),
+    ("scheme", "received"),
     [
-        (Scheme(route="hitpk", selection="mstopk", density=0.1), "Did you mean 'hitopk'"),
-        (Scheme(route="hitopk", selection="mstop", density=0.1), "Did you mean 'mstopk'"),
-        (Scheme(route="torus", selection="mstopk", density=0.1), "needs a sparse route"),
+        (Scheme(route="hitpk", selection="mstopk", density=0.1), r"'hitpk'.*'hitopk'"),
+        (Scheme(route="hitopk", selection="mstop", density=0.1), r"'mstop'.*'mstopk'"),
+        (Scheme(route="torus", selection="mstopk", density=0.1), r"'mstopk'.*route='torus'"),
         (
             Scheme(route="hitopk", selection="mstopk", density=0.1, dense_route="hitopk"),
-            "must be a dense route",
+            r"`dense_route`.*'hitopk'",
         ),
     ],
 )
-def test_schemes_that_do_not_fit(scheme: Scheme, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+def test_schemes_that_do_not_fit(scheme: Scheme, received: str) -> None:
+    with pytest.raises(ConfigurationError, match=received):
         check_scheme(scheme, Topology(2, 2))
 
 

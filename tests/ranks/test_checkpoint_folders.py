@@ -44,20 +44,18 @@ def test_ranks_that_name_other_folders_are_refused(comm: Comm, folder: Path) -> 
     if comm.topology.size == 1:
         return
     own = folder / f"started-{comm.rank}"
-    with pytest.raises(
-        cx.ConfigurationError, match=r"`folder` of Checkpoint.*started-0.*rank 0.*started-1"
-    ):
+    with pytest.raises(cx.ConfigurationError, match=r"`folder`.*started-0'.*rank 0\b.*started-1'"):
         train(checkpoint.Checkpoint(own))
     for call in (
         lambda: checkpoint.save(small(), own, 0),
         lambda: checkpoint.restore(small(), own),
         lambda: checkpoint.next_epoch(own),
     ):
-        with pytest.raises(cx.ConfigurationError, match="the same folder of a checkpoint"):
+        with pytest.raises(cx.ConfigurationError, match=r"started-0'.*rank 0\b.*started-1'"):
             call()
-    with pytest.raises(cx.ConfigurationError, match="`keep` of Checkpoint"):
+    with pytest.raises(cx.ConfigurationError, match="`keep`"):
         train(checkpoint.Checkpoint(folder, keep=1 + comm.rank))
-    with pytest.raises(cx.ConfigurationError, match="`memory_every` of Checkpoint"):
+    with pytest.raises(cx.ConfigurationError, match="`memory_every`"):
         train(checkpoint.Checkpoint(folder, memory_every=10 + comm.rank))
 
 
@@ -68,9 +66,7 @@ def test_relative_folders_in_other_working_directories_are_refused(
         return
     (folder / f"of-{comm.rank}").mkdir()
     monkeypatch.chdir(folder / f"of-{comm.rank}")
-    with pytest.raises(
-        cx.CheckpointError, match=r"of-0/run on rank 0.*of-1/run on rank 1.*absolute"
-    ):
+    with pytest.raises(cx.CheckpointError, match=r"of-0/run .*rank 0\b.*of-1/run .*rank 1\b"):
         train(checkpoint.Checkpoint("run"))
 
 
@@ -78,9 +74,7 @@ def test_a_folder_that_is_a_file_on_one_rank_is_refused_on_all(comm: Comm, folde
     if comm.rank == 0:
         (folder / "run").write_text("")
     comm.gather_objects("written")
-    with pytest.raises(
-        cx.CheckpointError, match=r"of which rank 0 says: .*is a file, and no folder"
-    ):
+    with pytest.raises(cx.CheckpointError, match=r"/run\b.*rank 0\b.*/run\b"):
         train(checkpoint.Checkpoint(folder / "run"))
 
 
@@ -106,7 +100,7 @@ def test_a_second_run_is_refused_by_name_until_the_first_has_ended(
     comm: Comm, folder: Path
 ) -> None:
     """Two runs that saved into one folder deleted each other's files."""
-    named = "run another, process 4711 on elsewhere"
+    named = r"\banother\b.*\b4711\b.*\belsewhere\b"
     with another_run(comm, folder):
         with pytest.raises(cx.CheckpointError, match=named):
             train(checkpoint.Checkpoint(folder))
@@ -130,7 +124,7 @@ def test_a_folder_that_another_run_has_taken_over_is_left_alone(comm: Comm, fold
     comm.gather_objects("removed")
     with another_run(comm, folder):
         for _ in range(2):
-            with pytest.raises(checkpoint.SaveError, match="run another"):
+            with pytest.raises(checkpoint.SaveError, match=r"\banother\b.*\b4711\b.*\belsewhere\b"):
                 checkpoint.save(model, folder, 1)
         assert sorted(path.name for path in folder.iterdir()) == before
 

@@ -6,6 +6,7 @@ On as many processes as launched this.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ def test_a_damaged_head_is_refused_in_words(comm: Comm, folder: Path, text: str)
         (folder / "checkpoint.json").write_text(text)
     comm.gather_objects("written")
     with pytest.raises(
-        cx.CheckpointError, match=r"checkpoint\.json must name a save.*on rank 0.*delete it"
+        cx.CheckpointError, match=rf"checkpoint\.json .*{re.escape(repr(text))}.*rank 0\b"
     ):
         checkpoint.next_epoch(folder)
     if text:
@@ -204,7 +205,7 @@ def test_a_damaged_head_is_refused_in_words(comm: Comm, folder: Path, text: str)
         lambda: checkpoint.save(net, folder, 0),
         lambda: fit(net, comm, extra=(checkpoint.Checkpoint(folder),)),
     ):
-        with pytest.raises(cx.CheckpointError, match="must name a save"):
+        with pytest.raises(cx.CheckpointError, match=r"checkpoint\.json "):
             refuses()
     assert not net.optimizer.exchanger.runs
 
@@ -260,7 +261,7 @@ def test_two_optimizers_of_one_model(comm: Comm, folder: Path) -> None:
     } == {"residual 0", "residual 1"}
     assert all(total.numpy().any() for total in accumulated(again.judge_optimizer).values())
 
-    with pytest.raises(cx.CheckpointError, match=r"2 wrapped optimizers.*1"):
+    with pytest.raises(cx.CheckpointError, match=r" 2 .* 1\b"):
         checkpoint.restore(wrapped(), folder)
 
 
@@ -311,12 +312,12 @@ def test_a_model_must_be_built_and_have_its_names(comm: Comm, folder: Path) -> N
     )
     take(net, comm)
     checkpoint.save(net, folder, 0)
-    with pytest.raises(cx.CheckpointError, match=r"is built.*model\.build"):
+    with pytest.raises(cx.CheckpointError, match=r"'small'.*model\.build"):
         checkpoint.restore(again, folder)
     again.build((None, 12))
     assert checkpoint.restore(again, folder) == 1 and (comm.rank or same(state(net), state(again)))
     take(again, comm)
-    with pytest.raises(cx.CheckpointError, match=r"'small/out/bias', which.*has 'small/end/bias'"):
+    with pytest.raises(cx.CheckpointError, match=r"'small/out/bias'.*'small/end/bias'"):
         checkpoint.restore(other, folder)
 
 
@@ -383,6 +384,6 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_first_step(
         Path("file").write_text("")
     comm.gather_objects("written")
     own = Path("/proc/self/cwd/file/checkpoint")  # One name, and a folder of each rank
-    with pytest.raises(cx.CheckpointError, match=rf"rank {last} says: .*Not a directory"):
+    with pytest.raises(cx.CheckpointError, match=rf"rank {last}\b.*\[Errno 20\]"):
         fit(net, comm, extra=(checkpoint.Checkpoint(own),))
     assert not net.optimizer.exchanger.runs

@@ -141,13 +141,9 @@ def test_a_model_that_cannot_hold_what_was_saved_is_refused(comm: Comm, folder: 
     net = made(0.1)
     losses(net, 0, 1, checkpoint.Checkpoint(folder))
     decaying = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
-    with pytest.raises(
-        cx.CheckpointError, match=r"exactly what was saved.*variables of the optimizer"
-    ):
+    with pytest.raises(cx.CheckpointError, match=r"\b5\b.*'adam.*\b6\b"):
         checkpoint.restore(made(decaying), folder)
-    with pytest.raises(
-        cx.CheckpointError, match=r"exactly what was saved.*out/kernel' of the model"
-    ):
+    with pytest.raises(cx.CheckpointError, match=r"out/kernel'.*bfloat16\[8, 1\]"):
         checkpoint.restore(made(0.1, "bfloat16"), folder)
     checkpoint.restore(made(0.1), folder)
 
@@ -166,7 +162,7 @@ def test_a_vocabulary_is_restored_or_refused(comm: Comm, folder: Path) -> None:
     net = made("a", "b", "b")
     checkpoint.save(net, folder, 0)
     checkpoint.restore(made("a", "b", "b"), folder)
-    with pytest.raises(cx.CheckpointError, match=r"vocabularies and bins.*words"):
+    with pytest.raises(cx.CheckpointError, match=r"\(words\)"):
         checkpoint.restore(made("a", "a", "b"), folder)
 
 
@@ -227,5 +223,5 @@ def test_a_difference_that_fit_ends_with_is_seen(comm: Comm) -> None:
 
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme()))
     if comm.topology.size > 1:
-        with pytest.raises(RuntimeError, match="After the end of fit"):
+        with pytest.raises(RuntimeError, match=r"ranks \[1"):
             fit(net, comm, 1, (Ends(),))

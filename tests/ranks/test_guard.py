@@ -39,10 +39,10 @@ def _all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(comm: Comm) -> Callable[[str], AbstractContextManager[object]]:
     """Expect an error of the guard; alone there is nobody to differ from."""
 
-    def expect(what: str) -> AbstractContextManager[object]:
+    def expect(named: str) -> AbstractContextManager[object]:
         if comm.topology.size == 1:
             return contextlib.nullcontext()
-        return pytest.raises(Exception, match=what)
+        return pytest.raises(Exception, match=named)
 
     return expect
 
@@ -62,14 +62,14 @@ def test_other_seeds_without_broadcast_are_an_error_at_the_first_step(
     comm: Comm, refused: Any
 ) -> None:
     net = compiled(wrapped(), seed=comm.rank)
-    with refused(r"(?s)ReplicaError.*at the first check.*BroadcastState"):
+    with refused(r"(?s)ReplicaError.*hidden/kernel.*BroadcastState"):
         fit(net, comm)
     fit(compiled(wrapped(), seed=comm.rank), comm, callbacks.BroadcastState())
 
 
 def test_a_loop_without_broadcast_is_an_error_at_the_first_step(comm: Comm, refused: Any) -> None:
     net, optimizer = model(seed=comm.rank), wrapped()
-    with refused(r"(?s)Replicas differ.*hidden/kernel.*broadcast_variables"):
+    with refused(r"hidden/kernel.*broadcast_variables"):
         optimizer.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
 
 
@@ -87,9 +87,7 @@ class OwnRate(keras.callbacks.Callback):
 
 def test_a_rate_of_one_rank_is_an_error_within_the_interval(comm: Comm, refused: Any) -> None:
     net = compiled(wrapped(every=4))
-    with refused(
-        r"(?s)at step [48], and were equal 4 steps before.*learning rate is 0.1 on rank 0"
-    ):
+    with refused(r"(?s)ReplicaError.*step [48]\b.*\b4\b.*\b0\.1\b.*rank 0\b"):
         fit(net, comm, callbacks.BroadcastState(), OwnRate(comm.rank))
     if comm.topology.size > 1:
         assert int(net.optimizer.iterations) <= 8
@@ -196,9 +194,9 @@ def test_a_warm_up_without_a_schedule_ends_at_the_full_rate(comm: Comm) -> None:
 def test_a_warm_up_of_a_schedule_is_refused_in_words(comm: Comm) -> None:
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(schedule)))
-    with pytest.raises(cx.ConfigurationError, match="an optimizer with a schedule"):
+    with pytest.raises(cx.ConfigurationError, match=r"WarmUp\b.*CosineDecay"):
         fit(net, comm, callbacks.WarmUp(0.1, steps=3))
-    with pytest.raises(cx.ConfigurationError, match="must be a number"):
+    with pytest.raises(cx.ConfigurationError, match=r"`learning_rate`.*CosineDecay object"):
         callbacks.WarmUp(schedule, steps=3)
 
 

@@ -117,7 +117,7 @@ def stack(make: Callable[[int], keras.layers.Layer]) -> Callable[[int], keras.Mo
 REFUSED = {
     "order of named layers": (
         lambda rank: tables_in_order("abc" if rank == 0 else "cab"),
-        "'table_a/embeddings'.*on rank 0, where rank 1 has 'table_c/embeddings'",
+        "'table_a/embeddings'.*rank 0.*rank 1.*'table_c/embeddings'",
     ),
     "named otherwise": (
         stack(lambda rank: layers.Dense(4, name="left" if rank == 0 else "right")),
@@ -125,11 +125,11 @@ REFUSED = {
     ),
     "another class": (
         stack(lambda rank: (layers.ReLU if rank == 0 else layers.Softmax)()),
-        "class = ReLU on rank 0 and Softmax on rank 1",
+        "ReLU.*rank 0.*Softmax.*rank 1",
     ),
     "rate of dropout": (
         stack(lambda rank: layers.Dropout(0.1 * (1 + rank))),
-        "argument rate = 0.1",
+        "rate = 0.1",
     ),
     "activation": (stack(lambda rank: layers.Dense(4, ["relu", "tanh"][rank])), "activation"),
     "regularizer": (
@@ -142,16 +142,16 @@ REFUSED = {
     ),
     "policy": (
         stack(lambda rank: layers.Dense(4, dtype=["float32", "mixed_bfloat16"][rank])),
-        "dtype policy",
+        "float32.*mixed_bfloat16",
     ),
     "frozen on one rank": (frozen, "dense.*trainable|base/kernel.*trainable"),
-    "vocabulary": (words, "vocabulary or bins = 3 entries"),
-    "bins": (bins, "vocabulary or bins"),
+    "vocabulary": (words, "string_lookup.*3"),
+    "bins": (bins, "discretization.*2"),
     "salt": (hashed, "salt"),
-    "random constant": (stack(lambda rank: RandomShift()), "'random_shift.*shift differ"),
-    "attribute": (stack(lambda rank: Scaled()), "'scaled.*factor differ"),
-    "closure": (stack(lambda_of), "'lambda.*no variable"),
-    "order of calls": (twice_in_order, "No single layer|first layer that differs"),
+    "random constant": (stack(lambda rank: RandomShift()), r"'random_shift.*\bshift\b"),
+    "attribute": (stack(lambda rank: Scaled()), r"'scaled.*\bfactor\b"),
+    "closure": (stack(lambda_of), "'lambda"),
+    "order of calls": (twice_in_order, "output 0.*rank 0.*rank 1"),
 }
 
 
@@ -184,12 +184,12 @@ def train(net: keras.Model, *extra: Any, optimizer: Any = None, loss: Any = "mse
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_differ_are_refused(comm: Comm, name: str) -> None:
-    build, words = REFUSED[name]
+    build, difference = REFUSED[name]
     net = build(comm.rank)
     if comm.topology.size == 1:
         train(net)
         return
-    with pytest.raises(cx.ConfigurationError, match=f"(?s){words}"):
+    with pytest.raises(cx.ConfigurationError, match=f"(?s){difference}"):
         train(net)
 
 
@@ -197,13 +197,13 @@ def test_settings_of_compile_that_differ_are_refused(comm: Comm) -> None:
     if comm.topology.size == 1:
         return
     net = net_of(layers.Dense(1))
-    with pytest.raises(cx.ConfigurationError, match=r"optimizer 'sgd.*momentum = 0\.5 on rank 0"):
+    with pytest.raises(cx.ConfigurationError, match=r"'sgd.*momentum = 0\.5\b.*rank 0\b"):
         train(net, optimizer=keras.optimizers.SGD(0.1, momentum=0.5 + 0.1 * comm.rank))
     rates = keras.optimizers.schedules.ExponentialDecay(0.1 * (1 + comm.rank), 10, 0.9)
     with pytest.raises(cx.ConfigurationError, match=r"learning_rate"):
         train(net, optimizer=keras.optimizers.SGD(rates))
     scale = 1.0 + comm.rank
-    with pytest.raises(cx.ConfigurationError, match=r"Received the loss of rank 0's first batch"):
+    with pytest.raises(cx.ConfigurationError, match=r"\bloss\b.*rank 0\b.*rank 1\b"):
         train(net, loss=lambda y, out: scale * tf.reduce_mean(tf.square(y - out)))
 
 
@@ -380,7 +380,9 @@ def test_variables_in_another_order_are_refused_in_a_loop(comm: Comm) -> None:
     names = ["b", "a"] if comm.rank else ["a", "b"]
     net = net_of(*[layers.Dense(4, name=f"part_of_{name}") for name in names])
     if comm.topology.size > 1:
-        with pytest.raises(cx.ConfigurationError, match=r"same order on every rank"):
+        with pytest.raises(
+            cx.ConfigurationError, match=r"part_of_[ab]/kernel'.*part_of_[ab]/kernel'"
+        ):
             cx.broadcast_variables(net.weights)
 
 

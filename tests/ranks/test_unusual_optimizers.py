@@ -82,11 +82,9 @@ class Needy(keras.optimizers.SGD):
 def test_a_config_that_is_not_the_constructors_is_named(comm: Comm) -> None:
     changed = Extra()
     changed.born = "elsewhere"  # A copy would not know.
-    with pytest.raises(
-        cx.ConfigurationError, match=r"has 'born'.*, which the constructor does not take"
-    ):
+    with pytest.raises(cx.ConfigurationError, match=r"'extra'.*'born'"):
         cx.DistributedOptimizer(changed)
-    with pytest.raises(cx.ConfigurationError, match=r"lacks 'needed', which the constructor needs"):
+    with pytest.raises(cx.ConfigurationError, match=r"'needy'.*'needed'.*'needed'"):
         cx.DistributedOptimizer(Needy(3))
 
 
@@ -106,7 +104,7 @@ def test_horovods_elastic_state_is_refused_in_words(comm: Comm) -> None:
         if mixed:
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
         net = compiled(cx.DistributedOptimizer(optimizer))
-        with pytest.raises(cx.ConfigurationError, match=r"elastic states .* not available here"):
+        with pytest.raises(cx.ConfigurationError, match="KerasState"):
             hvd.elastic.KerasState(net, batch=0)
 
 
@@ -119,7 +117,7 @@ def test_a_function_among_custom_objects_is_keras_3s_error_and_the_remedy_works(
     path = tmp_path / "model.keras"
     net.save(path)
     wraps = {"SGD": lambda **config: cx.DistributedOptimizer(keras.optimizers.SGD(**config))}
-    with pytest.raises(ValueError, match="Could not interpret optimizer identifier"):
+    with pytest.raises(ValueError, match="optimizer identifier"):
         keras.models.load_model(path, custom_objects=wraps)
     loaded = keras.models.load_model(path)
     loaded.compile(cx.DistributedOptimizer(loaded.optimizer), loss=loaded.loss, jit_compile=False)

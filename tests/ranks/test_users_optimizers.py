@@ -43,22 +43,22 @@ def test_optimizers_that_keras_cannot_write_down(comm: Comm, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options"),
+    ("optimizer", "options", "received"),
     [
-        ("sgd", {}),
-        (keras.optimizers.SGD, {}),
-        (None, {}),
-        (keras.Sequential(), {}),
-        ("good", {"scheme": "torus"}),
-        ("good", {"scheme": {"*": "torus"}}),
-        ("good", {"scheme": {0: cx.Scheme()}}),
-        ("good", {"plan": "x"}),
+        ("sgd", {}, "'sgd'"),
+        (keras.optimizers.SGD, {}, "SGD'>"),
+        (None, {}, r"optimizers\.SGD.*None"),
+        (keras.Sequential(), {}, "<Sequential"),
+        ("good", {"scheme": "torus"}, "'torus'"),
+        ("good", {"scheme": {"*": "torus"}}, "'torus'"),
+        ("good", {"scheme": {0: cx.Scheme()}}, r"\b0\b"),
+        ("good", {"plan": "x"}, "`plan`.*'x'"),
     ],
 )
 def test_wrong_arguments_are_refused_in_words(
-    comm: Comm, optimizer: Any, options: dict[str, Any]
+    comm: Comm, optimizer: Any, options: dict[str, Any], received: str
 ) -> None:
-    with pytest.raises(cx.ConfigurationError, match="Received"):
+    with pytest.raises(cx.ConfigurationError, match=received):
         cx.DistributedOptimizer(
             keras.optimizers.SGD(0.1) if optimizer == "good" else optimizer, **options
         )
@@ -69,7 +69,7 @@ def test_float8_state_is_refused(comm: Comm) -> None:
     net.trainable_variables[0].overwrite_with_gradient = True
     optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
     if comm.topology.size > 1:
-        with pytest.raises(cx.ConfigurationError, match="overwrites with their gradients"):
+        with pytest.raises(cx.ConfigurationError, match=r"'net/hidden/kernel'.*float8"):
             optimizer.apply(
                 [tf.ones(variable.shape) for variable in net.trainable_variables],
                 net.trainable_variables,
@@ -120,7 +120,7 @@ def test_an_optimizer_that_goes_past_the_exchange_is_refused(comm: Comm, eagerly
     for optimizer in optimizers:
         net = compiled(cx.DistributedOptimizer(optimizer))
         net.run_eagerly = eagerly
-        with pytest.raises(cx.ConfigurationError, match="without an exchange"):
+        with pytest.raises(cx.ConfigurationError, match=f"'{optimizer.name}'"):
             fit(net, comm, epochs=1)
 
 

@@ -52,11 +52,11 @@ def test_ranks_that_would_wait_for_each_other_are_told(comm: Comm) -> None:
         compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1))),
         24 if comm.rank == 0 else 16,
     )
-    with pytest.raises(cx.ConfigurationError, match=r"same number of steps.*\[3, 2"):
+    with pytest.raises(cx.ConfigurationError, match=r"\[3, 2.*`steps_per_epoch`"):
         net.fit(x[:rows], y[:rows], batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
     kind = keras.optimizers.SGD if comm.rank == 0 else keras.optimizers.Adam
     net = compiled(cx.DistributedOptimizer(kind(0.1)))
-    with pytest.raises(cx.ConfigurationError, match=r"same variables on every rank.*rank"):
+    with pytest.raises(cx.ConfigurationError, match=r"rank \d.*_momentum'"):
         net.fit(x, y, batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
 
 
@@ -191,10 +191,10 @@ def test_variables_of_a_custom_loop_are_broadcast(comm: Comm) -> None:
         np.testing.assert_array_equal(
             variable.numpy(), np.full(variable.shape, last, variable.dtype)
         )
-    with pytest.raises(cx.ConfigurationError, match="must be a rank"):
+    with pytest.raises(cx.ConfigurationError, match=rf"`root`.*\b{last + 1}\b"):
         cx.broadcast_variables(variables, root=last + 1)
     if last:
-        with pytest.raises(cx.ConfigurationError, match="same variables on every rank"):
+        with pytest.raises(cx.ConfigurationError, match=r"rank \d.*\(3,\), 'float32'"):
             cx.broadcast_variables(variables if comm.rank else variables[1:])
 
 

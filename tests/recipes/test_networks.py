@@ -73,7 +73,7 @@ def test_logits_are_float32_in_mixed_precision():
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="Received 10 and 4"):
+    with pytest.raises(ValueError, match=r"width\b.*heads\b.*\b10\b.*\b4\b"):
         Transformer(width=10, heads=4)
-    with pytest.raises(ValueError, match="as many outputs as inputs"):
+    with pytest.raises(ValueError, match=r"\b20\b.*\b21\b"):
         Transformer(blocks=1, width=8, heads=2).build(20, 21)

@@ -1,5 +1,6 @@
 """A recipe is refused with the place and the nearest key; the shipped one is read as it stands."""
 
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -103,117 +104,124 @@ def test_a_phase_warms_up_its_density(write):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "received"),
     [
         (
             "name: small",
             "name: small\nbatch_per_rnk: 1",
-            "Unknown key 'batch_per_rnk'. Did you mean 'batch_per_rank'?",
+            r"recipe: .*'batch_per_rnk'.*'batch_per_rank'",
         ),
         (
             "name: small",
             "name: small\ntask: {label_smothing: 0.1}",
-            "task: Unknown key 'label_smothing'. Did you mean 'label_smoothing'?",
+            r"task: .*'label_smothing'.*'label_smoothing'",
         ),
         (
             "name: small",
             "name: small\nmodel: {name: smal_cnn}",
-            "model: Unknown name 'smal_cnn'. Did you mean 'small_cnn'?",
+            r"model: .*'smal_cnn'.*'small_cnn'",
         ),
         (
             "name: small",
             "name: small\nmodel: {name: [small_cnn]}",
-            "Unknown name \"['small_cnn']\"",
+            r"model: .*\['small_cnn'\]",
         ),
-        ("name: small", "name: small\nmodel: {name: transformer, size: [base]}", "model.size: "),
+        (
+            "name: small",
+            "name: small\nmodel: {name: transformer, size: [base]}",
+            r"model\.size: .*\['base'\]",
+        ),
         (
             "name: small",
             "name: small\nmodel: {filters: [8, 0]}",
-            "model.filters[1]: Input should be greater than or equal to 1. Received 0.",
+            r"model\.filters\[1\]: .*\b1\b.*\b0\b",
         ),
-        ("name: small", "name: small\ndata: images", "data: A mapping such as {name:"),
+        ("name: small", "name: small\ndata: images", r"data: .*'images'"),
         (
             "name: small",
             "name: small\nstrategy: {name: weight_averaging, every: 2, fragments: 3}",
-            "strategy: fragments must be at most every=2. Received 3.",
+            r"strategy: .*fragments\b.*every=2\b.*\b3\b",
         ),
         (
             "name: small",
             "name: small\nstrategy: {name: weight_averaging, every: 8, fragments: 3, overlap: 3}",
-            "strategy: overlap must be at most every // fragments = 2. Received 3.",
+            r"strategy: .*overlap\b.*\b2\b.*\b3\b",
         ),
         (
             "name: small",
             "name: small\nstrategy: {name: weight_averaging, every: 2, outer: {momentun: 0}}",
-            "strategy.outer: Unknown key 'momentun'. Did you mean 'momentum'?",
+            r"strategy\.outer: .*'momentun'.*'momentum'",
         ),
-        ("{peak: 0.1}", "{peek: 0.1}", "learning_rate: Unknown key 'peek'. Did you mean 'peak'?"),
+        ("{peak: 0.1}", "{peek: 0.1}", r"learning_rate: .*'peek'.*'peak'"),
         (
             "route: torus",
             "rout: torus",
-            "phases[1].scheme: Unknown key 'rout'. Did you mean 'route'?",
+            r"phases\[1\]\.scheme: .*'rout'.*'route'",
         ),
         (
             "route: torus",
             "route: tours",
-            "phases[1].scheme: Unknown route 'tours'. Did you mean 'torus'?",
+            r"phases\[1\]\.scheme: .*'tours'.*'torus'",
         ),
         (
             "route: torus",
             "route: hitopk, selection: mstopk, density: 0",
-            "phases[1].scheme: `density` must be in (0, 1]",
+            r"phases\[1\]\.scheme: .*density=0\b",
         ),
         (
             "route: torus",
             "route: hitopk, selection: mstopk, density: some",
-            "phases[1].scheme: `density` must be in (0, 1]",
+            r"phases\[1\]\.scheme: .*density='some'",
         ),
-        ("{route: torus}", "torus", "phases[1].scheme: A mapping such as"),
+        ("{route: torus}", "torus", r"phases\[1\]\.scheme: .*'torus'"),
         (
             "epochs: 2",
             "epochs: 0",
-            "phases[0].epochs: Input should be greater than or equal to 1. Received 0.",
+            r"phases\[0\]\.epochs: .*\b1\b.*\b0\b",
         ),
-        ("epochs: 2, ", "", "phases[0].epochs: required, and missing."),
+        ("epochs: 2, ", "", r"phases\[0\]\.epochs: "),
         (
             "route: torus",
             "route: hitopk, selection: mstopk, density: 0.1, momentum: 0.9",
-            "Momentum must be applied once",
+            r"recipe: .*optimizer\.momentum=0\.9",
         ),
-        ("scheme: {route: torus}", "warm_up: [0.25]", "warm_up needs a scheme with a selection"),
+        (
+            "scheme: {route: torus}",
+            "warm_up: [0.25]",
+            r"phases\[1\]: .*warm_up\b.*route='allreduce'",
+        ),
         (
             "scheme: {route: torus}",
             "warm_up: [0.25, 0.1]",
-            "warm_up needs at most one density for each of the 1 epochs",
+            r"phases\[1\]: .*warm_up\b.*\b1\b.*\[0\.25, 0\.1\]",
         ),
         (
             "{peak: 0.1}",
             "{peak: 0.1, peak_per_256: 0.1}",
-            "learning_rate: One of peak and peak_per_256",
+            r"learning_rate: .*peak=0\.1, peak_per_256=0\.1",
         ),
         (
             "{peak: 0.1}",
             "{peak: 0.1, warm_up_epochs: 3}",
-            "warm_up_epochs must be less than the 3 epochs",
+            r"recipe: .*warm_up_epochs\b.*\b3\b.*\b3\.0",
         ),
-        ("name: small", "name: ../small", "name: String should match"),
-        ("name: small", "name: [", "is not YAML"),
-        ("name: small", "name: small\nname: large", "the key 'name' comes twice"),
-        ("name: small", "name: small\n? [1]\n: 2", "found unhashable key"),
+        ("name: small", "name: ../small", r"name: .*'\.\./small'"),
+        ("name: small", "name: [", r"YAML.*name: \["),
+        ("name: small", "name: small\nname: large", r"YAML.*'name'"),
+        ("name: small", "name: small\n? [1]\n: 2", r"YAML.*unhashable key"),
         (
             "name: small",
             "name: small\nseed: 20261122001122",
-            "seed: Input should be less than 4294967296",
+            r"seed: .*\b4294967296\b.*\b20261122001122\b",
         ),
-        (SMALL, "- 1", "a mapping of keys to values is required. Received list."),
+        (SMALL, "- 1", r"\blist\b"),
     ],
 )
-def test_errors_name_the_place(write, old, new, message):
+def test_errors_name_the_place(write, old, new, received):
     assert old in SMALL
     path = write(SMALL.replace(old, new))
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(RecipeError, match=f"{re.escape(str(path))}.*{received}"):
         read(path)
-    assert str(path) in str(refused.value) and message in str(refused.value)
 
 
 def test_every_error_is_told_at_once(write):
@@ -229,7 +237,7 @@ def test_every_error_is_told_at_once(write):
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(RecipeError, match="cannot be read: No such file"):
+    with pytest.raises(RecipeError, match=r"none\.yaml"):
         read(tmp_path / "none.yaml")
 
 
@@ -250,15 +258,15 @@ def test_settings(write):
         False,
     )
     assert changed.phases[1].scheme.density == 0.001  # PyYAML alone takes 1e-3 for text
-    for setting, message in (
-        ("epochs", "form place=value"),
-        ("phases.7.epochs=1", "no place 'phases.7.epochs'"),
-        ("name.x=1", "no place 'name.x'"),
-        ("phase.0=1", "Did you mean 'phases'"),
-        ("seed=[", "not YAML"),
-        ("phases.²=1", "no place"),
+    for setting, received in (
+        ("epochs", "'epochs'"),
+        ("phases.7.epochs=1", r"'phases\.7\.epochs'"),
+        ("name.x=1", r"'name\.x'"),
+        ("phase.0=1", r"'phase'.*'phases'"),
+        ("seed=[", r"'seed=\['.*YAML"),
+        ("phases.²=1", r"'phases\.²'"),
     ):
-        with pytest.raises(RecipeError, match=message):
+        with pytest.raises(RecipeError, match=received):
             read(write(SMALL), [setting])
 
 
@@ -343,7 +351,7 @@ def test_a_phase_has_its_batch_and_its_share_of_the_rate(write):
 def test_a_network_of_one_resolution_refuses_phases_of_others(write):
     """Before any process is busy: it has weights for each position."""
     path = write(SMALL + "model: {name: vgg19, resolution: 32}\n")
-    with pytest.raises(RecipeError, match=r"=32 and phases.0.resolution=14"):
+    with pytest.raises(RecipeError, match=r"model\.resolution=32\b.*phases\.0\.resolution=14\b"):
         read(path)
     changes = [f"phases.{number}.resolution=32" for number in (0, 1)]
     assert read(path, changes).model.resolution == 32

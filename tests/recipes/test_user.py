@@ -71,22 +71,21 @@ def test_a_recipe_of_own_members(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "received"),
     [
-        ("no_such_module:net", "model.name: There is no module 'no_such_module'"),
-        ("user_parts:", "model.name: module:function is required. Received 'user_parts:'"),
-        ("user parts:net", "model.name: module:function is required"),
+        ("no_such_module:net", r"model\.name: .*'no_such_module'"),
+        ("user_parts:", r"model\.name: .*'user_parts:'"),
+        ("user parts:net", r"model\.name: .*'user parts:net'"),
     ],
 )
-def test_a_bad_name_is_refused_when_the_recipe_is_read(folder, name, message):
-    with pytest.raises(RecipeError) as refused:
+def test_a_bad_name_is_refused_when_the_recipe_is_read(folder, name, received):
+    with pytest.raises(RecipeError, match=received):
         read(folder / "mine.yaml", [f'model={{name: "{name}"}}'])
-    assert message in str(refused.value)
 
 
 def test_a_missing_function_is_refused_when_it_is_called(folder):
     recipe = read(folder / "mine.yaml", ['model={name: "user_parts:nothing"}'])
-    with pytest.raises(RecipeError, match="'user_parts' has no function 'nothing'"):
+    with pytest.raises(RecipeError, match=r"'user_parts'.*'nothing'"):
         recipe.model.build(3, 2)
     deeper = read(folder / "mine.yaml", ['optimizer={name: "user_parts.deeper:nothing"}'])
     with pytest.raises((RecipeError, ModuleNotFoundError), match="user_parts"):

@@ -80,10 +80,10 @@ def test_a_short_text_stays_a_small_value() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
     start = time.monotonic()
-    with pytest.raises(YamlError, match=r"write \*a0 out"):
+    with pytest.raises(YamlError, match=r"\*a0\b"):
         parse("\n".join(lines))
     for brackets in ("[" * 100_000, "{a: " * 100_000):
-        with pytest.raises(YamlError, match="in each other"):
+        with pytest.raises(YamlError, match=r"\b50\b"):
             parse(brackets)
     assert time.monotonic() - start < 5
 

@@ -225,7 +225,7 @@ def test_what_is_counted_has_its_name(summary, tmp_path):
     text = shown(summary | words | {"rows": [one | words for one in summary["rows"]]})
     assert "word pieces/s" in text and "images" not in text and "14 pieces" in text
     (tmp_path / "summary.json").write_text("[]")
-    with pytest.raises(ReportError, match="no summary of a run"):
+    with pytest.raises(ReportError, match=r"summary\.json(?!.*test_accuracy)"):
         report.read(tmp_path)
 
 
@@ -238,13 +238,13 @@ def test_other_ranks_are_silent(summary):
 
 
 def test_a_folder_without_a_summary(tmp_path, summary):
-    with pytest.raises(ReportError, match=r"summary\.json is required"):
+    with pytest.raises(ReportError, match=r"summary\.json: .*such file"):
         report.read(tmp_path)
     (tmp_path / "summary.json").write_text("{")
-    with pytest.raises(ReportError, match="not JSON"):
+    with pytest.raises(ReportError, match=r"summary\.json .*JSON: .*property name"):
         report.read(tmp_path)
     (tmp_path / "summary.json").write_text('{"ranks": 1}')
-    with pytest.raises(ReportError, match="lacks test_accuracy, nodes"):
+    with pytest.raises(ReportError, match=r"summary\.json .*test_accuracy, nodes"):
         report.read(tmp_path)
 
 
@@ -259,23 +259,23 @@ def command(*words: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (("train", "none.yaml"), "The recipe none.yaml cannot be read"),
+        (("train", "none.yaml"), "none.yaml"),
         (
             ("train", "configs/fashion_mnist.yaml", "--set", "phases.0.epoch=1"),
-            "Did you mean 'epochs'?",
+            "'epochs'",
         ),
         (
             ("train", "configs/fashion_mnist.yaml", "--set", "phases.0.scheme.density=2"),
-            "`density` must be in (0, 1]",
+            "density=2",
         ),
-        (("report", "tests"), "summary.json is required"),
+        (("report", "tests"), "tests/summary.json: "),
     ],
 )
-def test_user_errors_are_one_line(words, message):
+def test_user_errors_are_one_line(words, named):
     done = command(*words)
-    assert done.returncode == 2 and message in done.stderr and done.stdout == ""
+    assert done.returncode == 2 and named in done.stderr and done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("tfcommx: ")
 
 
@@ -384,9 +384,9 @@ def test_the_dry_run_of_one_process_is_the_baseline(tmp_path):
     assert "1 process on 1 node, 61,402 parameters" in text
     assert "2 GB of memory" in text and "the whole run: 2 min 30 s" in text
     report.write_dry_run({**found, "ranks": 4}, tmp_path)
-    with pytest.raises(ReportError, match="Received one of 4"):
+    with pytest.raises(ReportError, match=r"\b4\b.*dry_run\.json"):
         report.read_alone(tmp_path)
-    with pytest.raises(ReportError, match="tfcommx train CONFIG --dry-run"):
+    with pytest.raises(ReportError, match=r"dry_run\.json.*--dry-run"):
         report.read_alone(tmp_path / "none")
 
 

@@ -95,29 +95,29 @@ def test_warm_up_is_a_scheme_an_epoch():
     ladder = scheme.warm_up()
     assert [ladder[epoch].density for epoch in range(5)] == [0.25, 0.063, 0.015, 0.004, 0.001]
     assert ladder[4] == scheme and ladder[0].momentum == 0.9 and len(ladder) == 5
-    with pytest.raises(PlanError, match="density"):
+    with pytest.raises(PlanError, match="density=0"):
         scheme.warm_up([0.5, 0])
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "received"),
     [
-        ({"momentum": 1}, r"`momentum` must be in \[0, 1\)"),
-        ({"momentum": -0.1}, r"`momentum` must be in \[0, 1\)"),
-        ({"clip_norm": 0}, "`clip_norm` must be > 0"),
-        ({"clip_norm": float("nan")}, "`clip_norm` must be > 0"),
+        ({"momentum": 1}, r"momentum=1\b"),
+        ({"momentum": -0.1}, r"momentum=-0\.1\b"),
+        ({"clip_norm": 0}, r"clip_norm=0\b"),
+        ({"clip_norm": float("nan")}, "clip_norm=nan"),
         (
             {"route": "allreduce", "selection": "all", "density": 1, "momentum": 0.9},
-            "need a sparse route",
+            r"route='allreduce'.*momentum=0\.9",
         ),
         (
             {"route": "allgather", "selection": "all", "density": 1, "clip_norm": 1.0},
-            "need a sparse route",
+            r"route='allgather'.*clip_norm=1\.0",
         ),
     ],
 )
-def test_bad_settings_are_refused(settings, message):
-    with pytest.raises(PlanError, match=message):
+def test_bad_settings_are_refused(settings, received):
+    with pytest.raises(PlanError, match=received):
         Scheme(**{"route": "allgather", "selection": "exact", "density": 0.1} | settings)
 
 

@@ -44,7 +44,7 @@ def test_a_rounding_error_is_added_where_the_selection_has_left_zeros(
 @pytest.mark.parametrize("index", [-1, 7])
 def test_a_rounding_error_beside_the_residual_is_refused(index: int) -> None:
     chosen = Sparse(tf.constant([1, index]), tf.ones(2), 7)
-    with pytest.raises(tf.errors.InvalidArgumentError, match=f"Received {index} at position 1"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=rf" {index} .*\b1\b"):
         keep(tf.Variable(tf.zeros(7)), chosen, tf.zeros(2))
 
 

@@ -118,5 +118,5 @@ def test_a_hopeless_plain_horovod_ends_the_trial_early() -> None:
 
 def test_a_trial_that_would_say_nothing_is_refused() -> None:
     assert TrialRounds(3, 3 * LEAST_ROUNDS).chosen is None
-    with pytest.raises(ConfigurationError, match=r"takes at least 12 steps\. Received 11"):
+    with pytest.raises(ConfigurationError, match=r"\b12\b.*\b11\b"):
         TrialRounds(3, 3 * LEAST_ROUNDS - 1)

@@ -83,9 +83,9 @@ def test_operations_follow_the_size_of_a_sample() -> None:
 
 
 def test_unknown_models_and_sizes_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'resnet50'"):
+    with pytest.raises(ConfigurationError, match=r"'resnet5'.*'resnet50'"):
         models.get("resnet5")
-    with pytest.raises(ConfigurationError, match="must be >= 1"):
+    with pytest.raises(ConfigurationError, match=r"`size`.*\b0\b"):
         models.get("resnet50", 0)
-    with pytest.raises(ConfigurationError, match="needs larger images: a window of 11 x 11"):
+    with pytest.raises(ConfigurationError, match=r"\b11 x 11\b"):
         models.get("alexnet", 3)

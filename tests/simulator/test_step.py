@@ -238,13 +238,13 @@ def test_one_rank_exchanges_nothing() -> None:
 
 
 def test_a_profile_of_another_model_is_refused() -> None:
-    with pytest.raises(PlanError, match="'abc' lacks 'z'"):
+    with pytest.raises(PlanError, match=r"'abc'.*'z'"):
         simulate(Plan((bucket("0", "z"),), TWO), PROFILE, LINKS)
-    with pytest.raises(PlanError, match=r"'c' has 1 entries .* and 0 in the plan"):
+    with pytest.raises(PlanError, match=r"'c'.*\b1\b.*'abc'.*\b0\b"):
         simulate(Plan((bucket("0", "a", "b"),), TWO), PROFILE, LINKS)
-    with pytest.raises(ConfigurationError, match="`spread` must be >= 0"):
+    with pytest.raises(ConfigurationError, match=r"spread=-1"):
         Assumptions(spread=-1)
-    with pytest.raises(ConfigurationError, match="place of the selection"):
+    with pytest.raises(ConfigurationError, match="'computer'"):
         Assumptions(selection_on="computer")
 
 
@@ -254,7 +254,7 @@ def test_times_of_selection() -> None:
     assert [curve(size) for size in (5, 10, 15, 20, 40)] == [0.5, 1.0, 2.5, 4.0, 8.0]
     known = Profile("m", (row("a", 0, 10, selection_s=1.0),), 1.0, 1.0, 1)
     assert measured_time(known)(20) == 2.0 and measured_time(PROFILE) is None
-    with pytest.raises(ConfigurationError, match="Times of vectors"):
+    with pytest.raises(ConfigurationError, match=r"\[\]"):
         interpolated_time([])
 
 

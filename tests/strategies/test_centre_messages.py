@@ -105,7 +105,7 @@ def test_an_answer_that_was_sent_before_the_server_ended_counts(
     assert worker.exchange(np.array([7.0])).tolist() == [2]
     assert [one[:2] for one in messages.sent] == [(0, SNAPSHOT)]
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="Rank 0, which held the centre, has ended"):
+    with pytest.raises(RuntimeError, match=r"[Rr]ank 0\b.*\bcentre\b"):
         worker.exchange(np.array([7.0]))
     assert time.monotonic() - start >= 0.3
 
@@ -142,7 +142,7 @@ def test_the_answers_of_several_servers_are_put_in_order_and_one_that_is_gone_is
     assert worker.exchange(np.array([7.0, 8.0])).tolist() == [4, 5]
     assert [(to, array.tolist()) for to, _, array in messages.sent] == [(0, []), (1, [7]), (2, [8])]
     messages.inbox = [(server, FORCE, part) for server, part in parts[:2]]
-    with pytest.raises(RuntimeError, match="Rank 1, which held part of the centre, has ended"):
+    with pytest.raises(RuntimeError, match=r"[Rr]ank 1\b.*\bcentre\b"):
         worker.exchange(np.array([7.0, 8.0]))
 
 
@@ -153,7 +153,7 @@ def test_a_server_that_nobody_tells_of_is_found_and_named(monkeypatch: pytest.Mo
     membership = left(0, 2)
     membership.probe_with(lambda rank: False, [0, 2, 3], 0.1)
     worker = EasgdWorker(Messages(), 1, cut(1, [3]), np.dtype("float64"), membership)
-    with pytest.raises(RuntimeError, match="Rank 3, which held the centre, has ended"):
+    with pytest.raises(RuntimeError, match=r"[Rr]ank 3\b.*\bcentre\b"):
         worker.exchange(np.array([7.0]))
 
 

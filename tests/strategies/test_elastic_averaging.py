@@ -284,11 +284,11 @@ def test_a_rank_that_has_left_is_not_missed_and_a_server_that_has_left_is_named(
         for _ in range(5):
             rank.step()
         average = rank.run.end(np.array([float(comm.rank)]))
-        with pytest.raises(RankLostError, match=r"after rank 2 has left \(on there: its process"):
+        with pytest.raises(RankLostError, match=r"rank 2\b.*\bthere\b"):
             comm.allreduce(tf.ones(1), "world", "never")
         if comm.rank == 1:  # Its server's thread has ended with the training
             comm.membership.mark_gone(0, "it has ended", True)
-            with pytest.raises(RuntimeError, match="Rank 0, which held the centre, has ended"):
+            with pytest.raises(RuntimeError, match=r"[Rr]ank 0\b.*\bcentre\b"):
                 rank.run.end()
         return average.tolist()
 
@@ -321,33 +321,33 @@ def test_bytes_are_those_of_the_weights_both_ways() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "received"),
     [
-        ({"every": 0}, "`every` must be >= 1"),
-        ({"every": 2.5}, "`every` must be a whole number"),
-        ({"beta": 0.0}, "`beta` must be a finite number > 0"),
-        ({"alpha": float("nan")}, "`alpha` must be a finite number > 0"),
-        ({"statistics": "mean"}, "Unknown statistics 'mean'"),
-        ({"server": "shard"}, "Unknown server 'shard'.*sharded"),
+        ({"every": 0}, r"`every`.*\b0\b"),
+        ({"every": 2.5}, r"`every`.*\b2\.5\b"),
+        ({"beta": 0.0}, r"`beta`.*\b0\.0\b"),
+        ({"alpha": float("nan")}, r"`alpha`.*\bnan\b"),
+        ({"statistics": "mean"}, "'mean'"),
+        ({"server": "shard"}, "'shard'.*'sharded'"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
+def test_options_out_of_range_are_refused(options: dict[str, Any], received: str) -> None:
+    with pytest.raises(ConfigurationError, match=received):
         ElasticAveraging(**options)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "operation", "words"),
+    ("scheme", "operation", "received"),
     [
-        (Scheme("allgather", "exact", 0.5, dense_below=0), "average", "Leave `scheme` out"),
+        (Scheme("allgather", "exact", 0.5, dense_below=0), "average", "selection='exact'"),
         (Scheme("torus"), "average", "route='torus'"),
-        (None, "sum", "Leave `op` out"),
+        (None, "sum", "op='sum'"),
     ],
 )
 def test_plans_that_exchange_gradients_are_refused(
-    scheme: Scheme | None, operation: str, words: str
+    scheme: Scheme | None, operation: str, received: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=words):
+    with pytest.raises(ConfigurationError, match=received):
         ElasticAveraging().check(plan_for(Topology(2, 1), scheme, operation))
 
 

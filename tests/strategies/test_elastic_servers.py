@@ -283,7 +283,7 @@ def test_the_process_looks_for_ranks_whose_end_nobody_would_tell(
     told.probe_with(lambda rank: rank in there, range(3), 0.1)
 
     def run() -> None:
-        with pytest.raises(RuntimeError, match="All ranks that train have failed or died"):
+        with pytest.raises(RuntimeError, match="centre"):
             here.run()
 
     running = threading.Thread(target=run, daemon=True)
@@ -327,7 +327,7 @@ def test_statistics_of_a_rank_that_has_diverged_do_not_count_and_unequal_ones_ar
         rank.step()
         value = [1.0, np.nan, 4.0][comm.rank]
         assert rank.run.end(np.array([value, 1.0])).tolist() == [2.5, 1]
-        with pytest.raises(RuntimeError, match=f"Rank {comm.rank} has {comm.rank + 1}, others"):
+        with pytest.raises(RuntimeError, match=rf"[Rr]ank {comm.rank}\b.*\b{comm.rank + 1}\b"):
             rank.run.end(np.ones(comm.rank + 1))
         comm.gather_objects("all have their answers")
         if rank.run._server is not None:
@@ -348,7 +348,7 @@ def test_a_launch_fails_if_all_ranks_have(
     for rank in (0, 1) if 2 in fail else (0, 1, 2):
         post[rank].send(np.array([3 * (rank in fail)], np.int32), 3, END)
     if 2 in fail:
-        with pytest.raises(RuntimeError, match="All ranks that train have failed or died"):
+        with pytest.raises(RuntimeError, match="centre"):
             here.run()
     else:
         here.run()

@@ -177,7 +177,7 @@ def test_what_a_round_raises_reaches_the_step_that_waits_for_it(
         )
         for step in range(5):
             optimizer.apply(gradients(comm.rank, step), weights)
-        with pytest.raises(ValueError, match="the network is gone"):
+        with pytest.raises(ValueError, match="network"):
             optimizer.apply(gradients(comm.rank, 5), weights)
         return comm.rank
 
@@ -311,7 +311,9 @@ def test_ranks_must_have_equal_outer_optimizers() -> None:
     def work(comm: Comm) -> str:
         strategy = WeightAveraging(2, outer=K.SGD(0.7 + 0.1 * comm.rank))
         optimizer = wrap(sgd(), comm, strategy, Scheme(), "average")
-        with pytest.raises(PlanError, match="The strategy must be the same") as refused:
+        with pytest.raises(
+            PlanError, match=r"learning_rate=0\.7\b.*rank 1\b.*learning_rate=0\.8"
+        ) as refused:
             optimizer.apply(gradients(comm.rank, 0), new_weights())
         return str(refused.value)
 
@@ -319,26 +321,26 @@ def test_ranks_must_have_equal_outer_optimizers() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    for outer_optimizer, said in (
-        ("sgd", "plain Keras optimizer"),
-        (K.LossScaleOptimizer(K.SGD()), "plain Keras optimizer"),
+    for outer_optimizer, received in (
+        ("sgd", "'sgd'"),
+        (K.LossScaleOptimizer(K.SGD()), "LossScaleOptimizer"),
         (K.SGD(global_clipnorm=1.0), "global_clipnorm=1.0"),
         (K.SGD(use_ema=True), "use_ema=True"),
         (K.AdamW(), "weight_decay=0.004"),
     ):
-        with pytest.raises(ConfigurationError, match=said):
+        with pytest.raises(ConfigurationError, match=received):
             WeightAveraging(2, outer=outer_optimizer)
-    for options, said in (
-        ({"fragments": 0}, "fragments"),
-        ({"fragments": 3}, "Take at most `every`"),
-        ({"fragments": 2, "momentum": "reset"}, 'must be "keep"'),
-        ({"overlap": 1, "momentum": "reset"}, 'must be "keep"'),
-        ({"overlap": -1}, "overlap"),
-        ({"overlap": 2, "fragments": 2}, "Take at most 1"),
+    for options, received in (
+        ({"fragments": 0}, r"`fragments`.*\b0\b"),
+        ({"fragments": 3}, "fragments=3 .*every=2"),
+        ({"fragments": 2, "momentum": "reset"}, "momentum='reset' .*fragments=2"),
+        ({"overlap": 1, "momentum": "reset"}, "momentum='reset' .*overlap=1"),
+        ({"overlap": -1}, "`overlap`.*-1"),
+        ({"overlap": 2, "fragments": 2}, "overlap=2 .*fragments=2"),
     ):
-        with pytest.raises(ConfigurationError, match=said):
+        with pytest.raises(ConfigurationError, match=received):
             WeightAveraging(2, **options)
-    with pytest.raises(PlanError, match="Received fragments=5 and 4 variables"):
+    with pytest.raises(PlanError, match=r"fragments=5\b.*\b4\b"):
         train(sgd, WeightAveraging(5, fragments=5), TWO)
 
 
@@ -347,7 +349,7 @@ def test_rounds_that_overlap_refuse_messages() -> None:
     found = [Gradient(path, shape, "float32") for path, shape in SHAPES.items()]
     plan = make_plan(found, {"*": Scheme("pipeline")}, TWO)
     WeightAveraging(2).check(plan)
-    with pytest.raises(ConfigurationError, match="need a route of collectives"):
+    with pytest.raises(ConfigurationError, match=r"overlap=1\b.*'pipeline'"):
         WeightAveraging(2, overlap=1).check(plan)
 
 
@@ -388,7 +390,7 @@ def test_a_run_that_is_replaced_is_freed() -> None:
 def test_a_plan_whose_buckets_mix_fragments_is_refused() -> None:
     found = [Gradient(path, shape, "float32") for path, shape in SHAPES.items()]
     plan = make_plan(found, {"*": Scheme()}, Topology(1, 1))
-    with pytest.raises(PlanError, match="Fragments need buckets of their own"):
+    with pytest.raises(PlanError, match=r"fragments=2\b.*/bucket0\b"):
         WeightAveraging(2, fragments=2).check(plan)
 
 

@@ -103,10 +103,10 @@ def test_a_rank_keeps_the_state_of_its_part_of_the_group(group: str, parts: int)
 
 
 def test_a_group_needs_equal_nodes_and_a_known_name() -> None:
-    with pytest.raises(ConfigurationError, match="Unknown group 'slot'"):
+    with pytest.raises(ConfigurationError, match="'slot'"):
         Sharded(group="slot")
     plan = make_plan([], {"*": Scheme()}, Topology(2, 2, (("a", 2), ("b", 1))))
-    with pytest.raises(PlanError, match="Equally many slots on every node"):
+    with pytest.raises(PlanError, match="a:2, b:1"):
         Sharded(group="node").make_shards(plan, {}, [], 0, NOMINAL)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -202,7 +204,7 @@ def test_state_that_was_not_gathered_is_not_written() -> None:
         return str(refused.value)
 
     for said in train(lambda: K.Adam(0.1), "sharded", Topology(2, 1), after=save):
-        assert "after step 5. Call cx.consolidate(optimizer) on all ranks" in said
+        assert re.search(r"step 5\b.*cx\.consolidate\(optimizer\)", said)
 
 
 def test_steps_that_begin_with_the_pull_are_equal_and_settle() -> None:
@@ -260,7 +262,7 @@ class OwnSGD(K.SGD):
 
 
 def test_optimizers_that_nobody_knows_are_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"Received OwnSGD of test_sharded"):
+    with pytest.raises(ConfigurationError, match=r"\bOwnSGD\b"):
         require_shardable(OwnSGD(learning_rate=0.1))
 
 
@@ -268,7 +270,7 @@ def test_a_step_of_some_variables_is_refused() -> None:
     def work(comm: Comm) -> None:
         optimizer, weights = wrap(K.SGD(0.1), comm, "sharded", Scheme(), "average"), new_weights()
         optimizer.build(weights)
-        with pytest.raises(PlanError, match=r"a gradient for every variable.*first_kernel"):
+        with pytest.raises(PlanError, match="'first_kernel'"):
             optimizer.apply(gradients(0, 0)[1:], weights[1:])
 
     ThreadComm.run(Topology(2, 1), work)
@@ -280,25 +282,25 @@ def test_ranks_that_cut_differently_are_refused() -> None:
         if comm.rank:
             make.exclude_from_weight_decay(var_names=["bias"])
         optimizer, weights = wrap(make, comm, "sharded", Scheme(), "average"), new_weights()
-        with pytest.raises(PlanError, match="0 has 1 segments and rank 1 2"):
+        with pytest.raises(PlanError, match=r"[Rr]ank 0\b.*\b1\b.*rank 1\b.*\b2\b"):
             optimizer.apply(gradients(0, 0), weights)
 
     ThreadComm.run(Topology(2, 1), work)
 
 
 def test_batches_need_times_of_this_model() -> None:
-    with pytest.raises(PlanError, match='pull="batched" needs a `profile`'):
+    with pytest.raises(PlanError, match=r"pull='batched'.*profile=None"):
         Sharded("batched")
-    with pytest.raises(PlanError, match="no other pull does"):
+    with pytest.raises(PlanError, match=r"pull='layers'.*profile="):
         Sharded("layers", PROFILE)
     other = Profile("other", PROFILE.variables[1:], 4.0, 2.0, batch=1)
     sizes = Profile.of_sizes("sizes", PROFILE.variables)
-    for profile, said in ((other, r"None where the model has \(9,\)"), (sizes, "one of 'sizes'")):
-        with pytest.raises(PlanError, match=said):
+    for profile, named in ((other, r"'other'.*\(9,\)"), (sizes, "'sizes'")):
+        with pytest.raises(PlanError, match=named):
             train(lambda: K.SGD(0.1), Sharded("batched", profile), Topology(2, 1))
 
 
 def test_bfloat16_is_refused() -> None:
     plan = make_plan([Gradient("a", (4,), "bfloat16")], {"*": Scheme()}, Topology(2, 1))
-    with pytest.raises(PlanError, match="Received bfloat16 of 'a'"):
+    with pytest.raises(PlanError, match=r"\bbfloat16\b.*'a'"):
         lay_out(plan, ["a"], ["bfloat16"], [False], [(0, 1)], 2)

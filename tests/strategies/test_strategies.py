@@ -105,7 +105,7 @@ def test_the_table_makes_what_is_asked_for(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "5"])
 def test_a_broadcast_comes_after_whole_steps(every: object) -> None:
-    with pytest.raises(ConfigurationError, match="`every` must be"):
+    with pytest.raises(ConfigurationError, match="`every`"):
         Rebroadcast(every=every)
 
 
@@ -129,11 +129,11 @@ def test_a_plan_that_reduces_to_the_root_is_refused_if_all_ranks_update(
 ) -> None:
     plan = plan_for(Root(), Topology(2, 1), Scheme("tree", dense_below=0))
     Root().check(plan)
-    with pytest.raises(PlanError, match="reduced to rank 0 alone"):
+    with pytest.raises(PlanError, match=r"/bucket0\b.*reduce_to_root=False"):
         strategy.check(plan)
 
 
 def test_momentum_of_the_scheme_needs_the_sums_on_all_ranks() -> None:
     scheme = Scheme("allgather", "exact", 0.5, dense_below=0, momentum=0.9)
-    with pytest.raises(PlanError, match="only rank 0 has the sums"):
+    with pytest.raises(PlanError, match=r"strategy=\"root\".*\bmomentum\b"):
         Root().check(plan_for(Root(), Topology(2, 1), scheme))

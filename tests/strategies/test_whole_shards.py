@@ -251,18 +251,18 @@ def test_the_vectors_hold_each_ranks_variables_side_by_side() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "words"),
+    ("strategy", "ranks", "received"),
     [
-        (Sharded("layers"), 2, "Received pull='layers'"),
-        (Sharded(), 5, "Received 4 variables for 5 ranks"),
+        (Sharded("layers"), 2, "pull='layers'"),
+        (Sharded(), 5, r"\b4\b.*\b5\b"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_first_step(
-    strategy: Sharded, ranks: int, words: str
+    strategy: Sharded, ranks: int, received: str
 ) -> None:
     def work(comm: Comm) -> None:
         optimizer = wrap(K.Muon(0.1), comm, strategy, Scheme(), "average")
-        with pytest.raises(PlanError, match=words):
+        with pytest.raises(PlanError, match=received):
             optimizer.build(new_weights())
 
     ThreadComm.run(Topology(ranks, 1), work)

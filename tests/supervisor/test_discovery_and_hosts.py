@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -48,13 +49,13 @@ def test_a_script_prints_hosts_with_or_without_a_number() -> None:
 @pytest.mark.parametrize(
     "script, said",
     [
-        ("echo node2", "'node2' without a number, and no --slots"),
-        ("echo node2:0", "NAME:SLOTS"),
-        ("echo not here >&2; exit 3", "status 3 not here"),
+        ("echo node2", "--slots"),
+        ("echo node2:0", "'node2:0'"),
+        ("echo absent >&2; exit 3", "status 3 absent"),
     ],
 )
 def test_a_script_that_fails_is_named_with_what_it_said(script: str, said: str) -> None:
-    with pytest.raises(ConfigurationError, match="The host discovery script must") as refused:
+    with pytest.raises(ConfigurationError, match=re.escape(f"`{script}`")) as refused:
         ScriptHosts(script).hosts()
     assert script in str(refused.value) and said in str(refused.value)
 
@@ -157,7 +158,7 @@ def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path) -> None:
 def test_too_few_hosts_end_the_wait_with_what_was_found(tmp_path: Path) -> None:
     hosts, _, named = choose(tmp_path, "a", fewest=3)
     named.write_text("a:2\n")
-    with pytest.raises(LaunchError, match=r"3 ranks are required.* 2 slots \(a:2\) within 0 s"):
+    with pytest.raises(LaunchError, match=r"\b3\b.*\b2\b.*\(a:2\).*--min-np"):
         hosts.wait(3, [], (), lambda: False)
 
 
@@ -191,7 +192,7 @@ def test_fixed_hosts_stay_and_this_host_is_local() -> None:
 
 
 def test_options_out_of_range_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="--max-np 2 and --min-np 3"):
+    with pytest.raises(ConfigurationError, match=r"--max-np 2\b.*--min-np 3\b"):
         SupervisorOptions(fewest=3, most=2)
-    with pytest.raises(ConfigurationError, match="Received 5 and 4"):
+    with pytest.raises(ConfigurationError, match=r"--blacklist-cooldown-range.*\b5\b.*\b4\b"):
         SupervisorOptions(cooldown=(5.0, 4.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -223,12 +224,13 @@ def test_processes_and_memory_files_of_the_run_are_gone_at_the_end(run: Run) -> 
 
 def test_what_cannot_be_is_refused_before_anything_starts() -> None:
     cases = {
-        ("--slots", "2", "-np", "2"): "--slots is for hosts of --host-discovery-script",
-        ("--host-discovery-script", "cat x", "-H", "a:1"): "The hosts must come from one source",
-        ("--min-np", "4", "--max-np", "2", "-H", "a:4"): "--max-np must be at least --min-np",
-        ("--min-np", "4", "-H", "a:2"): "-np must be at most the number of slots",
-        ("--host-discovery-script", "exit 3"): "The host discovery script must print the hosts",
+        ("--slots", "2", "-np", "2"): "--slots.*--host-discovery-script",
+        ("--host-discovery-script", "cat x", "-H", "a:1"): "--host-discovery-script.*-H",
+        ("--min-np", "4", "--max-np", "2", "-H", "a:4"): "--max-np 2.*--min-np 4",
+        ("--min-np", "4", "-H", "a:2"): "-np 4.*2",
+        ("--host-discovery-script", "exit 3"): "`exit 3`",
     }
-    for words, said in cases.items():
+    for words, received in cases.items():
         refused = CliRunner().invoke(app, ["run", *words, "--", "true"]).exception
-        assert isinstance(refused, ConfigurationError) and said in str(refused), refused
+        assert isinstance(refused, ConfigurationError), refused
+        assert re.search(received, str(refused)), refused

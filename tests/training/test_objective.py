@@ -14,5 +14,5 @@ def test_a_task_says_what_a_batch_counts() -> None:
         """A user's task that does not."""
 
     check_counted(Classification(1, 5))
-    with pytest.raises(ConfigurationError, match=r"`counted`.*Silent has none"):
+    with pytest.raises(ConfigurationError, match=r"`counted`.*\bSilent\b"):
         check_counted(Silent())

@@ -109,7 +109,7 @@ def test_a_collective_after_a_death_is_refused_and_after_an_end_in_order_is_not(
     assert membership.gone() == {3} and not membership.any_died()
     membership.mark_gone(2, DIED, False)
     assert membership.gone() == {2, 3} and membership.any_died()
-    with pytest.raises(RankLostError, match=f"after rank 2 has left \\({DIED}\\)"):
+    with pytest.raises(RankLostError, match=rf"rank 2\b.*{DIED}"):
         membership.require_all()
 
 
@@ -144,5 +144,5 @@ def test_a_rank_whose_end_nobody_tells_is_found_after_a_while_of_silence(
     assert membership.gone() == {1}
     look(0.4)
     assert membership.gone() == {1, 3} and membership.any_died()
-    with pytest.raises(RankLostError, match=r"rank 3 has left \(its watcher has not responded for"):
+    with pytest.raises(RankLostError, match=r"rank 3\b.*\b1 s\b"):
         membership.require_all()

@@ -280,21 +280,21 @@ def test_every_16_bit_value_is_read_and_written_as_the_definition_does(name: str
 @pytest.mark.parametrize("name", ["block16/float16", "elias/int8"])
 @pytest.mark.parametrize("indices", [[0, 5], [-1, 2], [3, 2], [2, 2]])
 def test_indices_out_of_range_or_order_are_refused(indices: list[int], name: str) -> None:
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"in \[0, 5\) and ascending"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[0, 5\).*TfcommxWireEncode"):
         encode(Sparse(tf.constant(indices), tf.ones(2), 5), name)
 
 
 @pytest.mark.parametrize("name", ["block16/float16", "elias/int4"])
 def test_a_buffer_of_another_plan_is_refused(name: str) -> None:
     words = encode(Sparse(tf.constant([1, 4]), tf.ones(2), 5), name)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="same plan"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"`words`.*\[3\]|\b5\b.*\[0, 50\)"):
         decode(words, 5, 50, name)
     for changed in (1, 2**20):  # A count, or bits of the bitmap
-        with pytest.raises(tf.errors.InvalidArgumentError, match="Buffer 1 does not"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"[Bb]uffer 1\b"):
             decode(tf.concat([words, [changed], words[1:]], axis=0), 2, 5, name)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="as many for each of 2 shards"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"`words`.*\b2\b"):
         decode(words, 2, 5, name, 2)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="must be below"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"2\^31.*\b1073741824\b"):
         decode(words, 2, 2**30, name, 2)
 
 
@@ -324,7 +324,5 @@ def test_elias_reaches_to_the_last_index_of_the_longest_vector() -> None:
 def test_an_index_outside_of_its_shard_is_refused(name: str) -> None:
     """It would be added to another shard's entry."""
     words = encode(Sparse(tf.constant([1, 5]), tf.ones(2), 6), name)
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match=r"2 indices in \[0, 5\). Buffer 0 does not"
-    ):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\b2\b.*\[0, 5\).*[Bb]uffer 0\b"):
         decode(words, 2, 5, name)

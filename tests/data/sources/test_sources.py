@@ -64,7 +64,7 @@ def test_hidden_folders_and_pipes_are_no_images(photos):
 @pytest.mark.parametrize("name", ["a/dead.jpg", "a/folder", "class"])
 def test_a_link_to_nowhere_is_named(photos, name):
     (photos / name).symlink_to("/nowhere")
-    with pytest.raises(DataError, match=rf"{name}: .* link to /nowhere. Fix or remove it"):
+    with pytest.raises(DataError, match=rf"{name}\b.*/nowhere"):
         Folder(photos)
 
 
@@ -83,7 +83,7 @@ def test_labels_that_would_be_cut_are_refused():
     pixels = np.zeros((2, 2, 2, 3), np.uint8)
     assert Arrays(pixels, np.array([0.0, 2.0])).labels.tolist() == [0, 2]
     for labels in ([0.0, 0.9], [0.0, np.nan], ["a", "b"]):
-        with pytest.raises(DataError, match="whole numbers are required"):
+        with pytest.raises(DataError, match=str(np.array(labels).dtype)):
             Arrays(pixels, np.array(labels))
 
 
@@ -95,7 +95,7 @@ def test_a_bitmap_with_a_table_of_colours_is_refused(mode):
     out = io.BytesIO()
     picture.save(out, "BMP")
     if mode in "P1":
-        with pytest.raises(SampleError, match="table of colours"):
+        with pytest.raises(SampleError, match=r"BMP .*\b256\b"):
             decode(out.getvalue(), 3)
     else:
         np.testing.assert_array_equal(decode(out.getvalue(), 3), picture.convert("RGB"))

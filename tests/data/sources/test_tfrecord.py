@@ -38,7 +38,7 @@ def test_imagenet_shards_are_numbered_in_order_and_broken_ones_named(tmp_path):
     assert source.where(3).endswith("train-00002-of-00003 record 0")
     last = tmp_path / "train-00002-of-00003"
     last.write_bytes(last.read_bytes()[:-5])
-    with pytest.raises(SampleError, match=r"train-00002-of-00003 ends inside the record"):
+    with pytest.raises(SampleError, match=r"train-00002-of-00003\b.*\b441\b"):
         imagenet(tmp_path)
     skipping = imagenet(tmp_path, skip=True)
     assert skipping.count == 3 and list(skipping.broken) == [str(last)]
@@ -50,12 +50,12 @@ def test_a_missing_shard_is_named(tmp_path):
     for n in (0, 2):
         write(tmp_path / f"train-0000{n}-of-00003", range(n, n + 1))
     (tmp_path / "train-00001-of-00003.part").write_bytes(b"")
-    with pytest.raises(DataError, match=r"has 2 of train\. train-00001-of-00003 is missing"):
+    with pytest.raises(DataError, match=r"\b2\b.*train-00001-of-00003\b"):
         imagenet(tmp_path)
     write(tmp_path / "train-00001-of-00003", range(1, 2))
     assert imagenet(tmp_path).count == 3
     write(tmp_path / "train-00000-of-00001", range(3))
-    with pytest.raises(DataError, match=r"All shards of one set"):
+    with pytest.raises(DataError, match=r"\b1\b.*\b4\b"):
         imagenet(tmp_path)
 
 
@@ -75,12 +75,10 @@ def test_a_flipped_bit_is_found(tmp_path):
             damaged.read(2)
     for at in (start - 12, start - 1):  # of the length, of its CRC
         flip(at)
-        with pytest.raises(
-            SampleError, match=f"{shard.name} has a damaged length at byte {start - 12}"
-        ):
+        with pytest.raises(SampleError, match=rf"{shard.name}\b.*byte {start - 12}\b"):
             imagenet(tmp_path)
     shard.write_bytes(bytes(1600))
-    with pytest.raises(SampleError, match="damaged length at byte 0"):
+    with pytest.raises(SampleError, match=rf"{shard.name}\b.*byte 0\b"):
         imagenet(tmp_path)
 
 
@@ -90,14 +88,12 @@ def test_labels_outside_the_classes_are_named(tmp_path):
     assert TFRecords(str(tmp_path / "shard")).count == 3
     source = TFRecords([tmp_path / "shard"], ImageFeatures(classes=("a", "b")))
     assert source.read(1)[1] == 1
-    with pytest.raises(SampleError, match=r"\[1, 3\) is required, the record has 3"):
+    with pytest.raises(SampleError, match=r"\[1, 3\).* 3\b"):
         source.read(2)
-    with pytest.raises(SampleError, match="has 1"):
+    with pytest.raises(SampleError, match=r"\[2, 4\).*\b1\b"):
         TFRecords([tmp_path / "shard"], ImageFeatures(first_label=2, classes=("a", "b"))).read(0)
     # And not -1 for a loss
-    with pytest.raises(
-        SampleError, match=r"in \[2, \.\.\.\) is required, the record has 1; `first_label`"
-    ):
+    with pytest.raises(SampleError, match=r"\[2, \.\.\.\).*\b1\b.*`first_label`"):
         TFRecords([tmp_path / "shard"], ImageFeatures(first_label=2)).read(0)
     # What the disk level keeps is not checked again: other classes are other data
     keys = {
@@ -146,5 +142,5 @@ def test_a_tensorflow_data_set_by_name(tmp_path):
     read = [source.read(n) for n in range(9)]
     pixels = [(int(decode(data, 3)[0, 0, 0]), label) for data, label in read]
     assert sorted(pixels) == [(n, n % 2) for n in range(9)]
-    with pytest.raises(DataError, match=r"'test'.*Known: train"):
+    with pytest.raises(DataError, match=r"'test'.*\btrain\b"):
         tfds("cached_colours", "test", tmp_path)

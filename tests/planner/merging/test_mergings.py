@@ -92,16 +92,16 @@ def test_mg_wfbp_waits_less_than_a_latency_term() -> None:
 @pytest.mark.parametrize("name", TIMED)
 def test_without_times_the_profile_is_refused(name: str) -> None:
     sizes = Profile.of_sizes("m", (VariableProfile("a", (3,)),))
-    with pytest.raises(PlanError, match=r"'m' has sizes only.*'threshold'"):
+    with pytest.raises(PlanError, match=r"'m'.*'threshold'"):
         merging.get(name).groups(sizes, Prices(lambda entries: 1.0))
 
 
 def test_unknown_names_and_prices_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'optimal'"):
+    with pytest.raises(ConfigurationError, match=r"'optimum'.*'optimal'"):
         merging.get("optimum")
-    with pytest.raises(ConfigurationError, match="`bucket_bytes` must be >= 1"):
+    with pytest.raises(ConfigurationError, match="`bucket_bytes`"):
         Prices(lambda entries: 1.0, bucket_bytes=0)
-    with pytest.raises(ConfigurationError, match="place of the selection"):
+    with pytest.raises(ConfigurationError, match="'gpu'"):
         Prices(lambda entries: 1.0, selection_on="gpu")
 
 

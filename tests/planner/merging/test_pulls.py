@@ -115,9 +115,9 @@ def test_equation_4_chooses_and_may_choose_the_slower_one() -> None:
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_times_are_seconds(bad: float) -> None:
-    with pytest.raises(PlanError, match="seconds >= 0"):
+    with pytest.raises(PlanError, match=rf" {bad}\b"):
         PullTimes(1.0, (1.0, bad), (1.0, 1.0))
-    with pytest.raises(PlanError, match="1 and 2 times"):
+    with pytest.raises(PlanError, match=r"\b1 and 2\b"):
         PullTimes(1.0, (1.0,), (1.0, 1.0))
 
 

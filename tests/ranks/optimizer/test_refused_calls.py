@@ -24,26 +24,26 @@ from tfcommx.collectives.comm import Comm
 def test_momentum_twice_is_refused(comm: Comm) -> None:
     scheme = dataclasses.replace(SPARSE, momentum=0.9)
     for optimizer in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.1)):
-        with pytest.raises(cx.PlanError, match="Momentum must be applied once"):
+        with pytest.raises(cx.PlanError, match=r"`momentum`.*\b0\.9\b"):
             cx.DistributedOptimizer(optimizer, scheme)
-        with pytest.raises(cx.PlanError, match="Momentum must be applied once"):
+        with pytest.raises(cx.PlanError, match=r"`momentum`.*\b0\.9\b"):
             cx.DistributedOptimizer(optimizer, SPARSE).exchanger.switch(scheme)
 
 
 def test_bad_calls(comm: Comm) -> None:
     wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    with pytest.raises(cx.ConfigurationError, match="wrapped already"):
+    with pytest.raises(cx.ConfigurationError, match=f"'{wrapped.name}'"):
         cx.DistributedOptimizer(wrapped)
     remade = type(wrapped).from_config(wrapped.get_config())
-    with pytest.raises(cx.ConfigurationError, match="exchanges nothing"):
+    with pytest.raises(cx.ConfigurationError, match=f"'{remade.name}'"):
         remade.apply([tf.ones(2)], [keras.Variable(np.ones(2, "float32"))])
-    with pytest.raises(cx.ConfigurationError, match="plain optimizer is required"):
+    with pytest.raises(cx.ConfigurationError, match=f"'{remade.name}'"):
         cx.DistributedOptimizer(remade)
-    with pytest.raises(cx.ConfigurationError, match="Did you mean 'average'"):
+    with pytest.raises(cx.ConfigurationError, match=r"'averag'.*'average'"):
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1), op="averag")
-    with pytest.raises(cx.ConfigurationError, match="Did you mean 'hitopk'"):
+    with pytest.raises(cx.ConfigurationError, match=r"'hitpk'.*'hitopk'"):
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme("hitpk", "mstopk", 0.1))
-    with pytest.raises(cx.ConfigurationError, match="node_size"):
+    with pytest.raises(cx.ConfigurationError, match="node_size="):
         cx.init(node_size=comm.topology.slots + 1)
 
 
@@ -57,7 +57,7 @@ def test_xla_is_refused_in_custom_loops_and_turned_off_in_fit(comm: Comm) -> Non
     def step() -> None:
         wrapped.apply(grads, net.trainable_variables)
 
-    with pytest.raises(Exception, match="jit_compile"):
+    with pytest.raises(Exception, match="jit_compile=True"):
         step()
     compiled_net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
     assert fit(compiled_net, comm).identical
@@ -73,7 +73,5 @@ def test_different_plans_are_refused_before_anything_is_sent(comm: Comm) -> None
         cx.Scheme("allgather", "mstopk", 0.1 if comm.rank else 0.2, dense_below=1),
     )
     net = model()
-    with pytest.raises(
-        cx.PlanError, match=r"Rank 0 and rank 1 differ first in plan.buckets\[\d\].k"
-    ):
+    with pytest.raises(cx.PlanError, match=r"Rank 0\b.*rank 1\b.*plan\.buckets\[\d\]\.k\b"):
         wrapped.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)

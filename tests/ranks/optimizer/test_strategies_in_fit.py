@@ -62,17 +62,17 @@ def test_the_steps_of_the_linear_pipeline_paper(comm: Comm, route: str, strategy
 
 
 def test_strategies_that_cannot_be_are_refused(comm: Comm) -> None:
-    for wrong, words in (
-        ("rot", "Did you mean 'root'"),
-        (Root, "strategy` must be one of synchronous, root, rebroadcast"),
-        (5, "Received 5"),
+    for wrong, received in (
+        ("rot", r"'rot'.*'root'"),
+        (Root, r"`strategy`.*Root'>"),
+        (5, r"`strategy`.* 5\b"),
     ):
-        with pytest.raises(cx.ConfigurationError, match=words):
+        with pytest.raises(cx.ConfigurationError, match=received):
             cx.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy=wrong)
     net = model()
     scheme = dataclasses.replace(SPARSE, momentum=0.9)
     wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme, strategy="root")
-    with pytest.raises(cx.PlanError, match="only rank 0 has the sums"):
+    with pytest.raises(cx.PlanError, match=r"strategy=\"root\".*\bmomentum\b"):
         wrapped.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
 
 
@@ -82,7 +82,5 @@ def test_different_strategies_are_refused_before_anything_is_sent(comm: Comm) ->
     strategy = Root() if comm.rank else Rebroadcast(every=3)
     wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy=strategy)
     net = model()
-    with pytest.raises(
-        cx.PlanError, match=r"Rank 0 has Rebroadcast\(every=3\) and rank 1 has Root\(\)"
-    ):
+    with pytest.raises(cx.PlanError, match=r"Rebroadcast\(every=3\).*Root\(\)"):
         wrapped.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)

@@ -47,36 +47,39 @@ def test_reads_what_was_written(folder):
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "received"),
     [
-        (lambda raw, packed: packed[: len(packed) // 2], "whole gzip file"),
-        (lambda raw, packed: gzip.compress(raw[:-1]), "bytes of entries required"),
-        (lambda raw, packed: gzip.compress(raw + b"\0"), "bytes of entries required"),
-        (lambda raw, packed: gzip.compress(raw[:7]), "header of 16 bytes"),
-        (lambda raw, packed: gzip.compress(raw[:2] + b"\x0d" + raw[3:]), "first bytes 00 00 08 03"),
-        (lambda raw, packed: gzip.compress(b""), "an empty file"),
+        (lambda raw, packed: packed[: len(packed) // 2], "end-of-stream"),
+        (lambda raw, packed: gzip.compress(raw[:-1]), r"\b3920\b.*\b3919\b"),
+        (lambda raw, packed: gzip.compress(raw + b"\0"), r"\b3920\b"),
+        (lambda raw, packed: gzip.compress(raw[:7]), r"\b16\b.*\b7\b"),
+        (
+            lambda raw, packed: gzip.compress(raw[:2] + b"\x0d" + raw[3:]),
+            "00 00 08 03.*00 00 0d 03",
+        ),
+        (lambda raw, packed: gzip.compress(b""), "00 00 08 03"),
         (
             lambda raw, packed: gzip.compress(idx(np.zeros((6, 28, 28), np.uint8))),
-            r"received \(6, 28, 28\)",
+            r"\(5, 28, 28\).*\(6, 28, 28\)",
         ),
-        (lambda raw, packed: b"<html>not found</html>", "whole gzip file"),
+        (lambda raw, packed: b"<html>not found</html>", "b'<h'"),
     ],
 )
-def test_a_damaged_file_is_named(folder, damage, message):
+def test_a_damaged_file_is_named(folder, damage, received):
     path = folder / FILES[0]
     packed = path.read_bytes()
     path.write_bytes(damage(gzip.decompress(packed), packed))
-    with pytest.raises(DataError, match=message) as refused:
+    with pytest.raises(DataError, match=received) as refused:
         load(folder, TRAIN, TEST)
     assert str(path) in str(refused.value)
 
 
 def test_a_missing_file_and_a_label_out_of_range_are_named(folder):
     (folder / FILES[3]).write_bytes(gzip.compress(idx(np.array([0, 1, 10], np.uint8))))
-    with pytest.raises(DataError, match=r"t10k-labels.*labels in \[0, 9\]"):
+    with pytest.raises(DataError, match=r"t10k-labels.*\[0, 9\].*\b10\b"):
         load(folder, TRAIN, TEST)
     (folder / FILES[3]).unlink()
-    with pytest.raises(DataError, match=r"t10k-labels.* is missing"):
+    with pytest.raises(DataError, match="t10k-labels"):
         load(folder, TRAIN, TEST)
 
 
@@ -102,13 +105,13 @@ def test_fetch_uses_the_next_source_and_leaves_nothing_of_a_failed_one(
     monkeypatch.setattr(fashion_mnist, "_from_debian", dies)
     monkeypatch.setattr(fashion_mnist, "_from_tensorflow_datasets", dies)
     target = tmp_path / "cache" / "images"
-    with pytest.raises(DataError, match=r"no network[\s\S]*apt-get install dataset-fashion-mnist"):
+    with pytest.raises(DataError, match=r"(?s)no network.*dataset-fashion-mnist"):
         fetch(target)
     assert list((tmp_path / "cache").iterdir()) == []
 
     monkeypatch.setattr(fashion_mnist, "_from_tensorflow_datasets", works)
     # The tiny files are not the data set: they are checked before they are kept
-    with pytest.raises(DataError, match="sizes"):
+    with pytest.raises(DataError, match=r"\(60000, 28, 28\)"):
         fetch(target)
     assert not target.exists()
     monkeypatch.setattr(fashion_mnist, "load", lambda found: None)

@@ -56,7 +56,7 @@ def test_the_evaluation_crop_and_its_scale(folder, tmp_path):
 def test_tests_need_the_classes_of_training(folder, tmp_path):
     (folder / "test" / "class3").mkdir()
     (folder / "test" / "class3" / "0.jpg").write_bytes(picture(1))
-    with pytest.raises(DataError, match="differ in class3"):
+    with pytest.raises(DataError, match=r"\bclass3\b"):
         ClassFolders(folder=folder, memory=tmp_path).build(ALONE)
 
 
@@ -115,9 +115,9 @@ def test_arrays_in_a_file(tmp_path):
     data.close()
     del arrays["test_labels"]
     np.savez(tmp_path / "less.npz", **arrays)
-    with pytest.raises(DataError, match="Missing: test_labels"):
+    with pytest.raises(DataError, match=r"less\.npz.*test_labels.*test_labels"):
         ArrayFile(file=tmp_path / "less.npz", memory=tmp_path).build(ALONE)
-    with pytest.raises(DataError, match="NumPy file is required"):
+    with pytest.raises(DataError, match=r"none\.npz"):
         ArrayFile(file=tmp_path / "none.npz", memory=tmp_path).build(ALONE)
 
 

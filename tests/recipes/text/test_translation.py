@@ -95,9 +95,9 @@ def test_text_is_read_back_as_it_was_written():
 
 def test_lines_must_be_aligned(settings):
     settings.target.write_text("eins\n")
-    with pytest.raises(DataError, match=r"train.target ends before line 2"):
+    with pytest.raises(DataError, match=r"train\.target .*\b2\b"):
         list(LinePairs(settings.source, settings.target))
-    with pytest.raises(DataError, match="No such file"):
+    with pytest.raises(DataError, match="/none"):
         LinePairs(settings.source, settings.source.with_name("none"))
 
 
@@ -213,7 +213,7 @@ def test_catalogues(tmp_path):
     }
     assert Catalogues(folder=tmp_path).fetch() == tmp_path
     (tmp_path / "one.mo").write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"one.mo is no catalogue"):
+    with pytest.raises(DataError, match=r"one\.mo\b.*magic number"):
         CataloguePairs(tmp_path, False)
 
 
@@ -242,5 +242,5 @@ def test_a_translation_data_set_by_name(tmp_path):
 
 
 def test_pictures_are_not_translated():
-    with pytest.raises(ConfigurationError, match="needs pairs of sentences"):
+    with pytest.raises(ConfigurationError, match=r"\btranslate\b.*\btext_files\b"):
         Translate().build(object())
