@@ -20,7 +20,6 @@ import argparse
 import ctypes
 import json
 import os
-import runpy
 import statistics
 import subprocess
 import sys
@@ -184,6 +183,14 @@ def train(comm: Comm, options: argparse.Namespace) -> None:
         )
 
 
+class FailuresAtOnce:
+    """Prints why a test fails at once: pytest waits for its end, which a hang never reaches."""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            print(f"\n{report.longreprtext}", flush=True)
+
+
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     found.add_argument("--ranks", type=int, default=2)
@@ -206,9 +213,10 @@ def main() -> None:
         sys.exit(ended.returncode)
     become_host(int(rank))
     if options.tests:
-        # By name, because a test that waits for another rank would end no line of dots
-        sys.argv = ["pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", options.tests]
-        runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+        import pytest
+
+        arguments = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist", options.tests]
+        sys.exit(pytest.main(arguments, [FailuresAtOnce()]))
     import tfcommx as cx
 
     train(cx.init(node_size=1), options)
