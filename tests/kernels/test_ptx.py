@@ -31,8 +31,8 @@ EXACT = {
 }
 
 
-def nvcc(*options):
-    """Run nvcc on every source, as many at a time as there are processors; return what it says."""
+def nvcc(*options, sources=SOURCES):
+    """Run nvcc on each source, as many at a time as there are processors; return what it says."""
 
     def compile_one(source):
         done = subprocess.run(
@@ -45,7 +45,7 @@ def nvcc(*options):
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return dict(
-            zip([source.name for source in SOURCES], pool.map(compile_one, SOURCES), strict=True)
+            zip([source.name for source in sources], pool.map(compile_one, sources), strict=True)
         )
 
 
@@ -116,6 +116,21 @@ def test_kernels_compute_with_denormals_flushed_and_nothing_fused(tmp_path):
     }
     assert {name: found for name, found in plain.items() if found} == {}
     assert sum(text.count(".rn.ftz.f32") for text in texts.values()) > 20
+
+
+@needs_nvcc
+def test_kernels_that_are_placed_early_wait_before_they_touch_memory():
+    """Else they would read what the kernel before is still writing. The emulator lets it end."""
+    (source,) = [source for source in SOURCES if source.name == "select_cuda.cu"]
+    (text,) = nvcc("-ptx", "-arch=compute_90", "-o", "-", sources=[source]).values()
+    waits = {}
+    for kernel in text.split(".entry ")[1:]:
+        name, body = kernel.split("(", 1)
+        order = re.findall(r"griddepcontrol\.wait|(?:ld|st|atom|red)\.global", body)
+        waits[name] = order[0] == "griddepcontrol.wait"
+    names = ("add_and_list", "narrow", "tally", "emit")
+    assert all(waits[name] == any(one in name for one in names) for name in waits), waits
+    assert len(waits) == 3 * (4 + len(names))  # Types; a sample, an addition of each form
 
 
 @pytest.mark.exhaustive
