@@ -119,19 +119,32 @@ def bitmap_bits(k: int, size: int) -> int:
     return k + (max(0, size - 1) >> low_bits(k, size)) if k else 0
 
 
-def code_words(k: int, dtype: str, block: int = CODE_BLOCK) -> tuple[int, int]:
+def code_words(k: int, dtype: str) -> tuple[int, int]:
     """Count the int32 words of k values written as codes: steps of blocks, codes.
 
-    >>> code_words(1000, "int4"), code_words(1000, "int1", DENSE_CODE_BLOCK)
-    ((16, 125), (4, 32))
+    >>> code_words(1000, "int4")
+    (16, 125)
 
     Args:
         k: values, >= 0.
-        dtype: one of CODE_BITS; of DENSE_CODES in blocks of DENSE_CODE_BLOCK.
-        block: values that share a step.
+        dtype: one of CODE_BITS.
     """
-    blocks = -(-k // block)
-    return (blocks + 1) // 2, -(-k * DENSE_CODES[dtype] // 32)
+    blocks = -(-k // CODE_BLOCK)
+    return (blocks + 1) // 2, -(-k * CODE_BITS[dtype] // 32)
+
+
+def dense_code_words(entries: int, wire: str) -> tuple[int, int]:
+    """Count the int32 words of a shard written as codes: steps of blocks, codes of whole blocks.
+
+    >>> dense_code_words(1000, "int1")
+    (4, 32)
+
+    Args:
+        entries: of the shard, >= 0.
+        wire: one of DENSE_CODES.
+    """
+    blocks = -(-entries // DENSE_CODE_BLOCK)
+    return (blocks + 1) // 2, blocks * DENSE_CODE_BLOCK * DENSE_CODES[wire] // 32
 
 
 # (k, size) -> int32 words of counts or a bitmap, and of indices, offsets or low bits

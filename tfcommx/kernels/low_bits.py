@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.core.wire_formats import DENSE_CODE_BLOCK, DENSE_CODES, code_words
+from tfcommx.core.wire_formats import DENSE_CODE_BLOCK, DENSE_CODES, dense_code_words
 from tfcommx.kernels import loader
 from tfcommx.kernels.wire_codes import pack, unpack
 
@@ -44,7 +44,7 @@ def write(
     has another length or dtype.
     """
     ops = loader.library()
-    if ops is None or not hasattr(ops, "tfcommx_low_bits_write"):
+    if ops is None:
         return write_definition(gradient, residual, wire, entries, real)
     return ops.tfcommx_low_bits_write(
         gradient=gradient, residual=residual.handle, type=wire, entries=entries, real=real
@@ -80,7 +80,7 @@ def add_and_write(
     too short or no float32.
     """
     ops = loader.library()
-    if ops is None or not hasattr(ops, "tfcommx_low_bits_write"):
+    if ops is None:
         return add_and_write_definition(words, residual, wire, entries, start, real)
     return ops.tfcommx_low_bits_add(
         words=words,
@@ -108,7 +108,7 @@ def read(words: tf.Tensor, wire: str, entries: int, factor: float = 1.0) -> tf.T
     **Raises:** InvalidArgumentError if the words are no whole number of shards.
     """
     ops = loader.library()
-    if ops is None or not hasattr(ops, "tfcommx_low_bits_write"):
+    if ops is None:
         return read_definition(words, wire, entries, factor)
     return ops.tfcommx_low_bits_read(words=words, type=wire, entries=entries, factor=factor)
 
@@ -119,7 +119,7 @@ def shard_words(entries: int, wire: str) -> int:
     >>> shard_words(1000, "int1")
     36
     """
-    return sum(code_words(entries, wire, DENSE_CODE_BLOCK))
+    return sum(dense_code_words(entries, wire))
 
 
 def write_definition(
@@ -147,13 +147,12 @@ def add_and_write_definition(
 
 def read_definition(words: tf.Tensor, wire: str, entries: int, factor: float = 1.0) -> tf.Tensor:
     """Define `read` in plain TensorFlow."""
-    counts = code_words(entries, wire, DENSE_CODE_BLOCK)
+    counts, bits = dense_code_words(entries, wire), DENSE_CODES[wire]
     head, rest = tf.split(tf.reshape(words, [-1, sum(counts)]), counts, axis=1)
     blocks = -(-entries // DENSE_CODE_BLOCK)
     steps = tf.bitcast(tf.bitwise.left_shift(unpack(head, 16), 16), tf.float32)[:, :blocks, None]
-    codes = unpack(rest, DENSE_CODES[wire])
-    missing = blocks * DENSE_CODE_BLOCK - codes.shape[1]
-    codes = tf.reshape(tf.pad(codes, [[0, 0], [0, missing]]), [-1, blocks, DENSE_CODE_BLOCK])
+    by_word = tf.reshape(unpack(rest, bits), [-1, blocks, 4 * bits, 32 // bits])
+    codes = tf.reshape(tf.transpose(by_word, [0, 1, 3, 2]), [-1, blocks, DENSE_CODE_BLOCK])
     values = _values(codes, steps, wire) * factor
     values = tf.where(tf.math.is_nan(steps), float("nan"), values)
     return tf.reshape(tf.reshape(values, [-1, blocks * DENSE_CODE_BLOCK])[:, :entries], [-1])
@@ -184,12 +183,14 @@ def _encode(
 
 def _packed(steps: tf.Tensor, codes: tf.Tensor, wire: str, entries: int) -> tf.Tensor:
     """Return the words of shards: steps [shards, blocks, 1], codes [shards, blocks, 128]."""
-    of_steps, of_codes = code_words(entries, wire, DENSE_CODE_BLOCK)
+    bits, of_steps = DENSE_CODES[wire], dense_code_words(entries, wire)[0]
     halves = tf.bitwise.right_shift(tf.bitcast(steps[:, :, 0], tf.int32), 16)
     halves = tf.pad(halves, [[0, 0], [0, 2 * of_steps - steps.shape[1]]])
     head = tf.reshape(pack(tf.reshape(halves, [-1]), 16), [-1, of_steps])
-    packed = tf.reshape(pack(tf.reshape(codes, [-1]), DENSE_CODES[wire]), [codes.shape[0], -1])
-    return tf.reshape(tf.concat([head, packed[:, :of_codes]], axis=1), [-1])
+    # The codes of a word are as many entries apart as a block has words
+    by_word = tf.transpose(tf.reshape(codes, [-1, 32 // bits, 4 * bits]), [0, 2, 1])
+    packed = tf.reshape(pack(tf.reshape(by_word, [-1]), bits), [codes.shape[0], -1])
+    return tf.reshape(tf.concat([head, packed], axis=1), [-1])
 
 
 def _steps(values: tf.Tensor, counts: tf.Tensor, wire: str) -> tf.Tensor:

@@ -9,7 +9,7 @@ import abc
 from typing import Any
 
 from tfcommx.core import DENSE_CODES, ENTRY_BYTES, PLAIN, Bucket, Sparse, is_member, load_member
-from tfcommx.core.wire_formats import DENSE_CODE_BLOCK, code_words, wire_words
+from tfcommx.core.wire_formats import dense_code_words, wire_words
 
 # Of TensorFlow, which plans and prices do not load
 Tensor = Any
@@ -133,7 +133,7 @@ def dense_bytes(bucket: Bucket, shards: int = 1) -> int:
     """
     dtype = dense_dtype(bucket)
     if dtype in DENSE_CODES:
-        return 4 * shards * sum(code_words(bucket.padded // shards, dtype, DENSE_CODE_BLOCK))
+        return 4 * shards * sum(dense_code_words(bucket.padded // shards, dtype))
     return bucket.padded * ENTRY_BYTES[dtype]
 
 
