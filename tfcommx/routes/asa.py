@@ -22,7 +22,7 @@ which all ranks gather.
 Source: Ma et al., "Theano-MPI: a Theano-based Distributed Training Framework" (2016), section 3.2;
 with the wire dtype float16 it is the paper's ASA16, which loses what it rounds. With codes, error
 feedback on both hops: Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with
-Double-Pass Error-Compensated Compression" (2019), which keeps a second residual of the shard.
+Double-Pass Error-Compensated Compression" (2019), algorithm 1, whose server is here the owner.
 """
 
 from __future__ import annotations

@@ -58,7 +58,13 @@ def of_launches(route: str, wire: str) -> Any:
     [of_launches(route, "plain") for route in routes.ROUTES]
     + [
         of_launches(route, wire)
-        for route, wire in (("allreduce", "float16"), ("torus", "bfloat16"), ("asa", "float16"))
+        for route, wire in (
+            ("allreduce", "float16"),
+            ("torus", "bfloat16"),
+            ("asa", "float16"),
+            ("asa", "int4"),
+            ("torus", "int8"),
+        )
     ],
 )
 def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str, wire: str) -> None:
