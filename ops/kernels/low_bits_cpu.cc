@@ -12,6 +12,23 @@
 namespace tfcommx {
 namespace {
 
+// Loops of a known length for a whole block.
+void copy_entries(float* __restrict to, const float* __restrict from, int count) {
+  if (count == kLowBitsBlock) {
+    std::memcpy(to, from, 4 * kLowBitsBlock);
+  } else {
+    std::copy_n(from, count, to);
+  }
+}
+
+void add_entries(float* __restrict sums, const float* one, const float* other, int count) {
+  if (count == kLowBitsBlock) {
+    for (int i = 0; i < kLowBitsBlock; ++i) sums[i] = one[i] + other[i];
+  } else {
+    for (int i = 0; i < count; ++i) sums[i] = one[i] + other[i];
+  }
+}
+
 uint32_t size_bits(float x) { return bits_of(x) & 0x7fffffff; }
 
 template <int kHalf>
@@ -56,14 +73,14 @@ void write_block(const LowBits& layout, int64_t block, float* __restrict whole, 
         packed[j] |= code << i / kWords * kBits;
       }
     }
-    std::memcpy(residual, left, count == kLowBitsBlock ? sizeof left : 4 * count);
+    copy_entries(residual, left, count);
   }
   steps[block] = static_cast<uint16_t>(bits_of(step) >> 16);
   std::memcpy(words + layout.steps() + block * kWords, packed, sizeof packed);
 }
 
-// Reads a block of a shard, or adds it to what is there; returns its step.
-template <int kBits, bool kAdd>
+// Reads a block of a shard; returns its step.
+template <int kBits>
 float read_block(const LowBits& layout, int64_t block, const int32_t* __restrict words,
                  float* __restrict values) {
   constexpr int kWords = 4 * kBits;
@@ -73,18 +90,23 @@ float read_block(const LowBits& layout, int64_t block, const int32_t* __restrict
   for (int i = 0; i < kLowBitsBlock; i += kWords) {
     for (int j = 0; j < kWords; ++j) {
       const uint32_t code = packed[j] >> i / kWords * kBits & ((1u << kBits) - 1);
-      const float value = low_bits_value<kBits>(code, step);
-      values[i + j] = kAdd ? values[i + j] + value : value;
+      values[i + j] = low_bits_value<kBits>(code, step);
     }
   }
   return step;
 }
 
-void add_entries(float* __restrict whole, const float* __restrict more, int count) {
-  if (count == kLowBitsBlock) {
-    for (int i = 0; i < kLowBitsBlock; ++i) whole[i] += more[i];
-  } else {
-    for (int i = 0; i < count; ++i) whole[i] += more[i];
+// Calls body(shard, block of the shard) for the blocks [first, end) of all shards.
+template <class Body>
+void each_block(const LowBits& layout, int64_t first, int64_t end, const Body& body) {
+  const int64_t blocks = layout.blocks();
+  int64_t shard = first / blocks, block = first % blocks;
+  for (int64_t i = first; i < end; ++i) {
+    body(shard, block);
+    if (++block == blocks) {
+      block = 0;
+      ++shard;
+    }
   }
 }
 
@@ -98,16 +120,14 @@ struct Write {
 
   template <int kBits>
   void run(int64_t first, int64_t end) const {
-    for (int64_t i = first; i < end; ++i) {
-      const int64_t shard = i / layout.blocks(), block = i % layout.blocks(),
-                    start = shard * layout.entries + block * kLowBitsBlock;
+    each_block(layout, first, end, [&](int64_t shard, int64_t block) {
+      const int64_t start = shard * layout.entries + block * kLowBitsBlock;
       const int count = layout.count(block, real - shard * layout.entries);
       float whole[kLowBitsBlock];
-      std::memcpy(whole, gradient + start, count == kLowBitsBlock ? sizeof whole : 4 * count);
-      add_entries(whole, residual + start, count);
+      add_entries(whole, gradient + start, residual + start, count);
       write_block<kBits>(layout, block, whole, count, residual + start,
                          words + shard * layout.words());
-    }
+    });
   }
 };
 
@@ -124,11 +144,13 @@ struct Add {
     for (int64_t block = first; block < end; ++block) {
       const int count = layout.count(block, real);
       float* const kept = residual + block * kLowBitsBlock;
-      float whole[kLowBitsBlock];
-      read_block<kBits, false>(layout, block, written, whole);
-      for (int64_t part = 1; part < parts; ++part)
-        read_block<kBits, true>(layout, block, written + part * layout.words(), whole);
-      add_entries(whole, kept, count);
+      float sums[kLowBitsBlock], more[kLowBitsBlock], whole[kLowBitsBlock];
+      read_block<kBits>(layout, block, written, sums);
+      for (int64_t part = 1; part < parts; ++part) {
+        read_block<kBits>(layout, block, written + part * layout.words(), more);
+        for (int i = 0; i < kLowBitsBlock; ++i) sums[i] += more[i];
+      }
+      add_entries(whole, sums, kept, count);
       write_block<kBits>(layout, block, whole, count, kept, words);
     }
   }
@@ -142,18 +164,15 @@ struct Read {
 
   template <int kBits>
   void run(int64_t first, int64_t end) const {
-    for (int64_t i = first; i < end; ++i) {
-      const int64_t shard = i / layout.blocks(), block = i % layout.blocks();
+    each_block(layout, first, end, [&](int64_t shard, int64_t block) {
       float values[kLowBitsBlock];
-      const float step =
-          read_block<kBits, false>(layout, block, words + shard * layout.words(), values);
+      const float step = read_block<kBits>(layout, block, words + shard * layout.words(), values);
       const uint32_t bad = mask_if(step != step);
       for (int j = 0; j < kLowBitsBlock; ++j)
         values[j] = float_of((bits_of(values[j] * factor) & ~bad) | (kNan & bad));
-      const int count = layout.count(block, layout.entries);
-      std::memcpy(total + shard * layout.entries + block * kLowBitsBlock, values,
-                  count == kLowBitsBlock ? sizeof values : 4 * count);
-    }
+      copy_entries(total + shard * layout.entries + block * kLowBitsBlock, values,
+                   layout.count(block, layout.entries));
+    });
   }
 };
 
