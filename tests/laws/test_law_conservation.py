@@ -60,6 +60,21 @@ def test_law_2_of_codes(scheme: Scheme, topology: Topology) -> None:
         assert all(log[2].kept["first/kernel"].any() == (topology.size > 1) for log in logs)
 
 
+@pytest.mark.parametrize("topology", [Topology(3, 1), Topology(2, 2)], ids=name_of)
+@pytest.mark.parametrize("scheme", CODED, ids=name_of)
+def test_averages_of_codes_are_sums_divided(scheme: Scheme, topology: Topology) -> None:
+    """Codes and residuals are those of the sum."""
+    sums, averages = (
+        play(plan_for(scheme, topology, operation), 3) for operation in ("sum", "average")
+    )
+    for one, other in zip(sums, averages, strict=True):
+        for step, again in zip(one, other, strict=True):
+            for path in SHAPES:
+                np.testing.assert_array_equal(step.kept[path], again.kept[path])
+                average = step.result[path] * np.float32(1 / topology.size)
+                np.testing.assert_array_equal(again.result[path], average)
+
+
 @with_topologies(COMPRESSED)
 def test_law_2_of_compressions(scheme: Scheme, topology: Topology) -> None:
     """To float32 rounding; and what is kept is worth keeping."""

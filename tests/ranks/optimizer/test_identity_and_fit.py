@@ -86,6 +86,19 @@ def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str, wire: st
     assert comm.gather_objects(history) == [history] * comm.topology.size
 
 
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_codes_of_8_and_4_bits_train_as_plain_sums(comm: Comm, wire: str) -> None:
+    losses = []
+    for scheme in (cx.Scheme(), cx.Scheme("asa", wire=wire)):
+        net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), scheme))
+        fit(net, comm, epochs=4)
+        losses.append(net.history.history["loss"])
+    plain, coded = losses
+    np.testing.assert_allclose(coded, plain, rtol=0.02)
+    # Codes have been used
+    assert (coded != plain) == (comm.topology.size > 1)
+
+
 @pytest.mark.parametrize(
     ("scheme", "strategy"),
     [
