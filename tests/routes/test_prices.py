@@ -5,7 +5,10 @@ docs/explanation/routes.md derives the formulas.
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from launching import ROOT
 
 from tfcommx import routes
 from tfcommx.core import NOMINAL, Bucket, Link, Links, Scheme, Topology, Traffic, cost
@@ -164,6 +167,28 @@ def test_codes_are_as_few_bytes_on_any_number_of_nodes(nodes: int, slots: int) -
 
     for wire, most in (("int8", 0.255), ("int4", 0.13), ("int2", 0.067), ("int1", 0.036)):
         assert between(Scheme("torus", wire=wire)) <= most * between(Scheme())
+
+
+GUIDE = (ROOT / "docs" / "how-to" / "choose-a-scheme.md").read_text()
+
+
+@pytest.mark.parametrize("row", re.findall(r"^\| (\d+) x (\d+) \| (.*) \|$", GUIDE, re.MULTILINE))
+def test_the_guide_has_the_bytes_by_number_of_nodes(row: tuple[str, str, str]) -> None:
+    """Of a matrix of 25 million entries: vectors would stay dense."""
+    nodes, slots, told = row
+    topology = Topology(int(nodes), int(slots))
+
+    def between(scheme: Scheme) -> float:
+        plan = make_plan([Gradient("w", (5000, 5000), "float32")], {"*": scheme}, topology)
+        return sum(routes.of(one).wire_bytes(one, topology).between for one in plan.buckets)
+
+    schemes = [
+        *(Scheme("torus", wire=wire) for wire in ("float16", "int8", "int4")),
+        Scheme("hitopk", "mstopk", 0.1, wire="elias/int4"),
+        Scheme("hitopk", "mstopk", 0.01, wire="elias/int8"),
+    ]
+    shares = [100 * between(scheme) / between(Scheme()) for scheme in schemes]
+    assert told == " | ".join(f"{share:.1f}" for share in shares)
 
 
 def test_asa_between_nodes_of_two() -> None:
