@@ -6,6 +6,7 @@
 #include "kernels/dense.h"
 #include "kernels/flush_denormals.h"
 #include "kernels/lars.h"
+#include "kernels/low_bits.h"
 #include "kernels/merge.h"
 #include "kernels/norms.h"
 #include "kernels/wire_codes.h"
@@ -110,6 +111,39 @@ void check_codes(int width, int octaves) {
       words.get());
 }
 
+void check_low_bits(int width, int octaves) {
+  const LowBits layout{width, 2001};
+  const int64_t shards = 2, n = shards * layout.entries;
+  const float factor = 0x1p-40f;  // of numbers of which some are denormal then
+  const std::vector<float> gradient = tiny(n, octaves), kept = tiny(n, octaves);
+  OnDevice<float> from(gradient), residual(kept), total(n);
+  OnDevice<int32_t> words(shards * layout.words()), sum(layout.words());
+  need(low_bits_write_cuda(layout, shards, from.data(), residual.data(), n, words.data(), stream),
+       "low_bits_write");
+  const std::vector<float> first = residual.get();
+  need(low_bits_add_cuda(layout, shards, words.data(), residual.data(), layout.entries, sum.data(),
+                         stream),
+       "low_bits_add");
+  need(low_bits_read_cuda(layout, shards, words.data(), factor, total.data(), stream),
+       "low_bits_read");
+  std::vector<int32_t> written(shards * layout.words()), added(layout.words());
+  std::vector<float> numbers(n), stays;
+  const auto on_cpu = [&](bool adds) {
+    stays = kept;
+    low_bits_write_cpu(layout, shards, gradient.data(), stays.data(), n, written.data(), in_turn);
+    low_bits_read_cpu(layout, shards, written.data(), factor, numbers.data(), in_turn);
+    if (adds)
+      low_bits_add_cpu(layout, shards, written.data(), stays.data(), layout.entries, added.data(),
+                       in_turn);
+    return stays;
+  };
+  compare("low_bits_write, words", [&] { return on_cpu(false), written; }, words.get());
+  compare("low_bits_write, residual", [&] { return on_cpu(false); }, first);
+  compare("low_bits_add, words", [&] { return on_cpu(true), added; }, sum.get());
+  compare("low_bits_add, residual", [&] { return on_cpu(true); }, residual.get());
+  compare("low_bits_read", [&] { return on_cpu(false), numbers; }, total.get());
+}
+
 void check_merge() {
   const int64_t n = 500, ranks = 4;
   std::vector<int32_t> indices;
@@ -193,6 +227,8 @@ int main() {
     for (const Float type : {Float::float16, Float::bfloat16}) check_dense(type, scale);
   for (const int width : {8, 4})
     for (const int octaves : {23, 26, 40, 60}) check_codes(width, octaves);
+  for (const int width : {8, 4, 2, 1})
+    for (const int octaves : {23, 40, 60, 120}) check_low_bits(width, octaves);
   check_merge();
   check_norms();
   for (const bool nesterov : {false, true}) check_lars(nesterov);

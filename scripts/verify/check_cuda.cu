@@ -3,7 +3,7 @@
 // scripts/check_cuda; needs neither TensorFlow nor Python.
 //
 // Checks, on fresh random inputs: selection against its definition, computed with sums and
-// magnitudes in float64, and against the CPU kernel; merge, wire, dense, norms and the update of
+// magnitudes in float64, and against the CPU kernel; merge, wire, dense, low bits, norms and the update of
 // LARS against the CPU kernels; every array lies between guards that must stay untouched. Then times
 // selection (check_cuda_timing.h) in turns with a copy of 8 bytes an entry (which moves 16) and with
 // the bare addition r += g. Prints one JSON object a line: {"name": "check", "cases", "failures"},
@@ -12,6 +12,7 @@
 
 #include "kernels/dense.h"
 #include "kernels/lars.h"
+#include "kernels/low_bits.h"
 #include "kernels/norms.h"
 #include "kernels/select_scan.h"
 
@@ -238,6 +239,50 @@ void check_dense(std::mt19937_64& random) {
   report(same(total.get(), sums) && total.untouched, what + ": add");
 }
 
+void check_low_bits(std::mt19937_64& random) {
+  const LowBits layout{1 << random() % 4, static_cast<int64_t>(1 + random() % 2000)};
+  const int64_t shards = 1 + random() % 3, n = shards * layout.entries,
+                padding = random() % 2 ? 0 : random() % (n + 1);
+  const std::string what = "low bits " + std::to_string(layout.bits) + " n " +
+                           std::to_string(layout.entries) + " x " + std::to_string(shards);
+  // Any bits, of which a few are not finite; or numbers of some decades
+  const bool any = random() % 2;
+  std::normal_distribution<float> normal;
+  std::vector<float> gradient(n), kept(n);
+  for (auto& one : gradient)
+    one = any ? float_of(static_cast<uint32_t>(random())) : normal(random) * 1e-3f;
+  for (auto& one : kept) one = std::ldexp(normal(random), -static_cast<int>(random() % 20));
+  std::fill(kept.end() - padding, kept.end(), 0.0f);
+  std::vector<float> stays = kept;
+  std::vector<int32_t> right(shards * layout.words());
+  low_bits_write_cpu(layout, shards, gradient.data(), stays.data(), n - padding, right.data(),
+                     in_turn);
+  OnDevice<float> from(gradient, random() % 4), residual(kept, random() % 4);
+  OnDevice<int32_t> words(right.size(), random() % 4);
+  need(low_bits_write_cuda(layout, shards, from.data(), residual.data(), n - padding, words.data(),
+                           stream),
+       "low_bits_write_cuda");
+  report(
+      words.get() == right && words.untouched && same(residual.get(), stays) && residual.untouched,
+      what + ": write");
+  const float factor = 1.0f / static_cast<float>(shards);
+  std::vector<float> numbers(n);
+  low_bits_read_cpu(layout, shards, right.data(), factor, numbers.data(), in_turn);
+  OnDevice<float> total(n, random() % 4);
+  need(low_bits_read_cuda(layout, shards, words.data(), factor, total.data(), stream),
+       "low_bits_read_cuda");
+  report(same(total.get(), numbers) && total.untouched, what + ": read");
+  // The shards as parts of the first one's sum
+  const int64_t real = layout.entries - std::min(layout.entries, padding);
+  std::vector<int32_t> sum(layout.words());
+  low_bits_add_cpu(layout, shards, right.data(), stays.data(), real, sum.data(), in_turn);
+  OnDevice<int32_t> added(layout.words(), random() % 4);
+  need(low_bits_add_cuda(layout, shards, words.data(), residual.data(), real, added.data(), stream),
+       "low_bits_add_cuda");
+  report(added.get() == sum && added.untouched && same(residual.get(), stays) && residual.untouched,
+         what + ": add");
+}
+
 // Up to 2,000 vectors, so that they need several launches; any alignment and type.
 void check_norms(std::mt19937_64& random) {
   const int64_t count = random() % 8 ? 1 + random() % 9 : 1 + random() % 2000;
@@ -404,6 +449,7 @@ int main(int count, char** words) {
     check_keep(random);
     check_wire(random);
     check_dense(random);
+    check_low_bits(random);
     check_norms(random);
     check_lars(random);
   }
@@ -435,6 +481,7 @@ int main(int count, char** words) {
         good = time_exchange(p, density, kind, peers, static_cast<int>(rounds), properties.name) &&
                good;
     time_dense(entries, 160, peers, static_cast<int>(rounds), properties.name, random);
+    time_low_bits(entries, peers, static_cast<int>(rounds), properties.name, random);
   }
   return good ? 0 : 1;
 }

@@ -14,6 +14,7 @@
 
 #include "kernels/dense.h"
 #include "kernels/lars.h"
+#include "kernels/low_bits.h"
 #include "kernels/norms.h"
 #include "kernels/select_scan.h"
 
@@ -252,6 +253,43 @@ void time_dense(int64_t n, int64_t count, int64_t parts, int rounds, const char*
                       "lars_cuda");
                }}},
              n, "float32", device, rounds);
+}
+
+// A vector in codes: written, one shard of it added as `parts` ranks wrote it, and all read. The
+// results are compared by the cases of check_cuda.cu.
+void time_low_bits(int64_t n, int64_t parts, int rounds, const char* device,
+                   std::mt19937_64& random) {
+  OnDevice<char> from(8 * n), to(8 * n);
+  OnDevice<float> gradient(make("normal", n, 0, random)), residual(n), total(n);
+  need(cudaMemsetAsync(residual.data(), 0, 4 * n, stream), "cudaMemset");
+  std::vector<Step> steps = {copy_step(from, to, n)};
+  std::vector<std::unique_ptr<OnDevice<int32_t>>> all;
+  for (const int bits : {8, 4, 2, 1}) {
+    const LowBits layout{bits, n / parts};
+    all.push_back(std::make_unique<OnDevice<int32_t>>(parts * layout.words()));
+    all.push_back(std::make_unique<OnDevice<int32_t>>(layout.words()));
+    int32_t *const words = all[all.size() - 2]->data(), *const sum = all.back()->data();
+    const double entries = static_cast<double>(layout.entries * parts),
+                 bytes = 4.0 * static_cast<double>(layout.words());
+    const std::string width = std::to_string(bits);
+    steps.push_back(
+        {"low_bits_write_" + width, 0, 12 * entries + parts * bytes, [=, &gradient, &residual] {
+           need(low_bits_write_cuda(layout, parts, gradient.data(), residual.data(),
+                                    layout.entries * parts, words, stream),
+                "low_bits_write_cuda");
+         }});
+    steps.push_back(
+        {"low_bits_add_" + width, 0, 8 * entries / parts + (parts + 1) * bytes, [=, &residual] {
+           need(low_bits_add_cuda(layout, parts, words, residual.data(), layout.entries, sum,
+                                  stream),
+                "low_bits_add_cuda");
+         }});
+    steps.push_back({"low_bits_read_" + width, 0, 4 * entries + parts * bytes, [=, &total] {
+                       need(low_bits_read_cuda(layout, parts, words, 1, total.data(), stream),
+                            "low_bits_read_cuda");
+                     }});
+  }
+  time_steps(steps, n, "float32", device, rounds);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "kernels/dense.h"
 #include "kernels/keep.h"
 #include "kernels/lars.h"
+#include "kernels/low_bits.h"
 #include "kernels/merge.h"
 #include "kernels/norms.h"
 #include "kernels/select.h"
@@ -84,6 +85,26 @@ const char* tfcommx_dense_write(const float* gradient, float* residual, int64_t 
 const char* tfcommx_dense_add(const uint16_t* written, int64_t parts, int64_t n, int type,
                               float factor, float* total, CUstream_st* stream) {
   return dense_add_cuda(static_cast<Float>(type), written, parts, factor, total, n, stream);
+}
+
+// bits: 8, 4, 2 or 1; entries: of a shard; real: entries that are no padding.
+int64_t tfcommx_low_bits_words(int bits, int64_t entries) { return LowBits{bits, entries}.words(); }
+
+const char* tfcommx_low_bits_write(const float* gradient, float* residual, int64_t shards,
+                                   int64_t entries, int64_t real, int bits, int32_t* words,
+                                   CUstream_st* stream) {
+  return low_bits_write_cuda({bits, entries}, shards, gradient, residual, real, words, stream);
+}
+
+const char* tfcommx_low_bits_add(const int32_t* written, int64_t parts, float* residual,
+                                 int64_t entries, int64_t real, int bits, int32_t* words,
+                                 CUstream_st* stream) {
+  return low_bits_add_cuda({bits, entries}, parts, written, residual, real, words, stream);
+}
+
+const char* tfcommx_low_bits_read(const int32_t* words, int64_t shards, int64_t entries, int bits,
+                                  float factor, float* total, CUstream_st* stream) {
+  return low_bits_read_cuda({bits, entries}, shards, words, factor, total, stream);
 }
 
 // vectors[count] of {data, entries, type}; sums: a float for every 4096 entries, or part of them, of

@@ -57,6 +57,7 @@ def test_kernels_keep_the_contract_on_an_emulated_gpu(tmp_path, cases):
     names = {row["name"] for row in timed}
     assert {"residual_add", "mstopk", "exact", "round", "keep", "encode", "decode"} < names
     assert {"merge", "dense_write_float16", "dense_add_bfloat16", "norms", "lars"} < names
+    assert {"low_bits_write_1", "low_bits_add_8", "low_bits_read_4"} < names
     assert all(row["verified"] and row["bytes"] > 0 for row in timed)
 
 
@@ -122,6 +123,9 @@ def test_kernels_keep_the_contract_on_a_gpu_or_the_check_says_that_there_is_none
         "TfcommxWireRound",
         "TfcommxDenseWrite",
         "TfcommxDenseAdd",
+        "TfcommxLowBitsWrite",
+        "TfcommxLowBitsAdd",
+        "TfcommxLowBitsRead",
         "TfcommxSquaredNorms",
         "TfcommxLarsUpdate",
     ],

@@ -9,8 +9,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.core.wire_formats import CODE_BITS
-from tfcommx.kernels import dense, device, lars, loader, select, sparse, wire, wire_codes
+from tfcommx.core.wire_formats import CODE_BITS, DENSE_CODES
+from tfcommx.kernels import (
+    dense,
+    device,
+    lars,
+    loader,
+    low_bits,
+    select,
+    sparse,
+    wire,
+    wire_codes,
+)
 
 # A call of a kernel: its arguments
 Call = tuple[Any, ...]
@@ -74,6 +84,13 @@ def wrong(result: Any, call: Call, place: int | str) -> Any:
         *((dense, "write", says(dtype), 0) for dtype in ("float16", "bfloat16")),
         *((dense, "write", says(dtype), "first") for dtype in ("float16", "bfloat16")),
         *((dense, "add", says(dtype), 0) for dtype in ("float16", "bfloat16")),
+        *(
+            (low_bits, kernel, says(wire_name), place)
+            for kernel in ("write", "add_and_write")
+            for wire_name in DENSE_CODES
+            for place in (0, "first")
+        ),
+        *((low_bits, "read", says(wire_name), 0) for wire_name in DENSE_CODES),
         *((lars, "lars_update", says(nesterov), "first") for nesterov in (False, True)),
         *((lars, "lars_update", says(nesterov), "last") for nesterov in (False, True)),
         *((wire_codes, "round_values", says(dtype), 0) for dtype in CODE_BITS),

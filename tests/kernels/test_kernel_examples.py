@@ -8,7 +8,18 @@ from types import ModuleType
 import pytest
 
 from tfcommx.core import wire_formats
-from tfcommx.kernels import augment, build, crc32c, draws, loader, select, sparse, wire, wire_codes
+from tfcommx.kernels import (
+    augment,
+    build,
+    crc32c,
+    draws,
+    loader,
+    low_bits,
+    select,
+    sparse,
+    wire,
+    wire_codes,
+)
 
 
 @pytest.mark.parametrize("with_library", [True, False], ids=["native", "definition"])
@@ -20,6 +31,7 @@ from tfcommx.kernels import augment, build, crc32c, draws, loader, select, spars
         crc32c,
         draws,
         build,
+        low_bits,
         sparse,
         select,
         wire,

@@ -13,7 +13,7 @@ import pytest
 from drawing import drawn
 
 from tfcommx import routes, selection
-from tfcommx.core import NARROW, NO_COMPRESSION, Plan, Scheme, Topology
+from tfcommx.core import DENSE_CODES, NARROW, NO_COMPRESSION, Plan, Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.testing import laws
@@ -77,12 +77,18 @@ COMPRESSED = [
 ]
 
 
-# Of these the ones in 16 bits, whose rounding errors are kept
+# Of these the narrower ones, whose rounding errors are kept
 ROUNDED = [one for one in LOSSY if one.wire in NARROW]
 
 
-# Of these the ones that add in float32; the engine's allreduce of float16 rounds each sum
-ADDED_WIDE = [one for one in ROUNDED if one.route == "asa" or one.wire == "bfloat16"]
+# Of these the ones in codes: a code and its error add up to float32 rounding
+CODED = [one for one in ROUNDED if one.wire in DENSE_CODES]
+
+
+# The ones in 16 bits that add in float32; the engine's allreduce of float16 rounds each sum
+ADDED_WIDE = [
+    one for one in ROUNDED if one not in CODED and (one.route == "asa" or one.wire == "bfloat16")
+]
 
 
 def name_of(value: Any) -> str:

@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawing import drawn
+from drawing import drawn, squares
 from laws_helpers import (
     ADDED_WIDE,
+    CODED,
     MOVING,
     RULES,
     SCHEMES,
@@ -40,6 +41,34 @@ from tfcommx.runtime.gradient_state import GradientState
 )
 def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topology) -> None:
     """Residuals of one plan are sent under the next: sums over ranks and steps are exact."""
+    came, sent, residuals = _switch(before, after, topology)
+    for path in SHAPES:
+        np.testing.assert_array_equal(sent[path] + residuals[path], came[path])
+        if after.route in routes.DENSE and after not in ADDED_WIDE:
+            assert not residuals[path].any()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "topology"),
+    squares(CODED, [scheme("allreduce"), SCHEMES[-1], CODED[0], CODED[-1]], UNLIKE),
+    ids=name_of,
+)
+def test_a_switch_from_codes_loses_nothing(
+    before: Scheme, after: Scheme, topology: Topology
+) -> None:
+    """To float32 rounding, in both directions."""
+    for one, other in ((before, after), (after, before)):
+        came, sent, residuals = _switch(one, other, topology)
+        for path in SHAPES:
+            np.testing.assert_allclose(sent[path] + residuals[path], came[path], atol=1e-3)
+            if other.route == "allreduce":
+                assert not residuals[path].any()
+
+
+def _switch(
+    before: Scheme, after: Scheme, topology: Topology
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Take two steps by each scheme; return what came, what was sent, and the last residuals."""
 
     def work(comm: Comm) -> tuple[dict, dict]:
         sent = {path: 0 for path in SHAPES}
@@ -50,19 +79,24 @@ def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topolog
             for step in range(2):
                 given = fine_gradients(comm.rank, 2 * part + step)
                 result = running.exchange({path: tf.constant(given[path]) for path in SHAPES})
-                sent = {path: sent[path] + value.numpy() for path, value in result.items()}
+                sent = {path: sent[path] + value.numpy().ravel() for path, value in result.items()}
             residuals = residuals_of(running)
         return sent, residuals
 
     ends = ThreadComm.run(topology, work)
-    for path in SHAPES:
-        came = sum(
-            fine_gradients(rank, step)[path] for rank in range(topology.size) for step in range(4)
+    came = {
+        path: sum(
+            fine_gradients(rank, step)[path].ravel()
+            for rank in range(topology.size)
+            for step in range(4)
         )
-        residuals = sum(residuals[path] for _, residuals in ends)
-        np.testing.assert_array_equal(ends[0][0][path].ravel() + residuals, came.ravel())
-        if after.route in routes.DENSE and after not in ADDED_WIDE:
-            assert not residuals.any()
+        for path in SHAPES
+    }
+    return (
+        came,
+        ends[0][0],
+        {path: sum(residuals[path] for _, residuals in ends) for path in SHAPES},
+    )
 
 
 @pytest.mark.parametrize("topology", UNLIKE, ids=name_of)

@@ -20,7 +20,7 @@ import tfcommx as cx
 from tfcommx import routes
 from tfcommx.collectives import mpi
 from tfcommx.collectives.comm import Comm
-from tfcommx.core.wire_formats import CODE_BITS, SPARSE_FORMATS
+from tfcommx.core.wire_formats import CODE_BITS, DENSE_CODES, SPARSE_FORMATS
 from tfcommx.measure import links
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient, make_plan
@@ -30,7 +30,10 @@ from tfcommx.routes.hitopk import HitopkOptions
 from tfcommx.runtime.executor import PlanExecutor
 
 SHAPES = {f"layer{i}/kernel": (50 + i, 41) for i in range(6)}
-CODED = [name for name, form in SPARSE_FORMATS.items() if form.values in CODE_BITS]
+CODED = [
+    *(name for name, form in SPARSE_FORMATS.items() if form.values in CODE_BITS),
+    *DENSE_CODES,
+]
 WAYS = [
     cx.Scheme(route, wire=wire, dense_below=8, bucket_bytes=9000, block_bytes=4096)
     for route, row in routes.ROUTES.items()

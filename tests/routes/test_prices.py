@@ -133,6 +133,39 @@ def test_torus_in_sixteen_bits_halves_what_leaves_the_node() -> None:
     assert gather.seconds == pytest.approx(1 + 250 * 0.5)
 
 
+def test_asa_in_one_bit_sends_whole_blocks_and_their_steps() -> None:
+    """1000 entries on 4 ranks: a shard of 250 has 2 blocks, one word of steps and 8 of codes.
+
+    What is added is in float32, 3000 B of 4000.
+    """
+    few, route = bucket("asa", 1000, wire="int1"), routes.get("asa")
+    assert route.wire_bytes(few, FOUR) == Traffic(0, 2 * 3 * 36)
+    assert route.seconds(few, FOUR, LINKS) == pytest.approx(30 + 2 * 108 * 2 + 20 + 3000)
+
+
+def test_torus_in_four_bits_gathers_codes_in_the_node() -> None:
+    """1000 entries on 4 nodes of 2: 8 shards of 125, each half a word of steps and 16 of codes."""
+    few, route = bucket("torus", 1000, wire="int4"), routes.get("torus")
+    shard = 4 * (1 + 16)
+    assert route.wire_bytes(few, Topology(4, 2)) == Traffic(2000 + 4 * shard, 2 * 3 * shard)
+    scatter, _, gather = route.stages(few, Topology(4, 2), LINKS)
+    assert scatter.seconds == pytest.approx(1 + 2000 * (0.5 + 0.25))
+    assert gather.seconds == pytest.approx(1 + 4 * shard * 0.5)
+
+
+@pytest.mark.parametrize(("nodes", "slots"), [(2, 2), (4, 1), (8, 1), (16, 8), (64, 8)])
+def test_codes_are_as_few_bytes_on_any_number_of_nodes(nodes: int, slots: int) -> None:
+    """Of what plain Horovod sends between nodes, for 25 million entries."""
+    topology = Topology(nodes, slots)
+
+    def between(scheme: Scheme) -> float:
+        plan = make_plan([Gradient("w", (25 * 10**6,), "float32")], {"*": scheme}, topology)
+        return sum(routes.of(one).wire_bytes(one, topology).between for one in plan.buckets)
+
+    for wire, most in (("int8", 0.255), ("int4", 0.13), ("int2", 0.067), ("int1", 0.036)):
+        assert between(Scheme("torus", wire=wire)) <= most * between(Scheme())
+
+
 def test_asa_between_nodes_of_two() -> None:
     """4 ranks on 2 nodes: of a rank's 3 shards of 250 B one stays in the node.
 

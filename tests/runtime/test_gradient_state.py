@@ -130,6 +130,8 @@ def test_a_dense_bucket_has_no_residual_until_one_comes() -> None:
         Scheme("allgather", "random", 0.2, dense_below=0),
         Scheme("hitopk", "exact", 0.2, dense_below=6, momentum=0.9),
         Scheme("torus", wire="float16"),
+        Scheme("asa", wire="int1"),
+        Scheme("torus", wire="int4"),
         Scheme("allreduce", compression="powersgd/1"),
     ],
 )

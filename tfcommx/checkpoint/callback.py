@@ -40,7 +40,7 @@ class Checkpoint(keras.callbacks.Callback):
             leaves or joins. Without a supervisor nothing is kept in memory.
 
     **Ranks:** all. **Cost:** rank 0 writes the model, each rank its residuals (4 bytes per entry
-    that it selects from, or sends in 16 bits). Of a snapshot: see Snapshots.
+    that it selects from, or sends in 16 or fewer bits). Of a snapshot: see Snapshots.
     **Raises:** CheckpointError, before the first step, for a model that Keras cannot write down,
     for a damaged checkpoint.json, for a folder that a rank cannot write to or another run saves
     into, for an address such as gs://bucket/run, and for ranks that were given different arguments.

@@ -29,6 +29,8 @@ from tfcommx.core.scheme import (
 from tfcommx.core.timeline import KINDS, RESOURCES, MeasuredStep, Span, Timeline
 from tfcommx.core.topology import GROUPS, Topology
 from tfcommx.core.wire_formats import (
+    DENSE_CODES,
+    DENSE_WIRES,
     ENTRY_BYTES,
     NARROW,
     PLAIN,
@@ -39,6 +41,8 @@ from tfcommx.core.wire_formats import (
 
 __all__ = [
     "AUTO",
+    "DENSE_CODES",
+    "DENSE_WIRES",
     "DGC_WARM_UP",
     "ENTRY_BYTES",
     "GROUPS",

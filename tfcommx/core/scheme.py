@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tfcommx.core.checks import check_name, is_member, name_members, python_number
 from tfcommx.core.errors import PlanError
-from tfcommx.core.wire_formats import NARROW, PLAIN, VALUE_DTYPES, WIRES
+from tfcommx.core.wire_formats import DENSE_WIRES, NARROW, PLAIN, WIRES
 
 # Gradients are summed as they are, or by selected entries.
 NO_COMPRESSION = "none"
@@ -51,8 +51,10 @@ class Scheme:
     # Of the rules that choose at random; each bucket and step draws its own numbers.
     seed: int = 0
     # How entries are written, one of WIRES; "plain": pair32 on sparse routes, the gradient's own
-    # dtype on dense ones. "float16" and "bfloat16" are for gradients in float32, also of bfloat16
-    # variables; float16 and float64 ones travel as they are. On sparse routes also "module:MEMBER".
+    # dtype on dense ones. "float16", "bfloat16", and on asa and torus codes of 8, 4, 2 or 1 bits
+    # ("int8" ... "int1") are for gradients in float32, also of bfloat16 variables; float16 and
+    # float64 ones travel as they are. In front of an optimizer with momentum 2 and 1 bits diverge,
+    # because momentum amplifies the noise of so few levels. On sparse routes also "module:MEMBER".
     wire: str = PLAIN
     # The same for variables that a sparse scheme leaves dense.
     dense_wire: str = PLAIN
@@ -81,7 +83,7 @@ class Scheme:
         self._check_sizes()
         if not is_member(self.wire):
             check_name("wire format", self.wire, WIRES)
-        check_name("wire format of `dense_wire`", self.dense_wire, (PLAIN, *VALUE_DTYPES))
+        check_name("wire format of `dense_wire`", self.dense_wire, (PLAIN, *DENSE_WIRES))
         self._check_momentum_and_clipping()
         self._check_compression()
 
@@ -138,9 +140,9 @@ class Scheme:
         if self.momentum and self.dense_wire in NARROW:
             raise PlanError(
                 "Variables that stay dense get their momentum from the sum over the ranks, and 16 "
-                f"bits keep residuals on each. Received momentum={self.momentum} with dense_wire="
-                f"{self.dense_wire!r}. Leave `dense_wire` out, or give the momentum to the Keras "
-                "optimizer."
+                f"or fewer bits keep residuals on each. Received momentum={self.momentum} with "
+                f"dense_wire={self.dense_wire!r}. Leave `dense_wire` out, or give the momentum to "
+                "the Keras optimizer."
             )
         if self.selection == "all" and (self.momentum or self.clip_norm is not None):
             raise PlanError(

@@ -16,13 +16,20 @@ Buffers are int32 words, which every engine carries (NCCL knows no 16-bit intege
 odd length end in two zero bytes. The size depends on k and the vector's length only, so that
 Horovod's cache of all-gathers stays valid. ops/kernels/wire.h has the layout of the words.
 
-A dense route may write its entries narrower than they are added: in float32, float16 or bfloat16.
+A dense route may write its entries narrower than they are added, in float32, float16, bfloat16, or
+in codes of a few bits, in blocks of 128 that share a 16-bit step:
+
+    int8, int4      multiples of the step up to 127 and 7        1.016 B and .516 B an entry
+    int2            -3, -1, 1 or 3 steps                         .266 B
+    int1            the sign: -1 or 1 step                       .141 B
+
+ops/kernels/low_bits.h says how the steps are chosen, and why.
 
 To add a format:
     1. Add a row to SPARSE_FORMATS. A new way to write indices is a row of INDEX_WORDS, too, and its
        definition one of `kernels.wire.INDEX_DEFINITIONS`; codes of another width are a row of
-       CODE_BITS.
-    2. Give the native ops the name: ops/tf/wire.cc lists the same ones.
+       CODE_BITS, or of DENSE_CODES for whole vectors.
+    2. Give the native ops the name: ops/tf/wire.cc and ops/tf/low_bits.cc list the same ones.
     3. Say what it costs in docs/explanation/routes.md, and run scripts/documents/reference.py.
     Schemes, prices, recipes, laws, the tests of wire formats and the comparison of GPU and CPU walk
     over these tables. A format of another package derives from `wire.formats.WireFormat`.
@@ -39,17 +46,26 @@ PLAIN = "plain"
 # Bytes of an entry.
 ENTRY_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
-# Formats of dense routes: the dtype in which entries travel.
+# The dtypes in which entries travel.
 VALUE_DTYPES = ("float32", "float16", "bfloat16")
 
-# Those that are narrower than float32: what rounding to them loses stays in a residual.
-NARROW = VALUE_DTYPES[1:]
-
-# Bits of a code.
+# Bits of a code of a selected entry.
 CODE_BITS = {"int8": 8, "int4": 4}
 
-# Values that share a step, where values are written as codes.
+# Selected entries that share a step, where they are written as codes.
 CODE_BLOCK = 32
+
+# Bits of a code of an entry of a whole vector.
+DENSE_CODES = {**CODE_BITS, "int2": 2, "int1": 1}
+
+# Entries of a whole vector that share a step.
+DENSE_CODE_BLOCK = 128
+
+# Formats of dense routes.
+DENSE_WIRES = (*VALUE_DTYPES, *DENSE_CODES)
+
+# Those that are narrower than float32: what rounding to them loses stays in a residual.
+NARROW = DENSE_WIRES[1:]
 
 # Entries that a uint16 offset can tell apart.
 BLOCK = 65536
@@ -78,7 +94,7 @@ SPARSE_FORMATS = {
 }
 SPARSE_WIRES = tuple(SPARSE_FORMATS)
 
-WIRES = (PLAIN, *VALUE_DTYPES, *SPARSE_WIRES)
+WIRES = (PLAIN, *DENSE_WIRES, *SPARSE_WIRES)
 
 
 def low_bits(k: int, size: int) -> int:
@@ -115,6 +131,20 @@ def code_words(k: int, dtype: str) -> tuple[int, int]:
     """
     blocks = -(-k // CODE_BLOCK)
     return (blocks + 1) // 2, -(-k * CODE_BITS[dtype] // 32)
+
+
+def dense_code_words(entries: int, wire: str) -> tuple[int, int]:
+    """Count the int32 words of a shard written as codes: steps of blocks, codes of whole blocks.
+
+    >>> dense_code_words(1000, "int1")
+    (4, 32)
+
+    Args:
+        entries: of the shard, >= 0.
+        wire: one of DENSE_CODES.
+    """
+    blocks = -(-entries // DENSE_CODE_BLOCK)
+    return (blocks + 1) // 2, blocks * DENSE_CODE_BLOCK * DENSE_CODES[wire] // 32
 
 
 # (k, size) -> int32 words of counts or a bitmap, and of indices, offsets or low bits

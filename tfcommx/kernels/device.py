@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.core.wire_formats import CODE_BITS
-from tfcommx.kernels import dense, lars, loader, select, sparse, wire, wire_codes
+from tfcommx.core.wire_formats import CODE_BITS, DENSE_CODES
+from tfcommx.kernels import dense, lars, loader, low_bits, select, sparse, wire, wire_codes
 from tfcommx.kernels.loader import NativeLibraryError
 
 # Entries of the vectors, and how many of them are chosen
@@ -50,7 +50,7 @@ def compare_with_cpu(device: str) -> None:
     """
     problem = ""
     with tf.init_scope():
-        for results_on in (_exchange, _selections, _dense, _updates, _many_strips):
+        for results_on in (_exchange, _selections, _dense, _low_bits, _updates, _many_strips):
             try:
                 results = results_on(device)
             except tf.errors.OpError as error:
@@ -155,6 +155,29 @@ def _dense(device: str) -> dict[str, np.ndarray]:
                 f"vector in {dtype}": tf.bitcast(written, tf.uint16),
                 f"residual of {dtype}": residual,
                 f"sum of {dtype}": dense.add(parts, dtype, 3, 1 / 3),
+            }
+        return _arrays(found)
+
+
+def _low_bits(device: str) -> dict[str, np.ndarray]:
+    """Write two shards in codes, with a residual, add one of them to itself, and read both."""
+    old, gradient = _normal(2)
+    found: dict[str, Any] = {}
+    entries = ENTRIES // 2
+    with tf.device(device):
+        for codes in DENSE_CODES:
+            residual, given = tf.Variable(old[1:]), tf.constant(gradient[1:])
+            words = low_bits.write(given, residual, codes, entries, 2 * entries - 50)
+            after = residual.read_value()
+            shard = words[len(words) // 2 :]
+            parts = tf.concat([shard, shard, shard], axis=0)
+            total = low_bits.add_and_write(parts, residual, codes, entries, entries, entries - 50)
+            found |= {
+                f"vector in {codes}": words,
+                f"residual of {codes}": after,
+                f"sum of {codes}": total,
+                f"residual of a sum of {codes}": residual,
+                f"numbers of {codes}": low_bits.read(words, codes, entries, 1 / 3),
             }
         return _arrays(found)
 

@@ -164,8 +164,8 @@ def _check_auto(scheme: Scheme) -> None:
         if getattr(scheme, name) not in (PLAIN, *known):
             raise PlanError(
                 'Scheme("auto") writes selected entries in a format of sparse routes (`wire`), and '
-                "what is not selected as it is or in 16 bits (`dense_wire`, or `wire` without a "
-                f"selection). Received selection={scheme.selection!r} with "
+                "what is not selected as it is or in 16 or fewer bits (`dense_wire`, or `wire` "
+                f"without a selection). Received selection={scheme.selection!r} with "
                 f"{name}={getattr(scheme, name)!r}. Leave it out, or take "
                 f"{', '.join(known) or 'a selection'}."
             )
@@ -194,7 +194,7 @@ def _check_peers(scheme: Scheme) -> None:
     narrow = scheme.wire in NARROW or scheme.dense_wire in NARROW
     if scheme.peer_route != "allreduce" and narrow:
         raise PlanError(
-            "In 16 bits the torus sums among peers by the engine or by alltoall. Received "
+            "In 16 or fewer bits the torus sums among peers by the engine or by alltoall. Received "
             f"peer_route={scheme.peer_route!r} with wire={scheme.wire!r} and "
             f"dense_wire={scheme.dense_wire!r}. Leave one of them out."
         )

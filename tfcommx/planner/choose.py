@@ -2,7 +2,7 @@
 
     asked for               tried
     selection "all"         every dense route of the cluster x mergings; nothing is lost
-    in 16 bits              these, and every dense route that writes them; what is rounded is kept
+    in 16 or fewer bits     these, and every dense route that writes them; what is rounded is kept
     by a compression        these, and every dense route with it; what is not sent is kept
     "mstopk" at a density   these, and every sparse route x mergings, with what stays dense on the
                             dense route that is notably faster alone, or Horovod's
@@ -95,7 +95,7 @@ def _step_s(one: Prediction) -> float:
 def _dense(asked: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
     """Return the schemes that select nothing, plain Horovod's first.
 
-    Also in 16 bits, or by a compression, if that is asked for.
+    Also in fewer bits, or by a compression, if that is asked for.
     """
     plain = Scheme(bucket_bytes=asked.bucket_bytes, block_bytes=asked.block_bytes)
     narrow = asked.wire if asked.selection == "all" else asked.dense_wire

@@ -440,7 +440,7 @@ def _compressed(
 
 
 def _wire(stream: Stream, topology: Topology) -> str:
-    """Return how a stream is written: in 16 bits only if it is of float32, and travels."""
+    """Return how a stream is written: in fewer bits only if it is of float32, and travels."""
     wire = stream.way.wire
     as_it_is = stream.dtype != "float32" or topology.size == 1
     return PLAIN if wire in NARROW and as_it_is else wire

@@ -5,14 +5,24 @@
     rank 2  [c0 c1 c2]                [a2 b2 c2]  C = a2+b2+c2           [A B C]
 
 There is no arithmetic in the collectives. Entries travel in the bucket's wire dtype; sums are made
-in float32 (float64 vectors on the plain wire: in float64). In 16 bits entries are rounded where
-they leave their rank, and sums where they leave their owner; both keep what rounding loses in
-their residuals. A finite number that float16 cannot hold arrives as the largest that it can, and
-the rest stays: loss scaling looks at gradients before the exchange, and would not see an Inf that
-is made in it.
+in float32 (float64 vectors on the plain wire: in float64). In 16 bits, and in codes of 8 to 1 bits,
+entries are rounded where they leave their rank, and sums where they leave their owner; both keep
+what rounding loses. A finite number that float16 cannot hold arrives as the largest that it can,
+and the rest stays: loss scaling looks at gradients before the exchange, and would not see an Inf
+that is made in it.
+
+A rank keeps both errors in one residual, as long as the vector. In the shard that a rank owns, the
+owner adds to the sum what it did not write itself, so its own entries are exact there, and the
+rounding error of the sum takes their place. That is one error for the whole cluster, which the next
+step adds once, and the residuals of a bucket can be saved, summed and redistributed alike.
+
+The bytes that a rank sends do not grow with the number of ranks, unlike those of selected entries,
+which all ranks gather.
 
 Source: Ma et al., "Theano-MPI: a Theano-based Distributed Training Framework" (2016), section 3.2;
-with the wire dtype float16 it is the paper's ASA16, which loses what it rounds.
+with the wire dtype float16 it is the paper's ASA16, which loses what it rounds. With codes, error
+feedback on both hops: Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with
+Double-Pass Error-Compensated Compression" (2019), algorithm 1, whose server is here the owner.
 """
 
 from __future__ import annotations
@@ -20,7 +30,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tfcommx import engines
-from tfcommx.core import ENTRY_BYTES, PLAIN, VALUE_DTYPES, Bucket, Links, Topology, Traffic, cost
+from tfcommx.core import DENSE_WIRES, ENTRY_BYTES, PLAIN, Bucket, Links, Topology, Traffic, cost
 from tfcommx.routes.route import DenseRoute, Tensor, slowest_link
 from tfcommx.wire import formats
 
@@ -33,7 +43,7 @@ class Asa(DenseRoute):
     """Each rank adds one of p equal parts of the vector."""
 
     name = "asa"
-    wires = (PLAIN, *VALUE_DTYPES)
+    wires = (PLAIN, *DENSE_WIRES)
     shards = "ranks"
 
     def run(self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec) -> Tensor:
@@ -62,19 +72,18 @@ class Asa(DenseRoute):
 
         **Ranks:** all of the group.
         """
-        dtype, members, start = formats.dense_dtype(bucket), comm.members(group), 0
+        dtype, members = formats.dense_dtype(bucket), comm.members(group)
         scale = own * formats.sum_scale(dtype, len(members))
+        total = codec.write_dense(flat, dtype, 0, own, 1 / own)
         if len(members) > 1:
-            written = codec.write_dense(flat, dtype, 0, own, 1 / own)
-            mine = comm.alltoall(written, group, f"{bucket.name}/alltoall")
-            flat = codec.add_dense(mine, dtype, len(members), own)
-            start = members.index(comm.rank) * flat.shape[0]
-        total = codec.write_dense(flat, dtype, start, scale, 1 / scale)
+            mine = comm.alltoall(total, group, f"{bucket.name}/alltoall")
+            start = members.index(comm.rank) * (flat.shape[0] // len(members))
+            total = codec.add_and_write_dense(mine, dtype, len(members), start, own, scale)
         return comm.all_gather(total, group, f"{bucket.name}/gather")
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Count what one rank sends: (p - 1)/p straight to the owners, then its shard in a ring."""
-        sent = (topology.size - 1) / topology.size * formats.dense_bytes(bucket)
+        sent = (topology.size - 1) / topology.size * formats.dense_bytes(bucket, topology.size)
         alltoall = cost.alltoall_traffic(sent, "world", topology)
         gather = cost.ring_traffic(sent, "world", topology)
         return Traffic(alltoall.inside + gather.inside, alltoall.between + gather.between)
@@ -84,7 +93,8 @@ class Asa(DenseRoute):
 
         The paper gives no formula.
         """
-        ranks, total, engine = topology.size, formats.dense_bytes(bucket), engines.of(links)
+        ranks, engine = topology.size, engines.of(links)
+        total = formats.dense_bytes(bucket, ranks)
         wide = ENTRY_BYTES[formats.sum_dtype(formats.dense_dtype(bucket))]
         gamma = slowest_link(topology, links).gamma_s_per_byte
         added = (ranks - 1) / ranks * bucket.padded * wide * gamma

@@ -81,7 +81,7 @@ class Route(abc.ABC, Generic[Options]):
     def padding(self, size: int, wire: str, topology: Topology) -> int:
         """Count the zeros that must follow `size` entries so that the route can cut equal shards.
 
-        In 16 bits peers cut a slot's shard among themselves.
+        In 16 or fewer bits peers cut a slot's shard among themselves.
         """
         shards = "ranks" if self.shards == "slots" and wire in NARROW else self.shards
         return -size % {"none": 1, "slots": topology.slots, "ranks": topology.size}[shards]

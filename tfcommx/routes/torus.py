@@ -3,11 +3,12 @@
 Between nodes each rank moves only its shard, so all slots of a node share the node's traffic. The
 allreduce among peers is the engine's own, or one of the routes of messages (`Scheme.peer_route`).
 
-In 16 bits the node's sums are made in float32, because its links are fast; each slot rounds its
-shard of them and keeps the rounding error. Among peers half the bytes travel: float16 by the
+In fewer bits the node's sums are made in float32, because its links are fast; each slot rounds its
+shard of them and keeps the rounding error. Among peers fewer bytes travel: float16 by the
 engine, which rounds each of its additions, as `allreduce` does; bfloat16, which no engine adds, by
-alltoall and all-gather as on `asa`, which adds in float32 and keeps all that it rounds. (One peer
-to a node: both send what a ring sends.) The sums travel in 16 bits to the rest of the node, too.
+alltoall and all-gather as on `asa`, which adds in float32 and keeps all that it rounds, and so do
+codes of 8 to 1 bits. (One peer to a node: both send what a ring sends.) The sums travel so to the
+rest of the node, too.
 
 Source: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash" (2018),
 section 3.2; named 2DTAR in Shi et al., "Towards Scalable Distributed Training of Deep Learning on
@@ -86,7 +87,7 @@ class Torus(DenseRoute[TorusOptions]):
         return TorusOptions(peers.name, peers.options(scheme, links))
 
     def shard(self, bucket: Bucket[TorusOptions], topology: Topology, rank: int) -> tuple[int, int]:
-        """Return the part of the rank's slot in 16 bits; otherwise the whole vector."""
+        """Return the part of the rank's slot in fewer bits; otherwise the whole vector."""
         return slot_part(bucket, topology, rank) if bucket.rounds else (0, bucket.padded)
 
     def needs_messages(self, bucket: Bucket[TorusOptions]) -> bool:
@@ -96,7 +97,7 @@ class Torus(DenseRoute[TorusOptions]):
     def run(self, flat: Tensor, bucket: Bucket[TorusOptions], comm: Comm, codec: Codec) -> Tensor:
         """Return the sum of `flat` over all ranks.
 
-        **Ranks:** all. **Cost:** three collectives; in bfloat16 four.
+        **Ranks:** all. **Cost:** three collectives; in bfloat16 and in codes four.
         """
         peers, topology = _of_peers(bucket, comm.topology)[0], comm.topology
         part = comm.reduce_scatter(flat, "node", f"{bucket.name}/scatter")
@@ -112,11 +113,11 @@ class Torus(DenseRoute[TorusOptions]):
     def wire_bytes(self, bucket: Bucket[TorusOptions], topology: Topology) -> Traffic:
         """Count what one rank sends: 2 (n - 1)/n of the vector in its node, its shard by peers.
 
-        In 16 bits half of the latter, and of what the node gathers.
+        In fewer bits less of the latter, and of what the node gathers.
         """
         n = topology.slots
         peers = _among_peers(bucket).wire_bytes(*_of_peers(bucket, topology))
-        inside = (n - 1) / n * (bucket.padded_bytes + formats.dense_bytes(bucket))
+        inside = (n - 1) / n * (bucket.padded_bytes + formats.dense_bytes(bucket, topology.size))
         return Traffic(inside, peers.between)
 
     def port_bytes(self, bucket: Bucket[TorusOptions], topology: Topology) -> float:
@@ -134,11 +135,12 @@ class Torus(DenseRoute[TorusOptions]):
         """Split the price: reduce-scatter inside, the peers between, all-gather inside."""
         n, engine, node = topology.slots, engines.of(links), Topology(1, topology.slots)
         part, peers = _of_peers(bucket, topology)
+        gathered = formats.dense_bytes(bucket, topology.size) / n
         summed = _among_peers(bucket).seconds(part, peers, engine.shared_port(links, n))
         return [
             Stage("inside", engine.reduce_scatter(bucket.padded_bytes, node, links)),
             Stage("between", summed),
-            Stage("inside", engine.all_gather(formats.dense_bytes(bucket) / n, node, links)),
+            Stage("inside", engine.all_gather(gathered, node, links)),
         ]
 
 
@@ -148,7 +150,7 @@ def _among_peers(bucket: Bucket[TorusOptions]) -> DenseRoute:
 
 
 def _adds_narrow(bucket: Bucket[TorusOptions]) -> allreduce.Allreduce | asa.Asa:
-    """Return who sums 16 bits among peers: the engine, if it can add them."""
+    """Return who sums fewer bits among peers: the engine, if it can add them."""
     return allreduce.ROUTE if bucket.wire in allreduce.ROUTE.wires else asa.ROUTE
 
 

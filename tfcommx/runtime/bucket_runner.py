@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfcommx import compression, routes, selection
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import Bucket, ConfigurationError, Piece, Plan, Sparse
+from tfcommx.core import DENSE_CODES, Bucket, ConfigurationError, Piece, Plan, Sparse
 from tfcommx.kernels.sparse import keep
 from tfcommx.routes.compressed import vectors
 from tfcommx.routes.route import DenseRoute, ListRoute, SparseRoute
@@ -278,7 +278,11 @@ class BucketRunner:
         # bits, except for numbers so small or large that float32 cannot hold them
         exact = bucket.k is not None and math.frexp(self.factor)[0] == 0.5
         self.codec = codec.Codec(self.factor if exact else 1.0)
-        if bucket.rounds:
+        if bucket.wire in DENSE_CODES:
+            # Both routes that write codes cut the vector into a shard for each rank
+            shard, real = bucket.padded // plan.topology.size, bucket.size - state.shard.start
+            self.codec = codec.CodesCodec(state.residual, shard, real, self.factor)
+        elif bucket.rounds:
             self.codec = codec.RoundingCodec(state.residual, self.factor)
         self._factor_after = 1.0 if exact or bucket.rounds else self.factor
         self.selector = None if bucket.k is None else BucketSelector(plan, index, state, comm)

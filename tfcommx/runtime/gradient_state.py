@@ -4,7 +4,7 @@
                               |
                               +--> sums of several plans; a file; other numbers of ranks
 
-    residuals       gradients that were not sent, and what 16-bit formats round off: each rank's
+    residuals       gradients that were not sent, and what narrow formats round off: each rank's
                     own, whose sum over the ranks is conserved
     velocities      the momentum of a scheme: likewise
     compressions    states of compressions, equal on all ranks

@@ -2,7 +2,7 @@
 
 Between steps a rank keeps, of each bucket, its shard of
 
-    residual    gradients that were not sent, and what 16-bit formats round off; on other dense
+    residual    gradients that were not sent, and what narrow formats round off; on other dense
                 routes what plans before had not sent
     velocity    the momentum of a scheme with `momentum`
     compression the state of a compression, equal on all ranks

@@ -2,6 +2,7 @@
 
     Codec            loses nothing: sparse buckets, and dense ones in the dtype of their entries
     RoundingCodec    dense buckets in 16 bits; a residual keeps what rounding loses
+    CodesCodec       dense buckets in codes of 8 to 1 bits; likewise
 
 `rounded` is the same for the entries that a sparse bucket sends. `core.wire_formats` has the table.
 """
@@ -13,6 +14,7 @@ import tensorflow as tf
 from tfcommx.core import Sparse
 from tfcommx.core.wire_formats import CODE_BITS, SPARSE_FORMATS
 from tfcommx.kernels import dense as dense_kernel
+from tfcommx.kernels import low_bits as low_bits_kernel
 from tfcommx.kernels import sparse as merge_kernel
 from tfcommx.kernels import wire as wire_kernel
 from tfcommx.kernels import wire_codes
@@ -157,6 +159,22 @@ class Codec:
             total += other
         return total
 
+    def add_and_write_dense(
+        self, written: tf.Tensor, dtype: str, parts: int, start: int, own: float, scale: float
+    ) -> tf.Tensor:
+        """Add equal parts of what `write_dense` wrote, and write the sum.
+
+        Args:
+            written: the parts, one after another.
+            dtype: in which they travel, and the sum.
+            parts: >= 1.
+            start: of the part in the vector that this rank wrote.
+            own: the scale with which the parts were written.
+            scale: of the sum.
+        """
+        total = self.add_dense(written, dtype, parts, own)
+        return self.write_dense(total, dtype, start, scale, 1 / scale)
+
 
 class RoundingCodec(Codec):
     """Writes a dense vector in 16 bits: a residual keeps what rounding loses.
@@ -193,3 +211,41 @@ class RoundingCodec(Codec):
     ) -> tf.Tensor:
         """Add equal parts of what was written with this scale, in float32 and in their order."""
         return dense_kernel.add(written, dtype, parts, 1 / scale)
+
+
+class CodesCodec(Codec):
+    """Writes a dense vector in codes of 8 to 1 bits: a residual keeps what they lose.
+
+    Args:
+        residual: of this rank: float32, as long as its part of the vector.
+        entries: of a shard that is written by itself, >= 1.
+        real: entries of this rank's part of the vector that are no padding.
+        factor: of what is read at the end.
+    """
+
+    def __init__(self, residual: tf.Variable, entries: int, real: int, factor: float = 1.0) -> None:
+        super().__init__(factor)
+        self._residual, self._entries, self._real = residual, entries, real
+
+    def write_dense(
+        self, entries: tf.Tensor, dtype: str, start: int = 0, scale: float = 1.0, reach: float = 1.0
+    ) -> tf.Tensor:
+        """Write shards of entries and what the residual holds for them; it keeps the rest.
+
+        See `kernels.low_bits.write`. Steps need no scale: their bfloat16 reaches as far as float32.
+        """
+        return low_bits_kernel.write(entries, self._residual, dtype, self._entries, self._real)
+
+    def add_and_write_dense(
+        self, written: tf.Tensor, dtype: str, parts: int, start: int, own: float, scale: float
+    ) -> tf.Tensor:
+        """Add a shard as several ranks wrote it, and what the residual holds for it; write that."""
+        return low_bits_kernel.add_and_write(
+            written, self._residual, dtype, self._entries, start, self._real - start
+        )
+
+    def read_dense(
+        self, written: tf.Tensor, dtype: str, into: tf.DType, scale: float = 1.0
+    ) -> tf.Tensor:
+        """Read shards, times the factor."""
+        return tf.cast(low_bits_kernel.read(written, dtype, self._entries, self.factor), into)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from tfcommx.core import ENTRY_BYTES, PLAIN, Bucket, Sparse, is_member, load_member
-from tfcommx.core.wire_formats import wire_words
+from tfcommx.core import DENSE_CODES, ENTRY_BYTES, PLAIN, Bucket, Sparse, is_member, load_member
+from tfcommx.core.wire_formats import dense_code_words, wire_words
 
 # Of TensorFlow, which plans and prices do not load
 Tensor = Any
@@ -104,7 +104,7 @@ def size_bytes(k: int, size: int, wire: str) -> int:
 
 
 def dense_dtype(bucket: Bucket) -> str:
-    """Name the dtype in which a dense bucket's entries travel.
+    """Name the dtype, or the width of codes, in which a dense bucket's entries travel.
 
     >>> dense_dtype(Bucket("b", ("w",), (4,), "float32", "asa", wire="float16"))
     'float16'
@@ -121,9 +121,20 @@ def sum_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def dense_bytes(bucket: Bucket) -> int:
-    """Count the bytes of a dense bucket's vector as it travels."""
-    return bucket.padded * ENTRY_BYTES[dense_dtype(bucket)]
+def dense_bytes(bucket: Bucket, shards: int = 1) -> int:
+    """Count the bytes of a dense bucket's vector as it travels.
+
+    >>> dense_bytes(Bucket("b", ("w",), (2000,), "float32", "asa", wire="int1"), shards=2)
+    288
+
+    Args:
+        bucket: on a dense route.
+        shards: equal parts that are written by themselves: codes have blocks in each.
+    """
+    dtype = dense_dtype(bucket)
+    if dtype in DENSE_CODES:
+        return 4 * shards * sum(dense_code_words(bucket.padded // shards, dtype))
+    return bucket.padded * ENTRY_BYTES[dtype]
 
 
 def sum_scale(dtype: str, ranks: int) -> float:

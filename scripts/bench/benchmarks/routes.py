@@ -36,7 +36,16 @@ from bench.checks import gradient, weighted_sum
 import tfcommx as cx
 from tfcommx import routes
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import NOMINAL, PLAIN, ConfigurationError, Links, Plan, Scheme, replacing
+from tfcommx.core import (
+    DENSE_CODES,
+    NOMINAL,
+    PLAIN,
+    ConfigurationError,
+    Links,
+    Plan,
+    Scheme,
+    replacing,
+)
 from tfcommx.launch.launcher import launch_interfaces
 from tfcommx.measure.links import probe
 from tfcommx.planner.check import check_scheme
@@ -143,11 +152,15 @@ def exchange(comm: Comm, plan: Plan, n: int, repeats: int) -> tuple[list[float],
             arrived,
             sum(map(weighted_sum, residuals.values())),
             weighted_sum(mine.numpy()[:, 0]),
+            weighted_sum(abs(mine.numpy()[:, 0])),
             (comm.traffic().between - before.between) / steps,
         )
     )
-    sums, kept, given, sent = zip(*everyone, strict=True)
-    complete = len(set(sums)) == 1 and sums[0] + sum(kept) == steps * sum(given)
+    sums, kept, given, sizes, sent = zip(*everyone, strict=True)
+    # Codes and what they leave add up to float32 rounding; a typical entry is more than is allowed
+    allowed = 1e-8 * steps * sum(sizes) if plan.buckets[0].wire in DENSE_CODES else 0.0
+    lost = abs(sums[0] + sum(kept) - steps * sum(given))
+    complete = len(set(sums)) == 1 and lost <= allowed
     return seconds[WARM_UP:], statistics.mean(sent), complete
 
 
@@ -199,7 +212,7 @@ def names(chosen: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Yield the routes that were asked for, each with its wire formats."""
     for route in chosen.routes or [*routes.ROUTES, "torus+pipeline"]:
         for wire in routes.get(route.partition("+")[0]).wires:
-            # Among peers 16 bits have a way of their own
+            # Among peers fewer bits have a way of their own
             if (not chosen.wires or wire in chosen.wires) and ("+" not in route or wire == PLAIN):
                 yield route, wire
 

@@ -58,7 +58,13 @@ def of_launches(route: str, wire: str) -> Any:
     [of_launches(route, "plain") for route in routes.ROUTES]
     + [
         of_launches(route, wire)
-        for route, wire in (("allreduce", "float16"), ("torus", "bfloat16"), ("asa", "float16"))
+        for route, wire in (
+            ("allreduce", "float16"),
+            ("torus", "bfloat16"),
+            ("asa", "float16"),
+            ("asa", "int4"),
+            ("torus", "int8"),
+        )
     ],
 )
 def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str, wire: str) -> None:
@@ -78,6 +84,19 @@ def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str, wire: st
     history = net.history.history["loss"]
     assert history[-1] < history[0]
     assert comm.gather_objects(history) == [history] * comm.topology.size
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_codes_of_8_and_4_bits_train_as_plain_sums(comm: Comm, wire: str) -> None:
+    losses = []
+    for scheme in (cx.Scheme(), cx.Scheme("asa", wire=wire)):
+        net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), scheme))
+        fit(net, comm, epochs=4)
+        losses.append(net.history.history["loss"])
+    plain, coded = losses
+    np.testing.assert_allclose(coded, plain, rtol=0.02)
+    # Codes have been used
+    assert (coded != plain) == (comm.topology.size > 1)
 
 
 @pytest.mark.parametrize(

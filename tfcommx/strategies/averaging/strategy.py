@@ -143,8 +143,8 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
                 )
             raise ConfigurationError(
                 'Weights travel whole, and are averaged: sends="weights" needs dense schemes '
-                "without momentum, without a compression and without 16 bits on the wire, which "
-                f'would round the weights, and op="average". Received {what}. Take '
+                "without momentum, without a compression and without 16 or fewer bits on the wire, "
+                f'which would round the weights, and op="average". Received {what}. Take '
                 'sends="updates", or other schemes.'
             )
 
