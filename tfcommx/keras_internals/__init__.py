@@ -2,6 +2,7 @@
 
 version      which versions of Keras it is tested with
 exchange     what the mixins need of an optimizer's exchanger
+momenta      what an optimizer has whose momenta travel in place of gradients
 step         takes part in the step of an optimizer: exchanges where Keras would clip; updates all
              variables together
 optimizers   copies of optimizers, and state that Keras does not save
@@ -45,6 +46,7 @@ from tfcommx.keras_internals.models import (
     statistics_of,
     variables_with_own_files,
 )
+from tfcommx.keras_internals.momenta import SendsMomentum
 from tfcommx.keras_internals.optimizers import (
     accumulated_gradients,
     copy_state,
@@ -65,6 +67,7 @@ from tfcommx.keras_internals.step import (
     ExchangesGradients,
     UpdatesTogether,
     compiled_by_xla,
+    require_one_replica,
     traced_batch,
 )
 from tfcommx.keras_internals.version import require_fit_keras
@@ -73,6 +76,7 @@ __all__ = [
     "AgreedLossScale",
     "ExchangesGradients",
     "OwnMoments",
+    "SendsMomentum",
     "StepUnderWay",
     "SumState",
     "UpdatesShards",
@@ -99,6 +103,7 @@ __all__ = [
     "own_variables",
     "plain_copy",
     "replace_train_function",
+    "require_one_replica",
     "require_shardable",
     "restore_train_step",
     "saved_values",
