@@ -227,7 +227,7 @@ def test_not_wrapped_it_freezes_alike_and_sends_nothing() -> None:
     np.testing.assert_allclose(
         weights[0].numpy(),
         before - RATE * mean / (1 - BETA_1**3) / (np.sqrt(square) + EPSILON),
-        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -266,37 +266,35 @@ def test_refused_options(options: dict[str, Any], said: str) -> None:
         cx.optimizers.OneBitAdam(**options)
 
 
-INPUTS, OUTPUTS, ROWS, STEPS = 32, 32, 64, 300
+INPUTS, OUTPUTS, ROWS, STEPS = 32, 32, 16, 300
 
 
-def final_loss(make: Callable[[], keras.optimizers.Optimizer], scheme: Scheme) -> float:
-    """Fit a linear model whose inputs differ in size, each rank to rows of its own."""
+def final_error(make: Callable[[], keras.optimizers.Optimizer], scheme: Scheme) -> float:
+    """Fit a noisy linear model of inputs whose sizes differ; return the error without the noise."""
     numbers = np.random.default_rng(0)
-    inputs = numbers.normal(size=(2, ROWS, INPUTS)) * np.geomspace(0.1, 1, INPUTS)
-    targets = inputs @ numbers.normal(size=(INPUTS, OUTPUTS))
-    targets += 0.1 * numbers.normal(size=targets.shape)
+    sizes = numbers.permutation(np.geomspace(0.1, 1, INPUTS))
+    truth = numbers.normal(size=(INPUTS, OUTPUTS))
 
     def work(comm: Comm) -> np.ndarray:
         optimizer = wrap(make(), comm, scheme)
-        weights = [keras.Variable(np.zeros((INPUTS, OUTPUTS), "float32"))]
+        weights = [keras.Variable(np.zeros(truth.shape, "float32"), name="kernel")]
         batches = np.random.default_rng([1, comm.rank])
         for step in range(STEPS):
             optimizer.learning_rate = 0.1 * (1 - step / STEPS)
-            rows = batches.choice(ROWS, 16, replace=False)
-            x, y = inputs[comm.rank, rows], targets[comm.rank, rows]
-            gradient = x.T @ (x @ weights[0].numpy() - y) / len(rows)
+            x = sizes * batches.normal(size=(ROWS, INPUTS))
+            noise = 2 * batches.normal(size=(ROWS, OUTPUTS))
+            gradient = x.T @ (x @ (weights[0].numpy() - truth) - noise) / ROWS
             optimizer.apply([tf.constant(gradient, tf.float32)], weights)
         return weights[0].numpy()
 
     first, second = ThreadComm.run(Topology(2, 1), work)
     np.testing.assert_array_equal(first, second)
-    return float(np.square(inputs @ first - targets).mean())
+    return float(np.square(sizes[:, None] * (first - truth)).sum() / OUTPUTS)
 
 
 def test_it_trains_as_adam_does_where_gradients_in_one_bit_do_not() -> None:
-    adam = final_loss(lambda: keras.optimizers.Adam(0.1), Scheme())
-    momenta = final_loss(lambda: cx.optimizers.OneBitAdam(0.1, freeze_after=30), ONE_BIT)
-    behind = final_loss(lambda: keras.optimizers.Adam(0.1), ONE_BIT)
-    print(adam, momenta, behind)
-    assert momenta < 1.2 * adam
-    assert behind > 2 * adam
+    adam = final_error(lambda: keras.optimizers.Adam(0.1), Scheme())
+    momenta = final_error(lambda: cx.optimizers.OneBitAdam(0.1, freeze_after=30), ONE_BIT)
+    behind = final_error(lambda: keras.optimizers.Adam(0.1), ONE_BIT)
+    assert momenta < 1.15 * adam
+    assert behind > 1.6 * adam

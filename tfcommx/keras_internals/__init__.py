@@ -2,7 +2,7 @@
 
 version      which versions of Keras it is tested with
 exchange     what the mixins need of an optimizer's exchanger
-momenta      what an optimizer has whose momenta travel in place of gradients
+momenta      an Adam of which momenta travel in place of gradients from some step on
 step         takes part in the step of an optimizer: exchanges where Keras would clip; updates all
              variables together
 optimizers   copies of optimizers, and state that Keras does not save
@@ -67,7 +67,6 @@ from tfcommx.keras_internals.step import (
     ExchangesGradients,
     UpdatesTogether,
     compiled_by_xla,
-    require_one_replica,
     traced_batch,
 )
 from tfcommx.keras_internals.version import require_fit_keras
@@ -103,7 +102,6 @@ __all__ = [
     "own_variables",
     "plain_copy",
     "replace_train_function",
-    "require_one_replica",
     "require_shardable",
     "restore_train_step",
     "saved_values",

@@ -18,7 +18,11 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from tfcommx.core import ConfigurationError
 from tfcommx.keras_internals.exchange import Exchange
 from tfcommx.keras_internals.momenta import SendsMomentum
-from tfcommx.keras_internals.optimizers import moving_averages, state_of_weights
+from tfcommx.keras_internals.optimizers import (
+    moving_averages,
+    require_one_replica,
+    state_of_weights,
+)
 
 
 def compiled_by_xla() -> bool:
@@ -237,17 +241,6 @@ class AgreedLossScale(Mixin):
             variable.assign(store[str(place)])
         inner = {str(place - own): store[str(place)] for place in range(own, len(store.keys()))}
         self.inner_optimizer.load_own_variables(inner)
-
-
-def require_one_replica(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuse a tf.distribute strategy of several replicas. **Raises:** ConfigurationError."""
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if replicas > 1:
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} updates one replica in a process. Received a "
-            f"tf.distribute strategy of {replicas}. Start one process for each GPU: "
-            "horovodrun, cx.init(), cx.DistributedOptimizer."
-        )
 
 
 class UpdatesTogether(Mixin):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +10,9 @@ import keras
 import tensorflow as tf
 
 from tfcommx.core import ConfigurationError, check_whole
-from tfcommx.keras_internals import SendsMomentum, require_one_replica
+from tfcommx.keras_internals import SendsMomentum, trainable_variables
 from tfcommx.optim.requested_plan import path_of
-from tfcommx.optimizers.layerwise import check_number
+from tfcommx.optimizers.layerwise import check_number, check_patterns, matches_any
 
 # Second moments are known if their sum changes by less than this factor in 1 / (1 - beta_2) updates
 STABLE = 0.96
@@ -92,13 +91,8 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
     ) -> None:
         if keras_options.pop("amsgrad", False):
             raise ConfigurationError(
-                "OneBitAdam freezes its second moments, of which `amsgrad` takes the largest. "
+                "OneBitAdam freezes its second moments, and AMSGrad takes the largest of them. "
                 "Received amsgrad=True. Leave it out."
-            )
-        if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
-            raise ConfigurationError(
-                "`exclude` must be a list of patterns of variable paths, such as "
-                f"['*embedding*']. Received {exclude!r}."
             )
         super().__init__(
             learning_rate,
@@ -109,7 +103,7 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
         )
         if freeze_after is not None:
             freeze_after = check_whole("freeze_after", freeze_after, least=1)
-        self.freeze_after, self.exclude = freeze_after, tuple(exclude)
+        self.freeze_after, self.exclude = freeze_after, check_patterns(exclude)
         self.dense_below = check_whole("dense_below", dense_below, least=0)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
@@ -117,15 +111,15 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
         if self.built:
             return
         super().build(variables)
-        self.frozen_at = self.add_variable((), dtype="int64", name="frozen_at")
-        # Sum of the second moments, and the learning rate, when the two were compared last
+        with tf.init_scope():  # Read while the first step is traced
+            self.frozen_at = self.add_variable((), dtype="int64", name="frozen_at")
+        # Sum of the second moments, and the learning rate, when they were compared last
         self.last_sum = self.add_variable((), dtype="float32", name="last_sum")
         self.last_rate = self.add_variable((), dtype="float32", name="last_rate")
 
     def sends_momentum(self, variable: keras.Variable | tf.Variable) -> bool:
         """Return True if this variable's momentum travels once v is frozen."""
-        path, shape = path_of(variable), tuple(variable.shape)
-        excluded = any(fnmatch.fnmatchcase(path, pattern) for pattern in self.exclude)
+        shape, excluded = tuple(variable.shape), matches_any(path_of(variable), self.exclude)
         return not excluded and len(shape) > 1 and math.prod(shape) >= self.dense_below
 
     def momenta(
@@ -138,76 +132,53 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
         ]
 
     def _moved(self, gradient: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
-        momentum = self._momentums[self._get_variable_index(variable)].value
+        momentum = self.momentum_of(variable)
         return momentum + (tf.cast(gradient, momentum.dtype) - momentum) * (1 - self.beta_1)
 
-    # What follows is a graph already, also in a caller's loop.
-    @tf.autograph.experimental.do_not_convert
-    def _backend_update_step(
-        self,
-        grads: Sequence[tf.Tensor],
-        trainable_variables: Sequence[keras.Variable],
-        learning_rate: Any,
+    def update_frozen(
+        self, received: Sequence[tf.Tensor], variables: Sequence[keras.Variable], learning_rate: Any
     ) -> None:
-        require_one_replica(self)
-        by_adam = super()._backend_update_step
-
-        def learn() -> None:
-            by_adam(grads, trainable_variables, learning_rate)
-            self._freeze_if_due(learning_rate)
-
-        # In the last call of an iterator, which has no data, nothing here may run.
-        with tf.control_dependencies([tf.convert_to_tensor(grads[-1])]):
-            tf.cond(
-                self.is_frozen(),
-                lambda: self._update_frozen(grads, trainable_variables, learning_rate),
-                learn,
-            )
-
-    def _update_frozen(
-        self, grads: Sequence[tf.Tensor], variables: Sequence[keras.Variable], learning_rate: Any
-    ) -> None:
-        """Update by momenta, as they were received, and frozen second moments."""
-        if getattr(self, "exchanger", None) is None:  # Nothing has moved them yet
-            grads = self.momenta([tf.convert_to_tensor(grad) for grad in grads], variables)
+        """Update by the momenta that were received, and frozen second moments."""
+        if getattr(self, "exchanger", None) is None:  # These are gradients, which nothing has sent
+            received = self.momenta(received, variables)
         correction = 1 - tf.pow(self.beta_1, tf.cast(self.iterations + 1, tf.float32))
         rate = tf.cast(learning_rate, tf.float32) / correction
-        for received, variable in zip(grads, variables, strict=True):
+        for result, variable in zip(received, variables, strict=True):
             if not self.sends_momentum(variable):
-                self.update_step(received, variable, learning_rate)
+                self.update_step(result, variable, learning_rate)
                 continue
-            position = self._get_variable_index(variable)
-            momentum = tf.cast(received, variable.dtype)
-            scale = tf.sqrt(self._velocities[position].value) + self.epsilon
-            self.assign(self._momentums[position], momentum)
+            momentum = tf.cast(result, variable.dtype)
+            scale = tf.sqrt(self.second_moment_of(variable)) + self.epsilon
+            self.assign(self.momentum_of(variable), momentum)
             self.assign_sub(variable, tf.cast(rate, momentum.dtype) * momentum / scale)
 
-    def _freeze_if_due(self, learning_rate: Any) -> None:
+    def freeze_if_due(self, learning_rate: Any) -> None:
+        """End the first phase if this is its last update."""
+        if not any(map(self.sends_momentum, trainable_variables(self))):
+            return
         step = tf.cast(self.iterations + 1, tf.int64)
         if self.freeze_after is not None:
             due = step >= self.freeze_after
         else:
             due = tf.cond(
                 step % round(1 / (1 - self.beta_2)) == 0,
-                lambda: self._compare(step, learning_rate),
+                lambda: self._has_settled(step, learning_rate),
                 lambda: tf.constant(False),
             )
         tf.cond(due, lambda: self._freeze(step), lambda: None)
 
-    def _frozen_velocities(self) -> list[tf.Variable]:
-        return [
-            self._velocities[self._get_variable_index(variable)].value
-            for variable in self._trainable_variables
-            if self.sends_momentum(variable)
-        ]
+    def _second_moments(self) -> list[tf.Variable]:
+        """Return those that are frozen."""
+        variables = trainable_variables(self)
+        return [self.second_moment_of(one) for one in variables if self.sends_momentum(one)]
 
     def _correction(self, step: tf.Tensor) -> tf.Tensor:
         """Return the part of the squares that v has by this step, float32."""
         return 1 - tf.pow(self.beta_2, tf.cast(step, tf.float32))
 
-    def _compare(self, step: tf.Tensor, learning_rate: Any) -> tf.Tensor:
+    def _has_settled(self, step: tf.Tensor, learning_rate: Any) -> tf.Tensor:
         """Return True if v and the rate have settled since the last time; record them."""
-        sums = [tf.reduce_sum(tf.cast(one, tf.float32)) for one in self._frozen_velocities()]
+        sums = [tf.reduce_sum(tf.cast(one, tf.float32)) for one in self._second_moments()]
         now = self._equal(tf.reshape(tf.add_n(sums), [1]))[0] / self._correction(step)
         rate, before = tf.cast(learning_rate, tf.float32), self.last_sum.value.read_value()
         settled = (STABLE * before <= now) & (STABLE * now <= before) & (before > 0)
@@ -222,7 +193,7 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
 
         Not before any gradient differs from 0.
         """
-        moments = self._frozen_velocities()
+        moments = self._second_moments()
         wide = [tf.cast(one, tf.float32) for one in moments]
         counts = tf.stack([tf.math.count_nonzero(one, dtype=tf.float32) for one in wide])
         sums = self._equal(tf.stack([tf.reduce_sum(one) for one in wide]))

@@ -53,7 +53,7 @@ def test_fit_goes_on_across_the_change_of_phase(
     assert stays == [optimizer.sends_momentum(one) for one in net.trainable_variables]
     assert sum(stays) == 2
     wires = {bucket.wire for plan in exchanger_of(net).plans() for bucket in plan.buckets}
-    assert wires == {"bfloat16", "int1"}
+    assert wires == ({"bfloat16", "int1"} if comm.topology.size > 1 else {"plain"})
 
 
 def test_a_loop_changes_phase_without_a_new_trace(comm: Comm) -> None:
@@ -168,8 +168,9 @@ def test_a_plan_of_its_own_is_refused(comm: Comm) -> None:
     (plan,) = exchanger_of(net).plans()
     with pytest.raises(cx.PlanError, match="needs plan=None"):
         cx.DistributedOptimizer(adam(), plan=plan)
-    with pytest.raises(cx.PlanError, match="diverge in front of a momentum"):
-        cx.DistributedOptimizer(keras.optimizers.Adam(0.1), plan=plan)
+    if comm.topology.size > 1:  # A rank alone has nothing to write
+        with pytest.raises(cx.PlanError, match="diverge in front of a momentum"):
+            cx.DistributedOptimizer(keras.optimizers.Adam(0.1), plan=plan)
 
 
 @pytest.mark.parametrize("wire", ["int1", "int2"])
