@@ -2,6 +2,7 @@
 
 version      which versions of Keras it is tested with
 exchange     what the mixins need of an optimizer's exchanger
+momenta      an Adam of which momenta travel in place of gradients from some step on
 step         takes part in the step of an optimizer: exchanges where Keras would clip; updates all
              variables together
 optimizers   copies of optimizers, and state that Keras does not save
@@ -45,6 +46,7 @@ from tfcommx.keras_internals.models import (
     statistics_of,
     variables_with_own_files,
 )
+from tfcommx.keras_internals.momenta import SendsMomentum
 from tfcommx.keras_internals.optimizers import (
     accumulated_gradients,
     copy_state,
@@ -73,6 +75,7 @@ __all__ = [
     "AgreedLossScale",
     "ExchangesGradients",
     "OwnMoments",
+    "SendsMomentum",
     "StepUnderWay",
     "SumState",
     "UpdatesShards",

@@ -51,6 +51,9 @@ class Guard(Protocol):
     def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
         """Return True if `finite` (bool) holds on every rank."""
 
+    def mean_over_ranks(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Return numbers that are equal but for rounding with the same bits on every rank."""
+
 
 class ShardVariables(Protocol):
     """This rank's shards of the weights."""

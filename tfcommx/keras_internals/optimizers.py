@@ -230,3 +230,14 @@ def state_of_weights(optimizer: keras.optimizers.Optimizer) -> list[tf.Variable]
     slots = slots_of(optimizer)
     slots.pop("_model_variables_moving_average", None)
     return [one.value for slot in slots.values() for one in slot if one is not None]
+
+
+def require_one_replica(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuse a tf.distribute strategy of several replicas. **Raises:** ConfigurationError."""
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if replicas > 1:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} updates one replica in a process. Received a "
+            f"tf.distribute strategy of {replicas}. Start one process for each GPU: "
+            "horovodrun, cx.init(), cx.DistributedOptimizer."
+        )

@@ -17,7 +17,12 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from tfcommx.core import ConfigurationError
 from tfcommx.keras_internals.exchange import Exchange
-from tfcommx.keras_internals.optimizers import moving_averages, state_of_weights
+from tfcommx.keras_internals.momenta import SendsMomentum
+from tfcommx.keras_internals.optimizers import (
+    moving_averages,
+    require_one_replica,
+    state_of_weights,
+)
 
 
 def compiled_by_xla() -> bool:
@@ -157,10 +162,31 @@ class ExchangesGradients(Mixin):
     def _clip_gradients(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
         if not self.exchanger.guard.step.clips:  # Somebody wants gradients clipped, and no step.
             return list(super()._clip_gradients(grads))
-        exchanged = self.exchanger.exchange(
-            grads, tf.convert_to_tensor(self.learning_rate), self._iterations.value
+        if isinstance(self, SendsMomentum):
+            return list(self._exchange_in_phases(grads))
+        return self._clip_exchanged(self._exchange(grads))
+
+    def _exchange(self, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        rate, steps = tf.convert_to_tensor(self.learning_rate), self._iterations.value
+        return self.exchanger.exchange(grads, rate, steps)
+
+    @tf.autograph.experimental.do_not_convert
+    def _exchange_in_phases(self, grads: list[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Exchange gradients, then clip; or clip, then exchange the momenta that they move."""
+        variables, clip = self.exchanger.guard.step.variables, super()._clip_gradients
+        # In the last call of an iterator, which has no data, nothing here may run.
+        with tf.control_dependencies(grads[-1:]):
+            frozen = self.is_frozen()
+        sent = tf.cond(
+            frozen,
+            lambda: self.momenta(clip(grads), variables),
+            lambda: list(map(tf.identity, grads)),
         )
-        return self._clip_exchanged(exchanged)
+        received = self._exchange(sent)
+        result: Sequence[tf.Tensor] = tf.cond(
+            frozen, lambda: list(map(tf.identity, received)), lambda: clip(received)
+        )
+        return result
 
     def _clip_exchanged(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
         return list(super()._clip_gradients(grads))
@@ -232,13 +258,7 @@ class UpdatesTogether(Mixin):
         trainable_variables: Sequence[keras.Variable],
         learning_rate: Any,
     ) -> None:
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        if replicas > 1:
-            raise ConfigurationError(
-                f"{type(self).__name__} updates one replica in a process. Received a "
-                f"tf.distribute strategy of {replicas}. Start one process for each GPU: "
-                "horovodrun, cx.init(), cx.DistributedOptimizer."
-            )
+        require_one_replica(self)
         values = [
             variable if isinstance(variable, tf.Variable) else variable.value
             for variable in trainable_variables

@@ -32,6 +32,7 @@ PRIVATE_MEMBERS: dict[type, tuple[str, ...]] = {
         "_var_key",
         "_variables",
     ),
+    keras.optimizers.Adam: ("_momentums", "_velocities"),
     keras.layers.BatchNormalization: ("_moments", "_reduction_axes"),
     keras.Model: ("_compute_loss", "_initial_epoch"),
     keras.layers.Layer: (

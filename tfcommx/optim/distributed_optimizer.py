@@ -23,6 +23,7 @@ from tfcommx.core import AUTO, ConfigurationError, Links, Plan, Profile, Scheme,
 from tfcommx.keras_internals import (
     AgreedLossScale,
     ExchangesGradients,
+    SendsMomentum,
     UpdatesShards,
     copy_state,
     copy_with,
@@ -148,7 +149,8 @@ def DistributedOptimizer(
             plain Horovod: everything, by its allreduce; `Scheme(wire="float16")` the same in half
             the bytes. `Scheme("auto")`: the fastest of those that lose nothing;
             `Scheme("auto", wire="float16")`: gradients may travel in 16 bits;
-            `Scheme("auto", "mstopk", density=0.01)`: it may select. None: `Scheme("auto")`.
+            `Scheme("auto", "mstopk", density=0.01)`: it may select. None: `Scheme("auto")`; with
+            `cx.optimizers.OneBitAdam` 1 bit an entry by "torus", or by "asa" with one slot a node.
         op: "average" or "sum" over the ranks.
         plan: a plan made before, in place of the one that the scheme and what follows give.
         links: what messages cost on this cluster, or the file of it that `tfcommx probe` wrote;
@@ -176,7 +178,8 @@ def DistributedOptimizer(
     some tenths of a second to some seconds of planning, at most 18 steps of the trial,
     and the tracing of three exchanges in place of one.
     **Raises:** RuntimeError before init(). ConfigurationError for a scheme that cannot be carried
-    out, momentum in both the scheme and the optimizer, or an optimizer wrapped twice.
+    out, momentum in both the scheme and the optimizer, gradients in 1 or 2 bits in front of a
+    momentum, or an optimizer wrapped twice.
     """
     _check_optimizer(optimizer)
     strategy = strategy_of(strategy)
@@ -204,10 +207,20 @@ def DistributedOptimizer(
         check_replicas_every=check_replicas_every,
         profile=_profile_of(profile),
         own_momentum=getattr(inner, "momentum", 0.0) or getattr(inner, "beta_1", 0.0),
+        sends_momentum=isinstance(inner, SendsMomentum),
     )
     if settings.strategy.shards_weights:
         require_shardable(inner)
-    return _wrap(optimizer, Scheme(AUTO) if scheme is None else scheme, settings)
+    if scheme is None:
+        scheme = _scheme_of_momenta() if settings.sends_momentum else Scheme(AUTO)
+    return _wrap(optimizer, scheme, settings)
+
+
+def _scheme_of_momenta() -> Scheme:
+    """Return 1 bit an entry by the route that sends less on this cluster."""
+    topology = process.current().topology
+    by_node = topology.slots > 1 and topology.nodes > 1 and not topology.uneven
+    return Scheme("torus" if by_node else "asa", wire="int1")
 
 
 def _wrap(

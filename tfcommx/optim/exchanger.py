@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import NOMINAL, ConfigurationError, Plan, Scheme
-from tfcommx.keras_internals import traced_batch
+from tfcommx.keras_internals import SendsMomentum, traced_batch
 from tfcommx.kernels.traced import untraced
 from tfcommx.optim.by_variable import ByVariable
 from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan, VariableNames, path_of
@@ -172,7 +172,9 @@ class Exchanger:
     def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
         """Plan, agree, and load the state of these variables. **Ranks:** all."""
         agree_on_strategy(self.settings.strategy, self.comm)
-        executor = self.requested.executor_of(variables)
+        optimizer = self.optimizer()
+        sender = optimizer if isinstance(optimizer, SendsMomentum) else None
+        executor = self.requested.executor_of(variables, sender)
         self.waiting = executor.load(self.waiting)
         run = self.settings.strategy.start(executor)
         run.continue_from({name: self._common.pop(name) for name in {*names} & self._common.keys()})

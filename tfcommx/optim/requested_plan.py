@@ -7,21 +7,39 @@ It lives as long as the optimizer; a change of scheme replaces the schemes in it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import keras
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import OPERATIONS, Links, Plan, PlanError, Profile, Scheme, check_name
+from tfcommx.core import (
+    AUTO,
+    DENSE_CODES,
+    NO_COMPRESSION,
+    OPERATIONS,
+    Links,
+    Plan,
+    PlanError,
+    Profile,
+    Scheme,
+    check_name,
+)
+from tfcommx.keras_internals import SendsMomentum
 from tfcommx.optim.automatic import ExpectedRun, executor_for
 from tfcommx.optim.by_variable import ByVariable
 from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
 from tfcommx.planner.check import check_scheme, require_coverage
-from tfcommx.planner.plan import Gradient
+from tfcommx.planner.plan import Gradient, matches
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.gradient_state import Executor
+from tfcommx.runtime.phased import PhasedExecutor
 from tfcommx.strategies import Strategy, Synchronous
+
+# Wires whose noise is too large for gradients in front of a momentum
+NOISY = ("int2", "int1")
+# Of gradients, while OneBitAdam learns its second moments
+LEARNING_WIRE = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -42,12 +60,45 @@ class ExchangeSettings:
     check_replicas_every: int | None = 100
     # The wrapped optimizer's own momentum, or its beta_1, >= 0
     own_momentum: float = 0.0
+    # Whether the wrapped optimizer sends momenta in place of gradients from some step on
+    sends_momentum: bool = False
 
     def __post_init__(self) -> None:
         check_name("op", self.operation, OPERATIONS)
+        if self.sends_momentum:
+            self._check_sender()
         buckets = () if self.plan is None else self.plan.buckets
         if self.own_momentum and any(bucket.momentum for bucket in buckets):
             raise PlanError(double_momentum_error(self.own_momentum))
+        for bucket in buckets:
+            self.check_wire(bucket.wire)
+
+    def _check_sender(self) -> None:
+        required = {
+            'strategy="synchronous"': isinstance(self.strategy, Synchronous),
+            'op="average"': self.operation == "average",
+            "plan=None": self.plan is None,
+        }
+        for argument, is_given in required.items():
+            if not is_given:
+                raise PlanError(
+                    "OneBitAdam moves the momentum that all ranks agree on by the mean over the "
+                    f"ranks, and makes a plan for each of its phases. It needs {argument}. "
+                    f"Received strategy={self.strategy}, op={self.operation!r} and plan="
+                    f"{'None' if self.plan is None else 'a Plan'}. Leave them out, or wrap "
+                    "keras.optimizers.Adam."
+                )
+
+    def check_wire(self, wire: str) -> None:
+        """Refuse gradients in 1 or 2 bits in front of a momentum. **Raises:** PlanError."""
+        exchanges = self.strategy.in_lock_step and not self.strategy.updates_apart
+        if wire in NOISY and self.own_momentum and exchanges and not self.sends_momentum:
+            raise PlanError(
+                "Gradients in 1 or 2 bits diverge in front of a momentum, which amplifies their "
+                f"noise. Received wire={wire!r} and an optimizer with momentum or beta_1 = "
+                f"{self.own_momentum}. In place of Adam take cx.optimizers.OneBitAdam, which sends "
+                "its momentum; otherwise wire='int4', or an optimizer without momentum."
+            )
 
 
 def double_momentum_error(own_momentum: float) -> str:
@@ -156,6 +207,9 @@ class RequestedPlan:
             check_scheme(scheme, self._comm.topology, self._comm.messages.possible)
             if scheme.momentum and self._settings.own_momentum:
                 raise PlanError(double_momentum_error(self._settings.own_momentum))
+            self._settings.check_wire(scheme.wire)
+        if self._settings.sends_momentum:
+            _check_schemes_of_momenta(by_pattern(schemes))
         find_auto(by_pattern(schemes))
 
     def replace(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
@@ -173,15 +227,52 @@ class RequestedPlan:
         to_root = self._settings.strategy.reduces_to_root
         return self._asked(variables).plan(auto_as_plain(self.schemes), to_root)
 
-    def executor_of(self, variables: Sequence[keras.Variable]) -> Executor:
-        """Return what exchanges these variables' gradients. **Ranks:** all, untraced."""
+    def executor_of(
+        self, variables: Sequence[keras.Variable], sender: SendsMomentum | None = None
+    ) -> Executor:
+        """Return what exchanges these variables' gradients, or the momenta of `sender`.
+
+        **Ranks:** all, untraced.
+        """
         strategy = self._settings.strategy
+        if sender is not None:
+            return self._phased_executor(variables, sender)
         if self._given_plan is None:
             asked = self._asked(variables)
             return executor_for(self.schemes, asked, self._comm, strategy, self.expected_run)
         plan = self.plan_of(variables)
         strategy.check(plan)
         return PlanExecutor(plan, self._comm)
+
+    def _phased_executor(
+        self, variables: Sequence[keras.Variable], sender: SendsMomentum
+    ) -> Executor:
+        learning = {
+            pattern: replace(scheme, wire=LEARNING_WIRE) if scheme.wire in DENSE_CODES else scheme
+            for pattern, scheme in self.schemes.items()
+        }
+        every = self._asked(variables)
+
+        def plan(moves: bool, schemes: Mapping[str, Scheme]) -> Plan | None:
+            """Plan the variables that send momenta, or the others; None: there are none."""
+            pairs = zip(every.gradients, variables, strict=True)
+            some = [gradient for gradient, one in pairs if sender.sends_momentum(one) == moves]
+            elsewhere = {gradient.path for gradient in every.gradients} - {one.path for one in some}
+            patterns = {
+                pattern: scheme
+                for pattern, scheme in schemes.items()
+                if any(matches(one.path, pattern) for one in some)
+                or not any(matches(path, pattern) for path in elsewhere)
+            }
+            return every._replace(gradients=some).plan(patterns) if some else None
+
+        always, frozen = plan(False, learning), plan(True, self.schemes)
+        if frozen is None:
+            assert always is not None, "a step has variables"
+            return PlanExecutor(always, self._comm)
+        first = plan(True, learning)
+        assert first is not None, "of the same variables"
+        return PhasedExecutor(always, first, frozen, sender.frozen_at.value, self._comm)
 
     def _asked(self, variables: Sequence[keras.Variable]) -> PlanRequest:
         gradients = [
@@ -197,3 +288,22 @@ class RequestedPlan:
 def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
     """Return pattern of variable paths -> Scheme; a single Scheme is for all."""
     return dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
+
+
+def _check_schemes_of_momenta(schemes: Mapping[str, Scheme]) -> None:
+    """Refuse schemes by which momenta cannot travel. **Raises:** PlanError."""
+    for scheme in schemes.values():
+        dense = scheme.selection == "all" and scheme.compression == NO_COMPRESSION
+        if scheme.route == AUTO or not dense:
+            raise PlanError(
+                "OneBitAdam sends every entry of its momentum, by a route that is named. Received "
+                f"route={scheme.route!r}, selection={scheme.selection!r} and compression="
+                f"{scheme.compression!r}. Take Scheme('asa', wire='int1') or Scheme('torus', "
+                "wire='int1')."
+            )
+    if not any(scheme.wire in DENSE_CODES for scheme in schemes.values()):
+        raise PlanError(
+            f"OneBitAdam needs a scheme that writes {', '.join(DENSE_CODES)}. Received wire="
+            f"{', '.join(repr(one.wire) for one in schemes.values())}. Take Scheme('asa', "
+            "wire='int1'), or wrap keras.optimizers.Adam."
+        )

@@ -27,6 +27,8 @@ class StepGuard:
         # Mode of an outer LossScaleOptimizer: "none" exists, "local" (each alone) or "agreed"
         self.loss_scale = "none"
         self._not_finite = WatchedSum(comm, "finite", "the agreement on finite gradients")
+        if settings.sends_momentum:
+            self._numbers = WatchedSum(comm, "numbers", "the agreement on second moments")
         self.step = StepUnderWay()
 
     @contextlib.contextmanager
@@ -71,6 +73,17 @@ class StepGuard:
             return finite
         mine = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
         return tf.equal(self._not_finite(mine)[0], 0)
+
+    @tf.autograph.experimental.do_not_convert
+    def mean_over_ranks(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Return the mean of a float32 vector over the ranks, with the same bits on each.
+
+        Ranks reduce equal variables on processors that may add in another order.
+
+        **Ranks:** all. **Cost:** one allreduce of the vector.
+        """
+        ranks = self._comm.topology.size
+        return numbers if ranks == 1 else self._numbers(numbers) / ranks
 
     @tf.autograph.experimental.do_not_convert
     def check_exchange_ran(self, optimizer: str) -> None:

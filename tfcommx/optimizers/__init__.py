@@ -1,10 +1,12 @@
-"""Optimizers for large batches: complete Keras optimizers, plain or wrapped.
+"""Complete Keras optimizers, plain or wrapped.
 
-lars   for convolutional networks
-lamb   for Transformers
+lars           for large batches of convolutional networks
+lamb           for large batches of Transformers
+one_bit_adam   Adam for slow networks
 """
 
 from tfcommx.optimizers.lamb import LAMB
 from tfcommx.optimizers.lars import LARS
+from tfcommx.optimizers.one_bit_adam import OneBitAdam
 
-__all__ = ["LAMB", "LARS"]
+__all__ = ["LAMB", "LARS", "OneBitAdam"]

@@ -52,14 +52,10 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         **keras_options: Any,
     ) -> None:
         check_name("norms", norms, MODES)
-        if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
-            raise ConfigurationError(
-                "`exclude` must be a list of patterns of variable paths, such as "
-                f"{list(EXCLUDED)}. Received {exclude!r}."
-            )
+        patterns = check_patterns(exclude)
         check_number("weight_decay", weight_decay or 0.0, ">= 0")
         super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, **keras_options)
-        self.exclude, self.norms = tuple(exclude), norms
+        self.exclude, self.norms = patterns, norms
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Make the state for these variables."""
@@ -77,7 +73,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         >>> LayerwiseOptimizer(0.1, None, ["*bias"], "local").excludes("dense/bias")
         True
         """
-        return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.exclude)
+        return matches_any(path, self.exclude)
 
     def decay_of(self, position: int) -> float:
         """Return the weight decay of a variable: 0 if it is excluded here or in Keras's way."""
@@ -131,6 +127,21 @@ def shares_norms(optimizer: keras.optimizers.Optimizer) -> bool:
     if exchanger is None or exchanger.ranks == 1:
         return False
     return bool(exchanger.settings.strategy.updates_alike)
+
+
+def check_patterns(exclude: Sequence[str]) -> tuple[str, ...]:
+    """Return the patterns of an `exclude`. **Raises:** ConfigurationError if it is no list."""
+    if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
+        raise ConfigurationError(
+            "`exclude` must be a list of patterns of variable paths, such as "
+            f"{list(EXCLUDED)}. Received {exclude!r}."
+        )
+    return tuple(exclude)
+
+
+def matches_any(path: str, patterns: Sequence[str]) -> bool:
+    """Return True if a variable's path matches any of the patterns."""
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def check_number(what: str, value: float, wanted: str) -> float:

@@ -1,0 +1,300 @@
+"""OneBitAdam against NumPy, and what it does where 1 bit would do harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfcommx as cx
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Scheme, Topology
+from tfcommx.keras_internals import ExchangesGradients, SendsMomentum, copy_with
+from tfcommx.optim.exchanger import Exchanger
+from tfcommx.optim.requested_plan import ExchangeSettings
+from tfcommx.optimizers import one_bit_adam
+
+ONE_BIT = Scheme("asa", wire="int1")
+SHAPES = {"kernel": (16, 64), "bias": (8,)}
+RATE, BETA_1, BETA_2, EPSILON = 0.01, 0.9, 0.99, 1e-7
+
+
+def wrap(
+    optimizer: keras.optimizers.Optimizer, comm: Comm, scheme: Scheme = ONE_BIT
+) -> keras.optimizers.Optimizer:
+    """Wrap an optimizer as DistributedOptimizer does, for the rank of a thread."""
+    wrapped = copy_with(ExchangesGradients, optimizer)
+    settings = ExchangeSettings(
+        check_replicas_every=1, sends_momentum=isinstance(optimizer, SendsMomentum)
+    )
+    wrapped.exchanger = Exchanger(comm, scheme, settings)
+    wrapped.exchanger.serve(wrapped)
+    return wrapped
+
+
+def new_weights() -> list[keras.Variable]:
+    numbers = np.random.default_rng(1)
+    return [
+        keras.Variable(numbers.normal(size=shape).astype("float32"), name=name)
+        for name, shape in SHAPES.items()
+    ]
+
+
+def gradients(rank: int, step: int) -> list[np.ndarray]:
+    numbers = np.random.default_rng([3, rank, step])
+    scales = np.exp(np.random.default_rng(4).normal(size=SHAPES["kernel"]))
+    kernel = scales * numbers.normal(0.5, 1, SHAPES["kernel"])
+    return [kernel.astype("float32"), numbers.normal(size=SHAPES["bias"]).astype("float32")]
+
+
+def one_bit(vector: np.ndarray) -> np.ndarray:
+    """Return what arrives of a vector: signs times the mean magnitude of each block of 128."""
+    blocks = vector.reshape(-1, 128)
+    steps = np.abs(blocks).mean(axis=1, dtype=np.float32, keepdims=True)
+    steps = tf.cast(tf.cast(steps, tf.bfloat16), tf.float32).numpy()
+    return np.where(np.signbit(blocks), -steps, steps).reshape(vector.shape)
+
+
+class Definition:
+    """1-bit Adam's second phase on all ranks, with error feedback on both hops."""
+
+    def __init__(self, ranks: int, weight: np.ndarray, mean: np.ndarray, square: np.ndarray):
+        self.weight, self.mean, self.square = weight.ravel(), mean.ravel(), square.ravel()
+        self.residuals = np.zeros([ranks, weight.size], np.float32)
+
+    def step(self, gradients: Sequence[np.ndarray], number: int) -> None:
+        ranks, total = len(gradients), []
+        waiting = [
+            BETA_1 * self.mean + (1 - BETA_1) * gradient.ravel() + residual
+            for gradient, residual in zip(gradients, self.residuals, strict=True)
+        ]
+        sent = [one_bit(one.astype(np.float32)) for one in waiting]
+        self.residuals = np.stack(waiting) - np.stack(sent)
+        shards = np.split(np.arange(self.weight.size), ranks)
+        for owner, shard in enumerate(shards):
+            part = sum(one[shard] for one in sent) + self.residuals[owner, shard]
+            total.append(one_bit(part.astype(np.float32)))
+            self.residuals[owner, shard] = part - total[-1]
+        self.mean = np.concatenate(total) / ranks
+        scale = np.sqrt(self.square) + EPSILON
+        self.weight = self.weight - RATE * self.mean / (1 - BETA_1**number) / scale
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_it_follows_its_definition(decay: float) -> None:
+    ranks, learning, steps = 2, 4, 10
+
+    def work(comm: Comm) -> dict[str, Any]:
+        adam = cx.optimizers.OneBitAdam(
+            RATE, BETA_1, BETA_2, EPSILON, learning, weight_decay=decay or None
+        )
+        optimizer, weights = wrap(adam, comm), new_weights()
+        found = {}
+        for step in range(steps):
+            optimizer.apply(list(map(tf.constant, gradients(comm.rank, step))), weights)
+            if step == learning - 1:
+                moments = optimizer._momentums[0], optimizer._velocities[0]
+                found["then"] = [one.numpy() for one in (weights[0], *moments)]
+        found["now"] = [one.numpy() for one in (*weights, optimizer._momentums[0])]
+        found["frozen_at"] = int(optimizer.frozen_at.numpy())
+        return found
+
+    first, second = ThreadComm.run(Topology(ranks, 1), work)
+    for one, other in zip(first["now"], second["now"], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert first["frozen_at"] == learning
+    # The first phase is Adam, but for the rounding of gradients to bfloat16
+    plain, weights = keras.optimizers.Adam(RATE, BETA_1, BETA_2, EPSILON), new_weights()
+    plain.weight_decay = decay or None
+    for step in range(steps):
+        parts = zip(*(gradients(rank, step) for rank in range(ranks)), strict=True)
+        plain.apply([tf.constant(sum(some) / ranks) for some in parts], weights)
+        if step == learning - 1:
+            np.testing.assert_allclose(first["then"][0], weights[0].numpy(), atol=2e-3)
+            squares = plain._velocities[0].numpy() / (1 - BETA_2**learning)
+            squares = np.maximum(squares, one_bit_adam.FLOOR * squares.mean())
+            np.testing.assert_allclose(first["then"][2], squares, rtol=0.02)
+    # ... and so it stays for the variable that sends no momentum
+    np.testing.assert_allclose(first["now"][1], weights[1].numpy(), atol=2e-3)
+    definition = Definition(ranks, *first["then"])
+    for step in range(learning, steps):
+        definition.weight = definition.weight * (1 - decay * RATE)
+        definition.step([gradients(rank, step)[0] for rank in range(ranks)], step + 1)
+    np.testing.assert_allclose(first["now"][2].ravel(), definition.mean, atol=1e-5)
+    np.testing.assert_allclose(first["now"][0].ravel(), definition.weight, atol=1e-5)
+
+
+def test_each_rank_clips_its_own_gradient_in_the_second_phase() -> None:
+    def work(comm: Comm) -> np.ndarray:
+        adam = cx.optimizers.OneBitAdam(RATE, freeze_after=1, clipnorm=0.5)
+        optimizer, weights = wrap(adam, comm, Scheme("asa", wire="int8")), new_weights()
+        for scale in (1.0, 1e4 if comm.rank else 0.0):
+            parts = [scale * part for part in gradients(0, 0)]
+            optimizer.apply(list(map(tf.constant, parts)), weights)
+        return optimizer._momentums[0].numpy()
+
+    mean = ThreadComm.run(Topology(2, 1), work)[0]
+    gradient = gradients(0, 0)[0]
+    clipped = 0.5 * gradient / np.linalg.norm(gradient)
+    expected = BETA_1 * (1 - BETA_1) * clipped + (1 - BETA_1) * clipped / 2
+    np.testing.assert_allclose(mean, expected, atol=0.02 * np.abs(expected).max())
+
+
+def largest_steps(floor: float, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+    """Train with columns that have no gradient until v is frozen, and a while after.
+
+    Returns:
+        How far these go while they have none, and then in 20 steps in which they have one, in
+        units of the learning rate.
+    """
+    monkeypatch.setattr(one_bit_adam, "FLOOR", floor)
+    learning = 20
+
+    def work(comm: Comm) -> tuple[float, float]:
+        adam = cx.optimizers.OneBitAdam(RATE, freeze_after=learning)
+        optimizer, weights = wrap(adam, comm), new_weights()[:1]
+        before, furthest = weights[0].numpy()[:, ::4], 0.0
+        for step in range(learning + 50):
+            part = gradients(comm.rank, step)[0]
+            if step < learning + 30:
+                part[:, ::4] = 0
+                furthest = max(furthest, np.abs(weights[0].numpy()[:, ::4] - before).max())
+                then = weights[0].numpy()[:, ::4]
+            optimizer.apply([tf.constant(part)], weights)
+        learnt = np.abs(weights[0].numpy()[:, ::4] - then).mean()
+        return furthest / RATE, learnt / RATE
+
+    return ThreadComm.run(Topology(2, 1), work)[0]
+
+
+def test_entries_without_a_gradient_so_far_neither_explode_nor_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a floor their noise, divided by epsilon, is a step of millions."""
+    furthest, learnt = largest_steps(one_bit_adam.FLOOR, monkeypatch)
+    assert furthest < 100
+    assert learnt > 5
+    assert largest_steps(0.0, monkeypatch)[0] > 1e5
+
+
+@pytest.mark.parametrize(
+    ("scale_of", "rate_of", "frozen_at"),
+    [
+        (lambda step: 1.0, lambda step: RATE, 20),
+        (lambda step: 1.0, lambda step: RATE * min(step / 35, 1), 50),
+        (lambda step: 0.97**step, lambda step: RATE, 0),
+        (lambda step: 1.03**step, lambda step: RATE, 0),
+    ],
+    ids=["steady", "while the rate rises", "falling", "growing"],
+)
+def test_second_moments_are_frozen_once_they_have_settled(
+    scale_of: Callable[[int], float], rate_of: Callable[[int], float], frozen_at: int
+) -> None:
+    """With beta_2 = .9 they are compared every 10 updates."""
+    optimizer = cx.optimizers.OneBitAdam(RATE, beta_2=0.9)
+    weights = new_weights()
+    optimizer.build(weights)
+    step = tf.function(lambda *grads: optimizer.apply(list(grads), weights))
+    for number in range(60):
+        optimizer.learning_rate = rate_of(number)
+        step(*(scale_of(number) * tf.ones(shape) for shape in SHAPES.values()))
+    assert int(optimizer.frozen_at.numpy()) == frozen_at
+
+
+def test_nothing_is_frozen_before_the_first_gradient() -> None:
+    optimizer, weights = cx.optimizers.OneBitAdam(RATE, freeze_after=2), new_weights()
+    for _ in range(3):
+        optimizer.apply([tf.zeros(shape) for shape in SHAPES.values()], weights)
+    assert int(optimizer.frozen_at.numpy()) == 0
+    optimizer.apply([tf.ones(shape) for shape in SHAPES.values()], weights)
+    assert int(optimizer.frozen_at.numpy()) == 4
+
+
+def test_not_wrapped_it_freezes_alike_and_sends_nothing() -> None:
+    optimizer, weights = cx.optimizers.OneBitAdam(RATE, freeze_after=2), new_weights()
+    for step in range(2):
+        optimizer.apply(list(map(tf.constant, gradients(0, step))), weights)
+    mean, square = optimizer._momentums[0].numpy(), optimizer._velocities[0].numpy()
+    before = weights[0].numpy()
+    optimizer.apply(list(map(tf.constant, gradients(0, 2))), weights)
+    mean = BETA_1 * mean + (1 - BETA_1) * gradients(0, 2)[0]
+    np.testing.assert_array_equal(optimizer._velocities[0].numpy(), square)
+    np.testing.assert_allclose(
+        weights[0].numpy(),
+        before - RATE * mean / (1 - BETA_1**3) / (np.sqrt(square) + EPSILON),
+        atol=1e-6,
+    )
+
+
+def test_its_config_makes_an_equal_one() -> None:
+    adam = cx.optimizers.OneBitAdam(
+        0.1, 0.8, 0.9, 1e-6, 7, ["*embedding*"], 10, weight_decay=0.1, clipnorm=1.0
+    )
+    again = keras.optimizers.deserialize(keras.optimizers.serialize(adam))
+    assert type(again) is cx.optimizers.OneBitAdam
+    assert again.get_config() == adam.get_config()
+    assert cx.optimizers.OneBitAdam.from_config(keras.optimizers.Adam(0.1).get_config())
+
+
+def test_variables_that_stay_with_adam() -> None:
+    adam = cx.optimizers.OneBitAdam(exclude=["*table"], dense_below=100)
+    sizes = {"kernel": (10, 10), "small": (9, 11), "long": (1000,), "table": (100, 10)}
+    sends = {
+        name: adam.sends_momentum(keras.Variable(np.zeros(shape, "float32"), name=name))
+        for name, shape in sizes.items()
+    }
+    assert sends == {"kernel": True, "small": False, "long": False, "table": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"amsgrad": True}, "amsgrad"),
+        ({"exclude": "*bias"}, "list of patterns"),
+        ({"freeze_after": 0}, "freeze_after"),
+        ({"dense_below": -1}, "dense_below"),
+        ({"beta_2": 1.0}, "beta_2"),
+    ],
+)
+def test_refused_options(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(cx.ConfigurationError, match=said):
+        cx.optimizers.OneBitAdam(**options)
+
+
+INPUTS, OUTPUTS, ROWS, STEPS = 32, 32, 16, 300
+
+
+def final_error(make: Callable[[], keras.optimizers.Optimizer], scheme: Scheme) -> float:
+    """Fit a noisy linear model of inputs whose sizes differ; return the error without the noise."""
+    numbers = np.random.default_rng(0)
+    sizes = numbers.permutation(np.geomspace(0.1, 1, INPUTS))
+    truth = numbers.normal(size=(INPUTS, OUTPUTS))
+
+    def work(comm: Comm) -> np.ndarray:
+        optimizer = wrap(make(), comm, scheme)
+        weights = [keras.Variable(np.zeros(truth.shape, "float32"), name="kernel")]
+        batches = np.random.default_rng([1, comm.rank])
+        for step in range(STEPS):
+            optimizer.learning_rate = 0.1 * (1 - step / STEPS)
+            x = sizes * batches.normal(size=(ROWS, INPUTS))
+            noise = 2 * batches.normal(size=(ROWS, OUTPUTS))
+            gradient = x.T @ (x @ (weights[0].numpy() - truth) - noise) / ROWS
+            optimizer.apply([tf.constant(gradient, tf.float32)], weights)
+        return weights[0].numpy()
+
+    first, second = ThreadComm.run(Topology(2, 1), work)
+    np.testing.assert_array_equal(first, second)
+    return float(np.square(sizes[:, None] * (first - truth)).sum() / OUTPUTS)
+
+
+def test_it_trains_as_adam_does_where_gradients_in_one_bit_do_not() -> None:
+    adam = final_error(lambda: keras.optimizers.Adam(0.1), Scheme())
+    momenta = final_error(lambda: cx.optimizers.OneBitAdam(0.1, freeze_after=30), ONE_BIT)
+    behind = final_error(lambda: keras.optimizers.Adam(0.1), ONE_BIT)
+    assert momenta < 1.15 * adam
+    assert behind > 1.6 * adam

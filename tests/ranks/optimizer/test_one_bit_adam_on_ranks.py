@@ -1,0 +1,187 @@
+"""OneBitAdam, wrapped: `fit` and loops across the change of phase, checkpoints, refused calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rank_helpers import batch, compiled, fit, gradients_of, model, same_on_all_ranks, weights
+
+import tfcommx as cx
+from tfcommx import checkpoint
+from tfcommx.collectives.comm import Comm
+from tfcommx.optim.wrapped import exchanger_of
+
+ONE_BIT = cx.Scheme("asa", wire="int1")
+
+
+def adam(**options: Any) -> keras.optimizers.Optimizer:
+    """Return one for which the kernels of the small network are large enough."""
+    return cx.optimizers.OneBitAdam(0.01, **{"freeze_after": 6, "dense_below": 8} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, 1),
+        ({}, 4),
+        ({"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True}, 1),
+        ({"gradient_accumulation_steps": 2, "freeze_after": 3}, 1),
+        ({"loss_scale_factor": 8.0}, 1),
+    ],
+    ids=["plain", "four steps a call", "clipped", "accumulated", "scaled"],
+)
+def test_fit_goes_on_across_the_change_of_phase(
+    comm: Comm, options: dict[str, Any], steps: int
+) -> None:
+    """Three epochs of four batches; the kernels' second moments stay from the sixth on."""
+    net = compiled(cx.DistributedOptimizer(adam(**options)), steps_per_execution=steps)
+    assert fit(net, comm, epochs=3).identical
+    optimizer = net.optimizer
+    assert int(optimizer.frozen_at.numpy()) == options.get("freeze_after", 6)
+    frozen = [one.numpy() for one in optimizer._velocities]
+    fit(net, comm, epochs=4, initial_epoch=3)
+    stays = [
+        np.array_equal(before, now.numpy())
+        for before, now in zip(frozen, optimizer._velocities, strict=True)
+    ]
+    assert stays == [optimizer.sends_momentum(one) for one in net.trainable_variables]
+    assert sum(stays) == 2
+    wires = {bucket.wire for plan in exchanger_of(net).plans() for bucket in plan.buckets}
+    assert wires == ({"bfloat16", "int1"} if comm.topology.size > 1 else {"plain"})
+
+
+def test_a_loop_changes_phase_without_a_new_trace(comm: Comm) -> None:
+    net, traces = model(), []
+    optimizer = cx.DistributedOptimizer(adam(), ONE_BIT)
+
+    @tf.function
+    def step(*grads: tf.Tensor) -> None:
+        traces.append(1)
+        optimizer.apply(list(grads), net.trainable_variables)
+
+    for number in range(10):
+        step(*gradients_of(net, batch(comm.rank, number)))
+    assert int(optimizer.frozen_at.numpy()) == 6
+    assert len(traces) <= 2  # Keras's optimizer makes its variables in the first
+    assert same_on_all_ranks(comm, net)
+
+
+def test_ranks_agree_when_it_decides_by_itself(comm: Comm) -> None:
+    net = compiled(cx.DistributedOptimizer(adam(freeze_after=None, beta_2=0.75)))
+    compare = fit(net, comm, epochs=10)
+    assert compare.identical
+    every = comm.gather_objects(int(net.optimizer.frozen_at.numpy()))
+    assert set(every) == {every[0]}
+    assert every[0] > 4 and every[0] % 4 == 0
+
+
+class SaveTheEpoch(checkpoint.Checkpoint):
+    """Saves one epoch alone."""
+
+    def __init__(self, folder: Path, epoch: int) -> None:
+        super().__init__(folder)
+        self.saved = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch + 1 == self.saved:
+            super().on_epoch_end(epoch, logs)
+
+
+@pytest.mark.parametrize("epochs", [1, 2], ids=["before the change", "after it"])
+def test_it_continues_exactly_from_a_checkpoint(comm: Comm, tmp_path: Path, epochs: int) -> None:
+    """The second moments are frozen in the second of four epochs."""
+    folder = Path(comm.gather_objects(str(tmp_path))[0])
+    straight = compiled(cx.DistributedOptimizer(adam(), ONE_BIT))
+    fit(straight, comm, epochs=4, extra=(SaveTheEpoch(folder, epochs),))
+
+    def continued(keeps: bool) -> list[np.ndarray]:
+        net = compiled(cx.DistributedOptimizer(adam(), ONE_BIT), seed=9)
+        assert checkpoint.restore(net, folder) == epochs
+        exchanger = exchanger_of(net)
+        if not keeps:
+            exchanger.waiting = dataclasses.replace(exchanger.waiting, residuals={})
+        assert (int(net.optimizer.frozen_at.numpy()) > 0) == (epochs > 1)
+        fit(net, comm, epochs=4, initial_epoch=epochs)
+        return weights(net)
+
+    def equal(others: list[np.ndarray]) -> bool:
+        return all(map(np.array_equal, weights(straight), others))
+
+    assert equal(continued(keeps=True))
+    assert not equal(continued(keeps=False)) or comm.topology.size == 1
+
+
+def test_a_loss_scale_optimizer_may_be_around_it(comm: Comm) -> None:
+    """A NaN on one rank skips the step on all, also while momenta travel."""
+    scaled = keras.optimizers.LossScaleOptimizer(adam(), initial_scale=2.0)
+    net = compiled(cx.DistributedOptimizer(scaled))
+    assert fit(net, comm, epochs=2).identical
+    assert int(net.optimizer.inner_optimizer.frozen_at.numpy()) == 6
+    before, (x, y) = weights(net), batch(comm.rank, rows=8)
+    net.fit(
+        np.full_like(x, np.nan) if comm.rank == 0 else x,
+        y,
+        verbose=0,
+        callbacks=[cx.callbacks.BroadcastState()],
+    )
+    for one, other in zip(before, weights(net), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_saved_model_holds_it_and_continues(comm: Comm, tmp_path: Path) -> None:
+    net = compiled(cx.DistributedOptimizer(adam(), ONE_BIT))
+    fit(net, comm)
+    net.save(tmp_path / "model.keras")
+    plain = keras.models.load_model(tmp_path / "model.keras")
+    assert type(plain.optimizer) is cx.optimizers.OneBitAdam
+    assert int(plain.optimizer.frozen_at.numpy()) == 6
+    again = cx.DistributedOptimizer(plain.optimizer, ONE_BIT)
+    plain.compile(again, loss=net.loss, jit_compile=False)
+    assert fit(plain, comm).identical
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"op": "sum"}, 'needs op="average"'),
+        ({"strategy": "sharded"}, 'needs strategy="synchronous"'),
+        ({"strategy": "weight_averaging"}, 'needs strategy="synchronous"'),
+        ({"scheme": cx.Scheme("auto")}, "by a route that is named"),
+        ({"scheme": cx.Scheme("allgather", "mstopk", 0.1)}, "every entry of its momentum"),
+        ({"scheme": cx.Scheme()}, "int8, int4, int2, int1"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(comm: Comm, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(cx.PlanError, match=said):
+        cx.DistributedOptimizer(adam(), **options)
+
+
+def test_a_plan_of_its_own_is_refused(comm: Comm) -> None:
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), ONE_BIT))
+    fit(net, comm, epochs=1)
+    (plan,) = exchanger_of(net).plans()
+    with pytest.raises(cx.PlanError, match="needs plan=None"):
+        cx.DistributedOptimizer(adam(), plan=plan)
+    if comm.topology.size > 1:  # A rank alone has nothing to write
+        with pytest.raises(cx.PlanError, match="diverge in front of a momentum"):
+            cx.DistributedOptimizer(keras.optimizers.Adam(0.1), plan=plan)
+
+
+@pytest.mark.parametrize("wire", ["int1", "int2"])
+def test_gradients_in_one_or_two_bits_in_front_of_a_momentum_are_refused(
+    comm: Comm, wire: str
+) -> None:
+    scheme = cx.Scheme("asa", wire=wire)
+    for optimizer in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.1)):
+        with pytest.raises(cx.PlanError, match="OneBitAdam"):
+            cx.DistributedOptimizer(optimizer, scheme)
+        with pytest.raises(cx.PlanError, match="OneBitAdam"):
+            cx.DistributedOptimizer(optimizer, cx.Scheme()).exchanger.switch(scheme)
+    cx.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme)
+    cx.DistributedOptimizer(keras.optimizers.Adam(0.1), cx.Scheme("asa", wire="int4"))
