@@ -180,13 +180,12 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
         """Return True if v and the rate have settled since the last time; record them."""
         sums = [tf.reduce_sum(tf.cast(one, tf.float32)) for one in self._second_moments()]
         now = self._equal(tf.reshape(tf.add_n(sums), [1]))[0] / self._correction(step)
-        rate, before = tf.cast(learning_rate, tf.float32), self.last_sum.value.read_value()
+        before, rate = tf.identity(self.last_sum.value), tf.cast(learning_rate, tf.float32)
         settled = (STABLE * before <= now) & (STABLE * now <= before) & (before > 0)
-        settled &= rate <= self.last_rate.value.read_value()
-        with tf.control_dependencies([settled]):
-            self.assign(self.last_sum, now)
-            self.assign(self.last_rate, rate)
-        return tf.identity(settled)
+        settled &= rate <= self.last_rate.value
+        self.assign(self.last_sum, now)
+        self.assign(self.last_rate, rate)
+        return settled
 
     def _freeze(self, step: tf.Tensor) -> None:
         """Correct v for its first steps, raise its smallest entries, and begin the second phase.
@@ -195,7 +194,7 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
         """
         moments = self._second_moments()
         wide = [tf.cast(one, tf.float32) for one in moments]
-        counts = tf.stack([tf.math.count_nonzero(one, dtype=tf.float32) for one in wide])
+        counts = tf.cast(tf.stack(list(map(tf.math.count_nonzero, wide))), tf.float32)
         sums = self._equal(tf.stack([tf.reduce_sum(one) for one in wide]))
         # A variable whose gradients were all 0 has no mean of its own
         mean_of_all = tf.math.divide_no_nan(tf.reduce_sum(sums), tf.reduce_sum(counts))
