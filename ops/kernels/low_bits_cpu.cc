@@ -65,7 +65,8 @@ void write_block(const LowBits& layout, int64_t block, float* __restrict whole, 
   if (most < kInfinite) {
     step = low_bits_step<kBits>(kBits >= 4 ? float_of(most) : mean_size(whole, count));
     const float scale = low_bits_scale<kBits>(step);
-    float left[kLowBitsBlock];
+    float room[kLowBitsBlock];
+    float* __restrict const left = count == kLowBitsBlock ? residual : room;
     for (int i = 0; i < kLowBitsBlock; i += kWords) {
       for (int j = 0; j < kWords; ++j) {
         const uint32_t code = low_bits_code<kBits>(whole[i + j], scale);
@@ -73,7 +74,7 @@ void write_block(const LowBits& layout, int64_t block, float* __restrict whole, 
         packed[j] |= code << i / kWords * kBits;
       }
     }
-    copy_entries(residual, left, count);
+    if (count < kLowBitsBlock) std::copy_n(room, count, residual);
   }
   steps[block] = static_cast<uint16_t>(bits_of(step) >> 16);
   std::memcpy(words + layout.steps() + block * kWords, packed, sizeof packed);

@@ -245,13 +245,23 @@ void check_low_bits(std::mt19937_64& random) {
                 padding = random() % 2 ? 0 : random() % (n + 1);
   const std::string what = "low bits " + std::to_string(layout.bits) + " n " +
                            std::to_string(layout.entries) + " x " + std::to_string(shards);
-  // Any bits, of which a few are not finite; or numbers of some decades
-  const bool any = random() % 2;
+  // Any bits, of which a few are not finite; or numbers of some decades; or in each block a number
+  // between two steps, and two that raise the step only if they are added to each other first
+  const int kind = random() % 3;
   std::normal_distribution<float> normal;
   std::vector<float> gradient(n), kept(n);
+  if (kind < 2)
+    for (auto& one : kept) one = std::ldexp(normal(random), -static_cast<int>(random() % 20));
   for (auto& one : gradient)
-    one = any ? float_of(static_cast<uint32_t>(random())) : normal(random) * 1e-3f;
-  for (auto& one : kept) one = std::ldexp(normal(random), -static_cast<int>(random() % 20));
+    one = kind == 0   ? float_of(static_cast<uint32_t>(random()))
+          : kind == 1 ? normal(random) * 1e-3f
+                      : 0.0f;
+  for (int64_t first = 0; kind == 2 && first + kLowBitsBlock <= n; first += kLowBitsBlock) {
+    const int64_t large = random() % kLowBitsBlock, one = large ^ 1 << random() % 7,
+                  other = one ^ 1 << random() % 7;
+    gradient[first + one] = gradient[first + other] = 0x1.4p-25f;
+    gradient[first + large] = 0x1.01p0f;
+  }
   std::fill(kept.end() - padding, kept.end(), 0.0f);
   std::vector<float> stays = kept;
   std::vector<int32_t> right(shards * layout.words());
