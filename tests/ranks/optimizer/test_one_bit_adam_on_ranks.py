@@ -38,7 +38,7 @@ def adam(**options: Any) -> keras.optimizers.Optimizer:
     ],
     ids=["plain", "four steps a call", "clipped", "accumulated", "scaled"],
 )
-def test_fit_goes_on_across_the_change_of_phase(
+def test_fit_continues_across_the_change_of_phase(
     comm: Comm, options: dict[str, Any], steps: int
 ) -> None:
     """Three epochs of four batches; the kernels' second moments stay from the sixth on."""
