@@ -30,7 +30,7 @@ from tfcommx.optim.automatic import ExpectedRun, executor_for
 from tfcommx.optim.by_variable import ByVariable
 from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
 from tfcommx.planner.check import check_scheme, require_coverage
-from tfcommx.planner.plan import Gradient, matches
+from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.gradient_state import Executor
 from tfcommx.runtime.phased import PhasedExecutor
@@ -251,28 +251,20 @@ class RequestedPlan:
             pattern: replace(scheme, wire=LEARNING_WIRE) if scheme.wire in DENSE_CODES else scheme
             for pattern, scheme in self.schemes.items()
         }
-        every = self._asked(variables)
-
-        def plan(moves: bool, schemes: Mapping[str, Scheme]) -> Plan | None:
-            """Plan the variables that send momenta, or the others; None: there are none."""
-            pairs = zip(every.gradients, variables, strict=True)
-            some = [gradient for gradient, one in pairs if sender.sends_momentum(one) == moves]
-            elsewhere = {gradient.path for gradient in every.gradients} - {one.path for one in some}
-            patterns = {
-                pattern: scheme
-                for pattern, scheme in schemes.items()
-                if any(matches(one.path, pattern) for one in some)
-                or not any(matches(path, pattern) for path in elsewhere)
-            }
-            return every._replace(gradients=some).plan(patterns) if some else None
-
-        always, frozen = plan(False, learning), plan(True, self.schemes)
-        if frozen is None:
-            assert always is not None, "a step has variables"
-            return PlanExecutor(always, self._comm)
-        first = plan(True, learning)
-        assert first is not None, "of the same variables"
-        return PhasedExecutor(always, first, frozen, sender.frozen_at.value, self._comm)
+        request = self._asked(variables)
+        sends = [sender.sends_momentum(variable) for variable in variables]
+        paths = [gradient.path for gradient in request.gradients]
+        moving = {path for path, moves in zip(paths, sends, strict=True) if moves}
+        others = set(paths) - moving
+        if not moving:
+            return PlanExecutor(request.plan(learning), self._comm)
+        return PhasedExecutor(
+            request.plan(learning, only=others) if others else None,
+            request.plan(learning, only=moving),
+            request.plan(self.schemes, only=moving),
+            sender.frozen_at.value,
+            self._comm,
+        )
 
     def _asked(self, variables: Sequence[keras.Variable]) -> PlanRequest:
         gradients = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from tfcommx.core import (
@@ -67,8 +67,19 @@ class PlanRequest(NamedTuple):
     # Groups of variables with buckets of their own, >= 1, as `fragments` makes them
     fragments: int = 1
 
-    def plan(self, schemes: Mapping[str, Scheme], reduce_to_root: bool = False) -> Plan:
-        """Plan schemes that name their routes; `reduce_to_root` as make_plan has it."""
+    def plan(
+        self,
+        schemes: Mapping[str, Scheme],
+        reduce_to_root: bool = False,
+        only: Set[str] | None = None,
+    ) -> Plan:
+        """Plan schemes that name their routes.
+
+        Args:
+            schemes: pattern -> scheme.
+            reduce_to_root: as make_plan has it.
+            only: paths of the gradients that the plan is for; None: all.
+        """
 
         def make(gradients: Sequence[Gradient]) -> Plan:
             return make_plan(
@@ -81,14 +92,15 @@ class PlanRequest(NamedTuple):
                 profile=self.profile,
             )
 
-        return plan_in_fragments(self.gradients, self.fragments, make)
+        planned = [one for one in self.gradients if only is None or one.path in only]
+        return plan_in_fragments(planned, self.fragments, make)
 
     def _schemes_of(
         self, gradients: Sequence[Gradient], schemes: Mapping[str, Scheme]
     ) -> dict[str, Scheme]:
-        """Leave out schemes whose patterns match gradients of other fragments alone.
+        """Leave out schemes whose patterns match gradients of other plans or fragments alone.
 
-        One that matches nothing at all stays with the first gradient's fragment: make_plan warns.
+        One that matches nothing at all stays with the first gradient: make_plan warns.
         """
         first = list(gradients[:1]) == list(self.gradients[:1])
 
