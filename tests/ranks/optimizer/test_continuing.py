@@ -51,7 +51,7 @@ class SaveTheSecond(checkpoint.Checkpoint):
         case(SPARSE, 0.0, kept=False),
         (dataclasses.replace(SPARSE, momentum=0.9, clip_norm=5.0), 0.9),
         (cx.Scheme("torus", wire="float16"), 0.0),
-        (cx.Scheme("asa", wire="int1"), 0.0),
+        (cx.Scheme("asa", wire="int4"), 0.0),
     ],
     ids=["residuals", "velocities", "rounding errors", "errors of codes"],
 )
