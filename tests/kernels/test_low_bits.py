@@ -183,13 +183,13 @@ def test_parts_are_added_in_float32_and_in_their_order(wire: str) -> None:
 
 def test_another_buckets_residual_and_parts_of_shards_are_refused() -> None:
     words = low_bits.write(tf.ones([4]), tf.Variable(tf.zeros([4])), "int4", 2, 4)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="must have 6 entries or more"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\b6 entries\b"):
         low_bits.write(tf.ones([6]), tf.Variable(tf.zeros([4])), "int4", 2, 6)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="must have 5 entries or more"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\b5 entries\b"):
         low_bits.add_and_write(words, tf.Variable(tf.zeros([4])), "int4", 2, 3, 2)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="multiple of 2 numbers"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\b2 numbers"):
         low_bits.write(tf.ones([5]), tf.Variable(tf.zeros([5])), "int4", 2, 5)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="multiple of 17 numbers"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\b17 numbers"):
         low_bits.read(words[1:], "int4", 2)
 
 

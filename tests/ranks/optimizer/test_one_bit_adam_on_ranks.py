@@ -175,8 +175,8 @@ def test_a_saved_model_holds_it_and_continues(comm: Comm, tmp_path: Path) -> Non
         ({"op": "sum"}, 'needs op="average"'),
         ({"strategy": "sharded"}, 'needs strategy="synchronous"'),
         ({"strategy": "weight_averaging"}, 'needs strategy="synchronous"'),
-        ({"scheme": cx.Scheme("auto")}, "by a route that is named"),
-        ({"scheme": cx.Scheme("allgather", "mstopk", 0.1)}, "every entry of its momentum"),
+        ({"scheme": cx.Scheme("auto")}, "route=.auto.,"),
+        ({"scheme": cx.Scheme("allgather", "mstopk", 0.1)}, "route=.allgather.,"),
         ({"scheme": cx.Scheme()}, "int8, int4, int2, int1"),
     ],
 )
@@ -192,7 +192,7 @@ def test_a_plan_of_its_own_is_refused(comm: Comm) -> None:
     with pytest.raises(cx.PlanError, match="needs plan=None"):
         cx.DistributedOptimizer(adam(), plan=plan)
     if comm.topology.size > 1:  # A rank alone has nothing to write
-        with pytest.raises(cx.PlanError, match="diverge in front of a momentum"):
+        with pytest.raises(cx.PlanError, match=r"wire=.*beta_1"):
             cx.DistributedOptimizer(keras.optimizers.Adam(0.1), plan=plan)
 
 
