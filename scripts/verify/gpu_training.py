@@ -1,4 +1,4 @@
-"""Claim: with TensorFlow, Horovod and NCCL, ranks stay equal and no gradient leaves its GPU.
+"""Claim: with TensorFlow and NCCL, ranks stay equal and no op copies a gradient to the host.
 
     scripts/verify/gpu_training.py --ranks 2
     scripts/verify/gpu_training.py --ranks 2 --tests tests/ranks
@@ -143,7 +143,7 @@ def fit(
 
 
 def train(comm: Comm, options: argparse.Namespace) -> None:
-    """Train under each scheme, and print what was seen. **Ranks:** all."""
+    """Train under each scheme, and print the results. **Ranks:** all."""
     import numpy as np
     import tensorflow as tf
 

@@ -31,7 +31,7 @@ def smaps(word):
 
 
 def passes_alone(test):
-    """Run a test in a process of its own; false in that process, which is to go on."""
+    """Run a test in a separate process; return False in that process, which must run the test."""
     if ALONE in os.environ:
         return False
     again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", test]
@@ -95,9 +95,9 @@ def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened, req
 def test_batches_are_locked_for_a_gpu_until_the_pipeline_is_gone(
     opened, request, tmp_path, monkeypatch
 ):
-    """A GPU copies from locked pages by itself; what is freed under a lock it would read as before.
+    """A GPU reads locked pages directly, and would read stale ones if they were freed while locked.
 
-    CUDA's driver is made up here.
+    The CUDA driver is a fake.
     """
     if passes_alone(request.node.nodeid):
         return
@@ -128,7 +128,7 @@ def test_batches_are_locked_for_a_gpu_until_the_pipeline_is_gone(
     time.sleep(0.5)
     assert smaps("LazyFree") <= before
     monkeypatch.delenv("FAKE_CUDA_REFUSES")
-    batches = serve()  # Takes what is still locked
+    batches = serve()  # Reuses the blocks that are still locked
     del batches
     gc.collect()
     wait_until(lambda: driver.fake_cuda_locked() == 0, "memory stays locked")

@@ -1,4 +1,4 @@
-"""What is changed of `fit` is in force for the steps that it is for, and then undone."""
+"""Changes to `fit` last for their steps, and are then undone."""
 
 from __future__ import annotations
 

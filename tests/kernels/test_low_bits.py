@@ -38,7 +38,7 @@ def test_the_native_ops_have_the_same_table() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @every_wire
 def test_native_equals_definition(wire: str, kind: str) -> None:
-    """Bit for bit: words, residuals and what is read; also of shards that are not whole blocks."""
+    """Bit for bit: words, residuals and read entries; also in shards with an incomplete block."""
     for entries, shards, padding in LENGTHS:
         size = shards * entries
         gradient, kept = make(kind, size, 1), make("laplace", size, 2) * np.float32(1e-3)
@@ -100,7 +100,7 @@ def test_written_plus_kept_is_what_came(implementation: str, wire: str, kind: st
     np.testing.assert_allclose(
         written + residual.numpy(), whole, rtol=0, atol=2**-23 * np.abs(whole).max()
     )
-    # The squares of what is left: see ops/kernels/low_bits.h
+    # The squared error: see ops/kernels/low_bits.h
     assert np.square(residual.numpy().astype(np.float64)).sum() < np.square(whole).sum()
 
 
