@@ -9,47 +9,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from sent_momenta import SHAPES, gradients, new_weights, wrap
 
 import tfcommx as cx
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Scheme, Topology
-from tfcommx.keras_internals import ExchangesGradients, SendsMomentum, copy_with
-from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.optimizers import one_bit_adam
 
 ONE_BIT = Scheme("asa", wire="int1")
-SHAPES = {"kernel": (16, 64), "bias": (8,)}
 RATE, BETA_1, BETA_2, EPSILON = 0.01, 0.9, 0.99, 1e-7
-
-
-def wrap(
-    optimizer: keras.optimizers.Optimizer, comm: Comm, scheme: Scheme = ONE_BIT
-) -> keras.optimizers.Optimizer:
-    """Wrap an optimizer as DistributedOptimizer does, for the rank of a thread."""
-    wrapped = copy_with(ExchangesGradients, optimizer)
-    settings = ExchangeSettings(
-        check_replicas_every=1, sends_momentum=isinstance(optimizer, SendsMomentum)
-    )
-    wrapped.exchanger = Exchanger(comm, scheme, settings)
-    wrapped.exchanger.serve(wrapped)
-    return wrapped
-
-
-def new_weights() -> list[keras.Variable]:
-    numbers = np.random.default_rng(1)
-    return [
-        keras.Variable(numbers.normal(size=shape).astype("float32"), name=name)
-        for name, shape in SHAPES.items()
-    ]
-
-
-def gradients(rank: int, step: int) -> list[np.ndarray]:
-    numbers = np.random.default_rng([3, rank, step])
-    scales = np.exp(np.random.default_rng(4).normal(size=SHAPES["kernel"]))
-    kernel = scales * numbers.normal(0.5, 1, SHAPES["kernel"])
-    return [kernel.astype("float32"), numbers.normal(size=SHAPES["bias"]).astype("float32")]
 
 
 def one_bit(vector: np.ndarray) -> np.ndarray:

@@ -46,7 +46,7 @@ from tfcommx.keras_internals.models import (
     statistics_of,
     variables_with_own_files,
 )
-from tfcommx.keras_internals.momenta import SendsMomentum
+from tfcommx.keras_internals.momenta import LearnsThenSendsMomentum, SendsMomentum
 from tfcommx.keras_internals.optimizers import (
     accumulated_gradients,
     copy_state,
@@ -56,6 +56,7 @@ from tfcommx.keras_internals.optimizers import (
     mix_into,
     moving_averages,
     plain_copy,
+    require_one_replica,
     slots_of,
     steps_of,
     trainable_variables,
@@ -74,6 +75,7 @@ from tfcommx.keras_internals.version import require_fit_keras
 __all__ = [
     "AgreedLossScale",
     "ExchangesGradients",
+    "LearnsThenSendsMomentum",
     "OwnMoments",
     "SendsMomentum",
     "StepUnderWay",
@@ -102,6 +104,7 @@ __all__ = [
     "own_variables",
     "plain_copy",
     "replace_train_function",
+    "require_one_replica",
     "require_shardable",
     "restore_train_step",
     "saved_values",

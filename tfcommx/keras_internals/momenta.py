@@ -1,15 +1,21 @@
-"""SendsMomentum: mixed into a kind of Adam whose momenta travel from some step on.
+"""Mixins for optimizers whose momenta travel in place of gradients.
+
+`SendsMomentum`, in every step:
+
+    gradients -> clip -> momenta -> [exchange] -> weights follow
+
+`LearnsThenSendsMomentum`, a kind of Adam, from some step on:
 
     learning   gradients -> [exchange] -> clip -> Adam: moments move, weights follow -> freeze?
     frozen     gradients -> clip -> momenta -> [exchange] -> weights follow; second moments stay
 
-`ExchangesGradients` exchanges by it; `tfcommx.optim` makes a plan for each phase.
+`ExchangesGradients` exchanges by them; `tfcommx.optim` makes the plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -21,19 +27,56 @@ if TYPE_CHECKING:  # A mixin has what the class has that it is mixed into
 else:
     Mixin = object
 
+# Of tensors in the order of the variables
+OfAll = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
+
 
 class SendsMomentum(Mixin):
+    """Mixed into a subclass of a Keras optimizer with momentum.
+
+    The class has `sends_momentum(variable)`: True if this variable's momentum travels; and
+    `moved(gradient, variable)`: the momentum that this rank's own gradient has moved.
+    """
+
+    # What an entry is written in if no scheme is given
+    default_wire: ClassVar[str]
+    # Whether the momentum contains the learning rate, so that residuals do too
+    momentum_has_rate: ClassVar[bool] = False
+
+    def momenta(
+        self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable]
+    ) -> list[tf.Tensor]:
+        """Return what travels: momenta moved by these gradients; gradients of other variables."""
+        return [
+            self.moved(gradient, variable) if self.sends_momentum(variable) else gradient
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+
+    # What follows is a graph already, also in a caller's loop.
+    @tf.autograph.experimental.do_not_convert
+    def exchange_and_clip(
+        self,
+        gradients: list[tf.Tensor],
+        variables: Sequence[keras.Variable],
+        exchange: OfAll,
+        clip: OfAll,
+    ) -> Sequence[tf.Tensor]:
+        """Clip each rank's own gradients; exchange the momenta that they move."""
+        return exchange(self.momenta(clip(gradients), variables))
+
+
+class LearnsThenSendsMomentum(SendsMomentum):
     """Mixed into a subclass of Keras's Adam: it has two phases.
 
-    The class has `sends_momentum(variable)`: True if this variable's momentum travels;
-    `momenta(gradients, variables)`: what travels in the frozen phase, the momenta that this rank's
-    own gradients have moved, and the gradients of other variables; `update_frozen(received,
-    variables, learning_rate)`: the update by what was received; and `freeze_if_due(learning_rate)`:
-    called after each update of the learning phase.
+    Besides what SendsMomentum asks for, the class has `update_frozen(received, variables,
+    learning_rate)`: the update by what was received in the frozen phase; and
+    `freeze_if_due(learning_rate)`: called after each update of the learning phase.
     """
 
     # int64 scalar, made by `build`: the update after which momenta travel; 0: not yet
     frozen_at: keras.Variable
+    # What gradients are written in while second moments are learnt
+    learning_wire: str
 
     def is_frozen(self) -> tf.Tensor:
         """Return a bool scalar: momenta travel in this step."""
@@ -47,7 +90,29 @@ class SendsMomentum(Mixin):
         """Return Adam's second moment of a variable."""
         return self._velocities[self._get_variable_index(variable)].value
 
-    # What follows is a graph already, also in a caller's loop.
+    @tf.autograph.experimental.do_not_convert
+    def exchange_and_clip(
+        self,
+        gradients: list[tf.Tensor],
+        variables: Sequence[keras.Variable],
+        exchange: OfAll,
+        clip: OfAll,
+    ) -> Sequence[tf.Tensor]:
+        """Exchange gradients, then clip; or clip, then exchange the momenta that they move."""
+        # In the last call of an iterator, which has no data, nothing here may run.
+        with tf.control_dependencies(gradients[-1:]):
+            frozen = self.is_frozen()
+        sent = tf.cond(
+            frozen,
+            lambda: self.momenta(clip(gradients), variables),
+            lambda: list(map(tf.identity, gradients)),
+        )
+        received = exchange(sent)
+        result: Sequence[tf.Tensor] = tf.cond(
+            frozen, lambda: list(map(tf.identity, received)), lambda: clip(list(received))
+        )
+        return result
+
     @tf.autograph.experimental.do_not_convert
     def _backend_update_step(
         self,

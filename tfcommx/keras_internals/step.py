@@ -163,30 +163,14 @@ class ExchangesGradients(Mixin):
         if not self.exchanger.guard.step.clips:  # Somebody wants gradients clipped, and no step.
             return list(super()._clip_gradients(grads))
         if isinstance(self, SendsMomentum):
-            return list(self._exchange_in_phases(grads))
+            variables = self.exchanger.guard.step.variables
+            clip = super()._clip_gradients
+            return list(self.exchange_and_clip(grads, variables, self._exchange, clip))
         return self._clip_exchanged(self._exchange(grads))
 
     def _exchange(self, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         rate, steps = tf.convert_to_tensor(self.learning_rate), self._iterations.value
         return self.exchanger.exchange(grads, rate, steps)
-
-    @tf.autograph.experimental.do_not_convert
-    def _exchange_in_phases(self, grads: list[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """Exchange gradients, then clip; or clip, then exchange the momenta that they move."""
-        variables, clip = self.exchanger.guard.step.variables, super()._clip_gradients
-        # In the last call of an iterator, which has no data, nothing here may run.
-        with tf.control_dependencies(grads[-1:]):
-            frozen = self.is_frozen()
-        sent = tf.cond(
-            frozen,
-            lambda: self.momenta(clip(grads), variables),
-            lambda: list(map(tf.identity, grads)),
-        )
-        received = self._exchange(sent)
-        result: Sequence[tf.Tensor] = tf.cond(
-            frozen, lambda: list(map(tf.identity, received)), lambda: clip(received)
-        )
-        return result
 
     def _clip_exchanged(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
         return list(super()._clip_gradients(grads))

@@ -207,20 +207,20 @@ def DistributedOptimizer(
         check_replicas_every=check_replicas_every,
         profile=_profile_of(profile),
         own_momentum=getattr(inner, "momentum", 0.0) or getattr(inner, "beta_1", 0.0),
-        sends_momentum=isinstance(inner, SendsMomentum),
+        sender=type(inner) if isinstance(inner, SendsMomentum) else None,
     )
     if settings.strategy.shards_weights:
         require_shardable(inner)
     if scheme is None:
-        scheme = _scheme_of_momenta() if settings.sends_momentum else Scheme(AUTO)
+        scheme = _scheme_of_momenta(settings.sender) if settings.sender else Scheme(AUTO)
     return _wrap(optimizer, scheme, settings)
 
 
-def _scheme_of_momenta() -> Scheme:
-    """Return 1 bit an entry by the route that sends less on this cluster."""
+def _scheme_of_momenta(sender: type[SendsMomentum]) -> Scheme:
+    """Return the sender's own wire, by the route that sends less on this cluster."""
     topology = process.current().topology
     by_node = topology.slots > 1 and topology.nodes > 1 and not topology.uneven
-    return Scheme("torus" if by_node else "asa", wire="int1")
+    return Scheme("torus" if by_node else "asa", wire=sender.default_wire)
 
 
 def _wrap(

@@ -25,7 +25,7 @@ from tfcommx.core import (
     Scheme,
     check_name,
 )
-from tfcommx.keras_internals import SendsMomentum
+from tfcommx.keras_internals import LearnsThenSendsMomentum, SendsMomentum
 from tfcommx.optim.automatic import ExpectedRun, executor_for
 from tfcommx.optim.by_variable import ByVariable
 from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
@@ -33,13 +33,13 @@ from tfcommx.planner.check import check_scheme, require_coverage
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.gradient_state import Executor
-from tfcommx.runtime.phased import PhasedExecutor
+from tfcommx.runtime.phased import LearningPhase, MomentumExecutor
 from tfcommx.strategies import Strategy, Synchronous
 
 # Wires whose noise is too large for gradients in front of a momentum
 NOISY = ("int2", "int1")
-# Of gradients, while OneBitAdam learns its second moments
-LEARNING_WIRE = "bfloat16"
+# Of the gradients of variables that send no momentum
+WIRE_OF_OTHERS = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,20 @@ class ExchangeSettings:
     check_replicas_every: int | None = 100
     # The wrapped optimizer's own momentum, or its beta_1, >= 0
     own_momentum: float = 0.0
-    # Whether the wrapped optimizer sends momenta in place of gradients from some step on
-    sends_momentum: bool = False
+    # The class of a wrapped optimizer that sends momenta in place of gradients; None: it does not
+    sender: type[SendsMomentum] | None = None
 
     def __post_init__(self) -> None:
         check_name("op", self.operation, OPERATIONS)
-        if self.sends_momentum:
-            self._check_sender()
+        if self.sender is not None:
+            self._check_sender(self.sender.__name__)
         buckets = () if self.plan is None else self.plan.buckets
         if self.own_momentum and any(bucket.momentum for bucket in buckets):
             raise PlanError(double_momentum_error(self.own_momentum))
         for bucket in buckets:
             self.check_wire(bucket.wire)
 
-    def _check_sender(self) -> None:
+    def _check_sender(self, name: str) -> None:
         required = {
             'strategy="synchronous"': isinstance(self.strategy, Synchronous),
             'op="average"': self.operation == "average",
@@ -82,22 +82,22 @@ class ExchangeSettings:
         for argument, is_given in required.items():
             if not is_given:
                 raise PlanError(
-                    "OneBitAdam moves the momentum that all ranks agree on by the mean over the "
-                    f"ranks, and makes a plan for each of its phases. It needs {argument}. "
-                    f"Received strategy={self.strategy}, op={self.operation!r} and plan="
-                    f"{'None' if self.plan is None else 'a Plan'}. Leave them out, or wrap "
-                    "keras.optimizers.Adam."
+                    f"{name} moves the momentum that all ranks agree on by the mean over the "
+                    f"ranks, and makes several plans. It needs {argument}. Received strategy="
+                    f"{self.strategy}, op={self.operation!r} and plan="
+                    f"{'None' if self.plan is None else 'a Plan'}. Leave them out, or wrap one of "
+                    "keras.optimizers."
                 )
 
     def check_wire(self, wire: str) -> None:
         """Refuse gradients in 1 or 2 bits in front of a momentum. **Raises:** PlanError."""
         exchanges = self.strategy.in_lock_step and not self.strategy.updates_apart
-        if wire in NOISY and self.own_momentum and exchanges and not self.sends_momentum:
+        if wire in NOISY and self.own_momentum and exchanges and self.sender is None:
             raise PlanError(
                 "Gradients in 1 or 2 bits diverge in front of a momentum, which amplifies their "
                 f"noise. Received wire={wire!r} and an optimizer with momentum or beta_1 = "
-                f"{self.own_momentum}. In place of Adam take cx.optimizers.OneBitAdam, which sends "
-                "its momentum; otherwise wire='int4', or an optimizer without momentum."
+                f"{self.own_momentum}. Take cx.optimizers.OneBitAdam or LowBitSGD, which send "
+                "their momentum; otherwise wire='int4', or an optimizer without momentum."
             )
 
 
@@ -208,8 +208,8 @@ class RequestedPlan:
             if scheme.momentum and self._settings.own_momentum:
                 raise PlanError(double_momentum_error(self._settings.own_momentum))
             self._settings.check_wire(scheme.wire)
-        if self._settings.sends_momentum:
-            _check_schemes_of_momenta(by_pattern(schemes))
+        if self._settings.sender is not None:
+            _check_schemes_of_momenta(by_pattern(schemes), self._settings.sender)
         find_auto(by_pattern(schemes))
 
     def replace(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
@@ -236,7 +236,7 @@ class RequestedPlan:
         """
         strategy = self._settings.strategy
         if sender is not None:
-            return self._phased_executor(variables, sender)
+            return self._executor_of_momenta(variables, sender)
         if self._given_plan is None:
             asked = self._asked(variables)
             return executor_for(self.schemes, asked, self._comm, strategy, self.expected_run)
@@ -244,27 +244,35 @@ class RequestedPlan:
         strategy.check(plan)
         return PlanExecutor(plan, self._comm)
 
-    def _phased_executor(
+    def _executor_of_momenta(
         self, variables: Sequence[keras.Variable], sender: SendsMomentum
     ) -> Executor:
-        learning = {
-            pattern: replace(scheme, wire=LEARNING_WIRE) if scheme.wire in DENSE_CODES else scheme
-            for pattern, scheme in self.schemes.items()
-        }
-        request = self._asked(variables)
+        request, of_others = self._asked(variables), self._schemes_of_gradients(WIRE_OF_OTHERS)
         sends = [sender.sends_momentum(variable) for variable in variables]
         paths = [gradient.path for gradient in request.gradients]
         moving = {path for path, moves in zip(paths, sends, strict=True) if moves}
         others = set(paths) - moving
         if not moving:
-            return PlanExecutor(request.plan(learning), self._comm)
-        return PhasedExecutor(
-            request.plan(learning, only=others) if others else None,
-            request.plan(learning, only=moving),
+            return PlanExecutor(request.plan(of_others), self._comm)
+        learning = None
+        if isinstance(sender, LearnsThenSendsMomentum):
+            schemes = self._schemes_of_gradients(sender.learning_wire)
+            frozen_at = sender.frozen_at.value
+            learning = LearningPhase(request.plan(schemes, only=moving), frozen_at)
+        return MomentumExecutor(
             request.plan(self.schemes, only=moving),
-            sender.frozen_at.value,
+            request.plan(of_others, only=others) if others else None,
+            learning,
             self._comm,
+            sender.momentum_has_rate,
         )
+
+    def _schemes_of_gradients(self, wire: str) -> dict[str, Scheme]:
+        """Return the schemes of momenta with another wire, for gradients in their place."""
+        return {
+            pattern: replace(scheme, wire=wire) if scheme.wire in DENSE_CODES else scheme
+            for pattern, scheme in self.schemes.items()
+        }
 
     def _asked(self, variables: Sequence[keras.Variable]) -> PlanRequest:
         gradients = [
@@ -282,20 +290,21 @@ def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
     return dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
 
 
-def _check_schemes_of_momenta(schemes: Mapping[str, Scheme]) -> None:
+def _check_schemes_of_momenta(schemes: Mapping[str, Scheme], sender: type[SendsMomentum]) -> None:
     """Refuse schemes by which momenta cannot travel. **Raises:** PlanError."""
+    name, wire = sender.__name__, sender.default_wire
     for scheme in schemes.values():
         dense = scheme.selection == "all" and scheme.compression == NO_COMPRESSION
         if scheme.route == AUTO or not dense:
             raise PlanError(
-                "OneBitAdam sends every entry of its momentum, by a route that is named. Received "
+                f"{name} sends every entry of its momentum, by a route that is named. Received "
                 f"route={scheme.route!r}, selection={scheme.selection!r} and compression="
-                f"{scheme.compression!r}. Take Scheme('asa', wire='int1') or Scheme('torus', "
-                "wire='int1')."
+                f"{scheme.compression!r}. Take Scheme('asa', wire={wire!r}) or Scheme('torus', "
+                f"wire={wire!r})."
             )
     if not any(scheme.wire in DENSE_CODES for scheme in schemes.values()):
         raise PlanError(
-            f"OneBitAdam needs a scheme that writes {', '.join(DENSE_CODES)}. Received wire="
+            f"{name} needs a scheme that writes {', '.join(DENSE_CODES)}. Received wire="
             f"{', '.join(repr(one.wire) for one in schemes.values())}. Take Scheme('asa', "
-            "wire='int1'), or wrap keras.optimizers.Adam."
+            f"wire={wire!r}), or wrap one of keras.optimizers."
         )

@@ -27,7 +27,7 @@ class StepGuard:
         # Mode of an outer LossScaleOptimizer: "none" exists, "local" (each alone) or "agreed"
         self.loss_scale = "none"
         self._not_finite = WatchedSum(comm, "finite", "the agreement on finite gradients")
-        if settings.sends_momentum:
+        if settings.sender is not None:
             self._numbers = WatchedSum(comm, "numbers", "the agreement on second moments")
         self.step = StepUnderWay()
 

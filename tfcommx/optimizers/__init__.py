@@ -3,10 +3,12 @@
 lars           for large batches of convolutional networks
 lamb           for large batches of Transformers
 one_bit_adam   Adam for slow networks
+low_bit_sgd    SGD with momentum for slow networks
 """
 
 from tfcommx.optimizers.lamb import LAMB
 from tfcommx.optimizers.lars import LARS
+from tfcommx.optimizers.low_bit_sgd import LowBitSGD
 from tfcommx.optimizers.one_bit_adam import OneBitAdam
 
-__all__ = ["LAMB", "LARS", "OneBitAdam"]
+__all__ = ["LAMB", "LARS", "LowBitSGD", "OneBitAdam"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -137,6 +138,15 @@ def check_patterns(exclude: Sequence[str]) -> tuple[str, ...]:
             f"{list(EXCLUDED)}. Received {exclude!r}."
         )
     return tuple(exclude)
+
+
+def is_large_matrix(
+    variable: keras.Variable | tf.Variable, exclude: Sequence[str], dense_below: int
+) -> bool:
+    """Return True for two dimensions or more, this many entries, and no excluded path."""
+    shape = tuple(variable.shape)
+    large = len(shape) > 1 and math.prod(shape) >= dense_below
+    return large and not matches_any(path_of(variable), exclude)
 
 
 def matches_any(path: str, patterns: Sequence[str]) -> bool:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
 
-from tfcommx.core import ConfigurationError, check_whole
-from tfcommx.keras_internals import SendsMomentum, trainable_variables
-from tfcommx.optim.requested_plan import path_of
-from tfcommx.optimizers.layerwise import check_number, check_patterns, matches_any
+from tfcommx.core import (
+    NARROW,
+    ConfigurationError,
+    check_name,
+    check_whole,
+)
+from tfcommx.keras_internals import LearnsThenSendsMomentum, trainable_variables
+from tfcommx.optimizers.layerwise import check_number, check_patterns, is_large_matrix
 
 # Second moments are known if their sum changes by less than this factor in 1 / (1 - beta_2) updates
 STABLE = 0.96
+# Of gradients while second moments are learnt: 2 bits and 1 spoil Adam
+LEARNING_WIRES = tuple(wire for wire in NARROW if wire not in ("int2", "int1"))
 # Frozen second moments are at least this share of the mean of those of their variable that are not
 # 0. In 1 bit an entry without momentum gets the mean magnitude of its block, about .3 of the root
 # of the mean second moment; divided by the root of this share it is about the largest step that
@@ -24,14 +29,14 @@ FLOOR = 0.01
 
 
 @keras.saving.register_keras_serializable("tfcommx")
-class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
+class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
     """Adam that sends its momentum, in few bits, after a phase in which it learns its scales.
 
     Gradients in 1 bit spoil Adam, because squares of their noise enter the second moments, and
-    momentum amplifies it. So there are two phases. In the first one gradients g travel in bfloat16,
-    and every rank is Keras's Adam. Then the second moments v are frozen, at the same step on all
-    ranks. From there on rank i moves the momentum m, which is equal on all ranks, by its own
-    gradient, and the result travels by the scheme, with error feedback:
+    momentum amplifies it. So there are two phases. In the first one gradients g travel in
+    `learning_wire`, and every rank is Keras's Adam. Then the second moments v are frozen, at the
+    same step on all ranks. From there on rank i moves the momentum m, which is equal on all ranks,
+    by its own gradient, and the result travels by the scheme, with error feedback:
 
         m_i = beta_1 m + (1 - beta_1) g_i
         m = mean over the ranks of m_i, as it arrives
@@ -42,7 +47,7 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
     is at least 1 % of the mean of its variable's entries that are not 0.
 
     Variables of one dimension or of few entries, and those that `exclude` names, are always updated
-    by Adam, with gradients in bfloat16: they are few, or sensitive.
+    by Adam, with gradients in bfloat16, because they are few or sensitive.
 
     >>> import keras
     >>> import tfcommx as cx
@@ -61,6 +66,8 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
             learning rate has not risen.
         exclude: patterns of variable paths, as in file names, whose variables stay with Adam.
         dense_below: entries, >= 0; smaller variables stay with Adam, too.
+        learning_wire: of gradients in the first phase: "float16", "bfloat16", "int8" or "int4". The
+            shorter it is, the fewer bytes the first phase costs.
         keras_options: the other arguments of every Keras optimizer. Weight decay is decoupled, as
             in Keras. `clipnorm`, `clipvalue` and `global_clipnorm` clip the mean gradient in the
             first phase, and in the second each rank's own, before it moves the momentum.
@@ -82,6 +89,8 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
     real clusters, other models, and the floor and the rule for `freeze_after=None` in training.
     """
 
+    default_wire: ClassVar[str] = "int1"
+
     def __init__(
         self,
         learning_rate: Any = 0.001,
@@ -91,6 +100,7 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
         freeze_after: int | None = None,
         exclude: Sequence[str] = (),
         dense_below: int = 1024,
+        learning_wire: str = "bfloat16",
         **keras_options: Any,
     ) -> None:
         if keras_options.pop("amsgrad", False):
@@ -109,6 +119,8 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
             freeze_after = check_whole("freeze_after", freeze_after, least=1)
         self.freeze_after, self.exclude = freeze_after, check_patterns(exclude)
         self.dense_below = check_whole("dense_below", dense_below, least=0)
+        check_name("learning_wire", learning_wire, LEARNING_WIRES)
+        self.learning_wire = learning_wire
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Make Adam's moments, and the state of the phases."""
@@ -123,19 +135,10 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
 
     def sends_momentum(self, variable: keras.Variable | tf.Variable) -> bool:
         """Return True if this variable's momentum travels once v is frozen."""
-        shape, excluded = tuple(variable.shape), matches_any(path_of(variable), self.exclude)
-        return not excluded and len(shape) > 1 and math.prod(shape) >= self.dense_below
+        return is_large_matrix(variable, self.exclude, self.dense_below)
 
-    def momenta(
-        self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable]
-    ) -> list[tf.Tensor]:
-        """Return the momenta, moved by these gradients; gradients of other variables."""
-        return [
-            self._moved(gradient, variable) if self.sends_momentum(variable) else gradient
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ]
-
-    def _moved(self, gradient: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
+    def moved(self, gradient: tf.Tensor, variable: keras.Variable | tf.Variable) -> tf.Tensor:
+        """Return the momentum, moved by this rank's gradient."""
         momentum = self.momentum_of(variable)
         return momentum + (tf.cast(gradient, momentum.dtype) - momentum) * (1 - self.beta_1)
 
@@ -222,4 +225,5 @@ class OneBitAdam(SendsMomentum, keras.optimizers.Adam):
             "freeze_after": self.freeze_after,
             "exclude": list(self.exclude),
             "dense_below": self.dense_below,
+            "learning_wire": self.learning_wire,
         }

@@ -46,6 +46,26 @@ class Sgd(RecipePart):
         return optimizer
 
 
+class LowBitSgd(Sgd):
+    """SGD with momentum that sends the momentum, in few bits, in place of the gradient."""
+
+    name: Literal["low_bit_sgd"] = "low_bit_sgd"  # type: ignore[assignment]
+    momentum: float = Field(0.9, gt=0, lt=1)
+
+    def build(self) -> keras.optimizers.Optimizer:
+        """Build tfcommx's LowBitSGD."""
+        from tfcommx.optimizers.low_bit_sgd import LowBitSGD
+
+        optimizer = LowBitSGD(
+            0.0,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay or None,
+        )
+        optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
+        return optimizer
+
+
 class Lars(RecipePart):
     """LARS, for large batches of convolutional networks; biases and normalisation are excluded."""
 
@@ -97,6 +117,33 @@ class AdamW(RecipePart):
         return optimizer
 
 
+class OneBitAdam(AdamW):
+    """AdamW that sends its momentum, in few bits, once its second moments are known."""
+
+    name: Literal["one_bit_adam"] = "one_bit_adam"  # type: ignore[assignment]
+    # Updates after which second moments are frozen; None: when they change little
+    freeze_after: int | None = Field(None, ge=1)
+    # Of gradients until then
+    learning_wire: Literal["float16", "bfloat16", "int8", "int4"] = "bfloat16"
+
+    def build(self) -> keras.optimizers.Optimizer:
+        """Build tfcommx's OneBitAdam."""
+        from tfcommx.optimizers import one_bit_adam
+
+        optimizer = one_bit_adam.OneBitAdam(
+            0.0,
+            beta_1=self.beta_1,
+            beta_2=self.beta_2,
+            epsilon=self.epsilon,
+            freeze_after=self.freeze_after,
+            learning_wire=self.learning_wire,
+            weight_decay=self.weight_decay or None,
+        )
+        if self.weight_decay:
+            optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
+        return optimizer
+
+
 class Lamb(AdamW):
     """LAMB, for large batches of Transformers; biases and normalisation are excluded."""
 
@@ -122,7 +169,9 @@ class Lamb(AdamW):
 
 OPTIMIZERS: dict[str, type[OptimizerRecipe]] = {
     "sgd": Sgd,
+    "low_bit_sgd": LowBitSgd,
     "adamw": AdamW,
+    "one_bit_adam": OneBitAdam,
     "lars": Lars,
     "lamb": Lamb,
 }

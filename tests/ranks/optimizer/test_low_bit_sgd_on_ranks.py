@@ -1,0 +1,88 @@
+"""LowBitSGD, wrapped: `fit`, checkpoints, saved models, refused calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from rank_helpers import compiled, fit, weights
+
+import tfcommx as cx
+from tfcommx import checkpoint
+from tfcommx.collectives.comm import Comm
+from tfcommx.optim.wrapped import exchanger_of
+
+
+def sgd(**options: Any) -> keras.optimizers.Optimizer:
+    """Return one for which the kernels of the small network are large enough."""
+    return cx.optimizers.LowBitSGD(**{"learning_rate": 0.1, "dense_below": 8} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, 4),
+        ({"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True, "nesterov": True}, 1),
+        ({"gradient_accumulation_steps": 2}, 1),
+        ({"loss_scale_factor": 8.0}, 1),
+    ],
+    ids=["four steps a call", "clipped", "accumulated", "scaled"],
+)
+def test_fit_keeps_ranks_equal(comm: Comm, options: dict[str, Any], steps: int) -> None:
+    net = compiled(cx.DistributedOptimizer(sgd(**options)), steps_per_execution=steps)
+    before = weights(net)
+    assert fit(net, comm, epochs=3).identical
+    assert not any(map(np.array_equal, before, weights(net)))
+    buckets = [bucket for plan in exchanger_of(net).plans() for bucket in plan.buckets]
+    wires = {path.partition("/")[2]: one.wire for one in buckets for path in one.variables}
+    if comm.topology.size > 1:
+        assert wires["hidden/kernel"] == wires["out/kernel"] == "int2"
+        assert wires["hidden/bias"] == "bfloat16"
+
+
+def test_it_continues_exactly_from_a_checkpoint(comm: Comm, tmp_path: Path) -> None:
+    folder = Path(comm.gather_objects(str(tmp_path))[0])
+    straight = compiled(cx.DistributedOptimizer(sgd()))
+    fit(straight, comm, epochs=2, extra=(checkpoint.Checkpoint(folder),))
+    fit(straight, comm, epochs=4, initial_epoch=2)
+
+    def continued(keeps: bool) -> list[np.ndarray]:
+        net = compiled(cx.DistributedOptimizer(sgd()), seed=9)
+        assert checkpoint.restore(net, folder) == 2
+        exchanger = exchanger_of(net)
+        if not keeps:
+            exchanger.waiting = dataclasses.replace(exchanger.waiting, residuals={})
+        fit(net, comm, epochs=4, initial_epoch=2)
+        return weights(net)
+
+    assert all(map(np.array_equal, weights(straight), continued(keeps=True)))
+    if comm.topology.size > 1:
+        assert not all(map(np.array_equal, weights(straight), continued(keeps=False)))
+
+
+def test_a_saved_model_holds_it_and_continues(comm: Comm, tmp_path: Path) -> None:
+    net = compiled(cx.DistributedOptimizer(sgd()))
+    fit(net, comm)
+    net.save(tmp_path / "model.keras")
+    plain = keras.models.load_model(tmp_path / "model.keras")
+    assert type(plain.optimizer) is cx.optimizers.LowBitSGD
+    plain.compile(cx.DistributedOptimizer(plain.optimizer), loss=net.loss, jit_compile=False)
+    assert fit(plain, comm).identical
+
+
+@pytest.mark.parametrize(
+    ("options", "received"),
+    [
+        ({"op": "sum"}, "op='sum'"),
+        ({"strategy": "sharded"}, "Sharded"),
+        ({"scheme": cx.Scheme("auto")}, "route=.auto.,"),
+        ({"scheme": cx.Scheme()}, "wire='plain'"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(options: dict[str, Any], received: str) -> None:
+    with pytest.raises(cx.PlanError, match=received):
+        cx.DistributedOptimizer(sgd(), **options)
