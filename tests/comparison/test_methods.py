@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from tfcommx.comparison.methods import Method, check_names_a_route, read_methods
+from tfcommx.comparison.methods import Method, check_names_a_route, fitting, read_methods
 from tfcommx.core import Scheme
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.recipes.recipe import read
@@ -19,7 +19,7 @@ RECIPES = ["fashion_mnist", "translate_miniature", "dawnbench_miniature"]
 def test_every_shipped_method_fits_every_miniature(recipe: str) -> None:
     file = ROOT / "configs" / f"{recipe}.yaml"
     plain = read(file)
-    methods = read_methods()
+    methods = fitting(read_methods(), plain, named=False)
     assert {"dense", "float16", "recipe", "local_sgd"} <= set(methods)
     for name, method in methods.items():
         changed = read(file, method.settings([phase.epochs for phase in plain.phases]))
@@ -34,11 +34,19 @@ def test_every_shipped_method_fits_every_miniature(recipe: str) -> None:
 def test_schemes_are_compared_without_the_averages_of_a_recipe() -> None:
     file = ROOT / "configs" / "fashion_mnist.yaml"
     averages = 'strategy={"name": "weight_averaging", "every": 5}'
-    for name, method in read_methods().items():
+    for name, method in fitting(read_methods(), read(file), named=False).items():
         every = read(file, [averages, *method.settings([])]).strategy.every
         averaged = ("local_sgd_32", "local_sgd_overlapped", "diloco", "streaming_diloco")
         found = {"recipe": 5, "local_sgd": 8, **dict.fromkeys(averaged, 32)}
         assert every == found.get(name, 1), name
+
+
+def test_a_method_for_another_optimizer_is_left_out_unless_it_is_named() -> None:
+    recipe = read(ROOT / "configs" / "fashion_mnist.yaml")
+    found = fitting(read_methods(), recipe, named=False)
+    assert "momentum_int2" in found and "one_bit_adam" not in found
+    with pytest.raises(RecipeError, match=r"'one_bit_adam'.*'adamw'.*'sgd'"):
+        fitting(read_methods(["dense", "one_bit_adam"]), recipe, named=True)
 
 
 def test_a_warm_up_goes_on_from_phase_to_phase() -> None:

@@ -12,7 +12,7 @@ import typer
 from tfcommx.cli.plan import profile_of
 from tfcommx.cli.train import SET_HELP
 from tfcommx.comparison import figures, tables
-from tfcommx.comparison.methods import check_names_a_route, read_methods
+from tfcommx.comparison.methods import check_names_a_route, fitting, read_methods
 from tfcommx.comparison.rows import Comparison, Steps, rows_of, score_of
 from tfcommx.comparison.step_times import (
     MeasuredSteps,
@@ -40,7 +40,7 @@ def compare(
         str,
         typer.Option(
             help="Names and YAML files, joined by commas: dense,local_sgd,mine.yaml. Default: all "
-            "shipped methods."
+            "shipped methods for the recipe's optimizer."
         ),
     ] = "",
     bandwidths: Annotated[
@@ -182,7 +182,7 @@ def _checked(setup: Setup, words: list[str]) -> tuple[dict[str, list[str]], dict
     epochs = [phase.epochs for phase in plain.phases]
     as_settings = plain.strategy.model_dump() if isinstance(plain.strategy, RecipePart) else None
     changes, recipes = {}, {}
-    for name, method in read_methods(words).items():
+    for name, method in fitting(read_methods(words), plain, named=bool(words)).items():
         if method.strategy == as_settings:
             # Saying it again would be another digest: trainings from before it was said stay valid
             method = method.model_copy(update={"strategy": None})

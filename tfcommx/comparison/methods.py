@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Method(RecipePart):
     scheme: dict[str, Any] | None = None
     # Densities of the first epochs, from phase to phase
     warm_up: tuple[float, ...] = ()
+    # Name of the optimizer of the recipes that it is for; None: any
+    optimizer: str | None = None
     # Who updates the weights; None: as the recipe says
     strategy: dict[str, Any] | None = None
     # Other places of the recipe, such as optimizer.momentum, and their values
@@ -106,6 +108,22 @@ def _read(path: Path) -> dict[str, Method]:
             lines = [f"{path}: {line}" for line in error_lines(error, str(name))]
             raise RecipeError("\n".join(lines)) from error
     return found
+
+
+def fitting(methods: Mapping[str, Method], recipe: Recipe, named: bool) -> dict[str, Method]:
+    """Return the methods that are for a recipe with this optimizer.
+
+    **Raises:** RecipeError for another one, if the user `named` it.
+    """
+    optimizer = getattr(recipe.optimizer, "name", None)
+    others = {name: one for name, one in methods.items() if one.optimizer not in (None, optimizer)}
+    if others and named:
+        name, method = next(iter(others.items()))
+        raise RecipeError(
+            f"The method {name!r} needs a recipe with the optimizer {method.optimizer!r}. Received "
+            f"one with {optimizer or 'an optimizer of your own'!r}. Leave the method out."
+        )
+    return {name: one for name, one in methods.items() if name not in others}
 
 
 def check_names_a_route(name: str, recipe: Recipe) -> None:

@@ -34,8 +34,9 @@ OfAll = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
 class SendsMomentum(Mixin):
     """Mixed into a subclass of a Keras optimizer with momentum.
 
-    The class has `sends_momentum(variable)`: True if this variable's momentum travels; and
-    `moved(gradient, variable)`: the momentum that this rank's own gradient has moved.
+    The class has `sends_momentum(variable)`: True if this variable's momentum travels;
+    `moved(gradient, variable)`: the momentum that this rank's own gradient has moved; and
+    `update_by_momenta(received, variables, learning_rate)`: the update by what was received.
     """
 
     # What an entry is written in if no scheme is given
@@ -64,13 +65,38 @@ class SendsMomentum(Mixin):
         """Clip each rank's own gradients; exchange the momenta that they move."""
         return exchange(self.momenta(clip(gradients), variables))
 
+    def place_of(self, variable: keras.Variable | tf.Variable) -> int:
+        """Return the position of a variable among those that the optimizer was built for."""
+        place: int = self._get_variable_index(variable)
+        return place
+
+    @tf.autograph.experimental.do_not_convert
+    def _backend_update_step(
+        self,
+        grads: Sequence[tf.Tensor],
+        trainable_variables: Sequence[keras.Variable],
+        learning_rate: Any,
+    ) -> None:
+        require_one_replica(self)
+        dense = list(map(tf.convert_to_tensor, grads))
+        # In the last call of an iterator, which has no data, nothing here may run.
+        with tf.control_dependencies(dense[-1:]):
+            self._update(dense, trainable_variables, learning_rate)
+
+    def _update(
+        self,
+        received: list[tf.Tensor],
+        variables: Sequence[keras.Variable],
+        learning_rate: Any,
+    ) -> None:
+        self.update_by_momenta(received, variables, learning_rate)
+
 
 class LearnsThenSendsMomentum(SendsMomentum):
     """Mixed into a subclass of Keras's Adam: it has two phases.
 
-    Besides what SendsMomentum asks for, the class has `update_frozen(received, variables,
-    learning_rate)`: the update by what was received in the frozen phase; and
-    `freeze_if_due(learning_rate)`: called after each update of the learning phase.
+    Besides what SendsMomentum asks for, the class has `freeze_if_due(learning_rate)`, called after
+    each update of the learning phase.
     """
 
     # int64 scalar, made by `build`: the update after which momenta travel; 0: not yet
@@ -84,11 +110,11 @@ class LearnsThenSendsMomentum(SendsMomentum):
 
     def momentum_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
         """Return Adam's first moment of a variable."""
-        return self._momentums[self._get_variable_index(variable)].value
+        return self._momentums[self.place_of(variable)].value
 
     def second_moment_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
         """Return Adam's second moment of a variable."""
-        return self._velocities[self._get_variable_index(variable)].value
+        return self._velocities[self.place_of(variable)].value
 
     @tf.autograph.experimental.do_not_convert
     def exchange_and_clip(
@@ -113,24 +139,20 @@ class LearnsThenSendsMomentum(SendsMomentum):
         )
         return result
 
-    @tf.autograph.experimental.do_not_convert
-    def _backend_update_step(
+    def _update(
         self,
-        grads: Sequence[tf.Tensor],
-        trainable_variables: Sequence[keras.Variable],
+        received: list[tf.Tensor],
+        variables: Sequence[keras.Variable],
         learning_rate: Any,
     ) -> None:
-        require_one_replica(self)
-        dense, by_adam = list(map(tf.convert_to_tensor, grads)), super()._backend_update_step
+        by_adam = super(SendsMomentum, self)._backend_update_step
 
         def learn() -> None:
-            by_adam(dense, trainable_variables, learning_rate)
+            by_adam(received, variables, learning_rate)
             self.freeze_if_due(learning_rate)
 
-        # In the last call of an iterator, which has no data, nothing here may run.
-        with tf.control_dependencies(dense[-1:]):
-            tf.cond(
-                self.is_frozen(),
-                lambda: self.update_frozen(dense, trainable_variables, learning_rate),
-                learn,
-            )
+        tf.cond(
+            self.is_frozen(),
+            lambda: self.update_by_momenta(received, variables, learning_rate),
+            learn,
+        )

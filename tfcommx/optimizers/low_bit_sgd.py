@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfcommx.core import ConfigurationError, check_whole
-from tfcommx.keras_internals import SendsMomentum, require_one_replica
+from tfcommx.keras_internals import SendsMomentum
 from tfcommx.optimizers.layerwise import check_number, check_patterns, is_large_matrix
 
 
@@ -80,48 +80,31 @@ class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
         return is_large_matrix(variable, self.exclude, self.dense_below)
 
     def _momentum_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
-        return self.momentums[self._get_variable_index(variable)].value
+        return self.momentums[self.place_of(variable)].value
 
     def moved(self, gradient: tf.Tensor, variable: keras.Variable | tf.Variable) -> tf.Tensor:
         """Return the momentum, moved by this rank's gradient."""
-        return self._moved(gradient, variable, self.learning_rate)
-
-    def _moved(self, gradient: tf.Tensor, variable: keras.Variable, rate: Any) -> tf.Tensor:
         before = self._momentum_of(variable)
-        return self.momentum * before - tf.cast(rate, before.dtype) * tf.cast(
-            gradient, before.dtype
-        )
+        step = tf.cast(self.learning_rate, before.dtype) * tf.cast(gradient, before.dtype)
+        return self.momentum * before - step
 
-    def _backend_update_step(
-        self,
-        grads: Sequence[tf.Tensor],
-        trainable_variables: Sequence[keras.Variable],
-        learning_rate: Any,
+    def update_by_momenta(
+        self, received: Sequence[tf.Tensor], variables: Sequence[keras.Variable], learning_rate: Any
     ) -> None:
-        require_one_replica(self)
-        wrapped = getattr(self, "exchanger", None) is not None
-        others = []
-        for received, variable in zip(grads, trainable_variables, strict=True):
+        """Update by the momenta that were received."""
+        if getattr(self, "exchanger", None) is None:  # These are gradients, which nothing has sent
+            received = self.momenta(received, variables)
+        for result, variable in zip(received, variables, strict=True):
             if not self.sends_momentum(variable):
-                others.append((received, variable))
-            elif wrapped:
-                self._move_by(received, variable)
-            else:  # Gradients, which nothing has sent
-                self._move_by(self._moved(received, variable, learning_rate), variable)
-        if others:
-            super()._backend_update_step(*map(list, zip(*others, strict=True)), learning_rate)
-
-    # What follows is a graph already, also in a caller's loop.
-    @tf.autograph.experimental.do_not_convert
-    def _move_by(self, received: tf.Tensor, variable: keras.Variable) -> None:
-        """Update a weight by the momentum that all ranks have received."""
-        momentum, now = self._momentum_of(variable), tf.cast(received, variable.dtype)
-        step = now
-        if self.nesterov:
-            step = self.momentum * now + (now - self.momentum * momentum)
-        with tf.control_dependencies([step]):
-            self.assign(momentum, now)
-        self.assign_add(variable, step)
+                self.update_step(result, variable, learning_rate)
+                continue
+            momentum, now = self._momentum_of(variable), tf.cast(result, variable.dtype)
+            step = now
+            if self.nesterov:
+                step = self.momentum * now + (now - self.momentum * momentum)
+            with tf.control_dependencies([step]):
+                self.assign(momentum, now)
+            self.assign_add(variable, step)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that make an equal optimizer."""

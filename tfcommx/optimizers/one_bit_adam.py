@@ -142,7 +142,7 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
         momentum = self.momentum_of(variable)
         return momentum + (tf.cast(gradient, momentum.dtype) - momentum) * (1 - self.beta_1)
 
-    def update_frozen(
+    def update_by_momenta(
         self, received: Sequence[tf.Tensor], variables: Sequence[keras.Variable], learning_rate: Any
     ) -> None:
         """Update by the momenta that were received, and frozen second moments."""
