@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+import tfcommx as cx
 from bench.checks import gradient, weighted_sum
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import DENSE_CODES, PLAIN, Plan
@@ -51,7 +52,7 @@ def sums_are_right(
 
     Args:
         comm: of this rank.
-        optimizer: SGD without momentum, wrapped or not.
+        optimizer: SGD without momentum, wrapped or not; or LowBitSGD, wrapped.
         variables: that it trains.
         exchanges: False: each rank must keep its own gradients.
 
@@ -62,9 +63,11 @@ def sums_are_right(
     """
     ranks = comm.topology.size
     given = [gradient(comm.rank, int(np.prod(variable.shape))) for variable in variables]
-    before, rate = [variable.numpy() for variable in variables], float(optimizer.learning_rate)
+    # Momentum of the steps before would be part of the update
+    moved = [*variables, *_sent_momenta(optimizer)]
+    before, rate = [variable.numpy() for variable in moved], float(optimizer.learning_rate)
     _drop_residuals(optimizer, variables)
-    for variable in variables:
+    for variable in moved:
         variable.assign(np.zeros(variable.shape, "float32"))
     optimizer.learning_rate = 1.0
     shaped = [part.reshape(row.shape) for part, row in zip(given, variables, strict=True)]
@@ -73,9 +76,16 @@ def sums_are_right(
     arrived = sum(weighted_sum(-variable.numpy().ravel()) for variable in variables)
     kept = 0.0
     if executors(optimizer):
-        kept = sum(map(weighted_sum, optimizer.exchanger.export().residuals.values()))
+        # A momentum that is sent is -rate times the gradient, and so is what waits of it
+        signs = {
+            optimizer.exchanger.names.of([one])[0]: -1
+            for one in variables
+            if isinstance(optimizer, cx.optimizers.LowBitSGD) and optimizer.sends_momentum(one)
+        }
+        waiting = optimizer.exchanger.export().residuals
+        kept = sum(signs.get(name, 1) * weighted_sum(one) for name, one in waiting.items())
     _drop_residuals(optimizer, variables)
-    for variable, value in zip(variables, before, strict=True):
+    for variable, value in zip(moved, before, strict=True):
         variable.assign(value)
     optimizer.learning_rate = rate
     mine = sum(map(weighted_sum, given))
@@ -92,6 +102,11 @@ def sums_are_right(
         # Products of factors are rounded to float32: 5e-10 of ResNet-50 on 4 ranks; so are codes
         allowed = max(allowed, 1e-8 * size * ranks)
     return len(set(averages)) == 1 and apart <= allowed
+
+
+def _sent_momenta(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    sends = isinstance(optimizer, cx.optimizers.LowBitSGD)
+    return list(optimizer.momentums) if sends else []
 
 
 def _drop_residuals(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:

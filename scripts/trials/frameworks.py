@@ -58,6 +58,8 @@ OURS = {
     "tfcommx powersgd/4": "allreduce powersgd/4",
     "tfcommx hitopk elias/int4 0.1": "hitopk elias/int4 0.1",
     "tfcommx auto sparse": "auto sparse",
+    "tfcommx asa int4": "asa int4",
+    "tfcommx momentum asa int1": "momentum asa int1",
 }
 # What is compared with what: the first word of a name
 ALONE = {"ddp": "ddp none", "multi-worker": "multi-worker none"}

@@ -10,7 +10,8 @@ and iproute2) or, at the rate `none`, by as many ranks on this host. Models: con
 transformer (both about a million parameters), embedding (most of its parameters are one), and
 ResNet-50 at 64 x 64. Schemes: `none` exchanges nothing; `horovod` is plain Horovod, one allreduce
 for each gradient; the others are routes, sparse ones with their wire format, and `auto` and `auto
-sparse`. A density of its own may follow: "auto sparse 0.05".
+sparse`. A density of its own may follow: "auto sparse 0.05". With "momentum" in front, as in
+"momentum asa int1", LowBitSGD sends its momentum in place of the gradient.
 
 `seconds` and `step_seconds` are the median over steps of the slowest rank's time; the schemes take
 turns, two steps at a time of which the second counts, and so do the steps of the profile, in

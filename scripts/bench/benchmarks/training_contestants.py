@@ -22,6 +22,8 @@ from tfcommx.planner.plan import Gradient, make_plan
 
 # The scheme that exchanges nothing. Its step is what predictions of the others begin with
 ALONE = "none"
+# In front of a scheme by which LowBitSGD's momentum travels, and not a gradient
+MOMENTUM = "momentum "
 
 
 @dataclasses.dataclass
@@ -46,8 +48,9 @@ class Contestant:
         if self.name == ALONE:
             return None
         if self.exchanger is not None:
-            (run,) = self.exchanger.runs.values()
-            return run.executor.plan
+            first, *others = self.exchanger.plans()
+            buckets = [bucket for plan in (first, *others) for bucket in plan.buckets]
+            return dataclasses.replace(first, buckets=tuple(buckets))
         rows = zip(self.names(), self.model.trainable_variables, strict=True)
         gradients = [Gradient(name, tuple(one.shape), "float32") for name, one in rows]
         return make_plan(gradients, {"*": Scheme(merging="each")}, comm.topology)
@@ -91,7 +94,8 @@ def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.o
     if name == "horovod":
         return PlainHorovod(0.01, name="plain_horovod")
     name, density = split_name(name, chosen)
-    route, _, wire = name.partition(" ")
+    by_momentum = name.startswith(MOMENTUM)
+    route, _, wire = name.removeprefix(MOMENTUM).partition(" ")
     route, _, peers = route.partition("+")
     how: dict[str, Any] = {"peer_route": peers or "allreduce", "bucket_bytes": chosen.bucket_bytes}
     if wire == "sparse" or route in routes.SPARSE:
@@ -101,9 +105,8 @@ def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.o
     elif wire and wire != "sparse":
         how["wire"] = wire
     scheme = Scheme(route, **how)
-    return cx.DistributedOptimizer(
-        keras.optimizers.SGD(0.01), scheme, links=links, check_replicas_every=None
-    )
+    sgd = cx.optimizers.LowBitSGD(0.01) if by_momentum else keras.optimizers.SGD(0.01)
+    return cx.DistributedOptimizer(sgd, scheme, links=links, check_replicas_every=None)
 
 
 def contestants(
