@@ -11,7 +11,7 @@
 #             older Keras, and with an older TensorFlow
 # make results   measure what README.md and docs/results.md show, on quiet cores, as root; then
 #             make figures
-# make figures   put the figures of docs/records into the pages
+# make figures   write the tables of docs/records into the pages
 # make wheels   wheels of tfcommx and of the repaired Horovod, for the CPU and this Python, in dist/
 # make docs   the documents as a site, in build/docs, with all links checked
 # make setup  set everything up; TFCOMMX_SETUP="--gpu" for TensorFlow's GPU wheel and NCCL

@@ -5,7 +5,7 @@
     python scripts/bench results --missing          # those that have no record yet
     python scripts/bench results --list
 
-Each writes docs/records/NAME.json; `make figures` puts the figures into the pages. Before each the
+Each writes docs/records/NAME.json; `make figures` writes the tables of the pages. Before each the
 cores must have been idle for some seconds. The most important ones come first.
 """
 

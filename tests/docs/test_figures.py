@@ -1,4 +1,4 @@
-"""Every number on a page that was measured is the one that a record has."""
+"""Tables of the pages are those of the records, and so are the numbers in sentences that matter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,28 +15,8 @@ from launching import ROOT
 sys.path.insert(0, str(ROOT / "scripts"))
 sys.path.insert(0, str(ROOT / "scripts" / "documents"))
 import figures
+import tables
 from bench import record, records, results
-
-# Numbers in README that nobody measured: versions, of a license too, and what a setting is
-ALLOWED = {
-    *("2.0", "2.21", "3.15", "0.28.1", "3.11", "3.13"),
-    *("200 Mbit/s", "1 Gbit/s", "1 %", "4 %", "5 %", "10 %"),
-}
-# With a decimal point, or before a unit
-NUMBER = re.compile(
-    r"(?<![\w.])\d[\d,]*(?:\.\d+)*"
-    r"(?: (?:%|ms\b|s\b|min\b|MB\b|GB\b|[MG]bit/s|times\b|points\b|BLEU\b))?"
-)
-
-
-def typed_numbers(text: str) -> list[str]:
-    """Return the numbers of a page that look measured and stand in no marker."""
-    for marked in (figures.FIGURE, figures.TABLE, figures.CONDITIONS):
-        text = marked.sub("", text)
-    text = re.sub(r"```.*?```|^ {4}[^\n]*$", "", text, flags=re.S | re.M)
-    text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
-    found = [one[0] for one in NUMBER.finditer(text)]
-    return [one for one in found if "." in one or " " in one]
 
 
 @pytest.mark.parametrize("page", list(figures.pages()), ids=lambda one: str(one.relative_to(ROOT)))
@@ -45,78 +26,91 @@ def test_a_page_shows_what_the_records_have(page: Path) -> None:
     assert new == text, figures.differences(text, new)
 
 
-def test_the_readme_has_no_measured_number_that_was_typed() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert [one for one in typed_numbers(text) if one not in ALLOWED] == []
+def faster(gbit: int) -> Callable[[tables.Records], float]:
+    """Return how many times faster 1 % is predicted to be at this bandwidth."""
+
+    def ratio(found: tables.Records) -> float:
+        dense, sparse = (
+            found.row(record, name, between_gbit=gbit)["step_seconds"]
+            for record, name in (("predicted_dense", "allreduce"), ("predicted_sparse", "hitopk"))
+        )
+        return float(dense / sparse)
+
+    return ratio
 
 
-def test_a_typed_number_is_seen() -> None:
-    text = "It takes 0.53 s, or 12 times less; Python 3.11; 4 nodes; `0.7`; [x](a/1.5)\n"
-    text += "    2.5 s\n```\n1.5 s\n```\n7 %\n"
-    marked = "<!--figure demo.seconds .0f-->114<!--/--> s"
-    assert typed_numbers(text + marked) == ["0.53 s", "12 times", "3.11", "7 %"]
+# A page, what stands there with one group, and the number of the records
+TYPED: list[tuple[str, str, Callable[[tables.Records], float]]] = [
+    (
+        "README.md",
+        r"Without any exchange the step takes ([\d.]+) s",
+        lambda found: found.row("training", "none")["seconds"],
+    ),
+    (
+        "README.md",
+        r"lost ([\d.]+) BLEU of 38",
+        lambda found: found.row("compare_translate", "elias_int4", bandwidth_mbit=200)["loss"],
+    ),
+    ("README.md", r"([\d.]+) times faster at 1 Gbit/s", faster(1)),
+    ("README.md", r"([\d.]+) times\nat 10\.", faster(10)),
+    (
+        "configs/fashion_mnist.yaml",
+        r"# Measured: ([\d.]+) in",
+        lambda found: found.row("demo")["test_accuracy"],
+    ),
+    (
+        "docs/results.md",
+        r"The demo took (\d+) s",
+        lambda found: found.row("demo")["seconds"],
+    ),
+]
 
 
-@pytest.mark.parametrize("marker", ["<!--figure a.b-->0.1<!--/-->", "<!--figure a.b .1f-->0.1"])
-def test_a_marker_without_its_format_or_end_is_an_error(marker: str) -> None:
-    with pytest.raises(figures.FigureError, match=r"<!--figure \.\.\.-->"):
-        figures.filled(f"{marker} and more\n# A heading <!--figure a.b .1f-->1<!--/-->\n", {})
-
-
-@pytest.fixture
-def two() -> dict[str, figures.Record]:
-    rows = [
-        {"name": "add", "density": 1.0, "seconds": 2.0, "limit_seconds": None},
-        {"name": "sum", "density": 0.1, "seconds": 0.5, "limit_seconds": 1.0},
-        {"name": "sum", "density": 0.2, "seconds": 1.5, "limit_seconds": 1.0},
-    ]
-    return {
-        "bench": figures.Record({"name": "bench", "rows": rows}),
-        "run": figures.Record({"name": "run", "rows": [{"name": "run", "score": 0.91234}]}),
-    }
-
-
-def test_figures_tables_and_templates(two: dict[str, figures.Record]) -> None:
-    page = (
-        "Score <!--figure run.score .4f-->0<!--/-->, "
-        '<!--figure bench("add").seconds / bench("sum", density=0.1).seconds .1f-->9<!--/-->'
-        " times.\n"
-        "<!--table bench where density < 1\nrule: name s\nms: seconds * 1e3 ,.0f\n"
-        "limit: seconds / limit_seconds .1f\n-->\nold\n<!--/table-->\n"
-        "# Measured: 0.1\n# figures: Measured: {run.score:.2f}\n"
-    )
-    new = figures.filled(page, two)
-    assert ".4f-->0.9123<!--/-->" in new and ".1f-->4.0<!--/--> times" in new
-    assert (
-        "| rule | ms | limit |\n| --- | ---: | ---: |\n| sum | 500 | 0.5 |\n| sum | 1,500 | 1.5 |\n"
-    ) in new
-    assert "old" not in new
-    assert new.endswith("# Measured: 0.91\n# figures: Measured: {run.score:.2f}\n")
-    assert figures.filled(new, two) == new
-    # A figure that somebody typed over is found
-    changed = new.replace("0.9123", "0.9124")
-    assert figures.differences(changed, figures.filled(changed, two))
-    # A cell whose value is missing is empty
-    whole = figures.filled(page.replace(" where density < 1", ""), two)
-    assert "| add | 2,000 |  |" in whole
+@pytest.mark.parametrize(("page", "pattern", "number"), TYPED, ids=[one[1] for one in TYPED])
+def test_a_number_in_a_sentence_is_that_of_the_record(
+    page: str, pattern: str, number: Callable[[tables.Records], float]
+) -> None:
+    (typed,) = re.findall(pattern, (ROOT / page).read_text())
+    decimals = len(typed.partition(".")[2])
+    assert typed == f"{number(figures.read_records()):.{decimals}f}"
 
 
 @pytest.mark.parametrize(
-    "what, says",
+    ("text", "named"),
     [
-        ("nothing.seconds", "nothing.*bench, run"),
-        ("run.speed", "'speed'.*name, score"),
-        ('bench("sum").seconds', r"'sum'.*\b2\b"),
-        ('bench("all").seconds', r"'all'.*\b0\b.*add, sum"),
-        ("bench.seconds", r"'bench'.*\b3\b"),
-        ("run.score +", "invalid syntax"),
+        ("<!--table routes-->\n", "table"),
+        ("Text <!--table routes--> more\n<!--/table-->", "table"),
+        ("<!--conditions demo-->\n<!--/table-->", "conditions"),
+        ("<!--table nothing-->\n<!--/table-->", "'nothing'.*gains"),
+        ("<!--conditions nothing-->\n<!--/conditions-->", "'nothing'.*demo"),
     ],
 )
-def test_a_marker_that_names_nothing_is_an_error(
-    two: dict[str, figures.Record], what: str, says: str
-) -> None:
-    with pytest.raises(figures.FigureError, match=f"(?s){says}"):
-        figures.filled(f"<!--figure {what} .1f-->1<!--/-->", two)
+def test_a_marker_that_is_wrong_is_an_error(text: str, named: str) -> None:
+    with pytest.raises(tables.FigureError, match=named):
+        figures.filled(text, figures.read_records())
+
+
+def test_a_table_has_a_row_for_each_of_the_record() -> None:
+    rows = [{"name": "add", "seconds": 2.0, "limit": None}, {"name": "sum", "seconds": 0.5}]
+    found = tables.Records([{"name": "bench", "rows": rows}])
+    columns = {"rule": tables.value("name", "s"), "ms": tables.value("seconds", ",.0f", 1e3)}
+    text = tables.markdown(found.rows("bench"), columns)
+    assert text == "| rule | ms |\n| --- | ---: |\n| add | 2,000 |\n| sum | 500 |\n"
+    # A value that is missing leaves its cell empty; a column that is missing is an error
+    assert tables.value("limit", ".1f")(rows[0]) is None
+    with pytest.raises(tables.FigureError, match=r"'limit'.*name, seconds"):
+        tables.value("limit", ".1f")(rows[1])
+    with pytest.raises(tables.FigureError, match=r"'bench'.*'name': 'all'.*\b0\b"):
+        found.row("bench", "all")
+
+
+def test_a_table_that_somebody_changed_is_seen() -> None:
+    text = (ROOT / "README.md").read_text()
+    changed = text.replace("| all | 6.34 s |", "| all | 6.43 s |")
+    assert changed != text
+    new = figures.filled(changed, figures.read_records())
+    assert new == text
+    assert figures.differences(changed, new)
 
 
 def test_a_record_says_how_it_was_measured(tmp_path: Path) -> None:
