@@ -125,6 +125,11 @@ class LearnsThenSendsMomentum(SendsMomentum):
         clip: OfAll,
     ) -> Sequence[tf.Tensor]:
         """Exchange gradients, then clip; or clip, then exchange the momenta that they move."""
+        if not (self.clipnorm or self.clipvalue or self.global_clipnorm):
+            frozen = self.is_frozen()
+            return exchange(
+                [self._sent(*one, frozen) for one in zip(gradients, variables, strict=True)]
+            )
         # In the last call of an iterator, which has no data, nothing here may run.
         with tf.control_dependencies(gradients[-1:]):
             frozen = self.is_frozen()
@@ -138,6 +143,14 @@ class LearnsThenSendsMomentum(SendsMomentum):
             frozen, lambda: list(map(tf.identity, received)), lambda: clip(list(received))
         )
         return result
+
+    def _sent(self, gradient: tf.Tensor, variable: keras.Variable, frozen: tf.Tensor) -> tf.Tensor:
+        """Return what travels of one variable, as soon as its gradient exists."""
+        if not self.sends_momentum(variable):
+            return gradient
+        return tf.cond(
+            frozen, lambda: self.moved(gradient, variable), lambda: tf.identity(gradient)
+        )
 
     def _update(
         self,

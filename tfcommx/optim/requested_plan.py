@@ -247,7 +247,11 @@ class RequestedPlan:
     def _executor_of_momenta(
         self, variables: Sequence[keras.Variable], sender: SendsMomentum
     ) -> Executor:
-        request, of_others = self._asked(variables), self._schemes_of_gradients(WIRE_OF_OTHERS)
+        request = self._asked(variables)
+        of_others = {
+            pattern: replace(scheme, wire=WIRE_OF_OTHERS) if scheme.wire in DENSE_CODES else scheme
+            for pattern, scheme in self.schemes.items()
+        }
         sends = [sender.sends_momentum(variable) for variable in variables]
         paths = [gradient.path for gradient in request.gradients]
         moving = {path for path, moves in zip(paths, sends, strict=True) if moves}
@@ -256,9 +260,7 @@ class RequestedPlan:
             return PlanExecutor(request.plan(of_others), self._comm)
         learning = None
         if isinstance(sender, LearnsThenSendsMomentum):
-            schemes = self._schemes_of_gradients(sender.learning_wire)
-            frozen_at = sender.frozen_at.value
-            learning = LearningPhase(request.plan(schemes, only=moving), frozen_at)
+            learning = LearningPhase(sender.learning_wire, sender.frozen_at.value)
         return MomentumExecutor(
             request.plan(self.schemes, only=moving),
             request.plan(of_others, only=others) if others else None,
@@ -266,13 +268,6 @@ class RequestedPlan:
             self._comm,
             sender.momentum_has_rate,
         )
-
-    def _schemes_of_gradients(self, wire: str) -> dict[str, Scheme]:
-        """Return the schemes of momenta with another wire, for gradients in their place."""
-        return {
-            pattern: replace(scheme, wire=wire) if scheme.wire in DENSE_CODES else scheme
-            for pattern, scheme in self.schemes.items()
-        }
 
     def _asked(self, variables: Sequence[keras.Variable]) -> PlanRequest:
         gradients = [

@@ -75,9 +75,8 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
     **Ranks:** as `cx.DistributedOptimizer`, with strategy "synchronous" and op "average".
     **Cost:** Adam's; in the second phase v is read, and not written. Each phase has a residual of 4
     bytes an entry on each rank (on "torus" divided by the slots of a node); that of the first phase
-    is dropped at the change: about 2^-8 of one gradient. What depends on the phase is exchanged
-    when the last gradient is there, because both phases are branches of one graph: it does not
-    overlap the backward pass.
+    is dropped at the change: what one gradient's rounding left. A bucket travels when its gradients
+    exist, as with Adam; with `clipnorm` and its kin when all exist.
     **Raises:** ConfigurationError for numbers out of range, or `amsgrad`.
     **Source:** Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
     Convergence Speed" (2021), algorithm 1. The paper has no floor for v, does not correct m and v

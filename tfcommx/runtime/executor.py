@@ -82,13 +82,17 @@ class PlanExecutor:
     # What follows is a graph already, also in a caller's loop.
     @tf.autograph.experimental.do_not_convert
     def exchange(
-        self, gradients: Mapping[str, tf.Tensor], part: Plan | None = None
+        self,
+        gradients: Mapping[str, tf.Tensor],
+        part: Plan | None = None,
+        work: ExchangeBucket = BucketRunner.exchange,
     ) -> dict[str, tf.Tensor]:
         """Return the average (or sum) over all ranks of each gradient.
 
         Args:
             gradients: variable path -> dense tensor, for exactly the variables of the plan.
             part: some of the plan's buckets, which have these variables alone; None: all.
+            work: exchanges one bucket.
 
         Returns:
             The same paths, shapes and dtypes; bit-identical on every rank. A plan that was made to
@@ -98,7 +102,7 @@ class PlanExecutor:
         **Cost:** per bucket one copy into and one out of the flat vector, and the route.
         """
         part = part or self.plan
-        done = self.exchange_buckets(gradients, BucketRunner.exchange, part)
+        done = self.exchange_buckets(gradients, work, part)
         pieces = {
             name: tensor
             for bucket, tensors in zip(part.buckets, done, strict=True)

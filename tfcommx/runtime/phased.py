@@ -6,18 +6,21 @@
 
 Both phases are in the graph of one step, so nothing is traced again when the phase changes, and a
 checkpoint of either phase can be loaded into it. The optimizer decides when that is, on all ranks
-at the same step.
+at the same step. Each bucket has a condition of its own, so that it travels while gradients of
+others are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import Plan
+from tfcommx.core import DENSE_CODES, Plan
+from tfcommx.runtime.bucket_runner import BucketRunner
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.gradient_state import GradientState
 
@@ -25,7 +28,8 @@ from tfcommx.runtime.gradient_state import GradientState
 class LearningPhase(NamedTuple):
     """The steps in which gradients travel in place of momenta."""
 
-    plan: Plan
+    # What gradients are written in; otherwise they travel as the momenta do
+    wire: str
     # An integer scalar of the optimizer: > 0 from the first step with momenta on
     frozen_at: tf.Variable
 
@@ -46,7 +50,7 @@ class MomentumExecutor:
         Args:
             momenta: of the variables that send their momentum.
             others: of those that never do; None: all do.
-            learning: of the same variables as `momenta`; None: momenta travel from the first step.
+            learning: gradients travel first; None: momenta travel from the first step.
             comm: of this rank.
             momenta_have_rate: momenta contain the learning rate, so their residuals do too.
 
@@ -54,7 +58,9 @@ class MomentumExecutor:
         """
         self.comm, self._phase = comm, learning
         self._others = [] if others is None else [PlanExecutor(others, comm)]
-        self._learning = [] if learning is None else [PlanExecutor(learning.plan, comm)]
+        self._learning = []
+        if learning is not None:
+            self._learning.append(PlanExecutor(_of_gradients(momenta, learning.wire), comm))
         self._momenta = PlanExecutor(momenta, comm)
         self._follow_rate = [*self._others, *self._learning]
         if not momenta_have_rate:
@@ -90,24 +96,27 @@ class MomentumExecutor:
         result: dict[str, tf.Tensor] = {}
         for executor in self._others:
             result |= executor.exchange({path: gradients[path] for path in executor.plan.paths})
-        names = [path for path in gradients if path not in result]
-        sent = {path: gradients[path] for path in names}
+        sent = {path: one for path, one in gradients.items() if path not in result}
         if self._phase is None:
             result |= self._momenta.exchange(sent)
             return result
-        # In the last call of an iterator, which has no data, nothing here may run.
-        with tf.control_dependencies([sent[names[-1]]]):
-            frozen = self._phase.frozen_at > 0
+        frozen, (learning,) = self._phase.frozen_at > 0, self._learning
+        of_gradients = {runner.bucket.name: runner for runner in learning.runners}
 
-        def by(executor: PlanExecutor) -> Callable[[], list[tf.Tensor]]:
-            def run() -> list[tf.Tensor]:
-                received = executor.exchange(sent)
-                return [received[path] for path in names]
+        def work(
+            runner: BucketRunner, tensors: Sequence[tf.Tensor], step: tf.Tensor
+        ) -> list[tf.Tensor]:
+            def learn() -> list[tf.Tensor]:
+                with learning.scope():
+                    return of_gradients[runner.bucket.name].exchange(tensors, step)
 
-            return run
+            received: list[tf.Tensor] = tf.cond(
+                frozen, lambda: runner.exchange(tensors, step), learn
+            )
+            return received
 
-        received = tf.cond(frozen, by(self._momenta), by(self._learning[0]))
-        return result | dict(zip(names, received, strict=True))
+        result |= self._momenta.exchange(sent, work=work)
+        return result
 
     def follow_rate(self, rate: tf.Tensor) -> None:
         """Record the step's learning rate, a float scalar, before `exchange`."""
@@ -123,23 +132,33 @@ class MomentumExecutor:
 
         The residual of gradients when the phase changed is not in it, and is never sent.
         """
-        return sum((one.export(variables) for one in self._active), GradientState())
+        steps = self._momenta.export(variables).steps
+        state = sum((one.export(variables) for one in self._active), GradientState())
+        return replace(state, steps=state.steps | steps)
 
     def load(self, state: GradientState) -> GradientState:
         """Add a state before the first step; return the part that has no place here.
 
         **Ranks:** all, outside of traced code.
         """
-        rates = GradientState(rates=state.rates)
-        active = self._active
+        active, counts = self._active, GradientState(steps=state.steps, rates=state.rates)
         for executor in self._all:
             if executor in active:
                 state = executor.load(state)
             else:
-                executor.load(rates)
+                executor.load(counts)
         return state
 
     def clear(self, variables: Set[str]) -> None:
         """Forget the residuals of these variables. Outside of traced code."""
         for executor in self._all:
             executor.clear(variables)
+
+
+def _of_gradients(momenta: Plan, wire: str) -> Plan:
+    """Return a plan of the same buckets, for gradients in their place."""
+    buckets = (
+        replace(bucket, wire=wire) if bucket.wire in DENSE_CODES else bucket
+        for bucket in momenta.buckets
+    )
+    return replace(momenta, buckets=tuple(buckets))
