@@ -115,7 +115,32 @@ class WeightAveragingRecipe(RecipePart):
         return Built(self.every, self.sends, self.momentum, outer, self.fragments, self.overlap)
 
 
+class StepAheadRecipe(RecipePart):
+    """Each node's gradients are computed at weights that contain its own unsent updates."""
+
+    name: Literal["step_ahead"] = "step_ahead"
+    # Share of a node's unsent updates that its weights contain
+    coefficient: float = Field(1.0, gt=0, le=1)
+
+    @property
+    def every(self) -> int:
+        """Ranks meet in every step."""
+        return 1
+
+    @property
+    def overlapped_steps(self) -> int:
+        """Updates arrive in the step that made them."""
+        return 0
+
+    def build(self) -> Strategy:
+        """Build tfcommx's StepAhead."""
+        from tfcommx.strategies import StepAhead as Built
+
+        return Built(self.coefficient)
+
+
 STRATEGIES: dict[str, type[StrategyRecipe]] = {
     "synchronous": SynchronousRecipe,
     "weight_averaging": WeightAveragingRecipe,
+    "step_ahead": StepAheadRecipe,
 }
