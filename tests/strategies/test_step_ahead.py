@@ -17,6 +17,7 @@ from tfcommx.core import ConfigurationError, PlanError, Scheme, Topology
 from tfcommx.keras_internals.adam_noise import noise_factors
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.step_boundary import consolidate
+from tfcommx.runtime.gradient_state import GradientState
 from tfcommx.runtime.replica_guard import ReplicaError
 from tfcommx.strategies import StepAhead
 
@@ -242,6 +243,36 @@ def test_residuals_move_to_another_scheme(next_scheme: Scheme) -> None:
         parts = [kept.get(path.replace("/", "_"), np.zeros(shape)) for _, kept in ranks]
         unsent = sum(part.reshape(shape) for part in parts) / 4
         np.testing.assert_allclose(ranks[0][0][place] + unsent, plain[place], atol=2e-6)
+
+
+def test_residuals_move_to_another_number_of_ranks() -> None:
+    """As a checkpoint restores them: their mean over the ranks is conserved, and is ahead again."""
+
+    def first(comm: Comm) -> Any:
+        optimizer, weights = wrap(K.SGD(0.1), comm, StepAhead(), BY_NODE, "average"), new_weights()
+        for step in range(2):
+            optimizer.apply(gradients(comm.rank, step), weights)
+        consolidate(optimizer)
+        return [one.numpy() for one in weights], optimizer.exchanger.export()
+
+    saved = ThreadComm.run(TWO_OF_TWO, first)
+
+    def second(comm: Comm) -> list[np.ndarray]:
+        optimizer, weights = wrap(K.SGD(0.1), comm, StepAhead(), BY_RANK, "average"), new_weights()
+        for weight, value in zip(weights, saved[0][0], strict=True):
+            weight.assign(value)
+        inherited = sum((state for _, state in saved[comm.rank :: 3]), GradientState())
+        optimizer.exchanger.load(inherited.times(3 / 4), {})
+        optimizer.apply([tf.zeros(shape) for shape in SHAPES.values()], weights)
+        unsent = whole_residuals(optimizer.exchanger, comm, by_node=False)
+        for weight, one, part in zip(weights, agreed(optimizer.exchanger), unsent, strict=True):
+            np.testing.assert_array_equal(weight.numpy(), one + part)
+        return [one.numpy() for one in weights]
+
+    ranks = ThreadComm.run(THREE, second)
+    plain = train(lambda: K.SGD(0.1), "synchronous", TWO_OF_TWO, steps=2)[0]
+    for place, expected in enumerate(plain):
+        np.testing.assert_allclose(np.mean([one[place] for one in ranks], 0), expected, atol=2e-6)
 
 
 def test_what_has_no_residual_of_updates_is_refused() -> None:

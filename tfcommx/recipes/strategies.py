@@ -30,6 +30,10 @@ class StrategyRecipe(Protocol):
     def overlapped_steps(self) -> int:
         """Steps that are taken while all that an exchange sends travels, >= 0."""
 
+    @property
+    def gathers_in_node(self) -> int:
+        """All-gathers of whole vectors in a node beside a route by node, >= 0; a sum is two."""
+
     def build(self) -> Strategy:
         """Build what `cx.DistributedOptimizer(strategy=)` takes."""
 
@@ -47,6 +51,11 @@ class SynchronousRecipe(RecipePart):
     @property
     def overlapped_steps(self) -> int:
         """Gradients arrive in the step that made them."""
+        return 0
+
+    @property
+    def gathers_in_node(self) -> int:
+        """Nothing else travels."""
         return 0
 
     def build(self) -> Strategy:
@@ -107,6 +116,11 @@ class WeightAveragingRecipe(RecipePart):
         """Fragments travel one after another, each while `overlap` steps are taken."""
         return self.fragments * self.overlap
 
+    @property
+    def gathers_in_node(self) -> int:
+        """Nothing else travels."""
+        return 0
+
     def build(self) -> Strategy:
         """Build tfcommx's WeightAveraging. **Raises:** ConfigurationError for options at odds."""
         from tfcommx.strategies import WeightAveraging as Built
@@ -131,6 +145,11 @@ class StepAheadRecipe(RecipePart):
     def overlapped_steps(self) -> int:
         """Updates arrive in the step that made them."""
         return 0
+
+    @property
+    def gathers_in_node(self) -> int:
+        """The node's gradients are summed, and its residuals gathered."""
+        return 3
 
     def build(self) -> Strategy:
         """Build tfcommx's StepAhead."""

@@ -58,10 +58,11 @@ class StepAhead(Strategy):
     >>> StepAhead()
     StepAhead(coefficient=1.0)
 
-    **Ranks:** all, with equal options. **Cost:** of memory two copies of the weights, one of them
-    during the update. Between nodes what the scheme sends. Inside a node of s ranks, beside what
-    the scheme sends, an allreduce of the gradients and an all-gather of the residuals, together
-    3 (s - 1)/s of the float32 vector; some five passes over the weights, and seven for Adam.
+    **Ranks:** all, with equal options. **Cost:** memory for a copy of the weights, and for some
+    four more during the update. Between nodes what the scheme sends. Inside a node of s ranks,
+    beside what the scheme sends, an allreduce of the gradients and an all-gather of the residuals,
+    together 3 (s - 1)/s of the float32 vector. Some five passes over the weights, seven more for
+    Adam.
     **Raises:** ConfigurationError for a coefficient out of range.
     """
 
