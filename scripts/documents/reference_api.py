@@ -41,7 +41,15 @@ SECTIONS = {
     "Optimizers": ("tfcommx.optimizers", None),
     "Strategies": (
         "tfcommx.strategies",
-        ("Synchronous", "Root", "Rebroadcast", "Sharded", "WeightAveraging", "ElasticAveraging"),
+        (
+            "Synchronous",
+            "Root",
+            "Rebroadcast",
+            "Sharded",
+            "WeightAveraging",
+            "ElasticAveraging",
+            "StepAhead",
+        ),
     ),
     "Data": ("tfcommx", ("DataCache", "BatchSpec")),
     "Options of DataCache": ("tfcommx.data.options", ("Options",)),

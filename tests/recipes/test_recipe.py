@@ -88,6 +88,8 @@ def test_strategies_are_built(write):
         "WeightAveraging(every=32, sends='updates', momentum='keep', "
         "outer=SGD(learning_rate=0.7, momentum=0.8, nesterov=True), fragments=4, overlap=8)"
     )
+    ahead = read(write(SMALL + "strategy: {name: step_ahead, coefficient: 0.5}")).strategy
+    assert repr(ahead.build()) == "StepAhead(coefficient=0.5)" and ahead.every == 1
 
 
 def test_a_phase_warms_up_its_density(write):

@@ -61,8 +61,9 @@ def test_residuals_outlive_their_optimizer() -> None:
         ("root", DENSE),
         (WeightAveraging(2, overlap=2), DENSE),
         (WeightAveraging(2, outer=keras.optimizers.SGD(0.7, momentum=0.9)), DENSE),
+        ("step_ahead", SPARSE),
     ],
-    ids=["residuals", "shards", "root", "overlap", "outer"],
+    ids=["residuals", "shards", "root", "overlap", "outer", "ahead"],
 )
 def test_variables_are_freed_with_their_optimizer(
     strategy: Any, scheme: Scheme, traced: bool

@@ -9,6 +9,9 @@ this machine.
                      overlap = 2  | step | step | step || step | step ...
                                                        | exchange |
 
+Step-ahead error feedback is as averaging with every = 1, and gathers in the node what the scheme
+does not.
+
 An epoch of 8 steps has 3 such exchanges: the last round ends with the epoch, and nothing hides it.
 
 On hosts each method has a short dry run: a phase's steps on made-up data. What of a step is not
@@ -26,11 +29,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tfcommx import engines, routes
 from tfcommx.comparison.trainings import LOG, Setup, TrainingError, run_command
-from tfcommx.core import NOMINAL, Link, Links, Profile, Scheme, Topology, reading
+from tfcommx.core import ENTRY_BYTES, NOMINAL, Link, Links, Profile, Scheme, Topology, reading
 from tfcommx.planner.predict import Setting
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.strategies import SynchronousRecipe
+from tfcommx.routes.route import SparseRoute
 from tfcommx.simulator.assumptions import Assumptions, measured_time
 
 # Steps of a profile: other work on the machine comes and goes
@@ -102,11 +107,21 @@ def step_seconds(
             # What is averaged travels after the update
             computing = profile if in_steps else scaled(profile, 0.0)
             setting = Setting(computing, topology, links, Assumptions(measured_time(profile)))
-            known[phase, scheme] = setting.predict(scheme).step_s
+            in_node = recipe.strategy.gathers_in_node * gather_seconds(scheme, profile, setting)
+            known[phase, scheme] = setting.predict(scheme).step_s + in_node
         exchange = known[phase, scheme]
         waits = within * max(0.0, exchange - hiding * profile.compute_s) + last * exchange
         found.append(exchange if in_steps else profile.compute_s + waits / count)
     return found
+
+
+def gather_seconds(scheme: Scheme, profile: Profile, setting: Setting) -> float:
+    """Price an all-gather of all gradients in a node; 0 for a scheme that selects by rank."""
+    route, topology, links = routes.get(scheme.route), setting.topology, setting.links
+    if topology.slots == 1 or not isinstance(route, SparseRoute) or route.shards != "slots":
+        return 0.0
+    own = sum(row.size for row in profile.variables) * ENTRY_BYTES["float32"] / topology.slots
+    return engines.of(links).all_gather(own, Topology(1, topology.slots), links)
 
 
 def meets_in_steps(recipe: Recipe) -> bool:

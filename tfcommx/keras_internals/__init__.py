@@ -2,6 +2,7 @@
 
 version      which versions of Keras it is tested with
 exchange     what the mixins need of an optimizer's exchanger
+adam_noise   Adam's update, corrected for the noise of one node's gradients
 momenta      an Adam of which momenta travel in place of gradients from some step on
 step         takes part in the step of an optimizer: exchanges where Keras would clip; updates all
              variables together

@@ -140,6 +140,7 @@ class Exchange(Protocol):
         apply: Callable[[], None],
         gradients: Sequence[tf.Tensor],
         state: Sequence[tf.Variable],
+        noise_factors: Callable[[int], Sequence[tf.Tensor]],
     ) -> None:
         """Let the strategy apply the update. **Ranks:** all."""
 

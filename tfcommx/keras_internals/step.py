@@ -8,6 +8,7 @@ LossScaleOptimizer around it; `UpdatesTogether` updates all variables by one cal
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from tfcommx.core import ConfigurationError
+from tfcommx.keras_internals.adam_noise import noise_factors
 from tfcommx.keras_internals.exchange import Exchange
 from tfcommx.keras_internals.momenta import SendsMomentum
 from tfcommx.keras_internals.optimizers import (
@@ -180,7 +182,10 @@ class ExchangesGradients(Mixin):
     ) -> None:
         apply = super()._backend_update_step
         self.exchanger.update(
-            lambda: apply(grads, trainable_variables, learning_rate), grads, state_of_weights(self)
+            lambda: apply(grads, trainable_variables, learning_rate),
+            grads,
+            state_of_weights(self),
+            functools.partial(noise_factors, self, trainable_variables),
         )
 
     def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:

@@ -159,8 +159,9 @@ def DistributedOptimizer(
             rank 0 alone, which then broadcasts the weights. "rebroadcast": every rank, and every
             few steps rank 0's weights are broadcast. "sharded": each rank 1/p of the weights, which
             all then pull. "weight_averaging": every rank its own gradients; weights are averaged.
-            "elastic_averaging": every rank by itself, pulled towards a centre. Or an instance, with
-            options of your own.
+            "elastic_averaging": every rank by itself, pulled towards a centre. "step_ahead": every
+            node at weights that contain its own unsent updates. Or an instance, with options of
+            your own.
         check_replicas_every: steps, >= 1, after which the ranks compare weights, learning rate and
             step count, the first step among them; None: never. A difference ends all ranks with an
             error that names what differs, where, and the usual cause.
@@ -191,8 +192,8 @@ def DistributedOptimizer(
     overwrites = getattr(_inner(optimizer), "ema_overwrite_frequency", None)
     if strategy.updates_apart and getattr(_inner(optimizer), "use_ema", False) and overwrites:
         raise ConfigurationError(
-            "With WeightAveraging each rank has a moving average of its own between rounds, which "
-            "must not replace weights that were just averaged. Received "
+            f"With {strategy} each rank has a moving average of its own for some steps, which "
+            "must not replace weights that all ranks agree on. Received "
             f"ema_overwrite_frequency={overwrites!r}. Leave it out: `fit` ends with the moving "
             "average over all ranks."
         )

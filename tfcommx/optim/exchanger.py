@@ -172,6 +172,7 @@ class Exchanger:
     def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
         """Plan, agree, and load the state of these variables. **Ranks:** all."""
         agree_on_strategy(self.settings.strategy, self.comm)
+        self._check_constraints(variables)
         optimizer = self.optimizer()
         sender = optimizer if isinstance(optimizer, SendsMomentum) else None
         executor = self.requested.executor_of(variables, sender)
@@ -181,6 +182,16 @@ class Exchanger:
         if self.sharding is not None:
             self.sharding.attach(run, self.names.of(self.sharding.variables))
         return run
+
+    def _check_constraints(self, variables: Sequence[keras.Variable]) -> None:
+        strategy = self.settings.strategy
+        odd = next((one for one in variables if getattr(one, "constraint", None)), None)
+        if odd is not None and not strategy.takes_constraints:
+            raise ConfigurationError(
+                f"With {strategy} weights must have no constraint, which would change a node's "
+                f"weights and not those that all ranks agree on. Received {odd.constraint!r} of "
+                f'{path_of(odd)!r}. Leave it out, or take strategy="synchronous".'
+            )
 
     def _take_from_overlapping(self, names: set[str]) -> None:
         """Take the state that other plans have of these variables, which get another plan."""
@@ -277,7 +288,8 @@ class Exchanger:
         run = self.run_for(variables)
         run.follow_rate(learning_rate)  # Waits for no gradient, as residuals do not
         with tf.control_dependencies(list(gradients[-1:])):  # No data: no step
-            weights, equal = self.names.weights_of(variables), run.weights_are_equal()
+            weights = run.agreed_weights(self.names.weights_of(variables))
+            equal = run.weights_are_equal()
             self.guard.replicas.check(weights, learning_rate, steps, equal)
         gradients = [
             tf.ensure_shape(gradient, variable.shape)
@@ -292,6 +304,7 @@ class Exchanger:
         apply: Callable[[], None],
         gradients: Sequence[tf.Tensor],
         state: Sequence[tf.Variable],
+        noise_factors: Callable[[int], Sequence[tf.Tensor]],
     ) -> None:
         """Let the strategy apply the update, or not, and share the weights.
 
@@ -299,7 +312,11 @@ class Exchanger:
         """
         variables = self.guard.step.variables
         weights = self.names.weights_of(variables)
-        self.run_for(variables).update(Update(apply, gradients, weights, state))
+
+        def factors(nodes: int) -> dict[str, tf.Tensor]:
+            return dict(zip(weights, noise_factors(nodes), strict=False))
+
+        self.run_for(variables).update(Update(apply, gradients, weights, state, factors))
 
 
 # The exchanger that exchanged a variable's gradients last: another optimizer takes its residuals

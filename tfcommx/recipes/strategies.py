@@ -30,6 +30,10 @@ class StrategyRecipe(Protocol):
     def overlapped_steps(self) -> int:
         """Steps that are taken while all that an exchange sends travels, >= 0."""
 
+    @property
+    def gathers_in_node(self) -> int:
+        """All-gathers of whole vectors in a node beside a route by node, >= 0; a sum is two."""
+
     def build(self) -> Strategy:
         """Build what `cx.DistributedOptimizer(strategy=)` takes."""
 
@@ -47,6 +51,11 @@ class SynchronousRecipe(RecipePart):
     @property
     def overlapped_steps(self) -> int:
         """Gradients arrive in the step that made them."""
+        return 0
+
+    @property
+    def gathers_in_node(self) -> int:
+        """Nothing else travels."""
         return 0
 
     def build(self) -> Strategy:
@@ -107,6 +116,11 @@ class WeightAveragingRecipe(RecipePart):
         """Fragments travel one after another, each while `overlap` steps are taken."""
         return self.fragments * self.overlap
 
+    @property
+    def gathers_in_node(self) -> int:
+        """Nothing else travels."""
+        return 0
+
     def build(self) -> Strategy:
         """Build tfcommx's WeightAveraging. **Raises:** ConfigurationError for options at odds."""
         from tfcommx.strategies import WeightAveraging as Built
@@ -115,7 +129,37 @@ class WeightAveragingRecipe(RecipePart):
         return Built(self.every, self.sends, self.momentum, outer, self.fragments, self.overlap)
 
 
+class StepAheadRecipe(RecipePart):
+    """Each node's gradients are computed at weights that contain its own unsent updates."""
+
+    name: Literal["step_ahead"] = "step_ahead"
+    # Share of a node's unsent updates that its weights contain
+    coefficient: float = Field(1.0, gt=0, le=1)
+
+    @property
+    def every(self) -> int:
+        """Ranks meet in every step."""
+        return 1
+
+    @property
+    def overlapped_steps(self) -> int:
+        """Updates arrive in the step that made them."""
+        return 0
+
+    @property
+    def gathers_in_node(self) -> int:
+        """The node's gradients are summed, and its residuals gathered."""
+        return 3
+
+    def build(self) -> Strategy:
+        """Build tfcommx's StepAhead."""
+        from tfcommx.strategies import StepAhead as Built
+
+        return Built(self.coefficient)
+
+
 STRATEGIES: dict[str, type[StrategyRecipe]] = {
     "synchronous": SynchronousRecipe,
     "weight_averaging": WeightAveragingRecipe,
+    "step_ahead": StepAheadRecipe,
 }

@@ -7,6 +7,7 @@
     weight_averaging   each rank applies its own gradients; every few steps weights are averaged,
                     or moved by an outer optimizer
     elastic_averaging  each rank trains its own weights, pulled towards a centre; nobody waits
+    step_ahead      each node's weights contain the updates that it has not sent yet
 
     >>> import tfcommx as cx
     >>> cx.strategies.strategy_of("root")
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     )
     from tfcommx.strategies.sharded.strategy import (
         Sharded as Sharded,
+    )
+    from tfcommx.strategies.step_ahead import (
+        StepAhead as StepAhead,
     )
     from tfcommx.strategies.strategy import (
         CommonState as CommonState,
@@ -88,6 +92,7 @@ _PUBLIC = {
     "Sharded": "sharded.strategy",
     "ShardedRun": "sharded.run",
     "Shards": "sharded.shards",
+    "StepAhead": "step_ahead",
     "Strategy": "strategy",
     "StrategyRun": "strategy",
     "Synchronous": "synchronous",

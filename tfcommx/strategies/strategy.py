@@ -35,6 +35,9 @@ class Update(NamedTuple):
     weights: Mapping[str, tf.Variable]
     # What the optimizer keeps for each entry of the weights, such as momentum
     state: Sequence[tf.Variable] = ()
+    # (number of nodes) -> variable path -> factor of the update that `apply` has made, by which it
+    # has the noise of gradients averaged over so many nodes; empty where nothing is to be corrected
+    noise_factors: Callable[[int], Mapping[str, tf.Tensor]] = lambda _: {}
 
 
 class StrategyRun:
@@ -64,6 +67,17 @@ class StrategyRun:
         """
         sums: dict[str, tf.Tensor] = self.executor.exchange(gradients)
         return sums
+
+    def agreed_weights(self, weights: Mapping[str, tf.Variable]) -> Mapping[str, tf.Variable]:
+        """Return the weights that all ranks must have in common where `weights_are_equal`.
+
+        Called at the beginning of each step, before `exchange`.
+
+        Args:
+            weights: variable path -> variable, as they were when gradients were computed: Keras's
+                weight decay moves them between `exchange` and `update`.
+        """
+        return weights
 
     def follow_rate(self, rate: tf.Tensor) -> None:
         """Record the step's learning rate: residuals of gradients shrink as it rises."""
@@ -127,6 +141,8 @@ class Strategy(Protocol):
     shards_weights: ClassVar[bool] = False
     # Ranks apply gradients of their own, so weights and their moving averages differ for a while
     updates_apart: ClassVar[bool] = False
+    # Constraints may change the variables after a step, as Keras's do
+    takes_constraints: ClassVar[bool] = True
     # Ranks take every step together; otherwise each trains, and may end, by itself
     in_lock_step: ClassVar[bool] = True
 

@@ -8,6 +8,7 @@ from tfcommx.core import ConfigurationError, check_name, is_member, load_member
 from tfcommx.strategies.averaging.strategy import WeightAveraging
 from tfcommx.strategies.easgd.strategy import ElasticAveraging
 from tfcommx.strategies.sharded.strategy import Sharded
+from tfcommx.strategies.step_ahead import StepAhead
 from tfcommx.strategies.strategy import Strategy
 from tfcommx.strategies.synchronous import Rebroadcast, Root, Synchronous
 
@@ -19,6 +20,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "sharded": Sharded,
     "weight_averaging": WeightAveraging,
     "elastic_averaging": ElasticAveraging,
+    "step_ahead": StepAhead,
 }
 
 

@@ -22,9 +22,10 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.optim.wrapped import exchanger_of
 
 
+@pytest.mark.parametrize("strategy", ["synchronous", "step_ahead"])
 @pytest.mark.parametrize(("made_by", "bad_rank"), drawn(["user", "compile"], [0, -1]))
 def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
-    comm: Comm, made_by: str, bad_rank: int
+    comm: Comm, made_by: str, bad_rank: int, strategy: str
 ) -> None:
     """With a LossScaleOptimizer no rank steps, the scale halves on all, residuals stay."""
     inner = keras.optimizers.SGD(0.05)
@@ -33,7 +34,7 @@ def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
         if made_by == "user"
         else inner
     )
-    optimizer = cx.DistributedOptimizer(given, SPARSE)
+    optimizer = cx.DistributedOptimizer(given, SPARSE, strategy=strategy)
     keras.config.set_dtype_policy("mixed_float16")
     try:
         net = compiled(optimizer)
