@@ -17,6 +17,7 @@ from tfcommx.core import (
     AUTO,
     DENSE_CODES,
     NO_COMPRESSION,
+    NOISY,
     OPERATIONS,
     Links,
     Plan,
@@ -36,8 +37,6 @@ from tfcommx.runtime.gradient_state import Executor
 from tfcommx.runtime.phased import LearningPhase, MomentumExecutor
 from tfcommx.strategies import Strategy, Synchronous
 
-# Wires whose noise is too large for gradients in front of a momentum
-NOISY = ("int2", "int1")
 # Of the gradients of variables that send no momentum
 WIRE_OF_OTHERS = "bfloat16"
 
@@ -280,9 +279,15 @@ class RequestedPlan:
             for name, one in zip(self._names.of(variables), variables, strict=True)
         ]
         settings = self._settings
-        measured = self.links, settings.profile
-        fragments = settings.strategy.plan_fragments
-        return PlanRequest(gradients, self._comm.topology, settings.operation, *measured, fragments)
+        return PlanRequest(
+            gradients,
+            self._comm.topology,
+            settings.operation,
+            self.links,
+            settings.profile,
+            settings.strategy.plan_fragments,
+            has_momentum=bool(settings.own_momentum),
+        )
 
 
 def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
