@@ -23,7 +23,7 @@ from tfcommx.core import (
 )
 from tfcommx.planner import budget as planner_budget
 from tfcommx.planner.automatic import PlanRequest, propose, rules_out_plain
-from tfcommx.planner.budget import SentBytes, least_lossy
+from tfcommx.planner.budget import SentBytes, fewer_bytes, least_lossy
 from tfcommx.planner.plan import Gradient, make_plan
 
 # Kinds as the documentation lists them, the least lossy first
@@ -193,3 +193,36 @@ def test_it_is_found_by_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner_budget, "make_plan", counting)
     least_lossy(Scheme("auto", budget=0.019), SentBytes(LAYERS, Topology(2, 2)), False, True)
     assert 20 < next(made) < 80
+
+
+@pytest.mark.parametrize("topology", CLUSTERS)
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
+def test_a_low_bit_sum_is_named_where_a_selection_sends_more(
+    topology: Topology, density: float
+) -> None:
+    """By hand: 10 % exceed 4 bits an entry from some 16 nodes on; vectors do not count."""
+    gradients = [*LAYERS, Gradient("vector", (10**6,), "float32")]
+    route = "allgather" if topology.slots == 1 else "hitopk"
+    scheme = Scheme(route, "mstopk", density, wire="elias/int4")
+    said = fewer_bytes(make_plan(gradients, {"*": scheme}, topology), gradients)
+    better = "asa" if topology.slots == 1 else "torus"
+    codes = Scheme(better, wire="int4", merging="single")
+    sums, selects, plain = (
+        between(make_plan(LAYERS, {"*": one}, topology)) for one in (codes, scheme, Scheme())
+    )
+    assert (said is not None) == (selects > sums)
+    assert said is None or topology.nodes >= 8
+    if said is not None:
+        for share in (selects / plain, sums / plain):
+            assert f"{100 * share:.2g} %" in said
+        assert f"Scheme({better!r}, wire='int4')" in said
+        assert "OneBitAdam" in said and "LowBitSGD" in said
+
+
+def test_nothing_is_named_for_a_plan_that_selects_nothing_or_stays_in_a_node() -> None:
+    for scheme, topology in (
+        (Scheme(), Topology(64, 8)),
+        (Scheme("allgather"), Topology(64, 1)),  # All entries, which loses nothing
+        (Scheme("allgather", "mstopk", 0.5), Topology(1, 8)),
+    ):
+        assert fewer_bytes(make_plan(LAYERS, {"*": scheme}, topology), LAYERS) is None

@@ -27,9 +27,10 @@ from tfcommx.core import (
     check_name,
 )
 from tfcommx.keras_internals import LearnsThenSendsMomentum, SendsMomentum
-from tfcommx.optim.automatic import ExpectedRun, executor_for
+from tfcommx.optim.automatic import ExpectedRun, announce, executor_for
 from tfcommx.optim.by_variable import ByVariable
 from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
+from tfcommx.planner.budget import fewer_bytes
 from tfcommx.planner.check import check_scheme, require_coverage
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
@@ -188,6 +189,7 @@ class RequestedPlan:
         self.expected_run = ExpectedRun()
         # As given; or as measured, once "auto" has looked at them again
         self.links = settings.links
+        self._has_advised = False
 
     @property
     def is_chosen(self) -> bool:
@@ -236,12 +238,23 @@ class RequestedPlan:
         strategy = self._settings.strategy
         if sender is not None:
             return self._executor_of_momenta(variables, sender)
+        asked = self._asked(variables)
+        executor: Executor
         if self._given_plan is None:
-            asked = self._asked(variables)
-            return executor_for(self.schemes, asked, self._comm, strategy, self.expected_run)
-        plan = self.plan_of(variables)
-        strategy.check(plan)
-        return PlanExecutor(plan, self._comm)
+            executor = executor_for(self.schemes, asked, self._comm, strategy, self.expected_run)
+        else:
+            plan = self.plan_of(variables)
+            strategy.check(plan)
+            executor = PlanExecutor(plan, self._comm)
+        if isinstance(strategy, Synchronous) and not self.is_chosen and not self._has_advised:
+            self._advise(fewer_bytes(executor.plan, asked.gradients))
+        return executor
+
+    def _advise(self, advice: str | None) -> None:
+        """Name a low-bit sum in place of a selection that the user named, once."""
+        if advice is not None:
+            announce(self._comm, advice)
+            self._has_advised = True
 
     def _executor_of_momenta(
         self, variables: Sequence[keras.Variable], sender: SendsMomentum
