@@ -6,6 +6,7 @@
     by a compression        these, and every dense route with it; what is not sent is kept
     "mstopk" at a density   these, and every sparse route x mergings, with what stays dense on the
                             dense route that is notably faster alone, or Horovod's
+    `with_codes`            also sums of all entries in 8 and 4 bits
 
 Predictions only propose: measured times decide.
 """
@@ -29,6 +30,9 @@ ROUTES_FOR_OPTIMAL = 2
 # What sparse schemes leave dense travels by another route than plain Horovod's if its dense step is
 # predicted to take at most this share of plain Horovod's.
 NOTABLY_FASTER = 0.97
+
+# Codes that train as dense gradients do, with and without momentum.
+CODES = ("int8", "int4")
 
 
 def candidates(
@@ -73,6 +77,13 @@ def candidates(
     quickest = dense[0].scheme if dense[0].step_s <= NOTABLY_FASTER * plain_s else Scheme()
     sparse = ranked(setting, _sparse(asked, quickest, topology, messages), for_optimal)
     return sorted([*dense, *sparse], key=_step_s)
+
+
+def with_codes(found: Sequence[Prediction], setting: Setting) -> list[Prediction]:
+    """Add sums of all entries in codes of CODES bits to other predictions; the fastest first."""
+    forms = [Scheme(wire=wire) for wire in CODES]
+    sums = ranked(setting, on_dense_routes(forms, setting.topology, messages=False), 0)
+    return sorted([*found, *sums], key=_step_s)
 
 
 def ranked(setting: Setting, schemes: Sequence[Scheme], for_optimal: int) -> list[Prediction]:

@@ -180,6 +180,7 @@ class Prediction(NamedTuple):
         tenths = self.tenths or Interval(self.step_s, self.step_s)
         return {
             "scheme": scheme.route,
+            "wire": scheme.wire,
             "merging": scheme.merging,
             "nodes": topology.nodes,
             "slots": topology.slots,
@@ -192,6 +193,7 @@ class Prediction(NamedTuple):
             "exposed_seconds": timeline.exposed_s,
             "throughput": timeline.throughput,
             "scaling_efficiency": timeline.scaling_efficiency,
+            "bytes_between": self.bytes_between,
         }
 
 
