@@ -243,7 +243,7 @@ def propose(
     a budget that nothing fits.
     """
     given = asked.profile
-    fitting = _fitting(schemes, asked, messages)
+    fitting = _fitting(schemes, asked)
 
     def ranking(profile: Profile) -> _Ranking:
         return _ranking(profile, schemes, asked, messages, fitting)
@@ -277,15 +277,13 @@ def _name(scheme: Scheme, schemes: Mapping[str, Scheme]) -> str:
     return name if is_named else f"{name}, {scheme.selection} {scheme.density:g}"
 
 
-def _fitting(
-    schemes: Mapping[str, Scheme], asked: PlanRequest, messages: bool
-) -> list[Scheme] | None:
+def _fitting(schemes: Mapping[str, Scheme], asked: PlanRequest) -> list[Scheme] | None:
     """Return the least lossy schemes within the budget of "auto"; None if it has none."""
     auto = find_auto(schemes)
     if auto is None or _budget(auto, asked.topology) is None:
         return None
     sent = SentBytes(_of_auto(schemes, asked.gradients), asked.topology)
-    return least_lossy(auto, sent, messages, asked.has_momentum)
+    return least_lossy(auto, sent, asked.has_momentum)
 
 
 def _of_auto(schemes: Mapping[str, Scheme], gradients: Sequence[Gradient]) -> list[Gradient]:
