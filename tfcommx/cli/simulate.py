@@ -371,7 +371,7 @@ def _show(rows: list[dict[str, Any]], best: bool = False) -> None:
         table.add_column(name.replace("_", " "), justify="right")
     fastest = max(rows, key=lambda row: row["throughput"])
     for row in rows:
-        values = (row[name] for name in shown)
+        values = ("" if row[name] is None else row[name] for name in shown)
         cells = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in values)
         table.add_row(*cells, style="bold" if best and row is fastest else None)
     terminal_console().print(table)
