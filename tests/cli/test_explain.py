@@ -73,10 +73,10 @@ def test_with_links_it_is_compared_with_plans(links: str, tmp_path: Path) -> Non
     whole, *parts = map(float, re.findall(r"([+-][\d.]+) ms", said))
     assert sum(parts) == pytest.approx(whole, abs=0.2) and parts[:2] == [0.0, 42.0]
     ranges = re.findall(r" (\d+\.\d+) +(\d+\.\d+) to (\d+\.\d+)", said)
-    assert len(ranges) == 3
+    assert len(ranges) == 4
     assert all(float(low) < float(step) < float(high) for step, low, high in ranges)
     better = [float(one) for one in re.findall(r"(-?[\d.]+)% *\n", said)]
-    assert 0 <= better[0] < better[1]
+    assert 0 <= better[0] < better[1] < better[2]
     assert Profile.read(profile).size == 6_443_338
 
 

@@ -75,3 +75,25 @@ def test_what_is_refused(files: tuple[str, str], words: list[str], message: str)
 def test_links_that_are_none_are_refused(files: tuple[str, str]) -> None:
     with pytest.raises(DataError, match=r"nowhere\.json"):
         run("alexnet", "--links", "nowhere.json")
+
+
+@pytest.mark.parametrize(("nodes", "slots", "wins"), [(4, 1, False), (16, 8, True), (64, 8, True)])
+def test_beside_selections_all_entries_in_few_bits_are_ranked(
+    files: tuple[str, str], tmp_path: Path, nodes: int, slots: int, wins: bool
+) -> None:
+    """From some 16 nodes on 4 bits an entry are fewer bytes than 10 % of the entries."""
+    words = ["--nodes", str(nodes), "--slots", str(slots), "--selection", "mstopk"]
+    words += ["--density", "0.1", "--wire", "elias/int4", "--json", str(tmp_path / "rows.json")]
+    printed = run("resnet50", "--links", files[1], *words)
+    rows = [json.loads(line) for line in (tmp_path / "rows.json").read_text().splitlines()]
+    steps = [row["step_seconds"] for row in rows]
+    fewest = {
+        wire: min(row["bytes_between"] for row in rows if row["wire"] == wire)
+        for wire in ("int8", "int4", "elias/int4", "plain")
+    }
+    assert steps == sorted(steps) and "int4" in printed
+    assert (fewest["int4"] < fewest["elias/int4"]) == wins
+    assert fewest["int4"] < 0.55 * fewest["int8"] < 0.3 * fewest["plain"]
+    run("resnet50", "--links", files[1], *words[:4], *words[-2:])
+    lossless = [json.loads(line) for line in (tmp_path / "rows.json").read_text().splitlines()]
+    assert {row["wire"] for row in lossless} == {"plain"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import Link, Links, PlanError, Scheme, Topology
+from tfcommx.core import Link, Links, Plan, PlanError, Scheme, Topology
 from tfcommx.keras_internals import traced_batch
 from tfcommx.optim import automatic
 from tfcommx.optim.automatic import FEW, ExpectedRun, links_of
@@ -22,9 +23,9 @@ from tfcommx.planner.automatic import PlanRequest
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.trial import STEPS, TrialRounds
-from tfcommx.strategies import Synchronous
+from tfcommx.strategies import Synchronous, strategy_of
 
-TOPOLOGY = Topology(2, 1)
+TOPOLOGY, FOUR = Topology(2, 1), Topology(4, 1)
 LAYERS = [Gradient(f"layer{number}/kernel", (256, 256), "float32") for number in range(2)]
 SLOW = Links(Link(1e-6, 1e-7), Link(1e-6, 1e-7))
 LOSSY = Scheme("auto", "mstopk", 0.01)
@@ -135,12 +136,12 @@ def test_in_a_few_steps_nothing_is_measured_or_predicted(monkeypatch: pytest.Mon
         begin(ExpectedRun(FEW), LOSSY, SLOW)
 
 
-def decide(expected: ExpectedRun) -> None:
+def decide(expected: ExpectedRun, scheme: Scheme = LOSSY) -> None:
     """Hold a trial in which all plans are equally fast, and decide it."""
 
     def work(comm: Comm) -> None:
         asked = PlanRequest(LAYERS, comm.topology, links=SLOW)
-        trial = automatic.executor_for({"*": LOSSY}, asked, comm, Synchronous(), expected)
+        trial = automatic.executor_for({"*": scheme}, asked, comm, Synchronous(), expected)
         turns = TrialRounds(len(trial.executors), expected.trial_steps)
         while turns.chosen is None:
             turns.record([1.0 for _ in turns.order])
@@ -205,3 +206,76 @@ def test_the_batch_of_a_loop_is_that_of_its_first_input() -> None:
     step(tf.constant(0.1), tf.ones([8, 4]))
     step(tf.constant(0.1), tf.ones([16, 4]))
     assert found == [8, 16] and traced_batch() is None
+
+
+BUDGET = Scheme("auto", budget=0.3)
+
+
+@pytest.mark.parametrize(("steps", "plans"), [(None, 2), (400, 2), (399, 1), (FEW - 1, 1)])
+def test_within_a_budget_no_run_is_too_short_and_plain_horovod_takes_no_part(
+    steps: int | None, plans: int
+) -> None:
+    found = within_budget(ExpectedRun(steps), BUDGET)
+    assert len(found) == plans
+    assert {bucket.wire for plan in found for bucket in plan.buckets} == {"int8"}
+
+
+def within_budget(
+    expected: ExpectedRun,
+    scheme: Scheme,
+    layers: list[Gradient] = LAYERS,
+    topology: Topology = FOUR,
+    **known: Any,
+) -> list[Plan]:
+    """Return the plans that take turns, or the one that was chosen: equal on all ranks."""
+
+    def work(comm: Comm) -> list[Plan]:
+        asked = PlanRequest(layers, comm.topology, **({"links": SLOW} | known))
+        return automatic.executor_for({"*": scheme}, asked, comm, Synchronous(), expected).plans
+
+    first, *others = ThreadComm.run(topology, work)
+    assert all(one == first for one in others)
+    return first
+
+
+def test_a_budget_binds_few_gradients_too_and_measures_nothing_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("nothing is tried")
+
+    monkeypatch.setattr(automatic, "links_of", refuse)
+    small = [Gradient("kernel", (64, 64), "float32")]
+    (plan,) = within_budget(ExpectedRun(), BUDGET, small, links=None)
+    assert {bucket.wire for bucket in plan.buckets} == {"int8"}
+    (plan,) = within_budget(ExpectedRun(), dataclasses.replace(BUDGET, budget=0.04), small)
+    assert {bucket.wire for bucket in plan.buckets} == {"int1"}
+
+
+def test_a_choice_within_a_budget_is_not_taken_for_another_momentum() -> None:
+    tight = dataclasses.replace(BUDGET, budget=0.05)
+    decide(told := ExpectedRun(400, batch=4), tight)
+    (plan,) = within_budget(told, tight, topology=TOPOLOGY)
+    assert {bucket.wire for bucket in plan.buckets} == {"int1"}
+    for plan in within_budget(told, tight, topology=TOPOLOGY, has_momentum=True):
+        assert {bucket.wire for bucket in plan.buckets} == {"elias/int4"}
+
+
+def test_a_budget_that_nothing_fits_is_refused_on_all_ranks() -> None:
+    def work(comm: Comm) -> str:
+        asked = PlanRequest(LAYERS, comm.topology, links=SLOW)
+        with pytest.raises(PlanError, match=r"budget=1e-05.*mstopk 0\.001.*OneBitAdam") as refused:
+            schemes = {"*": dataclasses.replace(BUDGET, budget=1e-5)}
+            automatic.executor_for(schemes, asked, comm, Synchronous(), ExpectedRun())
+        return str(refused.value)
+
+    assert len(set(ThreadComm.run(TOPOLOGY, work))) == 1
+
+
+def test_a_budget_needs_ranks_that_exchange_gradients_in_each_step() -> None:
+    def work(comm: Comm) -> None:
+        asked = PlanRequest(LAYERS, comm.topology, links=SLOW)
+        with pytest.raises(PlanError, match=r"budget=0\.3.*Root"):
+            automatic.executor_for({"*": BUDGET}, asked, comm, strategy_of("root"), ExpectedRun())
+
+    ThreadComm.run(TOPOLOGY, work)

@@ -169,6 +169,7 @@ def _row(
         **{name: step[name] for name in ("step_seconds", *INTERVAL)},
         "throughput": step["throughput"],
         "scaling_efficiency": step["scaling_efficiency"],
+        "bytes_between": step["bytes_between"],
         "epoch_seconds": epoch_s,
         "epoch_cost": epoch_s / 3600 * settings.nodes * offers.prices[machine],
     }

@@ -15,6 +15,7 @@ import typer
 
 from tfcommx.cli.parameters import show_parameters
 from tfcommx.core import (
+    PLAIN,
     ConfigurationError,
     EngineSettings,
     Link,
@@ -77,7 +78,9 @@ class Settings:
     scheme: str = setting("allreduce", "Route: allreduce, torus, hitopk, ...")
     selection: str | None = setting(None, "Rule of a sparse route; mstopk.")
     density: float | None = setting(None, "Entries sent / entries, of a sparse route; 0.01.")
-    wire: str = setting("plain", "Format of entries: elias/int8; of dense ones: float16.")
+    wire: str = setting(
+        "plain", "Format of selected entries: elias/int8; of all: float16, int8, int4."
+    )
     dense_route: str = setting("allreduce", "Route of what stays dense.")
     compression: str = setting("none", "Shorter vectors in place of gradients: powersgd/4.")
     merging: str = setting("threshold", "threshold, single, each, mg_wfbp, omgs or optimal.")
@@ -248,7 +251,7 @@ def simulate(
         low, high = (f"{row[name]:.4g}" for name in TENTHS)
         print(f"Ports vary: one step in ten takes less than {low} s, one more than {high} s.")
     title = f"{settings.model}, {settings.nodes} x {settings.slots}, {settings.scheme}"
-    title += f", {settings.merging}"
+    title += f", {settings.merging}" + f", {settings.wire}" * (settings.wire != PLAIN)
     if png:
         report.draw_timeline(timeline, png, title)
     if trace:
@@ -368,7 +371,7 @@ def _show(rows: list[dict[str, Any]], best: bool = False) -> None:
         table.add_column(name.replace("_", " "), justify="right")
     fastest = max(rows, key=lambda row: row["throughput"])
     for row in rows:
-        values = (row[name] for name in shown)
+        values = ("" if row[name] is None else row[name] for name in shown)
         cells = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in values)
         table.add_row(*cells, style="bold" if best and row is fastest else None)
     terminal_console().print(table)

@@ -67,6 +67,9 @@ DENSE_WIRES = (*VALUE_DTYPES, *DENSE_CODES)
 # Those that are narrower than float32: what rounding to them loses stays in a residual.
 NARROW = DENSE_WIRES[1:]
 
+# Codes with so few levels that gradients diverge in front of a momentum, which amplifies noise.
+NOISY = ("int2", "int1")
+
 # Entries that a uint16 offset can tell apart.
 BLOCK = 65536
 

@@ -1,10 +1,12 @@
 """Choose a plan for `Scheme("auto")`: from an earlier run, by prediction, or by a trial.
 
     kept from a run before? -> its plan
-    few steps follow? -> plain Horovod
+    few steps follow? -> plain Horovod; with a budget the proposal by nominal links
     otherwise   links: given, kept, or measured now -> rank 0 proposes -> trial -> kept
                 too few steps for a trial? -> the proposal if it is clear and the links' spread is
                                               small, or plain Horovod
+
+With a budget that plain Horovod exceeds it takes no part: the first proposal stands in its place.
 
 Rank 0 alone reads, proposes and writes; the others are told. What it has measured and chosen is in
 files for the next run:
@@ -48,6 +50,7 @@ from tfcommx.planner.automatic import (
     find_auto,
     is_worth_a_trial,
     propose,
+    rules_out_plain,
 )
 from tfcommx.routes import read_plan
 from tfcommx.runtime.executor import PlanExecutor, agree_on_plan
@@ -181,12 +184,15 @@ def executor_for(
     if auto is None:
         return PlanExecutor(plain, comm)
     synchronous = isinstance(strategy, Synchronous)
-    if not synchronous and (auto.selection != "all" or auto.compression != NO_COMPRESSION):
+    lossless = auto.selection == "all" and auto.compression == NO_COMPRESSION
+    if not synchronous and not (lossless and auto.budget is None):
         raise PlanError(
-            'A Scheme("auto") with a selection or a compression needs the strategy "synchronous". '
-            f"Received {auto.selection!r} and {auto.compression!r} with {strategy}. Name a route."
+            'A Scheme("auto") with a selection, a compression or a budget needs the strategy '
+            f'"synchronous". Received {auto.selection!r}, {auto.compression!r} and budget='
+            f"{auto.budget} with {strategy}. Name a route."
         )
-    if not synchronous or not is_worth_a_trial(schemes, asked):
+    must_fit = rules_out_plain(schemes, asked.topology)
+    if not synchronous or not (must_fit or is_worth_a_trial(schemes, asked)):
         return PlanExecutor(plain, comm)
     of_root = ExpectedRun._make(comm.gather_objects(tuple(expected))[0])
     return _choose_or_try(schemes, asked, comm, plain, of_root)
@@ -220,12 +226,14 @@ def _choose_or_try(
     if kept is not None and (plan := _cached_plan(kept, plain, expected)):
         announce(comm, f"{kept['chosen']}, as measured in a run before. {kept['said']}")
         return PlanExecutor(plan, comm)
-    if expected.is_short:
+    must_fit = rules_out_plain(schemes, asked.topology)
+    tries = not expected.is_short and is_worth_a_trial(schemes, asked)
+    if expected.is_short and not must_fit:
         announce(
             comm, f"{PLAIN_HOROVOD}: {expected.steps} steps follow, too few to measure anything."
         )
         return PlanExecutor(plain, comm)
-    if asked.links is None:
+    if asked.links is None and tries:
         asked = asked._replace(links=links_of(comm, cluster))
     written = _on_rank_0(
         comm,
@@ -239,11 +247,15 @@ def _choose_or_try(
         announce(comm, f"{PLAIN_HOROVOD}: nothing is predicted to be faster.")
         return PlanExecutor(plain, comm)
     fit = expected.trial_steps // LEAST_ROUNDS
+    if must_fit and (fit < 2 or len(written) == 1 or not tries):
+        name, text, _ = written[0]
+        announce(comm, f"{name}, which is predicted to be the fastest within the budget.")
+        return PlanExecutor(read_plan(text), comm)
     if fit < 2:
         return PlanExecutor(_plan_by_prediction(written[0], plain, comm, expected), comm)
-    written = written[: fit - 1]
-    names = [PLAIN_HOROVOD, *(name for name, _, _ in written)]
-    plans = [plain, *(read_plan(text) for _, text, _ in written)]
+    others = [(name, read_plan(text)) for name, text, _ in written]
+    tried = (others if must_fit else [(PLAIN_HOROVOD, plain), *others])[:fit]
+    names, plans = [name for name, _ in tried], [plan for _, plan in tried]
 
     def decided(rounds: TrialRounds) -> None:
         assert rounds.chosen is not None
@@ -337,6 +349,7 @@ def _cache_key(
         "operation": asked.operation,
         "schemes": {pattern: dataclasses.asdict(scheme) for pattern, scheme in schemes.items()},
         "links": links,
+        "has_momentum": asked.has_momentum,
         "profile": profile and hashlib.sha256(profile.encode()).hexdigest(),
         **expected.key(None if asked.profile is None else asked.profile.batch),
     }

@@ -149,8 +149,10 @@ def DistributedOptimizer(
             plain Horovod: everything, by its allreduce; `Scheme(wire="float16")` the same in half
             the bytes. `Scheme("auto")`: the fastest of those that lose nothing;
             `Scheme("auto", wire="float16")`: gradients may travel in 16 bits;
-            `Scheme("auto", "mstopk", density=0.01)`: it may select. None: `Scheme("auto")`; with
-            `cx.optimizers.OneBitAdam` 1 bit an entry by "torus", or by "asa" with one slot a node.
+            `Scheme("auto", "mstopk", density=0.01)`: it may select; `Scheme("auto", budget=0.15)`:
+            at most this share of plain Horovod's bytes between nodes, with the least loss. None:
+            `Scheme("auto")`; with `cx.optimizers.OneBitAdam` 1 bit an entry by "torus", or by "asa"
+            with one slot a node.
         op: "average" or "sum" over the ranks.
         plan: a plan made before, in place of the one that the scheme and what follows give.
         links: what messages cost on this cluster, or the file of it that `tfcommx probe` wrote;
@@ -180,7 +182,7 @@ def DistributedOptimizer(
     and the tracing of three exchanges in place of one.
     **Raises:** RuntimeError before init(). ConfigurationError for a scheme that cannot be carried
     out, momentum in both the scheme and the optimizer, gradients in 1 or 2 bits in front of a
-    momentum, or an optimizer wrapped twice.
+    momentum, or an optimizer wrapped twice; in the first step for a budget that nothing fits.
     """
     _check_optimizer(optimizer)
     strategy = strategy_of(strategy)

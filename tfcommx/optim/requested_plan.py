@@ -17,6 +17,7 @@ from tfcommx.core import (
     AUTO,
     DENSE_CODES,
     NO_COMPRESSION,
+    NOISY,
     OPERATIONS,
     Links,
     Plan,
@@ -26,9 +27,10 @@ from tfcommx.core import (
     check_name,
 )
 from tfcommx.keras_internals import LearnsThenSendsMomentum, SendsMomentum
-from tfcommx.optim.automatic import ExpectedRun, executor_for
+from tfcommx.optim.automatic import ExpectedRun, announce, executor_for
 from tfcommx.optim.by_variable import ByVariable
 from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
+from tfcommx.planner.budget import fewer_bytes
 from tfcommx.planner.check import check_scheme, require_coverage
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
@@ -36,8 +38,6 @@ from tfcommx.runtime.gradient_state import Executor
 from tfcommx.runtime.phased import LearningPhase, MomentumExecutor
 from tfcommx.strategies import Strategy, Synchronous
 
-# Wires whose noise is too large for gradients in front of a momentum
-NOISY = ("int2", "int1")
 # Of the gradients of variables that send no momentum
 WIRE_OF_OTHERS = "bfloat16"
 
@@ -189,6 +189,7 @@ class RequestedPlan:
         self.expected_run = ExpectedRun()
         # As given; or as measured, once "auto" has looked at them again
         self.links = settings.links
+        self._has_advised = False
 
     @property
     def is_chosen(self) -> bool:
@@ -237,12 +238,23 @@ class RequestedPlan:
         strategy = self._settings.strategy
         if sender is not None:
             return self._executor_of_momenta(variables, sender)
+        asked = self._asked(variables)
+        executor: Executor
         if self._given_plan is None:
-            asked = self._asked(variables)
-            return executor_for(self.schemes, asked, self._comm, strategy, self.expected_run)
-        plan = self.plan_of(variables)
-        strategy.check(plan)
-        return PlanExecutor(plan, self._comm)
+            executor = executor_for(self.schemes, asked, self._comm, strategy, self.expected_run)
+        else:
+            plan = self.plan_of(variables)
+            strategy.check(plan)
+            executor = PlanExecutor(plan, self._comm)
+        if isinstance(strategy, Synchronous) and not self.is_chosen and not self._has_advised:
+            self._advise(fewer_bytes(executor.plan, asked.gradients))
+        return executor
+
+    def _advise(self, advice: str | None) -> None:
+        """Name a low-bit sum in place of a selection that the user named, once."""
+        if advice is not None:
+            announce(self._comm, advice)
+            self._has_advised = True
 
     def _executor_of_momenta(
         self, variables: Sequence[keras.Variable], sender: SendsMomentum
@@ -275,9 +287,15 @@ class RequestedPlan:
             for name, one in zip(self._names.of(variables), variables, strict=True)
         ]
         settings = self._settings
-        measured = self.links, settings.profile
-        fragments = settings.strategy.plan_fragments
-        return PlanRequest(gradients, self._comm.topology, settings.operation, *measured, fragments)
+        return PlanRequest(
+            gradients,
+            self._comm.topology,
+            settings.operation,
+            self.links,
+            settings.profile,
+            settings.strategy.plan_fragments,
+            has_momentum=bool(settings.own_momentum),
+        )
 
 
 def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:

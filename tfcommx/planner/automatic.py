@@ -3,7 +3,8 @@
     compute time measured       one ranking of all schemes, by the predicted step
     compute time not measured   two rankings: exchange alone; as much computing as exchange
 
-Predictions only propose two plans; measured steps decide between them and plain Horovod's.
+Predictions only propose two plans; measured steps decide between them and plain Horovod's. A budget
+leaves plain Horovod out where its bytes do not fit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from tfcommx.core import (
     Topology,
     VariableProfile,
 )
-from tfcommx.planner.choose import candidates
+from tfcommx.planner.budget import SentBytes, least_lossy
+from tfcommx.planner.choose import ROUTES_FOR_OPTIMAL, candidates, ranked
 from tfcommx.planner.plan import Gradient, make_plan, matches, plan_in_fragments, scheme_of
 from tfcommx.planner.predict import Prediction, Setting, describe
 from tfcommx.planner.prices import sub_profile
@@ -66,6 +68,8 @@ class PlanRequest(NamedTuple):
     profile: Profile | None = None
     # Groups of variables with buckets of their own, >= 1, as `fragments` makes them
     fragments: int = 1
+    # Whether the optimizer has a momentum, which amplifies the noise of 2 and 1 bits
+    has_momentum: bool = False
 
     def plan(
         self,
@@ -121,6 +125,8 @@ class _Ranking(NamedTuple):
     candidates: list[Prediction]
     # Of a step by plain Horovod
     plain_s: float
+    # Whether one of them must be taken, because plain Horovod exceeds the budget
+    must_choose: bool
 
     def share(self, scheme: Scheme) -> float:
         """Return a scheme's step over plain Horovod's; 1 for one that is not ranked."""
@@ -129,7 +135,9 @@ class _Ranking(NamedTuple):
 
     @property
     def worth(self) -> list[Prediction]:
-        """Those that are predicted to be faster than plain Horovod."""
+        """Those that are predicted to be faster than plain Horovod; all if that is ruled out."""
+        if self.must_choose:
+            return self.candidates
         return [one for one in self.candidates if one.step_s <= WORTH_A_TRIAL * self.plain_s]
 
 
@@ -190,6 +198,21 @@ def _plain_scheme(auto: Scheme) -> Scheme:
     return Scheme(bucket_bytes=auto.bucket_bytes, block_bytes=auto.block_bytes)
 
 
+def rules_out_plain(schemes: Mapping[str, Scheme], topology: Topology) -> bool:
+    """Return True if "auto" has a budget that plain Horovod's bytes between nodes exceed.
+
+    >>> rules_out_plain({"*": Scheme("auto", budget=0.3)}, Topology(2, 1))
+    True
+    """
+    auto = find_auto(schemes)
+    return _budget(auto, topology) is not None and auto is not None and auto.budget != 1
+
+
+def _budget(auto: Scheme | None, topology: Topology) -> float | None:
+    """Return the budget of "auto"; None on one node, which sends nothing to others."""
+    return None if auto is None or topology.nodes == 1 else auto.budget
+
+
 def is_worth_a_trial(schemes: Mapping[str, Scheme], asked: PlanRequest) -> bool:
     """Tell whether there is anything to choose: several ranks, and enough gradients."""
     size = sum(gradient.entries for gradient in _of_auto(schemes, asked.gradients))
@@ -213,17 +236,22 @@ def propose(
     Returns:
         At most MAX_TRIALS, and as few as the intervals of the predictions leave open: those that
         cannot be the fastest by what predictions miss are left out. None if no scheme is predicted
-        to be faster.
+        to be faster. With a budget that rules plain Horovod out at least one, within the budget.
 
     **Cost:** a plan and a simulated step for each scheme; some seconds for a model of 500
-    variables. **Raises:** PlanError for a profile of another model, or one without times.
+    variables. **Raises:** PlanError for a profile of another model, or one without times, and for
+    a budget that nothing fits.
     """
     given = asked.profile
-    first = _ranking(given or _assumed(asked.gradients, NO_TIME), schemes, asked, messages)
+    fitting = _fitting(schemes, asked)
+
+    def ranking(profile: Profile) -> _Ranking:
+        return _ranking(profile, schemes, asked, messages, fitting)
+
+    first = ranking(given or _assumed(asked.gradients, NO_TIME))
     rankings = [first]
     if given is None:
-        assumed = _assumed(asked.gradients, first.plain_s)
-        rankings.append(_ranking(assumed, schemes, asked, messages))
+        rankings.append(ranking(_assumed(asked.gradients, first.plain_s)))
     measured = given is not None and asked.links is not None
     seen = [asked.plan(auto_as_plain(schemes)).buckets]
     found: list[Proposal] = []
@@ -237,10 +265,25 @@ def propose(
         if plan.buckets not in seen:
             seen.append(plan.buckets)
             share = max(ranking.share(candidate.scheme) for ranking in rankings)
-            wire = candidate.scheme.wire
-            name = describe(candidate.scheme) + ("" if wire == PLAIN else f", {wire}")
-            found.append(Proposal(name, plan, share))
+            found.append(Proposal(_name(candidate.scheme, schemes), plan, share))
     return found
+
+
+def _name(scheme: Scheme, schemes: Mapping[str, Scheme]) -> str:
+    """Return a proposal's scheme in a few words; with its density unless the user named that."""
+    name = describe(scheme) + ("" if scheme.wire == PLAIN else f", {scheme.wire}")
+    auto = find_auto(schemes)
+    is_named = auto is not None and scheme.density == auto.density
+    return name if is_named else f"{name}, {scheme.selection} {scheme.density:g}"
+
+
+def _fitting(schemes: Mapping[str, Scheme], asked: PlanRequest) -> list[Scheme] | None:
+    """Return the least lossy schemes within the budget of "auto"; None if it has none."""
+    auto = find_auto(schemes)
+    if auto is None or _budget(auto, asked.topology) is None:
+        return None
+    sent = SentBytes(_of_auto(schemes, asked.gradients), asked.topology)
+    return least_lossy(auto, sent, asked.has_momentum)
 
 
 def _of_auto(schemes: Mapping[str, Scheme], gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -260,27 +303,48 @@ def _assumed(gradients: Sequence[Gradient], seconds: float) -> Profile:
 
 
 def _ranking(
-    profile: Profile, schemes: Mapping[str, Scheme], asked: PlanRequest, messages: bool
+    profile: Profile,
+    schemes: Mapping[str, Scheme],
+    asked: PlanRequest,
+    messages: bool,
+    fitting: list[Scheme] | None,
 ) -> _Ranking:
     """Predict all schemes for the variables whose scheme is "auto".
+
+    Args:
+        fitting: those that may fit the budget; their bytes depend on the merging, too. None:
+            without a budget.
 
     **Raises:** PlanError if none of the schemes is "auto".
     """
     auto = find_auto(schemes)
     if auto is None:
         raise PlanError(f'A Scheme("auto") is required among them. Received {dict(schemes)}.')
-    mine = sub_profile(list(reversed(_of_auto(schemes, asked.gradients))), profile)
+    mine = _of_auto(schemes, asked.gradients)
+    setting = Setting(
+        sub_profile(list(reversed(mine)), profile),
+        asked.topology,
+        asked.links or NOMINAL,
+        Assumptions(selection=measured_time(profile)),
+    )
+    thorough = asked.profile is not None
+    plain = _plain_scheme(auto)
+    if fitting is not None:
+        of_plain, budget = setting.predict(plain), auto.budget or 1.0
+        found = ranked(setting, fitting, ROUTES_FOR_OPTIMAL if thorough else 0)
+        within = [one for one in found if one.bytes_between <= budget * of_plain.bytes_between]
+        must_choose = rules_out_plain(schemes, asked.topology)
+        return _Ranking(profile, within, of_plain.step_s, must_choose)
     shortened = auto.selection != "all" and auto.wire == PLAIN
     wire = SHORT_WIRE if shortened else auto.wire
-    assumptions = Assumptions(selection=measured_time(profile))
-    ranked = candidates(
-        Setting(mine, asked.topology, asked.links or NOMINAL, assumptions),
-        dataclasses.replace(auto, route=Scheme().route, wire=wire),
+    best_first = candidates(
+        setting,
+        dataclasses.replace(auto, route=Scheme().route, wire=wire, budget=None),
         messages,
-        thorough=asked.profile is not None,
+        thorough,
     )
-    plain = next(one for one in ranked if one.scheme == _plain_scheme(auto))
-    return _Ranking(profile, ranked, plain.step_s)
+    plain_s = next(one.step_s for one in best_first if one.scheme == plain)
+    return _Ranking(profile, best_first, plain_s, must_choose=False)
 
 
 def _in_order(rankings: Sequence[_Ranking]) -> Iterator[tuple[Profile, Prediction]]:

@@ -6,6 +6,7 @@
     by a compression        these, and every dense route with it; what is not sent is kept
     "mstopk" at a density   these, and every sparse route x mergings, with what stays dense on the
                             dense route that is notably faster alone, or Horovod's
+    `with_codes`            also sums of all entries in 8 and 4 bits
 
 Predictions only propose: measured times decide.
 """
@@ -29,6 +30,9 @@ ROUTES_FOR_OPTIMAL = 2
 # What sparse schemes leave dense travels by another route than plain Horovod's if its dense step is
 # predicted to take at most this share of plain Horovod's.
 NOTABLY_FASTER = 0.97
+
+# Codes that train as dense gradients do, with and without momentum.
+CODES = ("int8", "int4")
 
 
 def candidates(
@@ -66,24 +70,40 @@ def candidates(
         )
     asked = asked or Scheme()
     for_optimal = ROUTES_FOR_OPTIMAL if thorough else 0
-    dense = _ranked(setting, _dense(asked, topology, messages), for_optimal)
+    dense = ranked(setting, _dense(asked, topology, messages), for_optimal)
     if asked.selection == "all":
         return dense
     plain_s = next(one.step_s for one in dense if one.scheme.route == Scheme().route)
     quickest = dense[0].scheme if dense[0].step_s <= NOTABLY_FASTER * plain_s else Scheme()
-    sparse = _ranked(setting, _sparse(asked, quickest, topology, messages), for_optimal)
+    sparse = ranked(setting, _sparse(asked, quickest, topology, messages), for_optimal)
     return sorted([*dense, *sparse], key=_step_s)
 
 
-def _ranked(setting: Setting, schemes: Sequence[Scheme], for_optimal: int) -> list[Prediction]:
-    """Predict each scheme with the quick mergings, and the best ones with the optimal one."""
+def with_codes(found: Sequence[Prediction], setting: Setting) -> list[Prediction]:
+    """Add sums of all entries in codes of CODES bits to other predictions; the fastest first."""
+    forms = [Scheme(wire=wire) for wire in CODES]
+    sums = ranked(setting, on_dense_routes(forms, setting.topology, messages=False), 0)
+    return sorted([*found, *sums], key=_step_s)
+
+
+def ranked(setting: Setting, schemes: Sequence[Scheme], for_optimal: int) -> list[Prediction]:
+    """Predict each scheme with the quick mergings, and the best ones with the optimal one.
+
+    Args:
+        setting: the model and the cluster.
+        schemes: that the cluster can carry out.
+        for_optimal: how many of the best ones, >= 0.
+
+    Returns:
+        The fastest first.
+    """
     found = [
         setting.predict(dataclasses.replace(scheme, merging=merging))
         for scheme in schemes
         for merging in QUICK_MERGINGS
     ]
-    ranked = sorted(found, key=_step_s)
-    optimal = (dataclasses.replace(one.scheme, merging="optimal") for one in ranked)
+    fastest_first = sorted(found, key=_step_s)
+    optimal = (dataclasses.replace(one.scheme, merging="optimal") for one in fastest_first)
     best = list(dict.fromkeys(optimal))[:for_optimal]
     return sorted([*found, *map(setting.predict, best)], key=_step_s)
 
@@ -104,6 +124,11 @@ def _dense(asked: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
         forms.append(dataclasses.replace(plain, wire=narrow))
     if asked.compression != NO_COMPRESSION:
         forms.append(dataclasses.replace(plain, compression=asked.compression))
+    return on_dense_routes(forms, topology, messages)
+
+
+def on_dense_routes(forms: Sequence[Scheme], topology: Topology, messages: bool) -> list[Scheme]:
+    """Return each scheme on every dense route of the cluster that can carry it out."""
     tried = [
         dataclasses.replace(form, route=name, peer_route=peers)
         for form in forms
@@ -115,16 +140,15 @@ def _dense(asked: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
 
 def _sparse(asked: Scheme, dense: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
     """Return what is asked for on every sparse route; small variables travel as `dense` says."""
-    tried = [
-        dataclasses.replace(
-            asked,
-            route=name,
-            dense_route=dense.route,
-            dense_wire=dense.wire,
-            peer_route=dense.peer_route,
-        )
-        for name in routes.SPARSE
-    ]
+    form = dataclasses.replace(
+        asked, dense_route=dense.route, dense_wire=dense.wire, peer_route=dense.peer_route
+    )
+    return on_sparse_routes(form, topology, messages)
+
+
+def on_sparse_routes(form: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
+    """Return a scheme on every sparse route of the cluster."""
+    tried = [dataclasses.replace(form, route=name) for name in routes.SPARSE]
     return list(_possible(tried, topology, messages))
 
 

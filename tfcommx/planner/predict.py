@@ -175,11 +175,15 @@ class Prediction(NamedTuple):
         return kept
 
     def row(self) -> dict[str, Any]:
-        """Return the columns of `tfcommx simulate`, for tables and for lines of JSON."""
+        """Return the columns of `tfcommx simulate`, for tables and for lines of JSON.
+
+        Bytes of routes of messages are None: on 512 ranks to count them takes longer than all else.
+        """
         scheme, topology, timeline = self.scheme, self.plan.topology, self.timeline
         tenths = self.tenths or Interval(self.step_s, self.step_s)
         return {
             "scheme": scheme.route,
+            "wire": scheme.wire,
             "merging": scheme.merging,
             "nodes": topology.nodes,
             "slots": topology.slots,
@@ -192,6 +196,7 @@ class Prediction(NamedTuple):
             "exposed_seconds": timeline.exposed_s,
             "throughput": timeline.throughput,
             "scaling_efficiency": timeline.scaling_efficiency,
+            "bytes_between": None if routes.get(scheme.route).messages else self.bytes_between,
         }
 
 

@@ -132,15 +132,19 @@ class Torus(DenseRoute[TorusOptions]):
         return sum(stage.seconds for stage in self.stages(bucket, topology, links))
 
     def stages(self, bucket: Bucket[TorusOptions], topology: Topology, links: Links) -> list[Stage]:
-        """Split the price: reduce-scatter inside, the peers between, all-gather inside."""
+        """Split the price: reduce-scatter inside, the peers between, all-gather inside.
+
+        Codes of the sums are read in the end: those of the own shard count among the peers.
+        """
         n, engine, node = topology.slots, engines.of(links), Topology(1, topology.slots)
         part, peers = _of_peers(bucket, topology)
         gathered = formats.dense_bytes(bucket, topology.size) / n
         summed = _among_peers(bucket).seconds(part, peers, engine.shared_port(links, n))
+        read = asa.code_seconds(bucket, (n - 1) / n * asa.READING, links.inside)
         return [
             Stage("inside", engine.reduce_scatter(bucket.padded_bytes, node, links)),
             Stage("between", summed),
-            Stage("inside", engine.all_gather(gathered, node, links)),
+            Stage("inside", engine.all_gather(gathered, node, links) + read),
         ]
 
 

@@ -8,7 +8,7 @@ All of it is in the graph of one step, so nothing is traced again when the turn 
 are those between the ends of two exchanges: whole steps, with what of the exchange they hide.
 
 Several trials, as of the two optimizers of a GAN, follow each other: steps of one would count what
-the other tries. Those that wait for another one take plain Horovod's turn in each step.
+the other tries. Those that wait for another one take plan 0's turn in each step.
 
 `TrialRounds` has the order of plans in a trial, and makes the choice from their times:
 
@@ -17,8 +17,9 @@ the other tries. Those that wait for another one take plain Horovod's turn in ea
             first use     | a plan that is hopelessly slower takes no more turns
             does not count
 
-Plan 0 is plain Horovod. In a round each plan has one step, each time in another order, so that a
-machine that becomes slower, and what the ranks do between two rounds, weigh on all plans alike.
+Plan 0 is plain Horovod, or the plan in its place where a budget rules it out. In a round each plan
+has one step, each time in another order, so that a machine that becomes slower, and what the ranks
+do between two rounds, weigh on all plans alike.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ class TrialExecutor:
         """Get ready for all plans.
 
         Args:
-            plans: two or more for the same variables, plain Horovod's first; without momentum.
+            plans: two or more for the same variables, without momentum; the first, plain Horovod's
+                unless a budget rules it out, stays if no other is clearly faster.
             comm: of this rank.
             decided: is called on every rank, once, when it is clear which plan stays.
             steps: of the trial, at most, >= LEAST_ROUNDS * len(plans); those that wait for another
@@ -195,7 +197,7 @@ class TrialExecutor:
 
     @property
     def plan(self) -> Plan:
-        """The plan that stays; before that is decided, plain Horovod's."""
+        """The plan that stays; before that is decided, the first."""
         return (self.chosen or self.executors[0]).plan
 
     @tf.autograph.experimental.do_not_convert

@@ -233,3 +233,35 @@ def test_a_damaged_choice_is_made_again(comm: Comm, own_cache: Path) -> None:
         if comm.rank == 0:
             monkey.read = original
     assert isinstance(executor_of(net.optimizer), TrialExecutor)
+
+
+@pytest.mark.parametrize(("budget", "wires"), [(0.3, {"int8"}), (0.05, {"elias/int4", "float16"})])
+def test_within_a_budget_plain_horovod_takes_no_part(
+    comm: Comm, budget: float, wires: set[str]
+) -> None:
+    """Momentum rules out 2 bits and 1, which lose less than selecting entries does."""
+    if comm.topology.nodes == 1:
+        return  # Nothing travels between nodes
+    comm.trials, net = TrialQueue(), wide()  # Without the trials of other tests
+    sgd = keras.optimizers.SGD(0.05, momentum=0.9)
+    scheme = cx.Scheme("auto", budget=budget)
+    optimizer = cx.DistributedOptimizer(sgd, scheme, links=SLOW, check_replicas_every=None)
+    optimizer.build(net.trainable_variables)
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = LOSS(y, net(x))
+        gradients = tape.gradient(loss, net.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, net.trainable_variables, strict=True))
+        return loss
+
+    before = optimizer.exchanger.traffic()
+    losses = [float(step(*batch(comm.rank))) for _ in range(STEPS + 3)]
+    after = optimizer.exchanger.traffic()
+    assert losses[-1] < 0.9 * losses[0] and same_on_all_ranks(comm, net)
+    running = executor_of(optimizer)
+    assert {bucket.wire for plan in running.plans for bucket in plan.buckets} == wires
+    assert isinstance(running, PlanExecutor) or running.rounds.chosen is not None
+    sent = after["bytes_between_nodes"] - before["bytes_between_nodes"]
+    assert 0 < sent <= budget * after["bytes_between_nodes_dense"]

@@ -1,0 +1,161 @@
+"""Finds the schemes that lose least within a budget of bytes between nodes.
+
+    loses nothing    16 bits    int8    int4    int2    int1    selection: 10 % ... .1 %
+    0                3e-6       4e-5    .014    .118    .361    .56        ... .99
+
+Below each kind stands the share of the squares that one exchange of normally distributed entries
+does not deliver. Error feedback delivers it later, and what is late costs accuracy, so the first
+kind that fits is taken: docs/explanation/routes.md derives the numbers.
+
+All of it follows from `wire_bytes`, and nothing from times.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tfcommx import routes
+from tfcommx.core import NOISY, PLAIN, Piece, Plan, PlanError, Scheme, Topology
+from tfcommx.planner.choose import on_dense_routes, on_sparse_routes
+from tfcommx.planner.plan import Gradient, make_plan
+
+# Wires of dense routes by kind, the least lossy first
+KINDS = ((PLAIN,), ("float16", "bfloat16"), ("int8",), ("int4",), ("int2",), ("int1",))
+# How entries are selected and written. Fewer than LEAST of them at once take hundreds of steps.
+RULE, WIRE = "mstopk", "elias/int4"
+# Densities are whole numbers of these steps
+STEP, LEAST, MOST = 1e-4, 10, 1000
+
+
+class SentBytes(NamedTuple):
+    """Some gradients and a cluster: all that bytes depend on besides the scheme."""
+
+    # In forward order
+    gradients: Sequence[Gradient]
+    topology: Topology
+
+    def between(self, scheme: Scheme) -> float:
+        """Return the bytes that a rank sends to other nodes in a step, as the mean over ranks."""
+        plan = make_plan(self.gradients, {"*": scheme}, self.topology)
+        return sum(
+            routes.of(bucket).wire_bytes(bucket, self.topology).between for bucket in plan.buckets
+        )
+
+    def percent(self, scheme: Scheme) -> str:
+        """Return these bytes in percent of plain Horovod's, which must send some."""
+        return f"{100 * self.between(scheme) / self.between(Scheme()):.2g} %"
+
+    def fewest(self, wire: str) -> Scheme:
+        """Return the scheme that writes all entries in a format and sends the fewest bytes."""
+        forms = on_dense_routes(
+            [Scheme(wire=wire, merging="single")], self.topology, messages=False
+        )
+        return min(forms, key=self.between)
+
+
+def least_lossy(auto: Scheme, sent: SentBytes, has_momentum: bool = False) -> list[Scheme]:
+    """Return the schemes of the first kind of which some fit the budget: those that fit.
+
+    Routes of messages are left out: between nodes with equal slots none sends fewer bytes than
+    "torus", and counting theirs, block by block, takes seconds.
+
+    >>> sent = SentBytes([Gradient("w", (1024, 512), "float32")], Topology(4, 1))
+    >>> [(one.route, one.wire) for one in least_lossy(Scheme("auto", budget=0.15), sent)]
+    [('asa', 'int4')]
+
+    Args:
+        auto: with a budget.
+        sent: the gradients that it is for, and a cluster of several nodes.
+        has_momentum: gradients go through a momentum, which 2 and 1 bits do not bear.
+
+    Returns:
+        At least one, to be merged in any way that fits, too.
+
+    **Ranks:** a pure function, so equal on every rank. **Cost:** some tens of plans, without times.
+    **Raises:** PlanError if nothing fits.
+    """
+    assert auto.budget is not None
+    limit = auto.budget * sent.between(Scheme())
+    base = Scheme(bucket_bytes=auto.bucket_bytes, block_bytes=auto.block_bytes, merging="single")
+    tried: list[Scheme] = []
+    for wires in KINDS:
+        if has_momentum and wires[0] in NOISY:
+            continue
+        forms = [dataclasses.replace(base, wire=wire) for wire in wires]
+        tried += (kind := on_dense_routes(forms, sent.topology, messages=False))
+        if fitting := [scheme for scheme in kind if sent.between(scheme) <= limit]:
+            return fitting
+
+    def selecting(steps: int) -> list[Scheme]:
+        by_node = sent.topology.slots > 1 and not sent.topology.uneven
+        form = Scheme(
+            "allgather",
+            RULE,
+            round(steps * STEP, 4),
+            dense_route="torus" if by_node else "allreduce",
+            dense_below=auto.dense_below,
+            bucket_bytes=auto.bucket_bytes,
+            seed=auto.seed,
+            wire=WIRE,
+            dense_wire="float16",
+        )
+        return on_sparse_routes(form, sent.topology, messages=False)
+
+    def fits(steps: int) -> bool:
+        return any(sent.between(scheme) <= limit for scheme in selecting(steps))
+
+    if not fits(LEAST):
+        raise PlanError(_nothing_fits(auto.budget, sent, [*tried, *selecting(LEAST)]))
+    beyond = bisect.bisect_left(range(LEAST, MOST + 1), True, key=lambda steps: not fits(steps))
+    densest = selecting(LEAST + beyond - 1)
+    return [scheme for scheme in densest if sent.between(scheme) <= limit]
+
+
+def _nothing_fits(budget: float, sent: SentBytes, tried: Sequence[Scheme]) -> str:
+    least = min(tried, key=sent.between)
+    selected = f", {least.selection} {least.density:g}" if least.selection != "all" else ""
+    adam, sgd = (sent.percent(sent.fewest(wire)) for wire in ("int1", "int2"))
+    return (
+        f"Some way to send gradients must fit `budget`. Received {budget=} on "
+        f"{sent.topology.nodes} x {sent.topology.slots} nodes x slots, where {least.route}"
+        f"{selected}, {least.wire} sends the fewest bytes: {sent.percent(least)} of plain "
+        f"Horovod's between nodes. Take a larger budget: at {adam} cx.optimizers.OneBitAdam, and "
+        f"at {sgd} LowBitSGD, send every entry of their momentum."
+    )
+
+
+def fewer_bytes(plan: Plan, gradients: Sequence[Gradient]) -> str | None:
+    """Say by which low-bit sum a plan's selected variables would send fewer bytes, and lose less.
+
+    Every node gathers the selected entries of all nodes, so that their bytes grow with the nodes.
+
+    Args:
+        plan: of any variables of these.
+        gradients: in forward order.
+
+    Returns:
+        A few sentences, or None: nothing is selected, or it sends no more than 4 bits an entry.
+
+    **Ranks:** a pure function, so equal on every rank. **Cost:** some plans, without times; nothing
+    without a selection.
+    """
+    selects = [bucket for bucket in plan.buckets if bucket.selection != "all"]
+    paths = {Piece.of(name).path for bucket in selects for name in bucket.variables}
+    if not paths:
+        return None
+    sent = SentBytes([one for one in gradients if one.path in paths], plan.topology)
+    between = sum(routes.of(bucket).wire_bytes(bucket, plan.topology).between for bucket in selects)
+    codes = sent.fewest("int4")
+    if between <= sent.between(codes):
+        return None
+    adam, sgd = (sent.percent(sent.fewest(wire)) for wire in ("int1", "int2"))
+    return (
+        f"{selects[0].route} selects entries by {selects[0].selection}, and every node gathers "
+        f"those of all {plan.topology.nodes}: {100 * between / sent.between(Scheme()):.2g} % of "
+        f"plain Horovod's bytes between nodes. Scheme({codes.route!r}, wire='int4') sends every "
+        f"entry in {sent.percent(codes)}, and loses less. Fewer bytes: cx.optimizers.OneBitAdam "
+        f"({adam}), LowBitSGD ({sgd})."
+    )
