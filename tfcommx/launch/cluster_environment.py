@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tfcommx.core import ConfigurationError
 from tfcommx.launch.hosts import check_host_name, expand_nodelist
 
-# Above the ports of common services and below those that systems hand out
+# First port and number of ports for rank 0: above common services, below ephemeral ports
 FIRST_PORT, PORTS = 12_000, 20_000
 # Tasks of TF_CONFIG that train, in the order of their ranks
 RANK_TASKS = ("chief", "master", "worker")
@@ -24,9 +24,9 @@ RANK_TASKS = ("chief", "master", "worker")
 class ClusterEnvironment(NamedTuple):
     """Rank, size and rendezvous of one process, read before the processes have met."""
 
-    # For messages
+    # Name of the launcher, for messages
     launcher: str
-    # In [0, size)
+    # Rank of this process, in [0, size)
     rank: int
     size: int
     # Number of the process on its host, from 0; None if the launcher does not say

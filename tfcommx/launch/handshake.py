@@ -47,7 +47,7 @@ class Handshake(NamedTuple):
 
     # Empty: every process passes
     secret: str
-    # Name and version; the callee says it first
+    # Name and version; the callee sends it first
     protocol: str
     # Values covered by the proof but not sent, such as the name of the launch
     context: tuple[object, ...] = ()

@@ -38,7 +38,7 @@ RANK_OUTPUT = str(Path(__file__).with_name("rank_output.py"))
 OUTPUT_SECONDS = 2.0
 # Spelling of Open MPI 5, because a Horovod that set-up has not changed has one dash too few
 BINDING = "--bind-to none --map-by slot"
-# For more ranks than cores, because the default, sched_yield, may starve ranks; here they sleep
+# Options for more ranks than cores: waiting ranks sleep, because sched_yield may starve others
 CROWDED = (
     "--mca mpi_yield_when_idle 1 --mca threads_pthreads_yield_strategy nanosleep "
     "--mca threads_pthreads_nanosleep_time 20000"
@@ -128,7 +128,7 @@ def on_end_signals(handle: Callable[[int, FrameType | None], None]) -> None:
 
 
 def _discard_unread_output() -> None:
-    """Flush unread output to /dev/null, because Python would otherwise end with status 120."""
+    """Redirect unread output to /dev/null, because Python would otherwise end with status 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

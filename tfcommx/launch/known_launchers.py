@@ -24,7 +24,7 @@ from tfcommx.launch.cluster_environment import ClusterEnvironment, srun, tf_conf
 class KnownLauncher(NamedTuple):
     """A launcher, and the variables by which its processes are recognised."""
 
-    # For messages
+    # Name in messages
     name: str
     # Holds the number of processes, or lists them; empty: the launcher does not say it
     size: str

@@ -94,5 +94,5 @@ def main() -> None:
 
 
 def _ended(seconds: float) -> bool:
-    """Return True if the rank closes the pipe within so many seconds."""
+    """Return True if the rank closes the pipe within `seconds`."""
     return bool(select.select([sys.stdin], [], [], seconds)[0])

@@ -9,7 +9,7 @@ at the first one.
 
 Imports only the standard library, because each rank has one of these processes.
 
-The launchers mark each line with its rank, such as `[0]<stdout>:`, and add own lines.
+The launchers mark each line with its rank, such as `[0]<stdout>:`, and write lines themselves.
 `RankLines` shows the user less:
 
     written                                                shown
@@ -166,7 +166,7 @@ MISSING = re.compile(r"tfcommx: rank \d+ ends, because ranks are missing: (.*)",
 # Lines of a shell whose rank was ended, hidden because the last message gives the signal
 ENDED = ("Terminated\n", "Killed\n")
 TRACEBACK = "Traceback (most recent call last):"
-# mpirun's report of the rank that ended first: its exit status; SIGNALLED: the signal
+# The launchers' report of the rank that ended first: its exit status; SIGNALLED: its signal
 EXITED = re.compile(r"Process name: (?:\[\S+,)?(\d+)\]?\s+Exit code:\s+(\d+)")
 # horovodrun's report of a failed rank, written at once
 ENDING = re.compile(r"Process (\d+) exit with status code (\d+)")

@@ -106,7 +106,7 @@ class Ending(NamedTuple):
         return self.asked and self.first is not None and self.first.status == PAUSED
 
     def silent(self, launch: Launch) -> dict[int, str]:
-        """Return the ranks that did not respond with their hosts, if all hosts answer."""
+        """Return silent rank -> its host; empty if a host does not answer, or after a pause."""
         reports = [text for text in self.reports if CUT_OFF not in text] or self.reports
         ranks = sorted({int(rank) for text in reports for rank in SILENT.findall(text)})
         host_by_rank = {rank: launch.host_of(rank) for rank in ranks if rank < launch.size}

@@ -29,7 +29,7 @@ class Goodput(NamedTuple):
     seconds: float
 
     def in_words(self) -> str:
-        """Say it in a sentence."""
+        """Return the goodput as a sentence."""
         seconds = f"{_share(self.training_seconds, self.seconds)} of {self.seconds:.0f} s"
         if not self.steps_taken:
             return f"Nothing is known of the steps; the run took {self.seconds:.0f} s."
@@ -144,7 +144,7 @@ class Price(NamedTuple):
         return self.seconds * self.before / (self.after - self.before)
 
     def in_words(self) -> str:
-        """Say it in a sentence."""
+        """Return the price as a sentence."""
         return (
             f"A restart costs {self.seconds:.1f} s, as the last one; {self.before:.3g} batches/s "
             f"now, {self.after:.3g} predicted (linear in ranks): it pays after "

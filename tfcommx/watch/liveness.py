@@ -51,10 +51,10 @@ from tfcommx.watch.stalls import CAUSES
 
 log = logging.getLogger("tfcommx")
 
-# Default of `Limits.limit`: below Gloo's limit of 30 s; above the time that TCP needs to recover
-# after a link was down for 5 s
+# Default limit of silence, in seconds: below Gloo's limit of 30 s; above the time that TCP needs to
+# recover after a link was down for 5 s
 LIMIT_SECONDS = 20.0
-# Default of `Limits.stall_seconds`, above the usual time of evaluating and saving on one rank
+# Default of `Limits.stall_seconds`: above the usual time of evaluating and saving on one rank
 STALL_SECONDS = 60.0
 # Seconds between the error and the end, because the launcher names the rank that ended first, which
 # should be the one that failed

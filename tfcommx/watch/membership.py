@@ -1,4 +1,4 @@
-"""Record the ranks that have left while the others continue, in training without collectives.
+"""Record the ranks that have left while the others continue, if no rank waits for another.
 
 Usually a rank that dies makes all others end (liveness.py). After `allow_leaving` only the death of
 a needed rank does; this rank is informed of the other deaths, and continues. Collectives are
@@ -70,7 +70,7 @@ class Membership:
                     self._silent.pop(rank, None)
                     continue
                 silent = time.monotonic() - self._silent.setdefault(rank, time.monotonic())
-                # Because a link may be down for a while, as in the watch
+                # Not at once, because a link may be down for a while
                 if silent >= self._limit:
                     self.mark_gone(rank, f"its watcher has not responded for {silent:.0f} s", False)
         finally:  # A failed probe is repeated

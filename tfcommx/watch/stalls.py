@@ -57,7 +57,7 @@ def group_of(rank: int, step: int, doing: str, details: str) -> Group:
 
 
 def later(groups: Sequence[Group], seconds: float) -> list[Group]:
-    """Return the groups after so many seconds without a change."""
+    """Return the groups after `seconds` without a change."""
     return [group._replace(seconds=round(group.seconds + seconds, 1)) for group in groups]
 
 
