@@ -1,6 +1,6 @@
 """Keras callbacks for training over several ranks.
 
-Every rank adds the same ones, in the same order.
+Every rank adds the same callbacks, in the same order.
 """
 
 from tfcommx.callbacks.agree import AgreeOnStop, CompareReplicas

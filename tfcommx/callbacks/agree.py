@@ -21,49 +21,49 @@ log = logging.getLogger("tfcommx")
 class AgreeOnStop(keras.callbacks.Callback):
     """Stop on all ranks, after the same step, if a callback on any rank stops the training.
 
-    Such as TerminateOnNaN, EarlyStopping, your own. Without it the other ranks would wait forever
-    for the one that has stopped. It must be the last in the list: it reads what the callbacks
-    before it have decided. Not needed if all decide alike, as EarlyStopping does on what
-    AverageMetrics has averaged.
+    For TerminateOnNaN, EarlyStopping, or callbacks of the user. Without it the other ranks would
+    wait forever for the stopped rank. It must be the last in the list, because it reads the
+    decision of the callbacks before it. Not needed if all ranks decide alike, as EarlyStopping does
+    with metrics of AverageMetrics.
 
     >>> import keras
     >>> import tfcommx as cx
     >>> stop = [keras.callbacks.TerminateOnNaN(), cx.callbacks.AgreeOnStop(every=10)]
 
     Args:
-        every: steps (calls of Keras, if `steps_per_execution` is more than 1) after which the ranks
-            ask each other, >= 1; they also ask at each epoch's end. With more than 1, a rank that
-            wants to stop continues with the others until they ask.
+        every: steps (calls of Keras, if `steps_per_execution` is more than 1) between two votes of
+            the ranks, >= 1; they also vote at each epoch's end. With more than 1, a rank that wants
+            to stop continues with the others until the vote.
 
-    With ElasticAveraging it does nothing: a rank that stops leaves the others training.
+    Without effect with ElasticAveraging, because the others can train without a stopped rank.
 
-    **Ranks:** all, with equal `every`. **Cost:** an allreduce of 4 bytes each time; Keras waits for
+    **Ranks:** all, with equal `every`. **Cost:** an allreduce of 4 bytes per vote; Keras waits for
     every step.
-    **Raises:** ConfigurationError if `every` is no integer >= 1.
+    **Raises:** ConfigurationError if `every` is not an integer >= 1.
     """
 
     def __init__(self, every: int = 1) -> None:
         super().__init__()
-        whole = isinstance(every, Integral)  # By a name of its own: for mypy no int is Integral
-        if not whole or every < 1:
+        is_integer = isinstance(every, Integral)  # A variable, because for mypy no int is Integral
+        if not is_integer or every < 1:
             raise ConfigurationError(f"`every` must be an integer >= 1. Received {every!r}.")
         self.every, self.calls = every, 0
-        # By this rank, since the ranks last asked each other
+        # True if a callback of this rank has requested a stop since the last vote
         self.wanted = False
-        # Whether ranks train alone. Not asked in each step: it takes a look at the whole model
+        # True if ranks train alone; stored, because it takes a search of the whole model
         self.alone = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Forget the run before."""
+        """Reset the state of the previous run."""
         self.calls, self.wanted, self.alone = 0, False, trains_alone(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Ask the other ranks, every few steps."""
+        """Vote every few steps."""
         self.calls += 1
         self._agree(self.calls % self.every == 0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Ask the other ranks."""
+        """Vote with the other ranks."""
         self._agree(True)
 
     def _agree(self, ask: bool) -> None:
@@ -82,7 +82,7 @@ class AgreeOnStop(keras.callbacks.Callback):
 class CompareReplicas(keras.callbacks.Callback):
     """Compare a hash of all trainable weights over the ranks, after every epoch and after `fit`.
 
-    `identical` is True as long as no difference was seen.
+    `identical` is True until a difference is detected.
 
     >>> import tfcommx as cx
     >>> compare = cx.callbacks.CompareReplicas(strict=False)
@@ -90,7 +90,7 @@ class CompareReplicas(keras.callbacks.Callback):
     True
 
     Args:
-        strict: raise an error; otherwise log it and continue.
+        strict: True to raise an error; False to log it and continue.
 
     **Ranks:** all. **Cost:** the weights are copied to the host and hashed.
     **Raises:** RuntimeError that names the ranks that differ from rank 0.
@@ -101,7 +101,7 @@ class CompareReplicas(keras.callbacks.Callback):
         self.strict, self.identical = strict, True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Refuse a strategy that lets weights differ for good. **Raises:** ConfigurationError."""
+        """Refuse a strategy with unequal weights. **Raises:** ConfigurationError."""
         if trains_alone(self.model):
             raise ConfigurationError(
                 "CompareReplicas needs ranks that have equal weights. Received "
@@ -109,11 +109,11 @@ class CompareReplicas(keras.callbacks.Callback):
             )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Compare."""
+        """Compare the weights."""
         self._compare(f"epoch {epoch}")
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Compare the weights that Keras ends `fit` with, such as moving averages."""
+        """Compare the final weights of `fit`, such as moving averages."""
         self._compare("the end of fit")
 
     def _compare(self, when: str) -> None:
@@ -121,12 +121,12 @@ class CompareReplicas(keras.callbacks.Callback):
         for variable in self.model.trainable_variables:
             digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).tobytes())
         digests = process.current().gather_objects(digest.hexdigest())
-        odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        if odd:
+        different = [rank for rank, rank_digest in enumerate(digests) if rank_digest != digests[0]]
+        if different:
             self.identical = False
             message = (
                 f"All ranks must hold the same trainable weights. After {when}, "
-                f"ranks {odd} differ from rank 0."
+                f"ranks {different} differ from rank 0."
             )
             if self.strict:
                 raise RuntimeError(

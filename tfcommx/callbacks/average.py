@@ -1,4 +1,4 @@
-"""Average metrics and the statistics of batch norm over all ranks, or measure these again."""
+"""Average metrics and the statistics of batch norm over all ranks, or measure the statistics."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from tfcommx.optim.wrapped import trains_alone
 
 
 class EpochMetrics:
-    """Replaces the numbers in an epoch's logs by those over the samples of all ranks.
+    """Replaces the numbers in an epoch's logs by their values over the samples of all ranks.
 
         steps ... | evaluation (resets the metrics) ... | epoch's end
                   ^ state of training                   ^ state of the evaluation; all are added
 
-    A rank that does not evaluate has the first state alone. The metrics stay as they are.
+    A rank that does not evaluate has only the first state. The metrics do not change.
     """
 
     def __init__(self) -> None:
         # Prefix of the names in the logs -> state, in this epoch
         self._states: dict[str, MetricState] = {}
-        # Names in the logs of which the user has been warned
+        # Names in the logs for which a warning was given
         self._warned: set[str] = set()
         # The numbers of the last epoch
         self.last: dict[str, Any] = {}
 
     def begin_run(self, model: keras.Model) -> None:
-        """Have the next update of each metric looked at, which Keras is about to trace."""
+        """Observe the next update of each metric, which Keras is about to trace."""
         self._states, self.last = {}, {}
         for metric in metrics_in(model.metrics):
             watch_update(metric)
@@ -55,7 +55,7 @@ class EpochMetrics:
         self._states["val_"] = _state_of(model)
 
     def end_epoch(self, model: keras.Model | None, logs: dict[str, Any] | None) -> None:
-        """Replace the numbers in the logs, and add those that other ranks alone have.
+        """Replace the numbers in the logs, and add those that only other ranks have.
 
         **Ranks:** all. **Cost:** an allreduce of the metrics' sums, and two small exchanges.
         """
@@ -68,7 +68,7 @@ class EpochMetrics:
         logs.update(self.last)
 
     def end_run(self, logs: dict[str, Any] | None) -> None:
-        """Replace the numbers in the logs of the run's end: Keras passes this rank's own. Local."""
+        """Replace the numbers in the final logs, because Keras passes this rank's. Local."""
         if logs is not None:
             logs.update(self.last)
 
@@ -78,19 +78,19 @@ def _state_of(model: keras.Model) -> MetricState:
 
 
 class AverageMetrics(keras.callbacks.Callback):
-    """Replace each epoch's metrics by those over the samples of all ranks.
+    """Replace each epoch's metrics by their values over the samples of all ranks.
 
-    Losses and metrics become what one process would have found on all the samples, also if ranks
-    have unequal shards: what each metric sums up is added over the ranks before its result is
-    computed. See `metrics_over_ranks` for metrics that keep no sums, whose mean over the ranks is
-    taken, as that of all other numbers in the logs; a warning names those that differ. All ranks
-    have the same logs afterwards, also those that do not validate. What is no number stays.
+    Losses and metrics equal those of one process on all the samples, also if ranks have unequal
+    shards, because the sums of each metric are added over the ranks before its result is computed.
+    Metrics without sums (see `metrics_over_ranks`) and all other numbers in the logs become their
+    mean over the ranks; a warning names those that differ. All ranks have the same logs afterwards,
+    also ranks that do not validate. Other values in the logs do not change.
 
     Put it before callbacks that read metrics; not needed behind BroadcastState, which does the
-    same. With ElasticAveraging it does nothing: each rank's metrics are its own.
+    same. Without effect with ElasticAveraging: each rank keeps its metrics.
 
-    **Ranks:** all. **Cost:** an allreduce of the metrics' sums and two small exchanges on the host,
-    an epoch; nothing in a step.
+    **Ranks:** all. **Cost:** an allreduce of the metrics' sums and two small exchanges on the host
+    per epoch; none per step.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class AverageMetrics(keras.callbacks.Callback):
         self._metrics = EpochMetrics()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Prepare."""
+        """Prepare the metrics of the run."""
         self._metrics.begin_run(self.model)
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -110,77 +110,80 @@ class AverageMetrics(keras.callbacks.Callback):
         self._metrics.end_evaluation(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace; with ranks that train alone, do nothing."""
+        """Replace the metrics, unless ranks train alone."""
         if not trains_alone(self.model):
             self._metrics.end_epoch(self.model, logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Replace those of the last epoch."""
+        """Replace the metrics of the last epoch."""
         self._metrics.end_run(logs)
 
 
 class AverageBatchNorm(keras.callbacks.Callback):
-    """Average over the ranks what layers keep besides what they train, such as batch norm's means.
+    """Average over the ranks the statistics of layers, such as batch norm's means and variances.
 
-    Done after the last step of an epoch, so that the validated model is the same on all ranks,
-    whichever ranks validate. If Keras does not know the number of steps (`steps_per_epoch`), it is
-    done at the epoch's end: each rank validates with its own. Trained weights of frozen layers
-    stay. With ElasticAveraging it does nothing: BroadcastState averages at the end of `fit`.
+    Done after the last step of an epoch, so that the validated model is the same on all ranks, for
+    any set of validating ranks. If Keras does not know the number of steps (`steps_per_epoch`), it
+    is done at the epoch's end, and each rank validates with its unaveraged statistics. Trained
+    weights of frozen layers do not change. Without effect with ElasticAveraging, because
+    BroadcastState averages at the end of `fit`.
 
-    **Ranks:** all. **Cost:** one allreduce an epoch of all those weights, in float64: equal ones
-    stay equal to the bit. Keras waits for every step, as it does with most callbacks.
+    **Ranks:** all. **Cost:** one allreduce per epoch of all statistics, in float64, so that equal
+    values stay equal to the bit. Keras waits for every step, as with most callbacks.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # In this epoch
+        # True once the statistics of this epoch are averaged
         self.averaged = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Forget the epoch before."""
+        """Reset the state of the previous epoch."""
         self.averaged = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Average after the last step, if Keras knows which one that is."""
-        # Not on_test_begin: a rank that does not validate would not come.
+        """Average after the last step, if Keras knows the number of steps."""
+        # Not on_test_begin, because ranks that do not validate would not take part
         if (steps := (self.params or {}).get("steps")) and batch + 1 >= steps:
             self._average()
             self.averaged = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Average, if that was not done after the last step."""
+        """Average, unless done after the last step."""
         if not self.averaged:
             self._average()
 
     def _average(self) -> None:
-        here = process.current()
+        comm = process.current()
         statistics = statistics_of(self.model)
-        if not statistics or here.topology.size == 1 or trains_alone(self.model):
+        if not statistics or comm.topology.size == 1 or trains_alone(self.model):
             return
-        flat = tf.concat([tf.reshape(tf.cast(one, tf.float64), [-1]) for one in statistics], axis=0)
-        mean = here.allreduce(flat, "world", "tfcommx/statistics") / here.topology.size
-        sizes = [int(np.prod(one.shape)) for one in statistics]
-        for one, part in zip(statistics, tf.split(mean, sizes), strict=True):
-            one.assign(tf.cast(tf.reshape(part, one.shape), one.dtype))
+        flat = tf.concat(
+            [tf.reshape(tf.cast(statistic, tf.float64), [-1]) for statistic in statistics], axis=0
+        )
+        mean = comm.allreduce(flat, "world", "tfcommx/statistics") / comm.topology.size
+        sizes = [int(np.prod(statistic.shape)) for statistic in statistics]
+        for statistic, part in zip(statistics, tf.split(mean, sizes), strict=True):
+            statistic.assign(tf.cast(tf.reshape(part, statistic.shape), statistic.dtype))
         finalize_layers(self.model)
 
 
 class RecalibrateBatchNorm(keras.callbacks.Callback):
     """Measure batch norm's means and variances again at the end of `fit`, from some batches.
 
-    For weights that no step was taken with, such as the centre of elastic averaging: put it behind
-    BroadcastState. Each statistic becomes the plain average of those of the batches.
+    For weights that no step has used, such as the centre of elastic averaging: put it behind
+    BroadcastState. Each statistic becomes the plain average of the batches' values.
 
     >>> import numpy as np
     >>> import tfcommx as cx
     >>> callback = cx.callbacks.RecalibrateBatchNorm([np.zeros((8, 3))], batches=1)
 
     Args:
-        data: yields batches of inputs, or tuples that begin with them; iterated again each time.
-        batches: how many of them, >= 1.
+        data: yields batches of inputs, or tuples that begin with them; iterated in each `fit`.
+        batches: number of batches, >= 1.
 
-    **Ranks:** each by itself; equal data gives equal statistics. **Cost:** that many forward
-    passes, not traced.
+    **Ranks:** local; equal data yields equal statistics. **Cost:** `batches` forward passes, not
+    traced.
     **Raises:** ConfigurationError for `batches` out of range.
     """
 
@@ -189,7 +192,7 @@ class RecalibrateBatchNorm(keras.callbacks.Callback):
         self.data, self.batches = data, check_whole("batches", batches, least=1)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Measure."""
+        """Measure the statistics."""
         layers = [
             layer
             for layer in layers_of(self.model)

@@ -46,55 +46,56 @@ from tfcommx.optim.wrapped import (
 
 log = logging.getLogger("tfcommx")
 
-# Between the seeds of two ranks: more than models have generators, which Keras may number
+# Difference between the seeds of two ranks; larger than the number of a model's generators, because
+# Keras may number their seeds consecutively
 SEED_STEP = 1_000_003
 
 
 class BroadcastState(keras.callbacks.Callback):
     """Start all ranks from the same point: weights, optimizer state, names, loss scale; no XLA.
 
-    Seeds, as of dropout, follow from those of rank `root`, each rank's own: ranks that drop the
-    same entries learn less from a batch.
+    Seeds, as of dropout, are derived from those of rank `root`, and differ between the ranks,
+    because ranks that drop the same entries learn less from a batch.
 
-    What Keras builds in the first training step only, as layers without an input shape, is
-    broadcast after that step, with all else: the step was taken with gradients from different
+    Layers that Keras builds only in the first training step, such as layers without an input shape,
+    are broadcast after that step, with all other state: the step used gradients from different
     weights, but afterwards all ranks have rank `root`'s. To begin with the same weights, or with
-    those that one rank alone has loaded, build the model before `fit`.
+    weights that only one rank has loaded, build the model before `fit`.
 
-    With a strategy that leaves weights incomplete or unequal between steps, it makes them whole
-    before each evaluation and at each epoch's end, before what comes behind it saves them; with
-    "sharded" the pulls overlap the forward pass while it is there.
+    With a strategy that leaves weights incomplete or unequal between steps, it completes them
+    before each evaluation and at each epoch's end, before callbacks behind it save them; with
+    "sharded", the pulls overlap the forward pass during `fit`.
 
-    At each epoch's end it replaces the metrics by those over the samples of all ranks, so that what
-    comes behind it in the list (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) decides alike on
-    all ranks. Keras shows no callback the others: BroadcastState cannot tell whether AverageMetrics
-    is there. Put it first.
+    At each epoch's end it replaces the metrics by their values over the samples of all ranks, so
+    that callbacks behind it in the list (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) decide
+    alike on all ranks. Put it first; it cannot detect AverageMetrics, because Keras shows no
+    callback the others.
 
-    With ElasticAveraging metrics stay each rank's own, ranks may take unequal numbers of steps, and
+    With ElasticAveraging each rank keeps its metrics, ranks may take unequal numbers of steps, and
     at the end of `fit` each waits for the others, and all have the centre. A model with layers that
     only the first step builds is refused.
 
-    Variables are paired by position, so it compares how the ranks have made their models: the names
-    that the user gave, classes, settings, vocabularies. Then each rank calls the model once on rank
-    `root`'s first batch, in inference mode, and outputs and loss are compared: what a layer keeps
+    Variables are paired by position, so it compares the models of the ranks: the names given by the
+    user, classes, settings, vocabularies. Then each rank calls the model once on rank `root`'s
+    first batch, in inference mode, and outputs and loss are compared, because the state of a layer
     outside of variables, such as a constant of random numbers, may differ under equal weights.
-    Layers that derive constants from their weights, as Normalization, derive them again.
+    Layers that derive constants from their weights, such as Normalization, derive them again.
 
-    Sums of gradients that are being accumulated stay, and residuals: each rank has its own. Wrapped
-    optimizers that the model holds beside that of `compile`, as a GAN has two, count as that one
-    does: attributes of the model or of its layers, also in dicts, lists and objects of your own. A
-    warning names one that takes steps and is held elsewhere.
+    Accumulated sums of gradients and residuals do not change: they belong to each rank. Further
+    wrapped optimizers of the model, such as the second one of a GAN, are treated like that of
+    `compile`: attributes of the model or of its layers, also in dicts, lists and objects of the
+    user. A warning names an optimizer that takes steps and is held elsewhere.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState()]
 
     Args:
-        root: the rank whose state all begin with.
-        compare: compare how the models were made, and what they compute.
+        root: the rank whose state all ranks begin with, in [0, size).
+        compare: True to compare the models' configurations and outputs.
 
     **Ranks:** all. **Cost:** one broadcast per variable, once; twice if a layer was not built; the
     first batch is sent to all ranks, for one forward pass outside of a graph; one small exchange on
-    the host, an epoch.
+    the host per epoch.
     **Raises:** ConfigurationError if ranks would wait for each other forever: with unequal numbers
     of steps in an epoch, unequal first epochs or unequal last ones. ConfigurationError if the
     models differ.
@@ -103,19 +104,19 @@ class BroadcastState(keras.callbacks.Callback):
     def __init__(self, root: int = 0, compare: bool = True) -> None:
         super().__init__()
         self.root, self.compare = root, compare
-        # Whether the outputs of this run are still to be compared
+        # True until the outputs of this run are compared
         self.uncompared = False
-        # Whether a layer is unbuilt: it is broadcast after the first step
+        # True while a layer is unbuilt, which is then broadcast after the first step
         self.unbuilt = False
-        # Whether an epoch has begun in this run
+        # True once an epoch has begun in this run
         self.begun = False
         # Metrics over the samples of all ranks
         self.metrics = EpochMetrics()
-        # Optimizers that the model does not hold -> their steps before this run, or when named
+        # Optimizers that the model does not hold -> their steps before this run; maxsize once named
         self._elsewhere: dict[keras.optimizers.Optimizer, int] = {}
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Compare what all ranks are about to do, and broadcast what is built."""
+        """Compare steps, epochs and models of all ranks, and broadcast built models."""
         params = self.params or {}
         built = [layer.built for layer in layers_of(self.model)]
         everyone = process.current().gather_objects(
@@ -133,7 +134,7 @@ class BroadcastState(keras.callbacks.Callback):
             )
             _require_equal(epochs, "train until the same epoch", "Pass the same `epochs`.")
         waiting = [
-            one.path for one in layers_of(self.model) if isinstance(one, SyncBatchNormalization)
+            part.path for part in layers_of(self.model) if isinstance(part, SyncBatchNormalization)
         ]
         if waiting and self.begun:
             raise ConfigurationError(
@@ -152,29 +153,29 @@ class BroadcastState(keras.callbacks.Callback):
             require_equal_forms(self.model)
         self._prepare_optimizers()
         self._turn_off_xla()
-        if not self.unbuilt or all(theirs == built for theirs in builts):
+        if not self.unbuilt or all(rank_built == built for rank_built in builts):
             self._broadcast()
-        # What the first step builds is equal after it.
+        # Armed later if the first step builds layers, because these are equal only after it
         self._arm_guards(not self.unbuilt)
         if all(map(all, builts)):
             self._begin_steps_with_pulls()
         self.metrics.begin_run(self.model)
-        self._elsewhere = {one: steps_of(one) for one in optimizers_elsewhere(self.model)}
+        self._elsewhere = {part: steps_of(part) for part in optimizers_elsewhere(self.model)}
 
     def _begin_steps_with_pulls(self) -> None:
-        """Let steps begin with the pulls of shards, where there are such."""
-        restore_train_step(self.model)  # A `fit` that ended with an exception has left its step
-        found = [one for one in wrapped_optimizers(self.model) if can_pull_first(one)]
+        """Make steps begin with the pulls of shards, for optimizers that have shards."""
+        restore_train_step(self.model)  # Because a `fit` that failed has left its step
+        pulling = [wrapped for wrapped in wrapped_optimizers(self.model) if can_pull_first(wrapped)]
 
         def begin(data: Any) -> None:
-            for optimizer in found:
+            for optimizer in pulling:
                 begin_step(optimizer, data)
 
-        if found:
+        if pulling:
             begin_train_steps_with(self.model, begin)
 
     def _prepare_optimizers(self) -> None:
-        """Agree on a loss scale that Keras made; build what can be built."""
+        """Agree on a loss scale that Keras made; build the optimizer of `compile`, if possible."""
         for optimizer in wrapped_optimizers(self.model):
             scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
             if scales_loss and exchanger_in(optimizer).guard.loss_scale == "local":
@@ -191,26 +192,26 @@ class BroadcastState(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Compare the first epoch."""
+        """Compare the first epoch, and report the expected steps."""
         if not self.begun:
             self._compare_first(epoch)
             for optimizer in wrapped_optimizers(self.model):
                 expect_steps(optimizer, self.params, epoch)
 
-    # Not on_train_batch_end: for it, Keras waits after every step.
+    # Not on_train_batch_end, because Keras would wait for every step
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Broadcast, before the second step, what the first one has built; compare outputs."""
+        """Broadcast layers that the first step has built, before the second; compare outputs."""
         if self.unbuilt and batch:
             self._broadcast_built()
         if self.uncompared and not self.unbuilt:
             self._compare_in_next_step()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast what the first step has built, if the epoch had one alone; average metrics."""
+        """Broadcast layers that the only step of the epoch has built; average metrics."""
         if self.unbuilt:
             self._broadcast_built()
         else:
-            self._compare_outputs(None)  # This rank had no batch; others wait for it
+            self._compare_outputs(None)  # Because others wait for this rank if it had no batch
         for optimizer in wrapped_optimizers(self.model):
             consolidate(optimizer)
         self._name_optimizers_elsewhere()
@@ -218,7 +219,7 @@ class BroadcastState(keras.callbacks.Callback):
             self.metrics.end_epoch(self.model, logs)
 
     def _name_optimizers_elsewhere(self) -> None:
-        """Warn once of each optimizer that has taken steps and that the model does not hold."""
+        """Warn once about each optimizer that has taken steps and that the model does not hold."""
         for optimizer in optimizers_elsewhere(self.model):
             if steps_of(optimizer) > self._elsewhere.get(optimizer, 0):
                 self._elsewhere[optimizer] = sys.maxsize
@@ -232,17 +233,17 @@ class BroadcastState(keras.callbacks.Callback):
                 )
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Make the weights whole. A rank that does not evaluate meets the others at the end."""
+        """Complete the weights. A rank that does not evaluate meets the others at epoch's end."""
         self.metrics.begin_evaluation(self.model)
         for optimizer in wrapped_optimizers(self.model):
             consolidate_weights(optimizer)
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Copy what the metrics have summed up. Local: not every rank evaluates."""
+        """Copy the sums of the metrics. Local, because not every rank evaluates."""
         self.metrics.end_evaluation(self.model)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Compare the first epoch, if this rank had none to train; steps are as they were."""
+        """Compare the first epoch, if this rank had none; restore the training step."""
         self.metrics.end_run(logs)
         if not self.begun:
             self._compare_first(None)
@@ -251,7 +252,7 @@ class BroadcastState(keras.callbacks.Callback):
         take_centre(self.model)
 
     def _compare_in_next_step(self) -> None:
-        """Compare outputs when the next step asks for its batches, which it then gets."""
+        """Compare outputs on the first batch of the next step, which then trains on it."""
         model = self.model
 
         def compare_and_train(train: Any, iterator: Any) -> Any:
@@ -265,7 +266,7 @@ class BroadcastState(keras.callbacks.Callback):
         restore = replace_train_function(model, compare_and_train)
 
     def _compare_outputs(self, batch: Any) -> None:
-        """Compare outputs, once in a run. **Ranks:** all, also those that have no batch."""
+        """Compare outputs, once in a run. **Ranks:** all, also ranks without a batch."""
         if self.uncompared:
             self.uncompared = False
             require_equal_outputs(self.model, batch, self.root)
@@ -282,7 +283,7 @@ class BroadcastState(keras.callbacks.Callback):
         self.unbuilt = False
         for optimizer in wrapped_optimizers(self.model):
             if exchanger_in(optimizer).sharding is None:
-                # A round that began with each rank's own weights ends here
+                # Ends a round that began with unequal weights
                 exchanger_in(optimizer).consolidate()
         self._broadcast()
         self._arm_guards(True)
@@ -292,7 +293,7 @@ class BroadcastState(keras.callbacks.Callback):
             exchanger_in(optimizer).guard.replicas.arm(armed)
 
     def _broadcast(self) -> None:
-        """Broadcast weights and optimizers' state; give each rank seeds of its own."""
+        """Broadcast weights and optimizers' state; set different seeds on the ranks."""
         each_ranks_own: set[int] = set()
         state: list[keras.Variable] = []
         for optimizer in wrapped_optimizers(self.model):
@@ -301,7 +302,7 @@ class BroadcastState(keras.callbacks.Callback):
                 each_ranks_own |= {id(variable) for variable in sharding.state}
                 sharding.share_loaded(self.root)
             state += [*optimizer.variables, *unlisted(optimizer).values()]
-        agree_on_names(self.model, self.root)  # While the order is that of the whole model
+        agree_on_names(self.model, self.root)  # While variables have the order of the whole model
         broadcast_variables(
             [
                 variable
@@ -323,9 +324,9 @@ class BroadcastState(keras.callbacks.Callback):
             generator.state.assign([(int(seed) + away * SEED_STEP) % 2**31, count])
 
 
-def _require_equal(values: Sequence[Any], what: str, remedy: str) -> None:
+def _require_equal(values: Sequence[Any], requirement: str, remedy: str) -> None:
     if len(set(values)) > 1:
         raise ConfigurationError(
-            f"Every rank must {what}. Received {list(values)} on ranks 0 to {len(values) - 1}. "
-            f"{remedy}"
+            f"Every rank must {requirement}. Received {list(values)} on ranks 0 to "
+            f"{len(values) - 1}. {remedy}"
         )

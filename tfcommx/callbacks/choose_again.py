@@ -1,14 +1,13 @@
-"""ChooseAgain: let `Scheme("auto")` choose another plan if the network has changed.
+"""ChooseAgain: make `Scheme("auto")` choose another plan if the network has changed.
 
 calls of Keras   |-- every --|-- every --|-- every --|-- every --|-- every --|
 mean seconds         usual      as usual    25 % off    25 % off    25 % off
 messages            measured    measured                twice off   twice off   -> plans take turns
 
-Steps, and single messages, vary with all that the machines do. A change of the network shows in
-the fastest of many messages, each time that they are measured, and in the same direction as in the
-steps.
+Steps, and single messages, vary with any load of the machines. A change of the network shows in the
+fastest of many messages, in each measurement, and in the same direction as in the steps.
 
-`expect_steps` tells "auto" how many training steps follow, as far as `fit` knows.
+`expect_steps` gives "auto" the number of following training steps, as far as `fit` knows.
 """
 
 from __future__ import annotations
@@ -34,54 +33,55 @@ def expect_steps(
     epoch: int,
     end: int | None = None,
 ) -> None:
-    """Tell "auto" how many steps follow, unless a recipe has told it of the whole run.
+    """Give "auto" the number of following steps, unless a recipe has set it for the whole run.
 
     Args:
-        optimizer: a wrapped one.
-        params: of a callback, as `fit` sets them.
-        epoch, end: the epoch that begins, and the one that has another scheme; None: there is none.
+        optimizer: a wrapped optimizer.
+        params: `params` of a callback, as set by `fit`.
+        epoch, end: the epoch that begins, and the next one with another scheme; None: none.
     """
     requested = exchanger_in(optimizer).requested
     if requested.expected_run.whole_run:
         return
     steps, epochs = (params or {}).get("steps"), (params or {}).get("epochs")
-    follow = None  # What an earlier fit has told is not true any more
+    follow = None  # Replaces the number of an earlier `fit`, which no longer holds
     if steps is not None and epochs is not None:
         last = epochs if end is None else min(end, epochs)
         follow = steps * (last - epoch) // steps_of_update(optimizer)
     requested.expected_run = requested.expected_run._replace(steps=follow, steps_of_epoch=steps)
 
 
-# Steps that take as many times longer or shorter have changed
+# Factor by which changed steps are longer or shorter
 DRIFT = 1.25
-# Likewise messages between nodes, IN_A_ROW times: at a load of 19 on two processors about 4 of 20
-# measurements, each the fastest of 8, were beyond this. A network that changes by less seldom makes
-# another plan the fastest.
+# The same for messages between nodes, CHANGES times: at a load of 19 on two processors about 4 of
+# 20 measurements, each the fastest of 8, were beyond this. A network that changes by less seldom
+# makes another plan the fastest.
 MESSAGE_DRIFT = 2.0
-# Means in a row that must have changed, and measurements of messages
+# Consecutive means, and consecutive measurements of messages, that must have changed
 IN_A_ROW, CHANGES = 2, 3
 
 
 class ChooseAgain(keras.callbacks.Callback):
-    """Let `Scheme("auto")` choose again if the network is not what it was: in `fit`.
+    """Make `Scheme("auto")` choose again if the network has changed during `fit`.
 
     If steps take 25 % longer or shorter than after the choice, for 2 * `every` calls of Keras,
     messages between nodes are measured. If three measurements in a row take twice as long, or half
-    as long, as after the choice, plans take turns again, at the same step on all ranks, and
-    rank 0 says so. What the plan before has not sent is sent by the new one. Put it behind
-    BroadcastState; Standard and recipes have it. Without an "auto" that chooses, and on one node,
-    which has no network, it does nothing.
+    as long, as after the choice, plans take turns again, at the same step on all ranks, and rank 0
+    prints a message. The new plan sends the residuals of the old one. Put it behind BroadcastState;
+    Standard and recipes have it. Without effect without an "auto" that chooses, and on one node,
+    because it has no network.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState(), cx.callbacks.ChooseAgain()]
 
     Args:
-        every: calls of Keras whose mean counts, >= 1; each takes `steps_per_execution` steps.
+        every: calls of Keras over which the mean is taken, >= 1; each takes `steps_per_execution`
+            steps.
 
-    **Ranks:** all, with equal arguments. **Cost:** one exchange of some bytes for `every` calls.
-    Messages are measured once after a choice, and else in at most 2 % of the time. After a change
-    the training step is traced again, and a trial follows; not if too few steps are left for one.
-    **Raises:** ConfigurationError if `every` is no integer >= 1.
+    **Ranks:** all, with equal arguments. **Cost:** one exchange of some bytes per `every` calls.
+    Messages are measured once after a choice, and otherwise in at most 2 % of the time. After a
+    change the training step is traced again, and a trial follows, unless too few steps are left.
+    **Raises:** ConfigurationError if `every` is not an integer >= 1.
     """
 
     def __init__(self, every: int = 100) -> None:
@@ -89,26 +89,26 @@ class ChooseAgain(keras.callbacks.Callback):
         self.every = check_whole("every", every, least=1)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin with nothing known."""
-        # Calls since the ranks last met, and their seconds; when the last one began
+        """Reset all measurements."""
+        # Calls since the last exchange, and their seconds; time of the last one's beginning
         self._calls, self._seconds, self._since = 0, 0.0, 0.0
-        # id of each strategy at work; with these a call usually takes that long
+        # id of each running strategy; usual seconds of a call with these
         self._runs: set[int] = set()
         self._usual: float | None = None
-        # Seconds of the messages that were measured while calls were as usual
+        # Seconds of messages, measured while calls took the usual time
         self._messages: list[float] = []
-        # Means in a row that are not as usual, and measurements in a row of another network
+        # Consecutive unusual means, and consecutive measurements of a changed network
         self._odd, self._changes = 0, 0
-        # What measuring took last, and the seconds of training since
+        # Seconds of the last measurement, and the seconds of training since
         self._measuring, self._training = 0.0, 0.0
         self._told: dict[int, tuple[Any, int]] = {}
 
-    # Not on_train_batch_end: for it, Keras waits after every step.
+    # Not on_train_batch_end, because Keras would wait for every step
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Count the time since the step before; every now and then, look at it."""
-        now = time.perf_counter()
+        """Add the time since the previous call; check the mean after `every` calls."""
+        time_now = time.perf_counter()
         if batch:
-            self._calls, self._seconds = self._calls + 1, self._seconds + now - self._since
+            self._calls, self._seconds = self._calls + 1, self._seconds + time_now - self._since
         if self._calls == self.every:
             self._look(self._seconds / self._calls)
             self._calls, self._seconds = 0, 0.0
@@ -116,9 +116,9 @@ class ChooseAgain(keras.callbacks.Callback):
 
     def _look(self, mean: float) -> None:
         chosen = {
-            one: exchanger_in(one)
-            for one in wrapped_optimizers(self.model)
-            if exchanger_in(one).requested.is_chosen
+            wrapped: exchanger_in(wrapped)
+            for wrapped in wrapped_optimizers(self.model)
+            if exchanger_in(wrapped).requested.is_chosen
         }
         topology = process.current().topology
         if not chosen or topology.nodes == 1 or topology.uneven:
@@ -143,13 +143,13 @@ class ChooseAgain(keras.callbacks.Callback):
                 self._messages.append(self._measure())
         else:
             self._odd += 1
-            left = process.current().gather_objects(list(map(self._left, chosen)))[0]
-            enough = all(steps is None or SHARE * steps >= STEPS for steps in left)
+            steps_left = process.current().gather_objects(list(map(self._left, chosen)))[0]
+            enough = all(steps is None or SHARE * steps >= STEPS for steps in steps_left)
             if enough and self._odd >= IN_A_ROW and self._can_measure:
-                self._compare(mean, dict(zip(chosen.values(), left, strict=True)))
+                self._compare(mean, dict(zip(chosen.values(), steps_left, strict=True)))
 
     def _begin(self, mean: float) -> None:
-        """Take this mean as the usual one."""
+        """Set this mean as the usual one."""
         self._usual, self._odd, self._changes = mean, 0, 0
 
     @property
@@ -159,38 +159,38 @@ class ChooseAgain(keras.callbacks.Callback):
     def _measure(self) -> float:
         """Return the seconds of a message between nodes, the same on all ranks."""
         comm, start = process.current(), time.perf_counter()
-        found = fastest_message(comm)
+        seconds = fastest_message(comm)
         self._measuring = max(comm.gather_objects(time.perf_counter() - start))
         self._training = 0.0
-        return found
+        return seconds
 
     def _note_expected(self, optimizer: keras.optimizers.Optimizer, exchanger: Exchanger) -> None:
-        """Remember at which step it was told how many steps follow."""
+        """Record the step at which the number of following steps was set."""
         expected = exchanger.requested.expected_run
         if self._told.get(id(optimizer), (None, 0))[0] is not expected:
             self._told[id(optimizer)] = expected, steps_of(optimizer)
 
     def _left(self, optimizer: keras.optimizers.Optimizer) -> int | None:
-        """Return how many steps follow; None if nobody knows."""
+        """Return the number of following steps; None if unknown."""
         expected, at = self._told[id(optimizer)]
         if expected.steps is None:
             return None
-        left: int = expected.steps - (steps_of(optimizer) - at) // steps_of_update(optimizer)
-        return left
+        steps_left: int = expected.steps - (steps_of(optimizer) - at) // steps_of_update(optimizer)
+        return steps_left
 
-    def _compare(self, mean: float, left: dict[Exchanger, int | None]) -> None:
-        """Measure a message; if the network has changed for good, let plans take turns again.
+    def _compare(self, mean: float, steps_left: dict[Exchanger, int | None]) -> None:
+        """Measure a message; if the network has changed permanently, start a trial of plans.
 
         Args:
             mean: seconds of a call.
-            left: the steps that follow.
+            steps_left: number of following steps; None: unknown.
         """
         assert self._usual is not None
         comm, usual, before = process.current(), self._usual, min(self._messages)
-        now = self._measure()
-        if not has_changed(usual, mean, before, now):
+        latest = self._measure()
+        if not has_changed(usual, mean, before, latest):
             self._begin(mean)
-            self._messages.append(now)
+            self._messages.append(latest)
             return
         self._changes += 1
         if self._changes < CHANGES:
@@ -198,12 +198,12 @@ class ChooseAgain(keras.callbacks.Callback):
         announce(
             comm,
             f"a call takes {mean:.3g} s and took {usual:.3g} s, and the network has changed: a "
-            f"message of {WATCHED // 1024} KiB between nodes takes {1e3 * now:.3g} ms and took "
+            f"message of {WATCHED // 1024} KiB between nodes takes {1e3 * latest:.3g} ms and took "
             f"{1e3 * before:.3g} ms. It is chosen again.",
         )
         links = links_of(comm, again=True)
         self._begin(mean)
-        for exchanger, steps in left.items():
+        for exchanger, steps in steps_left.items():
             requested = exchanger.requested
             requested.links = links
             expected = requested.expected_run._replace(steps=steps, keeps_choice=False)
@@ -212,21 +212,21 @@ class ChooseAgain(keras.callbacks.Callback):
         self.model.make_train_function(force=True)
 
 
-def as_before(now: float, before: float, drift: float) -> bool:
-    """Return True if times differ by less than a factor."""
-    return 1 / drift < now / before < drift
+def as_before(latest: float, before: float, drift: float) -> bool:
+    """Return True if the times differ by less than the factor `drift`."""
+    return 1 / drift < latest / before < drift
 
 
-def has_changed(usual: float, mean: float, before: float, now: float) -> bool:
-    """Return True if messages have changed, and so that it explains what steps have done.
+def has_changed(usual: float, mean: float, before: float, latest: float) -> bool:
+    """Return True if messages have changed, in the same direction as the steps.
 
-    >>> has_changed(usual=0.1, mean=0.2, before=0.002, now=0.02)
+    >>> has_changed(usual=0.1, mean=0.2, before=0.002, latest=0.02)
     True
-    >>> has_changed(usual=0.1, mean=0.2, before=0.002, now=0.0005)  # Steps wait for something else
+    >>> has_changed(usual=0.1, mean=0.2, before=0.002, latest=0.0005)  # Another cause of slow steps
     False
 
     Args:
-        usual, mean: seconds of a call, before and now.
-        before, now: seconds of a message, the fastest of some.
+        usual, mean: usual and present seconds of a call.
+        before, latest: earlier and present seconds of a message, each the fastest of several.
     """
-    return not as_before(now, before, MESSAGE_DRIFT) and (mean > usual) == (now > before)
+    return not as_before(latest, before, MESSAGE_DRIFT) and (mean > usual) == (latest > before)

@@ -15,20 +15,19 @@ from tfcommx.callbacks.choose_again import ChooseAgain
 class Standard(keras.callbacks.CallbackList):
     """Start all ranks alike, average batch norm and metrics, stop on all ranks or on none.
 
-    One callback in the place of BroadcastState, ChooseAgain, AverageBatchNorm, AverageMetrics and
-    AgreeOnStop.
-    Callbacks that read metrics or may stop the training go inside, so that they come after the
-    averages and before the agreement on a stop.
+    Replaces BroadcastState, ChooseAgain, AverageBatchNorm, AverageMetrics and AgreeOnStop.
+    Callbacks that read metrics or may stop the training are passed as arguments, so that they run
+    after the averages and before the agreement on a stop.
 
     >>> import keras
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.Standard(keras.callbacks.EarlyStopping(patience=3))]
 
     Args:
-        callbacks: Keras's or your own that read metrics or may stop the training, such as
+        callbacks: callbacks that read metrics or may stop the training, such as
             EarlyStopping, ReduceLROnPlateau and TerminateOnNaN.
-        root: the rank whose state all begin with.
-        compare: compare how the models were made, and what they compute, as BroadcastState does.
+        root: the rank whose state all ranks begin with, in [0, size).
+        compare: True to compare the models of the ranks, as BroadcastState does.
 
     **Ranks:** all, with equal arguments. **Cost:** as its parts; Keras waits for every step.
     """
@@ -36,20 +35,20 @@ class Standard(keras.callbacks.CallbackList):
     def __init__(
         self, *callbacks: keras.callbacks.Callback, root: int = 0, compare: bool = True
     ) -> None:
-        # The first averages metrics
+        # Kept, because it averages metrics
         self._first = BroadcastState(root, compare)
         parts = [self._first, ChooseAgain(), AverageBatchNorm()]
         super().__init__([*parts, *callbacks, AgreeOnStop()])
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Let the parts change the logs that Keras passes on to callbacks behind this one.
+        """Call the parts with the logs that callbacks behind this one receive.
 
-        Keras's own list gives its parts a copy, and History would keep this rank's metrics.
+        Overridden because Keras's list passes a copy, and History would keep this rank's metrics.
         """
         for callback in self.callbacks:
             callback.on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Let the parts end, and replace the logs as they did."""
+        """End the parts, and replace the metrics in the logs."""
         super().on_train_end(logs)
         self._first.metrics.end_run(logs)

@@ -25,14 +25,14 @@ class WarmUp(keras.callbacks.Callback):
 
     Args:
         learning_rate: the full rate, > 0.
-        steps: number of optimizer steps until it is reached, >= 1, counted by the optimizer. With
-            `steps_per_execution` the rate stays for that many.
-        start: the rate of the first step; None: learning_rate / number of ranks, that of one rank.
-        optimizer: whose rate it is; None: that of `compile`. A model with several wrapped
-            optimizers needs a WarmUp for each that is to have one.
+        steps: number of optimizer steps until it is reached, >= 1, counted by the optimizer. The
+            rate is constant within the `steps_per_execution` steps of a call.
+        start: the rate of the first step; None: learning_rate / number of ranks.
+        optimizer: the optimizer that warms up; None: that of `compile`. A model with several
+            wrapped optimizers needs one WarmUp for each that warms up.
 
-    In the step after the last one the full rate is set, unless something else, such as a
-    LearningRateScheduler, has set another one by then.
+    In the step after the last one the full rate is set, unless another callback, such as a
+    LearningRateScheduler, has set another rate by then.
 
     **Raises:** ConfigurationError for a rate or a number of steps out of range, and, before the
     first step, for an optimizer whose rate is a schedule, and without `optimizer` if the model has
@@ -48,21 +48,21 @@ class WarmUp(keras.callbacks.Callback):
         optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
         super().__init__()
-        real = isinstance(learning_rate, Real)  # By a name of its own: for mypy no float is Real
-        if not real or learning_rate <= 0 or steps < 1:
+        is_real = isinstance(learning_rate, Real)  # A variable, because for mypy no float is Real
+        if not is_real or learning_rate <= 0 or steps < 1:
             raise ConfigurationError(
                 f"`learning_rate` must be a number > 0 and `steps` >= 1. Received {learning_rate} "
                 f"and {steps}."
             )
         self.learning_rate, self.steps, self.start = learning_rate, steps, start
         self.optimizer = optimizer
-        # The warm-up, in this run
+        # True once the warm-up has ended in this run
         self.over = False
         # The rate that was set last
         self.last: float | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin again: the optimizer counts the steps."""
+        """Begin the warm-up at the optimizer's number of steps."""
         self.over, self.last = False, None
         names = [repr(optimizer.name) for optimizer in optimizers_in(self.model)]
         if self.optimizer is None and len(names) > 1:
@@ -85,7 +85,7 @@ class WarmUp(keras.callbacks.Callback):
         optimizer = self.optimizer or self.model.optimizer
         done = int(optimizer.iterations)
         self.over = done >= self.steps
-        # A restored optimizer has its own rate, and so has an epoch for which a schedule set one.
+        # Unchanged, because a restored optimizer or a schedule may have set another rate
         if self.over and self.last != float(optimizer.learning_rate):
             return
         start = self.learning_rate / process.size() if self.start is None else self.start
@@ -95,10 +95,10 @@ class WarmUp(keras.callbacks.Callback):
 
 
 class SwitchScheme(keras.callbacks.Callback):
-    """Change how gradients travel, and the resolution of the pictures, at given epochs.
+    """Change the scheme of the gradients, and the resolution of the images, at given epochs.
 
-    No residual is lost. A run that begins at a later epoch begins with what the epochs before have
-    set. All wrapped optimizers of the model change together.
+    No residual is lost. A run that begins at a later epoch begins with the last scheme and
+    resolution of the earlier epochs. All wrapped optimizers of the model change together.
 
     >>> import tfcommx as cx
     >>> sparse = cx.Scheme("allgather", "mstopk", density=0.01)
@@ -106,14 +106,14 @@ class SwitchScheme(keras.callbacks.Callback):
 
     Args:
         schemes: epoch (from 0) -> Scheme (or pattern -> Scheme) from this epoch on.
-        resolutions: epoch -> pixels from this epoch on.
+        resolutions: epoch (from 0) -> pixels from this epoch on.
         resolution: the integer tf.Variable that the input pipeline reads; needed with
             `resolutions`.
 
     **Ranks:** all, with equal arguments. **Cost:** the training step is traced again after a change
     of scheme.
-    **Raises:** ConfigurationError without a `resolution` for `resolutions`, for a key that is no
-    epoch, and, before the first step, for a scheme that cannot be carried out.
+    **Raises:** ConfigurationError without a `resolution` for `resolutions`, for a key that is not
+    an epoch, and, before the first step, for a scheme that cannot be carried out.
     """
 
     def __init__(
@@ -135,18 +135,18 @@ class SwitchScheme(keras.callbacks.Callback):
                 )
         self.schemes, self.resolutions = dict(schemes or {}), dict(resolutions or {})
         self.resolution = resolution
-        # Epoch of a run
+        # True until the first epoch of a run has begun
         self.first = True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Refuse a scheme that cannot be carried out: now, not hours later."""
+        """Refuse a scheme that cannot be carried out, at the start instead of hours later."""
         self.first = True
         for schemes in self.schemes.values():
             for optimizer in wrapped_optimizers(self.model):
                 exchanger_in(optimizer).requested.check(schemes)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Change what changes at this epoch."""
+        """Apply the changes of this epoch."""
         pixels, scheme = self._at(self.resolutions, epoch), self._at(self.schemes, epoch)
         optimizers = wrapped_optimizers(self.model)
         if self.first or scheme is not None:
@@ -165,7 +165,7 @@ class SwitchScheme(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
     def _at(self, changes: Mapping[int, Any], epoch: int) -> Any:
-        """Return what changes at this epoch; in a run's first one, the last change so far."""
+        """Return the change of this epoch; in a run's first epoch, the last change so far."""
         if self.first:
             epoch = max((start for start in changes if start <= epoch), default=epoch)
         return changes.get(epoch)

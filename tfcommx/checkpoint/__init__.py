@@ -1,11 +1,11 @@
 """Checkpoints of model, optimizers and every rank's residuals.
 
-first = cx.checkpoint.restore(model, "run/checkpoint")     # 0 if there is none
+first = cx.checkpoint.restore(model, "run/checkpoint")     # 0 without a checkpoint
 model.fit(..., initial_epoch=first, callbacks=[
     cx.callbacks.BroadcastState(), ..., cx.checkpoint.Checkpoint("run/checkpoint")])
 
 saving, restoring, records, state, files, lock   on disk; snapshots, mirror, place   in memory;
-newest: which of both is whole; exact: what a restored model must hold to the bit
+newest: the newest complete one of both; exact: bitwise comparison of a restored model
 """
 
 from __future__ import annotations

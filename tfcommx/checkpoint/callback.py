@@ -1,4 +1,4 @@
-"""Checkpoint: save at the end of every epoch; in a supervised run also in memory, and go on."""
+"""Checkpoint: save at the end of every epoch; in a supervised run also in memory, and resume."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ log = logging.getLogger("tfcommx")
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Save model, optimizers and residuals at the end of every epoch; the last ones are kept.
+    """Save model, optimizers and residuals at the end of every epoch; keep the last saves.
 
     In a supervised run (`tfcommx run --min-np`) it also keeps snapshots in the hosts' memory, and
-    SIGTERM to a rank makes its host leave. From the second generation on, `fit` goes on at the step
-    after the newest snapshot, or at the epoch after the last save: what is loaded and skipped there
-    happens before and in `fit`. The batches of an epoch must not depend on the epochs before; those
-    that were trained already are read and not used.
+    SIGTERM to a rank makes its host leave. From the second generation on, `fit` resumes at the step
+    after the newest snapshot, or at the epoch after the last save. The batches of an epoch must not
+    depend on the previous epochs, because the batches trained before the restart are read and
+    discarded.
 
     Args:
-        folder: where to; on every node, or on a file system that all nodes see.
-        keep: saves that are kept, >= 1.
+        folder: target folder, on every node, or on a file system that all nodes see.
+        keep: number of saves to keep, >= 1.
         memory_every: steps between two snapshots in memory, >= 1; None: none, except before a host
-            leaves or joins. Without a supervisor nothing is kept in memory.
+            leaves or joins. Without a supervisor no snapshot is taken.
 
     **Ranks:** all. **Cost:** rank 0 writes the model, each rank its residuals (4 bytes per entry
-    that it selects from, or sends in 16 or fewer bits). Of a snapshot: see Snapshots.
-    **Raises:** CheckpointError, before the first step, for a model that Keras cannot write down,
+    that it selects from, or sends in 16 or fewer bits). For snapshots, see Snapshots.
+    **Raises:** CheckpointError, before the first step, for a model that Keras cannot serialize,
     for a damaged checkpoint.json, for a folder that a rank cannot write to or another run saves
-    into, for an address such as gs://bucket/run, and for ranks that were given different arguments.
+    into, for an address such as gs://bucket/run, and for different arguments on the ranks.
     """
 
     def __init__(self, folder: str | Path, keep: int = 1, memory_every: int | None = None) -> None:
@@ -54,15 +54,15 @@ class Checkpoint(keras.callbacks.Callback):
         if memory_every is not None:
             check_whole("memory_every", memory_every, least=1)
         self._snapshots: Snapshots | None = None
-        # What `fit` goes on from, until its first epoch begins; that rank's own values
+        # Checkpoint from which `fit` resumes, until its first epoch begins; values of this rank
         self._begins_at: Newest | None = None
         self._values: RestoreRankValues | None = None
-        # Of the epoch: steps that are skipped, those that are done; number of the epoch
+        # Skipped steps and finished steps of the epoch; number of the epoch
         self._skipped = self._done = self._epoch = 0
         self._open, self._patience = contextlib.ExitStack(), Patience()
 
     def set_model(self, model: keras.Model) -> None:
-        """Load the newest checkpoint, from the second generation on: before BroadcastState."""
+        """Load the newest checkpoint, from the second generation on, before BroadcastState."""
         super().set_model(model)
         if model is not None and supervision() is not None and self._snapshots is None:
             self._snapshots = Snapshots(model, self.folder, self.memory_every)
@@ -70,13 +70,13 @@ class Checkpoint(keras.callbacks.Callback):
             self._begins_at = self._snapshots.found
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Refuse a folder or a model of which no checkpoint could be written."""
+        """Refuse a folder or a model for which no checkpoint could be written."""
         self._claim_folder()
         read_heads(self.folder)
         wrapped_optimizers(self.model)
         try:
             json.dumps(keras.saving.serialize_keras_object(self.model))
-        except Exception as error:  # Of any kind: it is raised by a get_config() of the user.
+        except Exception as error:  # Any class, because a get_config() of the user raises it
             raise CheckpointError(
                 "A checkpoint needs a model that model.save can write down, with its optimizer "
                 f"and its loss. Received {self.model.name!r}, for which Keras says: {error} Give "
@@ -90,9 +90,9 @@ class Checkpoint(keras.callbacks.Callback):
             self._open.enter_context(self._snapshots.leaving_on_sigterm())
 
     def _claim_folder(self) -> None:
-        """Check that all ranks can save into one folder; let no other run do so."""
-        here, absolute = process.current(), str(self.folder.absolute())
-        rows = here.gather_objects(
+        """Check that all ranks can save into one folder; lock it against other runs."""
+        comm, absolute = process.current(), str(self.folder.absolute())
+        rows = comm.gather_objects(
             (
                 why_not_writable(self.folder),
                 {"folder": str(self.folder), "keep": self.keep, "memory_every": self.memory_every},
@@ -100,15 +100,15 @@ class Checkpoint(keras.callbacks.Callback):
             )
         )
         for name in ("folder", "keep", "memory_every"):
-            require_equal(f"`{name}` of Checkpoint", [given[name] for _, given, _ in rows])
+            require_equal(f"`{name}` of Checkpoint", [arguments[name] for _, arguments, _ in rows])
         first_of_host: dict[str, tuple[int, str]] = {}
         for rank, (_, _, (host, path)) in enumerate(rows):
-            other, first = first_of_host.setdefault(host, (rank, path))
+            first_rank, first = first_of_host.setdefault(host, (rank, path))
             if path != first:
                 raise CheckpointError(
                     "All ranks of a host must save into one folder. Received a relative path, and "
-                    f"other working directories: {first} on rank {other}, {path} on rank {rank}. "
-                    "Give an absolute path."
+                    f"other working directories: {first} on rank {first_rank}, {path} on rank "
+                    f"{rank}. Give an absolute path."
                 )
         for rank, (reason, _, _) in enumerate(rows):
             if reason:
@@ -125,7 +125,7 @@ class Checkpoint(keras.callbacks.Callback):
             raise CheckpointError(
                 f"A checkpoint needs a folder of one run alone. {error}"
             ) from error
-        if blind and here.rank == 0:
+        if blind and comm.rank == 0:
             log.warning(
                 "The checkpoint folder %s of rank %d is another than that of rank 0, on a disk of "
                 "its own node: each node keeps the files of its own ranks. Only the same ranks on "
@@ -135,7 +135,7 @@ class Checkpoint(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """In the epoch that was under way, skip the steps that were done."""
+        """Skip the finished steps of an interrupted epoch."""
         self._epoch, self._skipped, self._done = epoch, 0, 0
         if self._begins_at is None:
             return
@@ -143,7 +143,7 @@ class Checkpoint(keras.callbacks.Callback):
         begin_at_epoch(self.model, None)
         if epoch != head.epoch + 1 or not head.step:
             return
-        # Behind on_train_begin of BroadcastState, which gives all ranks those of rank 0
+        # Here, because on_train_begin of BroadcastState gives all ranks the values of rank 0
         assert self._values is not None, "on_train_begin has made it"
         self._values.on_train_begin()
         self._values.on_epoch_begin(epoch)
@@ -152,9 +152,9 @@ class Checkpoint(keras.callbacks.Callback):
         self._skipped = self._done = step // together * together
         skip_steps(self.model, self._skipped)
 
-    # Not on_train_batch_end: for it, Keras waits after every step.
+    # Not on_train_batch_end, because Keras would wait for every step
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Take a snapshot of the step before, if one is due."""
+        """Take a snapshot after the previous step, if one is due."""
         if self._snapshots is not None and batch > self._skipped:
             self._snapshots.after_step(
                 self._epoch, batch, (self.params or {}).get("steps") or 0, batch - self._done
@@ -162,7 +162,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._done = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save; if that fails, go on. **Raises:** SaveError after three failures in a row."""
+        """Save; continue after a failure. **Raises:** SaveError after three failures in a row."""
         notes = {}
         if self._snapshots is not None:
             self._snapshots.end_epoch(epoch, self.model.steps_per_execution)
@@ -170,6 +170,6 @@ class Checkpoint(keras.callbacks.Callback):
         self._patience.save(lambda: save(self.model, self.folder, epoch, self.keep, notes=notes))
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Let SIGTERM have its usual effect again, and other runs save into the folder."""
+        """Restore the effect of SIGTERM, and unlock the folder."""
         self._open.close()
         release(self.folder)

@@ -1,9 +1,9 @@
-"""What a restored model must hold, to the bit, and the variables that Keras does not save so.
+"""Save the variables that Keras alters, and check that a restored model is equal bit for bit.
 
-A layer saves and loads its variables as it likes: with LoRA, Dense saves its kernel with the
-adapters added and loads adapters of zeros; a quantized layer with LoRA rounds them into its
-integers. So rank 0's file has a digest of each variable of the model and of its optimizers, and
-those variables themselves that model.save would write otherwise or not at all.
+A layer may save its variables in another form: with LoRA, Dense saves its kernel with the adapters
+added and loads adapters of zeros; a quantized layer with LoRA rounds them into its integers.
+Therefore rank 0's file has a digest of each variable of the model and of its optimizers, and the
+variables that model.save would alter or omit.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ REMEDY = (
 
 
 def wide(array: np.ndarray) -> np.ndarray:
-    """Return an array that NumPy's files can hold: they know no bfloat16, and float32 holds it.
+    """Return an array of a type that NumPy's files can hold: float32 in place of bfloat16.
 
-    Integers stay: float64 does not hold all of 64 bits.
+    Integers stay, because float64 does not hold all 64 bits.
     """
     if array.dtype.kind in "biu":
         return array
@@ -45,15 +45,15 @@ def exact_arrays(model: keras.Model) -> dict[str, np.ndarray]:
 
     **Ranks:** local. **Cost:** one pass over the weights and the state of optimizers.
     """
-    values = [np.asarray(keras.ops.convert_to_numpy(one)) for one in model.weights]
+    values = [np.asarray(keras.ops.convert_to_numpy(weight)) for weight in model.weights]
     digests = [_digest(value) for value in values]
     lost = _lost(model, digests)
     content = {
         "weights": digests,
-        "optimizers": [_digests(one.variables) for one in wrapped_optimizers(model)],
+        "optimizers": [_digests(wrapped.variables) for wrapped in wrapped_optimizers(model)],
         "tables": tables_of(model),
     }
-    arrays = {f"exact{place}": wide(values[place]) for place in lost}
+    arrays = {f"exact{position}": wide(values[position]) for position in lost}
     return {"exact": np.array(json.dumps(content)), **arrays}
 
 
@@ -61,20 +61,20 @@ def restore_exact(model: keras.Model, path: Path, same_optimizers: Sequence[bool
     """Set the variables that Keras has not loaded exactly; refuse a model that still differs.
 
     Args:
-        model: into which Keras has loaded its file.
-        path: of rank 0's file; one of an older writer, without digests, is left alone.
-        same_optimizers: whether each wrapped optimizer, in order, must have the saved state.
+        model: the model into which Keras has loaded its file.
+        path: rank 0's file; a file of an older writer, without digests, is not checked.
+        same_optimizers: for each wrapped optimizer, in order, True if it must have the saved state.
 
     **Ranks:** local. **Cost:** one pass over the weights and the state of optimizers.
-    **Raises:** CheckpointError that names the variable or layer which differs.
+    **Raises:** CheckpointError that names the first different variable or layer.
     """
     with np.load(path) as stored:
         if "exact" not in stored:
             return
         content = json.loads(str(stored["exact"]))
         if len(content["weights"]) == len(model.weights):
-            for place, variable in enumerate(model.weights):
-                name = f"exact{place}"
+            for position, variable in enumerate(model.weights):
+                name = f"exact{position}"
                 if name in stored and stored[name].shape == tuple(variable.shape):
                     variable.assign(stored[name])
     _require_equal(model.weights, content["weights"], "the model", path)
@@ -111,26 +111,30 @@ def _require_equal(
 
 
 def _lost(model: keras.Model, digests: Sequence[str]) -> list[int]:
-    """Return the positions of variables that model.save would not write with their own values."""
-    positions = {id(variable): place for place, variable in enumerate(model.weights)}
-    saved, others = set(), []
+    """Return the positions of variables whose values model.save would not write."""
+    positions = {id(variable): position for position, variable in enumerate(model.weights)}
+    saved, extra_digests = set(), []
     for value in saved_values(model):
         if id(value) in positions:
             saved.add(positions[id(value)])
         else:
-            others.append(_digest(np.asarray(keras.ops.convert_to_numpy(value))))
-    spare = Counter(others)
-    lost = {positions[id(one)] for one in variables_with_own_files(model) if id(one) in positions}
-    for place in sorted(set(positions.values()) - saved - lost):
-        if spare[digests[place]]:
-            spare[digests[place]] -= 1
+            extra_digests.append(_digest(np.asarray(keras.ops.convert_to_numpy(value))))
+    spare = Counter(extra_digests)
+    lost = {
+        positions[id(weight)]
+        for weight in variables_with_own_files(model)
+        if id(weight) in positions
+    }
+    for position in sorted(set(positions.values()) - saved - lost):
+        if spare[digests[position]]:
+            spare[digests[position]] -= 1
         else:
-            lost.add(place)
+            lost.add(position)
     return sorted(lost)
 
 
 def _digests(variables: Sequence[Any]) -> list[str]:
-    return [_digest(np.asarray(keras.ops.convert_to_numpy(one))) for one in variables]
+    return [_digest(np.asarray(keras.ops.convert_to_numpy(variable))) for variable in variables]
 
 
 def _digest(array: np.ndarray) -> str:

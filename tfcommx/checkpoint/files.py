@@ -17,8 +17,8 @@ HEAD = "checkpoint.json"
 
 # Groups: number of the save of a model; number of the save of residuals, their rank
 _OURS = re.compile(r"model-(\d{4,})\.keras|residuals-(\d{4,})-rank-(\d{4,})\.npz")
-# The same of files that a killed run has left half written (`replacing` names them); `.*.keras` and
-# `.checkpoint.json.0` are those of older writers
+# The same for partial files of a killed run (`replacing` names them); `.*.keras` and
+# `.checkpoint.json.0` are names of older writers
 _HALF = re.compile(
     r"\.model-\d{4,}(?:-[0-9a-f]{8})?\.keras|\.checkpoint(?:-[0-9a-f]{8})?\.json(?:\.\d+)?"
     r"|\.residuals-\d{4,}-rank-(\d{4,})(?:-[0-9a-f]{8})?\.npz"
@@ -26,35 +26,35 @@ _HALF = re.compile(
 
 
 class Head(NamedTuple):
-    """What checkpoint.json says of the save that is whole."""
+    """Contents of checkpoint.json: the last complete save."""
 
     # Number of the save, >= 0
     save: int
-    # The epoch that had ended when it was saved, from 0; -1: none
+    # The last epoch that had ended, from 0; -1: none
     epoch: int
     # Number of ranks that saved, >= 1
     ranks: int
-    # Steps taken since then: of the epoch under way, >= 0
+    # Finished steps of the current epoch, >= 0
     step: int = 0
-    # Steps of the epoch under way; 0 if none is
+    # Steps of the current epoch; 0 at the end of an epoch, or if unknown
     steps: int = 0
-    # What the saving program wants to find again, as JSON has it
+    # Values of the saving program, as JSON
     notes: dict[str, Any] = {}  # noqa: RUF012 - never changed
-    # Saves before this one that are kept, the newest first; each without older ones
+    # Older saves that are kept, the newest first; each with an empty `older`
     older: tuple[Head, ...] = ()
 
 
 def read_heads(folder: Path) -> list[Head | None]:
-    """Return what checkpoint.json says, as each rank sees it; None if a rank sees none.
+    """Return the contents of checkpoint.json on each rank; None for a rank that sees no file.
 
-    **Ranks:** all. **Raises:** CheckpointError, on all, if one is damaged, or if the ranks name
+    **Ranks:** all. **Raises:** CheckpointError, on all, if a file is damaged, or if the ranks name
     different folders.
     """
-    own = _read_head(folder / HEAD)
-    seen = fields_of(own) if isinstance(own, Head) else own
+    own_head = _read_head(folder / HEAD)
+    seen = fields_of(own_head) if isinstance(own_head, Head) else own_head
     everyone = process.current().gather_objects((str(folder), seen))
     require_equal("folder of a checkpoint", [name for name, _ in everyone])
-    heads = [head_of(one) if isinstance(one, dict) else one for _, one in everyone]
+    heads = [head_of(row) if isinstance(row, dict) else row for _, row in everyone]
     for rank, head in enumerate(heads):
         if isinstance(head, str):
             raise CheckpointError(
@@ -67,13 +67,13 @@ def read_heads(folder: Path) -> list[Head | None]:
 
 
 def read_own_head(folder: Path) -> Head | None:
-    """Return what checkpoint.json says, as this rank alone sees it; None if it is damaged."""
+    """Return checkpoint.json as this rank sees it; None if it is missing or damaged."""
     head = _read_head(folder / HEAD)
     return head if isinstance(head, Head) else None
 
 
 def _read_head(path: Path) -> Head | str | None:
-    """Return the head; the text of one that is damaged."""
+    """Return the head; the text or error of a damaged file; None without a file."""
     if not path.is_file():
         return None
     try:
@@ -86,17 +86,17 @@ def _read_head(path: Path) -> Head | str | None:
         return text
 
 
-def head_of(found: dict[str, Any]) -> Head:
-    """Return the head in a JSON object; what older writers left out is 0.
+def head_of(fields: dict[str, Any]) -> Head:
+    """Return the head in a JSON object; fields that older writers left out are 0 or empty.
 
     **Raises:** ValueError, TypeError, KeyError, AttributeError or OverflowError for anything else.
     """
     head = Head(
-        **{name: int(found[name]) for name in ("save", "epoch", "ranks")},
-        step=int(found.get("step", 0)),
-        steps=int(found.get("steps", 0)),
-        notes=dict(found.get("notes", {})),
-        older=tuple(map(head_of, found.get("older", ()))),
+        **{name: int(fields[name]) for name in ("save", "epoch", "ranks")},
+        step=int(fields.get("step", 0)),
+        steps=int(fields.get("steps", 0)),
+        notes=dict(fields.get("notes", {})),
+        older=tuple(map(head_of, fields.get("older", ()))),
     )
     if head.save < 0 or head.epoch < -1 or head.ranks < 1 or min(head.step, head.steps) < 0:
         raise ValueError(f"numbers out of range: {head}")
@@ -104,12 +104,12 @@ def head_of(found: dict[str, Any]) -> Head:
 
 
 def fields_of(head: Head) -> dict[str, Any]:
-    """Return a head as a JSON object, of which `head_of` makes it again."""
-    return head._asdict() | {"older": [fields_of(one) for one in head.older]}
+    """Return a head as a JSON object, the inverse of `head_of`."""
+    return head._asdict() | {"older": [fields_of(older_head) for older_head in head.older]}
 
 
 def write_head(head: Head, folder: Path) -> None:
-    """Name the save that is whole; ranks that share a folder write equal files one by one."""
+    """Write checkpoint.json; ranks that share a folder replace it by equal files."""
     write_text(folder / HEAD, json.dumps(fields_of(head)) + "\n")
 
 
@@ -132,7 +132,7 @@ def memory_model_name(save: int) -> str:
 
 
 def residuals_name(save: int, rank: int) -> str:
-    """Return the name of what a rank keeps of a save.
+    """Return the name of a rank's file of a save.
 
     >>> residuals_name(3, 0)
     'residuals-0003-rank-0000.npz'
@@ -140,16 +140,16 @@ def residuals_name(save: int, rank: int) -> str:
     return f"residuals-{save:04d}-rank-{rank:04d}.npz"
 
 
-def remove_other_saves(folder: Path, kept: Collection[int], rank: int, ranks: int) -> None:
-    """Delete this rank's files of all saves except some; files of other makers stay.
+def remove_other_saves(folder: Path, saves: Collection[int], rank: int, ranks: int) -> None:
+    """Delete this rank's files of all saves except those in `saves`; keep files with other names.
 
     Files of ranks that no longer exist, from an earlier run with more ranks, are divided among the
     ranks.
     """
     for old in folder.iterdir():
-        found, half = _OURS.fullmatch(old.name), _HALF.fullmatch(old.name)
-        if found and int(found[1] or found[2]) not in kept:
-            writer = int(found[3] or 0)
+        match, half = _OURS.fullmatch(old.name), _HALF.fullmatch(old.name)
+        if match and int(match[1] or match[2]) not in saves:
+            writer = int(match[3] or 0)
         elif half:
             writer = int(half[1] or 0)
         else:
@@ -159,17 +159,17 @@ def remove_other_saves(folder: Path, kept: Collection[int], rank: int, ranks: in
 
 
 def remove_save(folder: Path, save: int, rank: int) -> None:
-    """Delete what a rank has written of a save, if anything; files that cannot be deleted stay."""
+    """Delete a rank's files of a save; ignore files that cannot be deleted."""
     for name in [residuals_name(save, rank), *[model_name(save)] * (rank == 0)]:
         with contextlib.suppress(OSError):
             (folder / name).unlink()
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Make a folder; return why nothing can be written there, None if it can."""
+    """Create a folder; return the reason why it is not writable, None if it is."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:  # Permissions alone do not tell it on NFS
+        with tempfile.TemporaryFile(dir=folder) as file:  # Permissions are not enough on NFS
             file.write(b"0")
     except FileExistsError:
         return f"{folder} is a file, and no folder"

@@ -1,14 +1,14 @@
-"""One run at a time saves into a folder.
+"""Lock a checkpoint folder, so that one run at a time saves into it.
 
     folder/.checkpoint.lock     {"run": "5f0c...", "generation": 0, "host": "node1", "pid": 4711}
 
-Rank 0, and the first rank of each node whose folder is another, hold a flock on that file until the
-process ends, or `fit` does. The kernel drops it at any death, and so does the server of an NFS
-folder (for a host that has died when its lease ends, after some 90 s), so a lock file that a dead
-run has left blocks no restart. A later generation of the same supervised run puts a lock file of
-its own in the place of the one that is held, because a host that cannot be reached may still run
-the generation before; that one finds out at its next save, and may save no more. On a file system
-without locks every run does so: the one that came first ends.
+Rank 0, and the first rank of each node with a separate folder, hold a flock on that file until the
+process ends, or `fit` does. The kernel drops it when the process dies, and so does the server of an
+NFS folder (for a dead host when its lease ends, after about 90 s), so the lock file of a dead run
+blocks no restart. A later generation of the same supervised run replaces the held lock file by a
+new one, because a host that cannot be reached may still run the previous generation; that
+generation detects this at its next save, and may not save again. On a file system without locks
+every run does so, and the earlier run ends.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from tfcommx.core import CheckpointError
 from tfcommx.launch.supervision import supervision
 
 LOCK = ".checkpoint.lock"
-# Bytes of a lock file; a longer one is none
+# Limit on the bytes read from a lock file
 LARGEST = 4096
-# For a run that was told to end, and has not yet
+# Time limit for the end of a run that was asked to end
 WAIT_SECONDS = 5.0
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
-# A process's own name of its run, if no supervisor has given one
+# Name of the run of this process, if no supervisor has set one
 _PROCESS = secrets.token_hex(8)
 
 
 class Owner(NamedTuple):
-    """Who saves into a folder."""
+    """The run and process that save into a folder."""
 
-    # Equal on all ranks and in all generations
+    # Name of the run, equal on all ranks and in all generations
     run: str
-    # Of a supervised run, from 0
+    # Generation of a supervised run, from 0
     generation: int
     host: str
     pid: int
 
     @staticmethod
     def here() -> Owner:
-        """Return this process, which names the run on rank 0."""
+        """Return this process as the owner; all ranks use the result of rank 0."""
         supervised = supervision()
         run, generation = (
             (_PROCESS, 0) if supervised is None else (supervised.run, supervised.generation)
@@ -68,10 +68,10 @@ _held: dict[Path, int] = {}
 
 
 def take(folder: Path, owner: Owner) -> None:
-    """Hold the lock of a folder, which is made; nothing happens if this run has it.
+    """Create a folder and hold its lock; no effect if this run holds it already.
 
     Args:
-        folder: of a checkpoint.
+        folder: folder of a checkpoint.
         owner: rank 0 of this run.
 
     **Ranks:** local; rank 0 first, then the first rank of each other node.
@@ -84,25 +84,25 @@ def take(folder: Path, owner: Owner) -> None:
     if folder in _held:
         if _is_still_at(path, _held[folder]):
             return
-        other = _read(path)
-        if other is not None and not _is_same(owner, other) and not _may_replace(owner, other):
-            raise _in_use(folder, other)
+        holder = _read(path)
+        if holder is not None and not _is_same(owner, holder) and not _may_replace(owner, holder):
+            raise _in_use(folder, holder)
         os.close(_held.pop(folder))
     while True:
-        # A link of another user, in a folder that several write to, may lead to a file of this one
+        # No links, because another user of a shared folder could link to a file of this user
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(opened)
-            other = _read(path)
-            if other is not None and _is_same(owner, other):
-                return  # Another rank of this run has it, in a folder that both see
-            if other is not None and _may_replace(owner, other):
+            holder = _read(path)
+            if holder is not None and _is_same(owner, holder):
+                return  # Another rank of this run holds it, in a folder that both see
+            if holder is not None and _may_replace(owner, holder):
                 _replace(folder, owner)
                 return
             if time.monotonic() > deadline:
-                raise _in_use(folder, other) from None
+                raise _in_use(folder, holder) from None
             time.sleep(0.1)
             continue
         except OSError as error:
@@ -119,7 +119,7 @@ def take(folder: Path, owner: Owner) -> None:
 
 
 def release(folder: Path) -> None:
-    """Let other runs save into a folder, if this process holds its lock."""
+    """Unlock a folder, if this process holds its lock."""
     folder = folder.resolve()
     opened = _held.pop(folder, None)
     if opened is not None:
@@ -136,7 +136,7 @@ def _release_all() -> None:
 
 
 def _forget_all() -> None:
-    """In a process that was forked: the locks are its parent's, and shall end with that."""
+    """Close the descriptors in a forked process, because its parent owns the locks."""
     for opened in _held.values():
         os.close(opened)
     _held.clear()
@@ -146,20 +146,20 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def seen_owner(folder: Path) -> Owner | None:
-    """Return who saves into a folder, as this rank sees it; None if it sees no lock file."""
+    """Return the owner of a folder, as this rank sees it; None without a readable lock file."""
     return _read(folder / LOCK)
 
 
-def _is_same(owner: Owner, other: Owner) -> bool:
-    return (owner.run, owner.generation) == (other.run, other.generation)
+def _is_same(owner: Owner, holder: Owner) -> bool:
+    return (owner.run, owner.generation) == (holder.run, holder.generation)
 
 
-def _may_replace(owner: Owner, other: Owner) -> bool:
-    return owner.run == other.run and owner.generation > other.generation
+def _may_replace(owner: Owner, holder: Owner) -> bool:
+    return owner.run == holder.run and owner.generation > holder.generation
 
 
 def _replace(folder: Path, owner: Owner) -> None:
-    """Put a lock file of this process in the place of the one that is there."""
+    """Replace the present lock file by one of this process."""
     part = folder / f"{LOCK}-{secrets.token_hex(4)}"
     opened = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -178,24 +178,26 @@ def _write(opened: int, owner: Owner) -> None:
     text = json.dumps(owner._asdict()).encode()
     os.ftruncate(opened, 0)
     os.pwrite(opened, text, 0)
-    os.fsync(opened)  # So that the ranks on other hosts can read it
+    os.fsync(opened)  # Because ranks on other hosts read it
 
 
 def _read(path: Path) -> Owner | None:
     try:
-        # Not blocking, for a pipe
+        # Not blocking, because the file may be a pipe
         opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(opened, "rb") as file:
-            found: dict[str, Any] = json.loads(file.read(LARGEST))
-        return Owner(str(found["run"]), int(found["generation"]), found["host"], int(found["pid"]))
+            content: dict[str, Any] = json.loads(file.read(LARGEST))
+        return Owner(
+            str(content["run"]), int(content["generation"]), content["host"], int(content["pid"])
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def _in_use(folder: Path, other: Owner | None) -> FolderInUse:
+def _in_use(folder: Path, holder: Owner | None) -> FolderInUse:
     who = "which does not say its name"
-    if other is not None:
-        who = f"run {other.run}, process {other.pid} on {other.host}"
+    if holder is not None:
+        who = f"run {holder.run}, process {holder.pid} on {holder.host}"
     return FolderInUse(
         f"another run saves into {folder}: {who}. End it, or give this run another folder."
     )

@@ -1,14 +1,14 @@
 """The folder in a host's shared memory that holds the snapshots of one checkpoint folder.
 
     /dev/shm/tfcommx-1000-5f0c..-node1/6b1d93aa/        mode 0700
-      model-0040.npz                      of save 40: weights and optimizers' state; one a host
-      residuals-0040-rank-0002.npz        what rank 2 alone has, and the head of the save
-      residuals-0040-rank-0006.npz        the same of a rank on the host before: a mirror
+      model-0040.npz                      weights and optimizers' state of save 40; one a host
+      residuals-0040-rank-0002.npz        state of rank 2 alone, and the head of the save
+      residuals-0040-rank-0006.npz        the same for a rank on the previous host: a mirror
 
-A file has its name when it is whole; the checksums of its arrays are in it (a zip file has them).
-Each process that uses the run's folder holds a shared flock on it, which the kernel drops at the
-process's death: the sweep of another run removes only folders that it can lock exclusively. The
-kernel knows the lock also where the processes are hidden, as in another container.
+A file receives its name when it is complete; as a zip file it has the checksums of its arrays. Each
+process that uses the run's folder holds a shared flock on it, which the kernel drops when the
+process dies. The sweep of another run removes only folders that it can lock exclusively, which also
+protects processes that it cannot see, as in another container.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tfcommx.checkpoint.files import Head, head_of, memory_model_name, residuals
 from tfcommx.core import CheckpointError
 from tfcommx.core.files import open_private, reading
 
-# Of a damaged file
+# Remedy for a damaged file
 DELETE = "Delete it; an older snapshot, or the last checkpoint on disk, is taken."
 _NAME = re.compile(r"(?:model-(\d{4,})|residuals-(\d{4,})-rank-(\d{4,}))\.npz")
 
 
 class Held(NamedTuple):
-    """What a host's shared memory has of one save."""
+    """The files of one save in a host's shared memory."""
 
     head: Head
     # Bytes of each file, by name
@@ -49,22 +49,22 @@ class SnapshotFolder:
 
     Args:
         memory: this host's folder of the run.
-        folder: as the program calls the checkpoint folder, the same on all ranks.
+        folder: the program's path of the checkpoint folder, the same on all ranks.
     """
 
     def __init__(self, memory: Path, folder: Path) -> None:
         self.path = memory / f"{zlib.crc32(str(folder).encode()):08x}"
 
     def make(self) -> None:
-        """Make the folder, or check that it is this user's alone; keep other runs from removing it.
+        """Create the folder, or check that only this user can enter it; lock it against sweeps.
 
-        **Raises:** OSError; PermissionError if another user made it, or can enter it.
+        **Raises:** OSError; PermissionError if another user created it, or can enter it.
         """
         _hold(self.path.parent)
         os.close(open_private(self.path))
 
     def write(self, name: str, arrays: Mapping[str, np.ndarray]) -> int:
-        """Write a file; return its bytes. **Raises:** OSError; then nothing is left of it."""
+        """Write a file; return its bytes. **Raises:** OSError, after removing a partial file."""
         with self.writing(name) as file:
             np.savez(file, **arrays)  # type: ignore[arg-type] # None is called allow_pickle
             file.flush()
@@ -72,9 +72,9 @@ class SnapshotFolder:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Yield a new file that no other user can read; it gets its name when it is whole.
+        """Yield a new file that no other user can read; it receives its name when complete.
 
-        If writing fails, nothing is left of it.
+        A partial file is removed after a failure.
 
         **Raises:** OSError; ValueError for a name that no file of a snapshot has.
         """
@@ -95,21 +95,21 @@ class SnapshotFolder:
             os.close(folder)
 
     def held(self) -> dict[int, Held]:
-        """Return what is here and intact, by the number of the save; delete what is damaged.
+        """Return the intact files, by the number of the save; delete damaged files.
 
-        In the place of a damaged file another host's copy can come. **Cost:** every file is read
-        once.
+        Damaged files are deleted because another host may send a copy. **Cost:** every file is
+        read once.
         """
         names: dict[int, dict[str, int]] = {}
         heads: dict[int, Head] = {}
         for path in self._files():
-            found = _NAME.fullmatch(path.name)
-            if found is None:
+            match = _NAME.fullmatch(path.name)
+            if match is None:
                 continue
-            number = int(found[1] or found[2])
+            number = int(match[1] or match[2])
             try:
                 _check(path)
-                if found[3]:
+                if match[3]:
                     heads[number] = read_head(path)
             except CheckpointError:
                 path.unlink(missing_ok=True)
@@ -118,22 +118,22 @@ class SnapshotFolder:
         return {number: Held(head, names[number]) for number, head in heads.items()}
 
     def keep(self, saves: set[int], rank: int | None = None) -> None:
-        """Delete all files except those of some saves; with `rank` only those of that rank."""
+        """Delete all files except those of `saves`; with `rank` only files of that rank."""
         for path in self._files():
-            found = _NAME.fullmatch(path.name)
-            if found is None:
+            match = _NAME.fullmatch(path.name)
+            if match is None:
                 if rank is None:
                     path.unlink(missing_ok=True)
                 continue
-            ours = rank is None or (found[3] is not None and int(found[3]) == rank)
-            if ours and int(found[1] or found[2]) not in saves:
+            belongs = rank is None or (match[3] is not None and int(match[3]) == rank)
+            if belongs and int(match[1] or match[2]) not in saves:
                 path.unlink(missing_ok=True)
 
     def keep_models(self, saves: set[int]) -> None:
-        """Delete the models of all other saves."""
+        """Delete the models of all saves except `saves`."""
         for path in self._files():
-            found = _NAME.fullmatch(path.name)
-            if found and found[1] and int(found[1]) not in saves:
+            match = _NAME.fullmatch(path.name)
+            if match and match[1] and int(match[1]) not in saves:
                 path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
@@ -147,7 +147,7 @@ def needed(head: Head) -> list[str]:
 
 
 def head_array(head: Head) -> np.ndarray:
-    """Return a head as an array of a file."""
+    """Return a head as an array, to store in a file."""
     return np.array(json.dumps(head._replace(older=())._asdict()))
 
 
@@ -163,8 +163,8 @@ def read_head(path: Path) -> Head:
         reading("A rank's file of a snapshot", path, DELETE, CheckpointError),
         np.load(path) as stored,
     ):
-        found: dict[str, Any] = json.loads(str(stored["head"]))
-        return head_of(found)
+        fields: dict[str, Any] = json.loads(str(stored["head"]))
+        return head_of(fields)
 
 
 def _check(path: Path) -> None:
@@ -182,7 +182,7 @@ _held: dict[Path, int] = {}
 
 
 def _hold(memory: Path) -> None:
-    """Make the folder of a run, and keep the sweep of other runs from removing it."""
+    """Create the folder of a run, and lock it against the sweep of other runs."""
     before = _held.get(memory)
     if before is not None and _is_still_at(memory, before):
         os.close(open_private(memory))  # Checks the owner again
@@ -190,7 +190,7 @@ def _hold(memory: Path) -> None:
     while True:
         opened = open_private(memory)
         fcntl.flock(opened, fcntl.LOCK_SH)
-        if _is_still_at(memory, opened):  # Else a sweep has removed it meanwhile
+        if _is_still_at(memory, opened):  # Otherwise a sweep has removed it meanwhile
             break
         os.close(opened)
     _held[memory] = opened

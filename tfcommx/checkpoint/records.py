@@ -1,7 +1,7 @@
 """The file of one rank in a checkpoint: residuals, accumulated gradients, seeds.
 
 The file is NumPy's: arrays, and an index (JSON) with one entry for each wrapped optimizer, which
-says what each array is.
+assigns the arrays to variables.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from tfcommx.strategies import CommonState
 
 # The fields of a GradientState
 KINDS = tuple(kind.name for kind in fields(GradientState))
-# Entries: zeros are left out of the file by whole blocks
+# Entries of a block; blocks of zeros are left out of the file
 BLOCK = 1024
-# What to do about a damaged file
+# Remedy for a damaged file
 COPY = "Put a whole copy in its place."
 
 
 class OptimizerRecord(NamedTuple):
-    """What one rank keeps of one wrapped optimizer."""
+    """The state of one wrapped optimizer on one rank."""
 
     # Names of the variables that the optimizer was built for, in its order
     trained: list[str]
-    # Of the exchange of gradients
+    # State of the exchange of gradients
     gradients: GradientState
     # Sums of gradients that are being accumulated, at least float32
     accumulated: Vectors
-    # What the optimizer keeps and Keras does not save, by attribute
+    # State of the optimizer that Keras does not save, by attribute
     unlisted: dict[str, np.ndarray]
-    # Of the model's generators, in the order of its layers
+    # Seeds of the model's generators, in the order of its layers
     seeds: list[list[int]]
     # Names of all variables of the model, in its order
     weights: list[str] = []  # noqa: RUF012 - never changed
-    # What the strategy keeps, equal on all ranks: rank 0 writes it
+    # State of the strategy, equal on all ranks; only rank 0 writes it
     common: CommonState = {}  # noqa: RUF012 - never changed
-    # The optimizer's state, if Keras does not save it: rank 0 writes it
+    # The optimizer's state, if Keras does not save it; only rank 0 writes it
     state: dict[str, np.ndarray] = {}  # noqa: RUF012 - never changed
 
     @property
     def variables(self) -> set[str]:
-        """The names of the variables that any of this belongs to."""
+        """Names of the variables with state in this record."""
         return {*self.accumulated, *self.common, *self.gradients.variables}
 
 
 def record_of(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]
 ) -> OptimizerRecord:
-    """Return what this rank keeps of one of a model's optimizers; `seeds` are the model's."""
+    """Return this rank's state of one of a model's optimizers; `seeds` are the model's."""
     exchanger = exchanger_in(optimizer)
     writes_state = exchanger.comm.rank == 0 and not saved_by_keras(model, optimizer)
     return OptimizerRecord(
@@ -83,9 +83,9 @@ def record_of(
 
 
 def write_residuals(model: keras.Model, path: Path, writes_model: bool) -> None:
-    """Write what this rank keeps of each of the model's wrapped optimizers.
+    """Write this rank's state of each of the model's wrapped optimizers.
 
-    The rank that writes the model adds what a restored one must hold (`exact`).
+    The rank that writes the model adds the arrays of `exact`, to check a restored model.
     """
     exact = exact_arrays(model) if writes_model else {}
     with replacing(path) as part, part.open("wb") as file:
@@ -94,7 +94,7 @@ def write_residuals(model: keras.Model, path: Path, writes_model: bool) -> None:
 
 
 def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
-    """Return what this rank keeps of each of the model's wrapped optimizers, as its file has it."""
+    """Return the arrays of this rank's file: the state of each wrapped optimizer of the model."""
     seeds = [generator.state.numpy().tolist() for generator in seed_generators(model)]
     arrays: dict[str, np.ndarray] = {}
     index = [
@@ -107,12 +107,12 @@ def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
 
 
 def own_variables(model: keras.Model) -> list[keras.Variable]:
-    """Return what differs between the ranks in mid-epoch: statistics, then sums of metrics."""
+    """Return the variables that differ between ranks in mid-epoch: statistics, then metrics."""
     return [*statistics_of(model), *model.metrics_variables]
 
 
 def read_own(path: Path) -> list[np.ndarray]:
-    """Return the values of a rank's `own_variables`; none of files of older writers.
+    """Return the values of a rank's `own_variables`; an empty list for files of older writers.
 
     **Raises:** CheckpointError for a damaged file.
     """
@@ -128,7 +128,7 @@ def read_own(path: Path) -> list[np.ndarray]:
 
 
 def _spans(vector: np.ndarray) -> list[list[int]]:
-    """Return first and last + 1 of the stretches that have entries, in blocks of BLOCK.
+    """Return start and stop of the ranges with entries != 0, in units of BLOCK entries.
 
     >>> _spans(np.repeat([0, 1, 0, 1], [BLOCK, 1, 2 * BLOCK, 1]))
     [[1024, 2048], [3072, 3074]]
@@ -139,15 +139,15 @@ def _spans(vector: np.ndarray) -> list[list[int]]:
 
 
 def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Add a record's arrays to those of the file; return what says which is which."""
+    """Add a record's arrays to the file's arrays; return the record's entry of the index."""
 
-    def put(kept: Mapping[str, np.ndarray]) -> dict[str, str]:
-        called = {name: f"array{number}" for number, name in enumerate(kept, len(arrays))}
-        arrays.update((called[name], array) for name, array in kept.items())
+    def put(named: Mapping[str, np.ndarray]) -> dict[str, str]:
+        called = {name: f"array{number}" for number, name in enumerate(named, len(arrays))}
+        arrays.update((called[name], array) for name, array in named.items())
         return called
 
     def put_state(value: Any) -> Any:
-        """Put a vector without its long stretches of zeros, such as the shards of other ranks."""
+        """Add a vector without its blocks of zeros, such as the shards of other ranks."""
         if isinstance(value, int):
             return value
         spans, name = _spans(value), f"array{len(arrays)}"
@@ -157,22 +157,22 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
     return {
         "trained": record.trained,
         "gradients": {
-            kind: {path: put_state(value) for path, value in kept.items()}
-            for kind, kept in vars(record.gradients).items()
+            kind: {path: put_state(value) for path, value in named.items()}
+            for kind, named in vars(record.gradients).items()
         },
         "accumulated": put(record.accumulated),
         "unlisted": put(record.unlisted),
         "state": put(record.state),
         "seeds": record.seeds,
         "weights": record.weights,
-        "common": {name: put(kept) for name, kept in record.common.items()},
+        "common": {name: put(named) for name, named in record.common.items()},
     }
 
 
 def read_residuals(path: Path) -> list[OptimizerRecord]:
-    """Return what a rank kept, of each wrapped optimizer.
+    """Return the records in a rank's file, one for each wrapped optimizer.
 
-    **Raises:** CheckpointError if damaged.
+    **Raises:** CheckpointError for a damaged file.
     """
     with (
         reading("A rank's file of a checkpoint", path, COPY, CheckpointError),
@@ -208,6 +208,6 @@ def _record_in(entry: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> Op
         unlisted=get(entry["unlisted"]),
         seeds=entry["seeds"],
         weights=entry["weights"],
-        common={name: get(kept) for name, kept in entry["common"].items()},
+        common={name: get(array_names) for name, array_names in entry["common"].items()},
         state=get(entry["state"]),
     )

@@ -1,4 +1,4 @@
-"""Restore a checkpoint, also with another number of ranks or another plan."""
+"""Restore a checkpoint, even with another number of ranks or another plan."""
 
 from __future__ import annotations
 
@@ -29,163 +29,166 @@ from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wra
 from tfcommx.runtime.gradient_state import GradientState, Vectors, add_vectors, scaled
 from tfcommx.strategies import CommonState
 
-# What to do about a model's file that Keras does not load
+# Remedy for a model's file that Keras does not load
 MODEL = "Build the model as it was, or put a whole copy of the file in its place."
 
 
 def last(folder: str | Path) -> Head | None:
-    """Return what is known of the last whole checkpoint: epoch, step, ranks, notes; None without.
+    """Return epoch, step, ranks and notes of the last complete checkpoint; None without one.
 
     In a supervised run it may be in memory.
 
-    **Ranks:** all; what rank 0 sees counts.
+    **Ranks:** all; rank 0's view of the folder counts.
     """
-    found = newest(local_path("folder", folder))
-    return None if found is None else found.head
+    checkpoint = newest(local_path("folder", folder))
+    return None if checkpoint is None else checkpoint.head
 
 
 def next_epoch(folder: str | Path) -> int:
-    """Return the epoch after the last whole checkpoint; 0 without one.
+    """Return the epoch after the last complete checkpoint; 0 without one.
 
-    If it was saved in mid-epoch, that is the epoch that was under way.
+    If it was saved in mid-epoch, that is the interrupted epoch.
 
-    **Ranks:** all; what rank 0 sees counts.
+    **Ranks:** all; rank 0's view of the folder counts.
     """
     head = last(folder)
     return 0 if head is None else head.epoch + 1
 
 
 def restore(model: keras.Model, folder: str | Path) -> int:
-    """Load the last whole checkpoint; return the next epoch's number, 0 if there is none.
+    """Load the last complete checkpoint; return the next epoch's number, 0 without a checkpoint.
 
     In a supervised run (`tfcommx run --min-np`) the checkpoint may be in memory.
 
-    With the plan and the number of ranks that it was saved under, every rank continues with exactly
-    its own residuals. Otherwise they are redistributed so that what they add to the weights is
+    With the plan and the number of ranks of the save, every rank continues with exactly its own
+    residuals. Otherwise residuals are redistributed so that their contribution to the weights is
     conserved: their sum over the ranks for op "sum", their sum divided by the number of ranks for
-    op "average". Velocities are treated as residuals are; if the plan has no momentum they wait
-    until one has. Sums of gradients that are being accumulated are redistributed likewise.
-    Residuals of variables that do not train now wait until they do.
+    op "average". Velocities are treated like residuals; if the plan has no momentum, they are kept
+    until a plan has. Accumulated sums of gradients are redistributed likewise. Residuals of
+    variables that do not train now are kept until they do.
 
-    Several wrapped optimizers are told apart by the order in which they were set as attributes of
-    the model, those in dicts and lists by their order there. Keras's own training step is traced
-    again if there was one; a `tf.function` of your own must be made again.
+    Several wrapped optimizers are identified by the order in which they were set as attributes of
+    the model, or by their order in dicts and lists. Keras's training step is traced again if it
+    exists; a `tf.function` of the user must be created again.
 
     Args:
         model: built, compiled with wrapped optimizers.
-        folder: as it was given to `save` or `Checkpoint`.
+        folder: the folder given to `save` or `Checkpoint`.
 
-    **Ranks:** all; each must see the files of the ranks that it inherits from (its own number, and
-    that plus multiples of the number of ranks). Without a checkpoint in `folder`, nothing is
-    loaded.
-    If a file of the last save is missing or damaged, the newest older save that is whole is taken,
-    with a warning.
+    **Ranks:** all; each must see the files of the ranks that it inherits from (its own number plus
+    multiples of the number of ranks, from 0). Without a checkpoint in `folder`, the model is not
+    changed.
+    If a file of the last save is missing or damaged, the newest complete older save is loaded, with
+    a warning.
 
-    **Raises:** FileNotFoundError that names the missing file, if no older save is whole;
-    CheckpointError that names a damaged one, for a model that is not built, or lacks variables or
+    **Raises:** FileNotFoundError that names the missing file, if no older save is complete;
+    CheckpointError that names a damaged file, for a model that is not built, or lacks variables or
     optimizers of the checkpoint, and if the ranks name different folders.
     """
-    found = newest(local_path("folder", folder))
-    if found is None:
+    checkpoint = newest(local_path("folder", folder))
+    if checkpoint is None:
         return 0
-    load(model, found)
-    return found.head.epoch + 1
+    load(model, checkpoint)
+    return checkpoint.head.epoch + 1
 
 
-# What each model was restored from
+# Model -> the checkpoint that it was restored from
 _restored: weakref.WeakKeyDictionary[keras.Model, Newest] = weakref.WeakKeyDictionary()
 
 
 def restored(model: keras.Model) -> Newest | None:
-    """Return what a model was restored from; None if it was not."""
+    """Return the checkpoint that a model was restored from; None if it was not restored."""
     return _restored.get(model)
 
 
-def load(model: keras.Model, found: Newest) -> None:
+def load(model: keras.Model, checkpoint: Newest) -> None:
     """Load a checkpoint, as `restore` does. **Ranks:** all. **Raises:** as `restore`."""
-    _restored[model] = found
-    here, head, folder = process.current(), found.head, found.folder
+    _restored[model] = checkpoint
+    comm, head, folder = process.current(), checkpoint.head, checkpoint.folder
     optimizers = wrapped_optimizers(model)
     _require_built(model)
     agree_on_names(model, 0)
     weights = folder / (
-        memory_model_name(head.save) if found.source == "memory" else model_name(head.save)
+        memory_model_name(head.save) if checkpoint.source == "memory" else model_name(head.save)
     )
     files = _read_files(folder, head, weights)
     roots = _roots_of(files, folder, len(optimizers))
     for optimizer, root in zip(optimizers, roots, strict=True):
         _pair_by_position(exchanger_in(optimizer).names, model, root.weights)
-    if files:  # A rank that was not there gets its seeds from BroadcastState.
+    if files:  # A rank without files receives its seeds from BroadcastState
         for generator, seed in zip(seed_generators(model), files[0][0].seeds, strict=False):
             generator.state.assign(seed)
     for index, optimizer in enumerate(optimizers):
         records = [file[index] for file in files]
-        known = _known_variables(optimizer, model, records, roots[index], folder)
-        whole = model.trainable_variables if len(optimizers) == 1 else []
-        _build_optimizer(optimizer, known, roots[index], whole)
-    if found.source == "memory":
+        variables = _known_variables(optimizer, model, records, roots[index], folder)
+        trainable = model.trainable_variables if len(optimizers) == 1 else []
+        _build_optimizer(optimizer, variables, roots[index], trainable)
+    if checkpoint.source == "memory":
         with np.load(weights) as arrays:
             set_model(model, arrays)
-    elif weights.is_file():  # The others get it by BroadcastState.
+    elif weights.is_file():  # Ranks without the file receive the weights by BroadcastState
         with reading(
             f"The model of a checkpoint of {model.name!r}", weights, MODEL, CheckpointError
         ):
             model.load_weights(weights)
     for index, optimizer in enumerate(optimizers):
-        if here.rank == 0 and (state := files[0][index].state):  # Others by BroadcastState, too
+        # Other ranks receive the state by BroadcastState
+        if comm.rank == 0 and (state := files[0][index].state):
             set_optimizer(optimizer, state)
-    if found.source != "memory" and weights.is_file():
+    if checkpoint.source != "memory" and weights.is_file():
         with reading(
             f"The model of a checkpoint of {model.name!r}", weights, MODEL, CheckpointError
         ):
             root_file = folder / residuals_name(head.save, 0)
             if root_file.is_file():
-                # Other ranks get the state of those that Keras does not save by BroadcastState
+                # Not on other ranks, because they receive state that Keras does not save by
+                # BroadcastState
                 same = [
                     _trains_as_saved(optimizer, root)
-                    and (here.rank == 0 or saved_by_keras(model, optimizer))
+                    and (comm.rank == 0 or saved_by_keras(model, optimizer))
                     for optimizer, root in zip(optimizers, roots, strict=True)
                 ]
                 restore_exact(model, root_file, same)
         finalize_layers(model)
     for optimizer in optimizers:
         if (sharding := exchanger_in(optimizer).sharding) is not None:
-            sharding.shards.current.assign(True)  # The shards follow the weights, not the reverse
+            sharding.shards.current.assign(True)  # Because the shards must follow the weights
     for index, optimizer in enumerate(optimizers):
         records = [file[index] for file in files]
-        _load_states(optimizer, records, (head.ranks, here.topology.size), roots[index].common)
+        _load_states(optimizer, records, (head.ranks, comm.topology.size), roots[index].common)
     if model.train_function is not None:
-        model.make_train_function(force=True)  # The one there is uses the residuals of before.
+        model.make_train_function(force=True)  # Because the present one uses the old residuals
 
 
 class _RootState(NamedTuple):
-    """What every rank must know of rank 0's record of an optimizer."""
+    """Part of rank 0's record of an optimizer that every rank needs."""
 
     # Names of the variables that it was built for, in its order
     trained: list[str]
-    # What it keeps and Keras does not save, by attribute
+    # State of the optimizer that Keras does not save, by attribute
     unlisted: dict[str, np.ndarray]
-    # What the strategy keeps
+    # State of the strategy
     common: CommonState
     # Names of all variables of the model, in its order
     weights: list[str]
 
 
 def _pair_by_position(names: VariableNames, model: keras.Model, saved: Sequence[str]) -> None:
-    """Call a model's variables what the checkpoint calls them, if only numbers in names differ.
+    """Rename a model's variables as in the checkpoint, if only numbers in the names differ.
 
-    Keras numbers what it names: the second model of a process has other paths than the first.
+    Needed because Keras numbers layers: the second model of a process has other paths than the
+    first.
     """
-    known = names.of(model.weights)
-    if len(known) != len(saved) or set(known) == set(saved):
+    current = names.of(model.weights)
+    if len(current) != len(saved) or set(current) == set(saved):
         return
     plain = re.compile(r"_?\d+")
-    if all(plain.sub("", a) == plain.sub("", b) for a, b in zip(known, saved, strict=True)):
+    if all(plain.sub("", a) == plain.sub("", b) for a, b in zip(current, saved, strict=True)):
         names.rename(model.weights, saved)
 
 
 def _trains_as_saved(optimizer: keras.optimizers.Optimizer, root: _RootState) -> bool:
-    """Return True if an optimizer must have the saved state: whole, and of the same variables."""
+    """Return True if an optimizer must have the saved state: not sharded, same variables."""
     exchanger = exchanger_in(optimizer)
     names = exchanger.names.of(trainable_variables(optimizer))
     return exchanger.sharding is None and names == root.trained
@@ -201,7 +204,7 @@ def _require_built(model: keras.Model) -> None:
 
 
 def _read_files(folder: Path, head: Head, weights: Path) -> list[list[OptimizerRecord]]:
-    """Read what this rank inherits; refuse, on all ranks, a file that one of them cannot read."""
+    """Read the inherited files; raise, on all ranks, if one of them cannot read a file."""
     files, missing, problem = read_inherited(folder, head, weights)
     rows = process.current().gather_objects((missing, problem))
     for rank, (missing, problem) in enumerate(rows):
@@ -222,13 +225,13 @@ def _read_files(folder: Path, head: Head, weights: Path) -> list[list[OptimizerR
 def _roots_of(
     files: Sequence[Sequence[OptimizerRecord]], folder: Path, optimizers: int
 ) -> list[_RootState]:
-    """Return what rank 0 kept of each optimizer, on all ranks; refuse another number of them."""
-    here = process.current()
-    mine = [
+    """Return rank 0's state of each optimizer on all ranks; refuse another number of optimizers."""
+    comm = process.current()
+    rows = [
         (record.trained, record.unlisted, record.common, record.weights)
         for record in (files[0] if files else [])
     ]
-    everyone = here.gather_objects(mine if here.rank == 0 else [])
+    everyone = comm.gather_objects(rows if comm.rank == 0 else [])
     roots = [_RootState(*root) for root in everyone[0]]
     if len(roots) != optimizers:
         raise CheckpointError(
@@ -245,33 +248,33 @@ def _known_variables(
     root: _RootState,
     folder: Path,
 ) -> dict[str, keras.Variable]:
-    """Return the model's variables by name, also frozen ones; refuse one that lacks any."""
+    """Return the model's variables by name, also frozen ones; refuse a model that lacks any."""
     names = exchanger_in(optimizer).names.of(model.weights)
-    known = dict(zip(names, model.weights, strict=True))
+    by_name = dict(zip(names, model.weights, strict=True))
     needed = set(root.trained).union(root.common, *(record.variables for record in records))
-    if unknown := sorted(needed - set(known)):
+    if unknown := sorted(needed - set(by_name)):
         raise CheckpointError(
             f"The checkpoint in {folder} holds state of {unknown[0]!r}, which this model does not "
-            f"have (it has {min(known)!r}, ...). Give the model and its layers the names that "
+            f"have (it has {min(by_name)!r}, ...). Give the model and its layers the names that "
             "they had."
         )
-    return known
+    return by_name
 
 
 def _build_optimizer(
     optimizer: keras.optimizers.Optimizer,
-    known: Mapping[str, keras.Variable],
+    variables: Mapping[str, keras.Variable],
     root: _RootState,
     trainable: Sequence[keras.Variable],
 ) -> None:
-    """Build an optimizer for the variables that it had, and set what Keras does not save.
+    """Build an optimizer for its saved variables, and set the state that Keras does not save.
 
-    If the model trains others too, it is built for all of `trainable`; then Keras says that the
-    optimizer's state begins again.
+    If the model trains more variables, it is built for all of `trainable`; Keras then warns that
+    the optimizer's state is not loaded.
     """
     if root.trained and not optimizer.built:
         new = set(exchanger_in(optimizer).names.of(trainable)) - set(root.trained)
-        optimizer.build(trainable if new else [known[name] for name in root.trained])
+        optimizer.build(trainable if new else [variables[name] for name in root.trained])
     for name in unlisted(optimizer).keys() & root.unlisted:
         unlisted(optimizer)[name].assign(root.unlisted[name])
 
@@ -282,9 +285,9 @@ def _load_states(
     ranks: tuple[int, int],
     common: CommonState,
 ) -> None:
-    """Load the states that this rank inherits; `ranks` is their number then, and now.
+    """Load the states that this rank inherits; `ranks` is their number in the save, and now.
 
-    What the strategy keeps is equal on all ranks, however many there are.
+    The state of the strategy is equal on all ranks, for any number of ranks.
     """
     exchanger, (old, new) = exchanger_in(optimizer), ranks
     settings = exchanger.settings

@@ -1,14 +1,14 @@
-"""Snapshots: copies of all ranks' state in the memory of the hosts, taken beside the steps.
+"""Snapshots: copies of all ranks' state in the memory of the hosts, written during the steps.
 
 step 40          vote: all have written save 20?     yes: copy the state
 steps 41 ...                                         a thread writes the copy, and sends the mirror
-step 60          vote: all have written save 40?     yes: 40 is whole, 20 is deleted; copy
+step 60          vote: all have written save 40?     yes: 40 is complete, 20 is deleted; copy
                                                      no: vote again after each step
 
-Two saves are kept: the last one that is whole, and the one that is being written.
+Two saves are kept: the last complete one, and the one that is being written.
 
 `Snapshots` takes them, and `Writing` writes one: to this host's memory, then to the mirror.
-`RestoreRankValues` gives each rank its own statistics and metrics back in mid-epoch.
+`RestoreRankValues` restores the statistics and metrics of each rank in mid-epoch.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from tfcommx.optim.wrapped import exchanger_in, trains_alone, wrapped_optimizers
 class SnapshotCost:
     """Sums over the snapshots of this rank, in this process."""
 
-    # Snapshots that are whole on all ranks
+    # Snapshots that are complete on all ranks
     count: int = 0
-    # Copied while the steps wait; written and mirrored beside them
+    # Seconds of copying, during which the step waits, and of writing in a thread
     copy_seconds: float = 0.0
     write_seconds: float = 0.0
-    # That this rank wrote last, its mirror not counted
+    # Bytes of this rank's last snapshot, without its mirror
     bytes: int = 0
 
     def add(self, copy_seconds: float, write_seconds: float, size: int) -> None:
         """Add a snapshot.
 
         Args:
-            copy_seconds: that the step waited.
-            write_seconds: that a thread has worked.
-            size: bytes that it wrote.
+            copy_seconds: seconds that the step waited.
+            write_seconds: seconds that the thread worked.
+            size: bytes that the thread wrote.
         """
         self.count += 1
         self.copy_seconds += copy_seconds
@@ -71,7 +71,7 @@ class SnapshotCost:
         self.bytes = size
 
     def summary(self) -> dict[str, Any]:
-        """Return it for a summary: seconds are those of one snapshot in the mean."""
+        """Return count, bytes, and mean seconds per snapshot, as JSON values."""
         count = self.count or 1
         return {
             "count": self.count,
@@ -82,14 +82,14 @@ class SnapshotCost:
 
 
 class Captured(NamedTuple):
-    """A snapshot of this rank that is still to be written."""
+    """A snapshot of this rank that is not written yet."""
 
     save: int
-    # What this rank alone has
+    # State of this rank alone
     own: Mapping[str, np.ndarray]
     # The model, if this rank writes it for its host; None: another rank does
     model: Mapping[str, np.ndarray] | None
-    # Whether the mirror gets the model, too: nobody else writes it
+    # True if the mirror needs the model, too, because no other rank writes it
     only_model: bool
 
 
@@ -99,54 +99,54 @@ class Writing:
     Args:
         captured: the snapshot.
         rank: this rank.
-        place: where to.
+        folder: target folder in this host's memory.
         mirror: sends a list of files to the mirror; None without one.
-        keep: the save that is whole on all ranks; None: none is.
+        keep: the save that is complete on all ranks; None: none is.
     """
 
     def __init__(
         self,
         captured: Captured,
         rank: int,
-        place: SnapshotFolder,
+        folder: SnapshotFolder,
         mirror: Callable[[list[str], list[int]], None] | None,
         keep: int | None,
     ) -> None:
         self.save = captured.save
-        # Bytes and seconds of a snapshot that was written; why it was not
+        # Bytes and seconds of writing; the reason of a failure
         self.bytes, self.seconds, self.problem = 0, 0.0, ""
-        self._work = (captured, rank, place, mirror, keep)
+        self._work = (captured, rank, folder, mirror, keep)
         self._thread = threading.Thread(target=self._run, name="tfcommx-snapshot", daemon=True)
         self._thread.start()
 
     def done(self) -> bool:
-        """Tell whether it has ended, well or not."""
+        """Return True if the thread has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the thread has ended."""
         self._thread.join()
 
     def _run(self) -> None:
-        captured, rank, place, mirror, keep = self._work
+        captured, rank, folder, mirror, keep = self._work
         saves = {captured.save} | ({keep} if keep is not None else set())
         start, mirrored = time.monotonic(), [residuals_name(captured.save, rank)]
         try:
-            place.make()  # Somebody may have removed it
-            place.keep(saves, rank)
+            folder.make()  # Because the user may have removed the folder
+            folder.keep(saves, rank)
             if captured.model is not None:
-                place.keep_models(saves)
+                folder.keep_models(saves)
                 name = memory_model_name(captured.save)
-                self.bytes += place.write(name, captured.model)
+                self.bytes += folder.write(name, captured.model)
                 mirrored += [name] * captured.only_model
-            self.bytes += place.write(mirrored[0], captured.own)
+            self.bytes += folder.write(mirrored[0], captured.own)
             if mirror is not None:
                 mirror(mirrored, sorted(saves))
-        except Exception as error:  # Of any kind: a snapshot without a problem counts as written
+        except Exception as error:  # Any, because a snapshot without a problem counts as written
             self.problem = str(error) or type(error).__name__
         finally:
             self.seconds = time.monotonic() - start
-            del self._work  # The copies of the arrays
+            del self._work  # Frees the copies of the arrays
 
 
 def sender(mirrors: Mirrors, to: Row, rank: int) -> Callable[[list[str], list[int]], None]:
@@ -155,14 +155,14 @@ def sender(mirrors: Mirrors, to: Row, rank: int) -> Callable[[list[str], list[in
 
 
 class RestoreRankValues(keras.callbacks.Callback):
-    """Give each rank back what it alone had in mid-epoch: batch norm's statistics, metrics' sums.
+    """Restore the values of each rank in mid-epoch: batch norm's statistics, sums of metrics.
 
-    Put it behind BroadcastState, which sets those of one rank everywhere. Metrics must be built.
-    Nothing is done for a checkpoint of an epoch's end, where all are equal, and with another number
-    of ranks.
+    Put it behind BroadcastState, because that sets the values of one rank everywhere. Metrics must
+    be built. No value changes for a checkpoint of an epoch's end, where all are equal, and with
+    another number of ranks.
 
     Args:
-        folder: as `restore` took it.
+        folder: the folder given to `restore`.
 
     **Ranks:** all.
     """
@@ -174,10 +174,14 @@ class RestoreRankValues(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Read the values of this rank, and set the statistics."""
-        here, found = process.current(), newest(self.folder)
-        if found is None or not found.head.step or found.head.ranks != here.topology.size:
+        comm, checkpoint = process.current(), newest(self.folder)
+        if (
+            checkpoint is None
+            or not checkpoint.head.step
+            or checkpoint.head.ranks != comm.topology.size
+        ):
             return
-        self.values = read_own(found.folder / residuals_name(found.head.save, here.rank))
+        self.values = read_own(checkpoint.folder / residuals_name(checkpoint.head.save, comm.rank))
         self._assign(statistics_of(self.model), self.values)
         finalize_layers(self.model)
 
@@ -195,52 +199,52 @@ class RestoreRankValues(keras.callbacks.Callback):
 
 log = logging.getLogger("tfcommx")
 
-# About how many seconds pass until the ranks ask each other again whether one must leave
+# Approximate seconds between two votes on leaving
 ASK_SECONDS = 0.5
-# Between two reports of rank 0's steps
+# Seconds between two reports of rank 0's steps
 SAY_SECONDS = 0.05
-# The most steps in between two questions
+# Largest number of steps between two votes
 ASK_STEPS = 1000
-# Of a head's notes: steps of the whole run
+# Key of a head's notes: steps of the whole run
 TOTAL = "total_steps"
 
 
 class Snapshots:
-    """Snapshots of one model in a supervised run; elsewhere nothing is done.
+    """Snapshots of one model in a supervised run; without effect elsewhere.
 
     Args:
         model: built, compiled with wrapped optimizers.
-        folder: of its checkpoints, as all ranks call it.
+        folder: folder of its checkpoints, with the same path on all ranks.
         every: steps between two snapshots, >= 1; None: only one before the ranks are replaced.
 
-    **Ranks:** all. **Cost:** a snapshot copies what this rank alone has, and the first rank of each
-    host the model; a thread writes the copies. About twice a second, and for each snapshot, an
-    allreduce of 16 bytes.
-    **Raises:** CheckpointError, in a supervised run, for strategy=ElasticAveraging, whose ranks
-    have no step in common.
+    **Ranks:** all. **Cost:** a snapshot copies the state of this rank alone, and the model on the
+    first rank of each host; a thread writes the copies. About twice a second, and for each
+    snapshot, an allreduce of 16 bytes.
+    **Raises:** CheckpointError, in a supervised run, for strategy=ElasticAveraging with `every`,
+    because its ranks have no step in common.
     """
 
     def __init__(self, model: keras.Model, folder: str | Path, every: int | None) -> None:
         self.model, self.folder, self.every = model, local_path("folder", folder), every
         self.supervised = supervision()
-        # Steps of the whole run; what this generation goes on from
+        # Steps of the whole run; the checkpoint from which this generation resumes
         self.total = 0
         self.found: Newest | None = None
         self.cost = SnapshotCost()
         self._writing: Writing | None = None
-        # Seconds that the last copy took
+        # Seconds of the last copy
         self._copying = 0.0
-        # The save that is whole on all ranks; the number of the next one; whether one is due
+        # The save that is complete on all ranks; the number of the next one; True if one is due
         self._whole: int | None = None
         self._next, self._due = 0, False
         self._until, self._between, self._asked_at = 1, 1, time.monotonic()
-        # Set by a signal handler, so no Event: the handler may interrupt one that holds its lock
+        # Not an Event, because a signal handler sets it and may interrupt a holder of the lock
         self._leave, self._said = False, 0.0
         self._link: SupervisorLink | None = None
         if self.supervised is None:
             return
         if trains_alone(model) and every is None:
-            self.supervised = None  # Such ranks go on by themselves
+            self.supervised = None  # Because such ranks continue without a restart
             return
         if trains_alone(model):
             raise CheckpointError(
@@ -249,33 +253,33 @@ class Snapshots:
                 "`memory_every` out."
             )
         self.place = SnapshotFolder(self.supervised.memory, self.folder)
-        here = process.current()
-        self._comm = here
-        if here.rank == 0:
-            self._link = SupervisorLink(self.supervised, here.topology.size)
-        hosts = here.gather_objects(self.supervised.host)
-        self._writes_model = hosts.index(self.supervised.host) == here.rank
-        self._send = self._sender(self.supervised, partner(here.rank, hosts))
+        comm = process.current()
+        self._comm = comm
+        if comm.rank == 0:
+            self._link = SupervisorLink(self.supervised, comm.topology.size)
+        hosts = comm.gather_objects(self.supervised.host)
+        self._writes_model = hosts.index(self.supervised.host) == comm.rank
+        self._send = self._sender(self.supervised, partner(comm.rank, hosts))
         make_on_all(self.place, self._writes_model)
 
     def _sender(
         self, supervised: Supervision, keeper: int | None
     ) -> Callable[[list[str], list[int]], None] | None:
-        """Return what sends files to the rank that mirrors them; None if all are on one host."""
+        """Return the function that sends files to the mirror; None if all are on one host."""
         if keeper is None:
             return None
-        here = self._comm
+        comm = self._comm
         mirrors = Mirrors(
             supervised.handshake(PROTOCOL), supervised.host, launch_interfaces(), self.place
         )
-        rows = here.gather_objects(tuple(mirrors.row))
-        return sender(mirrors, Row._make(rows[keeper]), here.rank)
+        rows = comm.gather_objects(tuple(mirrors.row))
+        return sender(mirrors, Row._make(rows[keeper]), comm.rank)
 
     def restore(self) -> tuple[int, int]:
-        """Load the newest checkpoint of earlier generations; return epoch and step to begin with.
+        """Load the newest checkpoint of earlier generations; return the first epoch and step.
 
-        Both from 0; (0, 0) in the first generation. What differs between the ranks, as batch norm's
-        statistics, is loaded too: call it behind `broadcast_variables`.
+        Both from 0; (0, 0) in the first generation. Call it behind `broadcast_variables`, because
+        it also loads values that differ between the ranks, such as batch norm's statistics.
 
         **Ranks:** all, before the first step. **Raises:** as `checkpoint.restore`.
         """
@@ -288,22 +292,22 @@ class Snapshots:
         return self.found.head.epoch + 1, self.found.head.step
 
     def load(self) -> None:
-        """Load the newest checkpoint of earlier generations into `found`, and tell the supervisor.
+        """Load the newest checkpoint of earlier generations, and report it to the supervisor.
 
         **Ranks:** all. **Raises:** as `checkpoint.restore`.
         """
         start = time.monotonic()
-        self.found = found = newest_of_run(self.folder)
-        if found is not None and restored(self.model) != found:
-            load(self.model, found)
-        head = None if found is None else found.head
+        self.found = checkpoint = newest_of_run(self.folder)
+        if checkpoint is not None and restored(self.model) != checkpoint:
+            load(self.model, checkpoint)
+        head = None if checkpoint is None else checkpoint.head
         self.total = 0 if head is None else int(head.notes.get(TOTAL, 0))
-        if found is not None and found.source == "memory":
-            self._whole, self._next = found.head.save, found.head.save + 1
+        if checkpoint is not None and checkpoint.source == "memory":
+            self._whole, self._next = checkpoint.head.save, checkpoint.head.save + 1
         if self._link is not None:
             self._link.say(
                 resumed={
-                    "from": "start" if found is None else found.source,
+                    "from": "start" if checkpoint is None else checkpoint.source,
                     "epoch": 0 if head is None else head.epoch + 1,
                     "step": 0 if head is None else head.step,
                     "total": self.total,
@@ -312,7 +316,7 @@ class Snapshots:
             )
 
     def notes(self) -> dict[str, Any]:
-        """Return what a head says of this run, so that a later generation knows its saves."""
+        """Return the notes of a head by which a later generation recognises this run's saves."""
         return {} if self.supervised is None else {TOTAL: self.total, RUN: self.supervised.run}
 
     @contextlib.contextmanager
@@ -331,7 +335,7 @@ class Snapshots:
         self._leave = True
 
     def leave(self) -> None:
-        """Ask for the next generation, without this host. Local."""
+        """Request the next generation, without this host. **Ranks:** local."""
         self._leave = True
 
     def after_step(
@@ -345,11 +349,11 @@ class Snapshots:
         """Take a snapshot if one is due; end the process if the ranks are to be replaced.
 
         Args:
-            epoch: of the step, from 0.
-            step: steps of the epoch that are done, >= 1.
-            steps: that the epoch has; 0: unknown.
-            taken: steps since the last call.
-            notes: returns what `last` is to return, as JSON has it; those of rank 0 count.
+            epoch: epoch of the step, from 0.
+            step: finished steps of the epoch, >= 1.
+            steps: steps of the epoch; 0: unknown.
+            taken: steps since the last call, >= 1.
+            notes: returns the JSON values that `last` will return; those of rank 0 count.
 
         **Ranks:** all, after each step. **Raises:** SystemExit with status 75 (PAUSED).
         """
@@ -379,7 +383,7 @@ class Snapshots:
             self._end()
 
     def end_epoch(self, epoch: int, taken: int = 1) -> None:
-        """Count the last steps of an epoch; a snapshot that is due waits for the next step."""
+        """Count the last steps of an epoch; a due snapshot waits for the next step."""
         self._count(taken)
         if self._link is not None:
             self._link.say(steps=self.total)
@@ -389,21 +393,21 @@ class Snapshots:
         before, self.total = self.total, self.total + taken
         if self.every is not None and before // self.every != self.total // self.every:
             self._due = True
-        now = time.monotonic()
-        if self._link is not None and now - self._said >= SAY_SECONDS:
-            self._said = now
+        time_now = time.monotonic()
+        if self._link is not None and time_now - self._said >= SAY_SECONDS:
+            self._said = time_now
             self._link.say(steps=self.total)
 
     def _vote(self) -> tuple[bool, bool]:
-        """Return whether all ranks have ended writing, and whether the ranks are to be replaced.
+        """Return whether all ranks have finished writing, and whether ranks are to be replaced.
 
         **Ranks:** all. **Cost:** an allreduce of 16 bytes.
         """
-        writing, now = self._writing, time.monotonic()
+        writing, time_now = self._writing, time.monotonic()
         busy = writing is not None and not writing.done()
         failed = writing is not None and writing.done() and bool(writing.problem)
         pause = self._leave or (self._link is not None and self._link.asked_to_pause.is_set())
-        step = max(now - self._asked_at, 1e-6) / self._between
+        step = max(time_now - self._asked_at, 1e-6) / self._between
         wish = int(np.clip(ASK_SECONDS / step, 1, ASK_STEPS)) if self._comm.rank == 0 else 0
         with tf.device("/cpu:0"):
             votes = self._comm.allreduce(
@@ -421,7 +425,7 @@ class Snapshots:
         return True, bool(votes[2])
 
     def _ended(self, writing: Writing, failed: bool) -> None:
-        """Take note of a snapshot that all ranks have ended writing."""
+        """Record a snapshot that all ranks have finished writing."""
         self._writing = None
         if writing.problem:
             log.warning(
@@ -447,16 +451,16 @@ class Snapshots:
             )
 
     def _capture(self, head: Head) -> None:
-        """Copy the state, and let a thread write it. **Ranks:** all."""
+        """Copy the state, and start a thread that writes it. **Ranks:** all."""
         start, sharded = time.monotonic(), False
         for optimizer in wrapped_optimizers(self.model):
             consolidate(optimizer)
             sharded |= exchanger_in(optimizer).sharding is not None
         writes = self._comm.rank == 0 if sharded else self._writes_model
-        own = {name: np.array(one) for name, one in residual_arrays(self.model).items()}
+        own_arrays = {name: np.array(array) for name, array in residual_arrays(self.model).items()}
         captured = Captured(
             head.save,
-            {"head": head_array(head), **own},
+            {"head": head_array(head), **own_arrays},
             copy_model(self.model) if writes else None,
             sharded,
         )
@@ -465,7 +469,7 @@ class Snapshots:
         self._copying = time.monotonic() - start
 
     def _end(self) -> None:
-        """End all ranks, once the snapshot is whole. **Raises:** SystemExit."""
+        """End all ranks, once the snapshot is complete. **Raises:** SystemExit."""
         assert self._writing is not None and self.supervised is not None
         self._writing.wait()
         self._vote()

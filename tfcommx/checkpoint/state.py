@@ -1,4 +1,4 @@
-"""The state of a model and of its optimizers as arrays, and what Keras's own file holds of it."""
+"""Copy and set the state of a model and its optimizers as arrays."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def copy_optimizer(optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarra
     inner_optimizer(optimizer).save_own_variables(store)
     arrays = {f"inner/{key}": np.array(wide(np.asarray(value))) for key, value in store.items()}
     for number, variable in enumerate(_outer_variables(optimizer)):
-        # What `numpy()` returns may share the variable's memory
+        # Copied, because the result of `numpy()` may share the variable's memory
         arrays[f"outer/{number}"] = np.array(wide(variable.numpy()))
     return arrays
 
 
 def set_optimizer(optimizer: keras.optimizers.Optimizer, arrays: Mapping[str, np.ndarray]) -> None:
-    """Give a built optimizer the state that `copy_optimizer` has returned. **Ranks:** local."""
+    """Set a built optimizer's state to the result of `copy_optimizer`. **Ranks:** local."""
     store = {
         name.removeprefix("inner/"): array
         for name, array in arrays.items()
@@ -42,26 +42,26 @@ def set_optimizer(optimizer: keras.optimizers.Optimizer, arrays: Mapping[str, np
 def saved_by_keras(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> bool:
     """Return True if `model.save` writes an optimizer's state.
 
-    Keras looks at the attributes of a model and of its layers, and into lists, tuples and dicts
-    among these; not into what those hold in turn, nor into sets and other objects.
+    Keras searches the attributes of a model and of its layers, and lists, tuples and dicts among
+    these; it does not search nested containers, sets and other objects.
     """
     for layer in layers_of(model):
         for value in vars(layer).values():
             parts = value.values() if isinstance(value, dict) else value
             if value is optimizer or (
-                isinstance(value, dict | list | tuple) and any(one is optimizer for one in parts)
+                isinstance(value, dict | list | tuple) and any(part is optimizer for part in parts)
             ):
                 return True
     return False
 
 
 def _outer_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Return what an optimizer has beside the one inside of it, such as a loss scale."""
+    """Return an optimizer's variables outside of its inner optimizer, such as a loss scale."""
     inner = inner_optimizer(optimizer)
     if inner is optimizer:
         return []
-    listed = {id(one) for one in inner.variables}
-    return [one for one in optimizer.variables if id(one) not in listed]
+    listed = {id(variable) for variable in inner.variables}
+    return [variable for variable in optimizer.variables if id(variable) not in listed]
 
 
 def copy_model(model: keras.Model) -> dict[str, np.ndarray]:
@@ -69,21 +69,21 @@ def copy_model(model: keras.Model) -> dict[str, np.ndarray]:
 
     **Ranks:** local, after `consolidate`; with strategy="sharded" on rank 0. **Cost:** one copy.
     """
-    arrays = {f"weight{number}": _copy(one) for number, one in enumerate(model.weights)}
-    for place, optimizer in enumerate(wrapped_optimizers(model)):
+    arrays = {f"weight{number}": _copy(weight) for number, weight in enumerate(model.weights)}
+    for position, optimizer in enumerate(wrapped_optimizers(model)):
         state = copy_optimizer(optimizer)
-        arrays |= {f"optimizer{place}/{name}": array for name, array in state.items()}
+        arrays |= {f"optimizer{position}/{name}": array for name, array in state.items()}
     return arrays
 
 
 def set_model(model: keras.Model, arrays: Mapping[str, np.ndarray]) -> None:
-    """Give a model, and its built optimizers, the state that `copy_model` has returned.
+    """Set the state of a model and its built optimizers to the result of `copy_model`.
 
     **Ranks:** local. **Raises:** CheckpointError for a model with other weights.
     """
     weights = model.weights
     stored = [arrays[name] for name in arrays if name.startswith("weight")]
-    if [tuple(one.shape) for one in weights] != [one.shape for one in stored]:
+    if [tuple(weight.shape) for weight in weights] != [array.shape for array in stored]:
         raise CheckpointError(
             f"A snapshot needs the model that it was taken of. It has {len(stored)} weights. "
             f"Received {model.name!r} with {len(weights)}, or with other shapes. Build the same "
@@ -92,8 +92,8 @@ def set_model(model: keras.Model, arrays: Mapping[str, np.ndarray]) -> None:
     for variable, array in zip(weights, stored, strict=True):
         variable.assign(array)
     finalize_layers(model)
-    for place, optimizer in enumerate(wrapped_optimizers(model)):
-        first = f"optimizer{place}/"
+    for number, optimizer in enumerate(wrapped_optimizers(model)):
+        first = f"optimizer{number}/"
         set_optimizer(
             optimizer,
             {name.removeprefix(first): arrays[name] for name in arrays if name.startswith(first)},
@@ -101,5 +101,5 @@ def set_model(model: keras.Model, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _copy(variable: keras.Variable) -> np.ndarray:
-    # What `numpy()` returns may share the variable's memory
+    # Copied, because the result of `numpy()` may share the variable's memory
     return np.array(wide(variable.numpy()))

@@ -1,4 +1,4 @@
-"""`tfcommx cache`: fill, list and remove what the data cache keeps on this machine."""
+"""`tfcommx cache`: fill, list and remove the contents of the data cache on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Disk = Annotated[Path | None, typer.Option(help="Folder of the local disk level.
 app = typer.Typer(
     name="cache",
     no_args_is_help=True,
-    help="Fill, list and remove what the data cache keeps on this machine.",
+    help="Fill, list and remove the contents of the data cache on this machine.",
 )
 
 
@@ -39,27 +39,26 @@ def warm(
     disk: Disk = None,
     store: Annotated[
         int | None,
-        typer.Option(help="Short side at which images are kept, pixels; by default their own."),
+        typer.Option(help="Short side of stored images, pixels; default: unchanged."),
     ] = None,
     split: Annotated[str, typer.Option(help="Split of shards, or of a TensorFlow set.")] = "train",
     memory: Memory = Path("/dev/shm"),
     hold: Annotated[
         bool,
         typer.Option(
-            help="Keep the memory until interrupted: runs that start meanwhile find all samples."
+            help="Keep the memory until interrupted; runs that start meanwhile find all samples."
         ),
     ] = False,
     seed: Annotated[
         int,
         typer.Option(
-            help="Seed of the runs to come, which decides the samples of each node, if there are "
-            "several."
+            help="Seed of the later runs; with several nodes it selects the samples of each node."
         ),
     ] = 0,
 ) -> None:
     """Read every sample of a node once: into the disk level, and with --hold into memory.
 
-    For several nodes launch it as the runs will be: `horovodrun -np 16 -H node1:8,node2:8 tfcommx
+    For several nodes launch it like the later runs: `horovodrun -np 16 -H node1:8,node2:8 tfcommx
     cache warm SOURCE --hold`.
     """
     if disk is None and not hold:
@@ -72,7 +71,7 @@ def warm(
     from tfcommx.data.sources import find_source
 
     samples, comm = find_source(source, split), init()
-    # So that the process ends normally, and removes its slab
+    # Because the process must end normally to remove its slab
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _room(memory, hold) as room:
         cache = DataCache(samples, seed=seed, store=store, disk=disk, on_error="skip", **room)
@@ -89,7 +88,7 @@ def warm(
 
 @contextlib.contextmanager
 def _room(memory: Path, hold: bool) -> Iterator[dict[str, Any]]:
-    """Yield options of a slab to hold, or of a private one without room."""
+    """Yield options of a slab to hold, or of a private slab of one byte."""
     if hold:
         yield dict(memory=memory)
         return
@@ -98,7 +97,7 @@ def _room(memory: Path, hold: bool) -> Iterator[dict[str, Any]]:
 
 
 def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
-    """Load this rank's samples; print on each node how many it has."""
+    """Load this rank's samples; print the number of samples of each node."""
     from rich.progress import track
 
     steps = cache.warming_steps

@@ -1,4 +1,4 @@
-"""`tfcommx compare`: train a recipe by several methods: what each costs, and what it loses."""
+"""`tfcommx compare`: train a recipe by several methods; compare their costs and scores."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def compare(
     methods: Annotated[
         str,
         typer.Option(
-            help="Names and YAML files, joined by commas: dense,local_sgd,mine.yaml. Default: all "
-            "shipped methods for the recipe's optimizer."
+            help="Names and YAML files, separated by commas: dense,local_sgd,mine.yaml. Default: "
+            "all shipped methods for the recipe's optimizer."
         ),
     ] = "",
     bandwidths: Annotated[
-        str, typer.Option(help="Of a node's link, bit/s, joined by commas.")
+        str, typer.Option(help="Bandwidths of a node's link, bit/s, separated by commas.")
     ] = "200e6,1e9,10e9",
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 3,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes; all train on this machine.")] = 4,
@@ -69,8 +69,8 @@ def compare(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Steps take the times of this model in all phases: the file of a profile, or a "
-            "name such as resnet50. Default: the recipe's own, profiled here."
+            help="Model whose step times apply in all phases: the file of a profile, or a name "
+            "such as resnet50. Default: the recipe's model, profiled here."
         ),
     ] = None,
     batch: Annotated[
@@ -81,7 +81,7 @@ def compare(
     ] = 250.0,
     hosts: Annotated[
         str | None,
-        typer.Option("-H", "--hosts", help="Measure steps there too: node0:1,node1:1,..."),
+        typer.Option("-H", "--hosts", help="Also measure steps on these: node0:1,node1:1,..."),
     ] = None,
     measured_at: Annotated[
         float | None, typer.Option(help="Bandwidth of the links of these hosts, bit/s.")
@@ -93,8 +93,8 @@ def compare(
     """Train a recipe by several methods, and compare scores at equal steps, bytes and time.
 
     Each method trains the recipe once per seed, on this machine. Time is steps times the time of a
-    step, which is predicted for each bandwidth, or measured on --hosts. What has ended is kept in
-    the folder: a comparison that was ended goes on where it was.
+    step, which is predicted for each bandwidth, or measured on --hosts. Finished trainings are kept
+    in the folder, so that an interrupted comparison continues with the next one.
     """
     _check_hosts(hosts, measured_at, nodes * slots)
     name = read_recipe(config, settings or []).name
@@ -102,33 +102,36 @@ def compare(
     setup = Setup(config, tuple(settings or ()), nodes, slots, folder)
     rates = _numbers(bandwidths)
     changes, recipes = _checked(setup, _words(methods))
-    found = _trainings(setup, changes, seeds)
-    given = None if model is None else profile_of(model, throughput, batch)
-    profiles = _profiles(setup, given)
+    trainings = _trainings(setup, changes, seeds)
+    model_profile = None if model is None else profile_of(model, throughput, batch)
+    profiles = _profiles(setup, model_profile)
     on_hosts: dict[str, MeasuredSteps] = {}
     if hosts is not None:
         on_hosts = {
             name: measure(setup, name, setup.settings(changes[name]), hosts) for name in changes
         }
-        in_step = [one for name, one in on_hosts.items() if meets_in_steps(recipes[name])]
+        in_step = [measured for name, measured in on_hosts.items() if meets_in_steps(recipes[name])]
         computes = computing(in_step or list(on_hosts.values()))
-        profiles = [scaled(*one) for one in zip(profiles, computes, strict=True)]
+        profiles = [scaled(*pair) for pair in zip(profiles, computes, strict=True)]
     steps = []
     for rate in sorted({*rates, *([measured_at] if measured_at else [])}):
         at_rate = Topology(nodes, slots), links_at(rate, read_links(links))
         predicted = {
             name: step_seconds(
-                one, profiles, *at_rate, [epoch["steps"] for epoch in found[name][0]["epochs"]]
+                recipe,
+                profiles,
+                *at_rate,
+                [epoch["steps"] for epoch in trainings[name][0]["epochs"]],
             )
-            for name, one in recipes.items()
+            for name, recipe in recipes.items()
         }
         seconds: Mapping[str, Sequence[float]] = predicted
         ratios: Mapping[str, float] = {}
         if rate == measured_at:
             seconds, ratios = replaced(predicted, on_hosts, recipes)
         steps.append(Steps(rate, seconds, ratios))
-    score = score_of(next(iter(found.values()))[0])
-    comparison = Comparison(found, steps, score, target)
+    score = score_of(next(iter(trainings.values()))[0])
+    comparison = Comparison(trainings, steps, score, target)
     tables.show(comparison)
     figures.draw(comparison, folder / figures.PICTURE)
     print(f"figure: {folder / figures.PICTURE}")
@@ -137,7 +140,10 @@ def compare(
 
 
 def _check_hosts(hosts: str | None, measured_at: float | None, ranks: int) -> None:
-    """Refuse hosts with other ranks than the trainings have. **Raises:** ConfigurationError."""
+    """Refuse hosts with another number of ranks than --nodes x --slots.
+
+    **Raises:** ConfigurationError.
+    """
     if hosts is None and measured_at is None:
         return
     if hosts is None or measured_at is None:
@@ -161,20 +167,20 @@ def _words(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[float]:
-    """Read bandwidths. **Raises:** ConfigurationError."""
+    """Parse bandwidths, > 0. **Raises:** ConfigurationError."""
     try:
-        found = [float(word) for word in _words(text)]
+        rates = [float(word) for word in _words(text)]
     except ValueError:
-        found = []
-    if not found or not all(0 < one < float("inf") for one in found):
+        rates = []
+    if not rates or not all(0 < rate < float("inf") for rate in rates):
         raise ConfigurationError(
             f"`--bandwidths` needs numbers > 0, as 200e6,1e9. Received {text!r}."
         )
-    return found
+    return rates
 
 
 def _checked(setup: Setup, words: list[str]) -> tuple[dict[str, list[str]], dict[str, Recipe]]:
-    """Return each method's changes, and the recipe with them, before anything is trained.
+    """Return each method's changes, and the recipe with them, before the first training.
 
     **Raises:** RecipeError that names the method.
     """
@@ -184,7 +190,7 @@ def _checked(setup: Setup, words: list[str]) -> tuple[dict[str, list[str]], dict
     changes, recipes = {}, {}
     for name, method in fitting(read_methods(words), plain, named=bool(words)).items():
         if method.strategy == as_settings:
-            # Saying it again would be another digest: trainings from before it was said stay valid
+            # Left out, because it would change the digest and so invalidate finished trainings
             method = method.model_copy(update={"strategy": None})
         changes[name] = method.settings(epochs)
         try:
@@ -198,21 +204,25 @@ def _checked(setup: Setup, words: list[str]) -> tuple[dict[str, list[str]], dict
 def _trainings(
     setup: Setup, changes: Mapping[str, list[str]], seeds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Train what is not there yet: all methods with the first seed, then with the next one."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in changes}
+    """Run the missing trainings: all methods with the first seed, then with the next one."""
+    trainings: dict[str, list[dict[str, Any]]] = {name: [] for name in changes}
     for seed in range(seeds):
-        for place, (name, one) in enumerate(changes.items(), 1):
-            settings = setup.settings(one, seed)
+        for position, (name, method_changes) in enumerate(changes.items(), 1):
+            settings = setup.settings(method_changes, seed)
             training = trained(setup, name, settings)
             if training is None:
-                number = seed * len(changes) + place
+                number = seed * len(changes) + position
                 print(f"{number} of {seeds * len(changes)}: {name}, seed {seed}", flush=True)
                 training = train(setup, name, settings)
-            found[name].append(training)
-    return found
+            trainings[name].append(training)
+    return trainings
 
 
-def _profiles(setup: Setup, given: Profile | None) -> list[Profile]:
-    """Return what a step of each phase computes."""
+def _profiles(setup: Setup, model_profile: Profile | None) -> list[Profile]:
+    """Return the compute profile of a step in each phase."""
     recipe = read_recipe(setup.recipe, setup.changes)
-    return profiles_of(setup, recipe) if given is None else [given] * len(recipe.phases)
+    return (
+        profiles_of(setup, recipe)
+        if model_profile is None
+        else [model_profile] * len(recipe.phases)
+    )

@@ -1,6 +1,6 @@
-"""`tfcommx doctor`: check whether this machine, or these hosts, can train, and what to fix.
+"""`tfcommx doctor`: check that this machine, or these hosts, can train, and suggest remedies.
 
-`examine` collects findings, by trial launches where ranks are needed, and `show` prints them.
+`examine` collects findings, with trial launches if ranks are needed, and `show` prints them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tfcommx.launch.commands import GRACE_SECONDS, SSH, run_to_end
 from tfcommx.launch.horovodrun import BINDING, KINDS, Launch, environment, search_path
 from tfcommx.launch.hosts import Host, check_host_name, parse_hosts
 
-# A launch takes some seconds on a machine that is not loaded
+# Time limit of a launch, which takes a few seconds on an idle machine
 LIMIT_SECONDS = 120
 HOW_TO_LAUNCH = (
     "Launch by `tfcommx run`, by `horovodrun --gloo`, or by `horovodrun --mpi "
@@ -34,7 +34,7 @@ HOW_TO_LAUNCH = (
 
 
 class LaunchResult(NamedTuple):
-    """A command that has ended, or was ended because it took too long."""
+    """Status and output of a command; `late` if it was ended because it took too long."""
 
     status: int
     output: str
@@ -55,10 +55,10 @@ def bare(hosts: tuple[Host, ...]) -> Finding:
 
 
 def exchange(hosts: tuple[Host, ...], engine: str, gpus: int) -> list[Finding]:
-    """Add a megabyte over ranks on every slot; report the time, and what the ranks computed on.
+    """Add a megabyte over ranks on every slot; report the time, and the GPUs of the ranks.
 
     Args:
-        hosts: with a rank on every slot.
+        hosts: hosts with a rank on every slot.
         engine: "gloo" or "mpi".
         gpus: number of this host's GPUs; they are hidden if a host has more ranks.
     """
@@ -75,22 +75,22 @@ def exchange(hosts: tuple[Host, ...], engine: str, gpus: int) -> list[Finding]:
 def judge(engine: str, ended: LaunchResult, gpus: int) -> list[Finding]:
     """Turn a launch of `tfcommx.cli.doctor_exchange` into findings; each rank should see `gpus`."""
     name = f"exchange, {'Gloo' if engine == 'gloo' else 'MPI'}"
-    found = _marked(ended.output)
-    if ended.status or found is None:
+    result = _marked(ended.output)
+    if ended.status or result is None:
         return [Finding(name, FAILED, f"failed: {_last_words(ended)}", _remedy(engine, ended))]
-    what = f"1 MB over {found['ranks']} ranks in {found['seconds'] * 1e3:.1f} ms"
-    findings = [Finding(name, OK, what)]
-    if not found["native"]:
+    text = f"1 MB over {result['ranks']} ranks in {result['seconds'] * 1e3:.1f} ms"
+    findings = [Finding(name, OK, text)]
+    if not result["native"]:
         findings.append(Finding(name, WARNING, "without the native library", "See that line."))
-    if gpus and not found["gpus"]:
+    if gpus and not result["gpus"]:
         remedy = "Install TensorFlow's GPU wheel: make setup TFCOMMX_SETUP=--gpu"
         findings.append(Finding("GPUs", WARNING, "TensorFlow sees none of them", remedy))
-    elif found["gpus"] and not found["nccl"]:
+    elif result["gpus"] and not result["nccl"]:
         remedy = "Gradients go through main memory. Build Horovod with NCCL: make setup "
         remedy += "TFCOMMX_SETUP=--gpu"
         findings.append(Finding("NCCL", WARNING, "Horovod was built without it", remedy))
-    elif found["gpus"]:
-        findings.append(Finding("NCCL", OK, f"{found['gpus']} GPUs, and Horovod has NCCL"))
+    elif result["gpus"]:
+        findings.append(Finding("NCCL", OK, f"{result['gpus']} GPUs, and Horovod has NCCL"))
     return findings
 
 
@@ -113,7 +113,8 @@ def on_host(host: str) -> list[Finding]:
 def _run(words: list[str], env: dict[str, str]) -> LaunchResult:
     """Run a command; end it with all its children if it takes too long."""
     try:
-        done = run_to_end(words, LIMIT_SECONDS, env, grace=GRACE_SECONDS)  # It ends its ranks
+        # Grace, because the launcher must end its ranks
+        done = run_to_end(words, LIMIT_SECONDS, env, grace=GRACE_SECONDS)
     except OSError as error:
         return LaunchResult(127, str(error))
     return LaunchResult(1 if done.late else done.status, done.output + done.errors, done.late)
@@ -129,7 +130,7 @@ def _marked(output: str) -> dict[str, Any] | None:
 
 
 def _last_words(ended: LaunchResult) -> str:
-    """Return the most telling line of a failed command's output."""
+    """Return the line of a failed command's output that most likely names the cause."""
     if ended.late:
         return f"it had not ended after {LIMIT_SECONDS} s"
     lines = [line.strip() for line in ended.output.splitlines() if line.strip()]
@@ -164,17 +165,19 @@ def doctor(
     launch: Annotated[bool, typer.Option(help="Start ranks, and let them exchange.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Look at this machine and start two ranks on it; with -H at each host, and start ranks on all.
+    """Check this machine and start two ranks on it; with -H check all hosts, and start ranks there.
 
-    Each line is ok, a warning or failed, and says what to do. Exit status 1 if something failed.
+    Each line is ok, a warning or failed, with a remedy. Exit status 1 if a check failed.
     """
     report = examine(hosts, launch)
     if as_json:
-        rows = {host: [one._asdict() for one in found] for host, found in report.items()}
+        rows = {
+            host: [finding._asdict() for finding in findings] for host, findings in report.items()
+        }
         print(json.dumps({"hosts": rows}))
     else:
         show(report)
-    if any(one.state == FAILED for found in report.values() for one in found):
+    if any(finding.state == FAILED for findings in report.values() for finding in findings):
         raise typer.Exit(1)
 
 
@@ -183,16 +186,16 @@ def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
 
     Args:
         hosts: as for `horovodrun -H`; None: this host, with two ranks.
-        launch: whether to start ranks.
+        launch: True to start ranks.
 
     Returns:
-        Host -> its findings; those of launches on several hosts under ALL_HOSTS.
+        Host -> its findings; findings of launches on several hosts under ALL_HOSTS.
 
     **Raises:** ConfigurationError for hosts in another form than horovodrun's.
     """
-    here = socket.gethostname()
+    host = socket.gethostname()
     if hosts is None:
-        report = {here: doctor_host.here()}
+        report = {host: doctor_host.here()}
         chosen = [Host("localhost", 2)]
     else:
         chosen = parse_hosts(hosts)
@@ -203,34 +206,34 @@ def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
         report[ALL_HOSTS] = [same_versions(report)]
     if launch:
         gpus = doctor_host.present_gpus()
-        more = [bare(tuple(chosen))]
+        launched = [bare(tuple(chosen))]
         for engine in KINDS:
-            more += exchange(tuple(chosen), engine, len(gpus))
-        report.setdefault(ALL_HOSTS if len(report) > 1 else here, []).extend(more)
+            launched += exchange(tuple(chosen), engine, len(gpus))
+        report.setdefault(ALL_HOSTS if len(report) > 1 else host, []).extend(launched)
     return report
 
 
 def same_versions(report: dict[str, list[Finding]]) -> Finding:
     """Compare the hosts' versions."""
     by_text: dict[str, list[str]] = {}
-    for host, found in report.items():
-        for one in found:
-            if one.name == "versions":
-                by_text.setdefault(one.what, []).append(host)
+    for host, findings in report.items():
+        for finding in findings:
+            if finding.name == "versions":
+                by_text.setdefault(finding.what, []).append(host)
     if len(by_text) > 1:
-        what = "; ".join(f"{text} on {', '.join(names)}" for text, names in by_text.items())
-        return Finding("same versions", FAILED, what, "Set all hosts up alike.")
+        details = "; ".join(f"{text} on {', '.join(names)}" for text, names in by_text.items())
+        return Finding("same versions", FAILED, details, "Set all hosts up alike.")
     return Finding("same versions", OK, "the hosts that answer have equal ones")
 
 
 def show(report: dict[str, list[Finding]], console: Console | None = None) -> None:
-    """Print a line for each finding, and below it what to do."""
+    """Print a line for each finding, and its remedy below."""
     console = console or Console(highlight=False, soft_wrap=True)
-    width = max(len(one.name) for found in report.values() for one in found)
-    for host, found in report.items():
+    width = max(len(finding.name) for findings in report.values() for finding in findings)
+    for host, findings in report.items():
         console.print(Text(host, style="bold"))
-        for one in found:
-            state = Text(f"  {one.state:8}", style=COLOURS[one.state])
-            console.print(state, Text(f"{one.name:{width}}  {one.what}"), sep="")
-            if one.remedy:
-                console.print(Text(f"{'':{width + 12}}{one.remedy}"))
+        for finding in findings:
+            state = Text(f"  {finding.state:8}", style=COLOURS[finding.state])
+            console.print(state, Text(f"{finding.name:{width}}  {finding.what}"), sep="")
+            if finding.remedy:
+                console.print(Text(f"{'':{width + 12}}{finding.remedy}"))

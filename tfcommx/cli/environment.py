@@ -1,4 +1,4 @@
-"""Quiet start-up of TensorFlow and Horovod; versions, for which neither is imported."""
+"""Start TensorFlow and Horovod quietly; report versions without importing either."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tfcommx.launch.rank_output import without_start_up_messages
 
 
 def print_any_character() -> None:
-    r"""Let output show what its encoding lacks as an escape, such as \xe9, in place of an error.
+    r"""Print characters outside of the output's encoding as escapes, such as \xe9.
 
-    A line of a rank, or a user's path, has any character, also where the locale is ASCII.
+    Needed because a line of a rank, or a user's path, may have any character in an ASCII locale.
     """
     for stream in (sys.stdout, sys.stderr):
-        # A pipe has no position, which some versions of Python ask for
+        # Suppressed, because some versions of Python require a position, which a pipe lacks
         if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
             with contextlib.suppress(OSError):
                 stream.reconfigure(errors="backslashreplace")
@@ -32,8 +32,8 @@ def print_any_character() -> None:
 def quiet_tensorflow() -> None:
     """Silence messages of TensorFlow and absl; call it before they are loaded.
 
-    Child processes inherit it: horovodrun loads TensorFlow too. Errors still come as exceptions. A
-    TF_CPP_MIN_LOG_LEVEL of the user stays.
+    Child processes inherit it, because horovodrun loads TensorFlow, too. Errors still raise
+    exceptions. The user's TF_CPP_MIN_LOG_LEVEL is kept.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -41,9 +41,9 @@ def quiet_tensorflow() -> None:
 def load_tensorflow() -> None:
     """Import TensorFlow without its start-up messages, and without garbage collection.
 
-    Where oneDNN is on by default, TensorFlow announces it at any log level. Other output of the
-    import is shown afterwards. Collecting garbage among the 300,000 objects that the import makes,
-    and keeps, would take a sixth of its time.
+    The output is filtered, because TensorFlow announces oneDNN at any log level; other output of
+    the import is shown afterwards. Garbage collection is off, because it would take a sixth of the
+    time among the 300,000 objects that the import creates and keeps.
     """
     if "tensorflow" in sys.modules or sys.stderr is None:
         return
@@ -68,12 +68,12 @@ def load_tensorflow() -> None:
 def quiet_horovod() -> None:
     """Silence Horovod's messages about a dead rank; the launcher names that rank.
 
-    A HOROVOD_LOG_LEVEL of the user stays.
+    The user's HOROVOD_LOG_LEVEL is kept.
     """
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
 
 
-# Name -> packages that may hold it; the first installed one counts
+# Name -> packages that may provide it; the first installed one counts
 PACKAGES = {
     "tfcommx": ("tfcommx",),
     "TensorFlow": ("tensorflow", "tensorflow-cpu"),
@@ -84,8 +84,8 @@ PACKAGES = {
 
 def versions() -> dict[str, str]:
     """Return the version of each package, or "not installed", and Python's."""
-    found = {name: _version(packages) for name, packages in PACKAGES.items()}
-    return {**found, "Python": platform.python_version()}
+    installed = {name: _version(packages) for name, packages in PACKAGES.items()}
+    return {**installed, "Python": platform.python_version()}
 
 
 def _version(packages: tuple[str, ...]) -> str:
@@ -97,8 +97,8 @@ def _version(packages: tuple[str, ...]) -> str:
     return "not installed"
 
 
-def _show(asked: bool) -> None:
-    if asked:
+def _show(requested: bool) -> None:
+    if requested:
         print("\n".join(f"{name} {version}" for name, version in versions().items()))
         raise typer.Exit
 
@@ -109,4 +109,4 @@ def version(
         typer.Option("--version", callback=_show, is_eager=True, help="Show versions, and exit."),
     ] = False,
 ) -> None:
-    """Take options that come before a command."""
+    """Accept options before a command."""

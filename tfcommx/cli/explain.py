@@ -1,4 +1,4 @@
-"""`tfcommx explain`: where the time of a run went, and what another plan would save."""
+"""`tfcommx explain`: break down the time of a run, and predict the gain of other plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tfcommx.report import timeline as report
 if TYPE_CHECKING:
     from tfcommx.planner.predict import Interval, Prediction
 
-# What a better plan may lose, beside those that lose nothing
+# Wire and selection of the lossy plans that are compared, in addition to lossless ones
 CODES = "int4"
 SELECTION, DENSITY = "mstopk", 0.01
 # Characters of a tensor's name in a table
@@ -54,8 +54,8 @@ def explain(
         Path | None, typer.Option(help="Write the profile of the run: tfcommx plan FILE.")
     ] = None,
 ) -> None:
-    """Explain a recorded run: what its messages waited for, and what a better plan would give."""
-    others_s, found = 0.0, []
+    """Explain a recorded run: the waits of its messages, and the gain of a better plan."""
+    others_s, measured_steps = 0.0, []
     if _is_timeline(run):
         recording = read_timeline(run)
         typical = recording.typical
@@ -67,19 +67,23 @@ def explain(
             write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows))
         if links or profile or png or trace:
             topology = Topology(max(1, recording.ranks // max(1, slots)), slots)
-            found = [measured_step(recording, one, topology) for one in (typical, early)]
+            measured_steps = [
+                measured_step(recording, recorded, topology) for recorded in (typical, early)
+            ]
     else:
         from tfcommx import routes
 
-        found = [MeasuredStep.read(run, routes.read_plan)]
-    if not found:
+        measured_steps = [MeasuredStep.read(run, routes.read_plan)]
+    if not measured_steps:
         print("With --links links.json, which `tfcommx probe` writes, it is compared with plans.")
         return
-    step = found[0]
+    step = measured_steps[0]
     if profile:
         write_text(profile, step.profile.to_json())
     steps = {"recorded": step.timeline}
-    predicted = [_predicted(one, Links.read(links)) for one in found] if links else []
+    predicted = (
+        [_predicted(measured, Links.read(links)) for measured in measured_steps] if links else []
+    )
     if predicted:
         steps["simulated"] = predicted[0][0]
     for name, timeline in steps.items():
@@ -106,16 +110,16 @@ def _is_timeline(run: Path) -> bool:
 
 
 def _show_recording(run: Path, recording: Recording, early: RecordedStep) -> None:
-    """Print how long steps took, and what the messages of the typical one waited for."""
+    """Print the times of steps, and the waits of the messages in the typical step."""
     steps, typical = recording.steps, recording.typical
     print(f"{run}: {len(steps)} steps of {recording.ranks} ranks.")
-    for what, seconds in (
+    for label, seconds in (
         ("A step takes", [step.step_s for step in steps]),
         ("From the last gradient to the last sum", [step.exposed_s for step in steps]),
     ):
         deciles = quantiles([*seconds, *seconds], n=10, method="inclusive")
         print(
-            f"{what}: {1e3 * median_low(seconds):.1f} ms; one in ten less than "
+            f"{label}: {1e3 * median_low(seconds):.1f} ms; one in ten less than "
             f"{1e3 * deciles[0]:.1f}, or more than {1e3 * deciles[-1]:.1f}."
         )
     parts = typical.exposed_parts
@@ -159,7 +163,7 @@ def _step_row(step: RecordedStep) -> dict[str, Any]:
 
 
 def _predicted(step: MeasuredStep, links: Links) -> tuple[Timeline, list[Prediction]]:
-    """Simulate the step by its own plan, and by the best plans that lose nothing, or something."""
+    """Simulate the step by its recorded plan, and by the best lossless and lossy plans."""
     import dataclasses
 
     from tfcommx.core import Scheme
@@ -169,11 +173,11 @@ def _predicted(step: MeasuredStep, links: Links) -> tuple[Timeline, list[Predict
     from tfcommx.simulator.step import simulate
 
     assumptions = Assumptions(measured_time(step.profile))
-    own = simulate(step.plan, step.profile, links, assumptions)
+    simulated = simulate(step.plan, step.profile, links, assumptions)
     setting = Setting(step.profile, step.plan.topology, links, assumptions)
     lossy = dataclasses.replace(Scheme(), route="allgather", selection=SELECTION, density=DENSITY)
     sums = on_dense_routes([Scheme(wire=CODES)], setting.topology, messages=False)
-    return own, [
+    return simulated, [
         candidates(setting)[0],
         ranked(setting, sums, for_optimal=0)[0],
         candidates(setting, lossy, thorough=False)[0],
@@ -181,27 +185,31 @@ def _predicted(step: MeasuredStep, links: Links) -> tuple[Timeline, list[Predict
 
 
 def _bucket_row(number: int, name: str, steps: dict[str, Timeline]) -> dict[str, Any]:
-    """Return when a bucket was under way and there, in ms; nothing where it travels in another."""
+    """Return travel time and arrival of a bucket, in ms; "-" if another bucket carries it."""
     row: dict[str, Any] = {"bucket": name[:NAME_LENGTH]}
-    for what, timeline in steps.items():
-        mine = [s for s in timeline.spans if s.kind == "message" and s.bucket == number]
-        on_the_way = 1e3 * sum(span.end_s - span.start_s for span in mine)
-        row[f"{what}: on the way"] = on_the_way if mine else "-"
-        row["there" if what == "recorded" else "there "] = 1e3 * mine[-1].end_s if mine else "-"
+    for label, timeline in steps.items():
+        messages = [s for s in timeline.spans if s.kind == "message" and s.bucket == number]
+        on_the_way = 1e3 * sum(span.end_s - span.start_s for span in messages)
+        row[f"{label}: on the way"] = on_the_way if messages else "-"
+        row["there" if label == "recorded" else "there "] = (
+            1e3 * messages[-1].end_s if messages else "-"
+        )
     return row
 
 
 def _show_difference(recorded: Timeline, simulated: Timeline, others_s: float) -> None:
-    """Say by how much the step differs from its simulation, and in what."""
-    whole = recorded.step_s - simulated.step_s
+    """Print the difference between the step and its simulation, and its parts."""
+    difference = recorded.step_s - simulated.step_s
     computing = _computed_s(recorded) - _computed_s(simulated)
     parts = {
         "computing": computing,
         "waiting for other ranks": others_s,
-        "messages": whole - computing - others_s,
+        "messages": difference - computing - others_s,
     }
     text = ", ".join(f"{name} {_signed_ms(seconds)}" for name, seconds in parts.items())
-    print(f"\nThe recorded step differs from the simulated one by {_signed_ms(whole)}: {text}.")
+    print(
+        f"\nThe recorded step differs from the simulated one by {_signed_ms(difference)}: {text}."
+    )
 
 
 def _signed_ms(seconds: float) -> str:
@@ -209,34 +217,37 @@ def _signed_ms(seconds: float) -> str:
 
 
 def _computed_s(timeline: Timeline) -> float:
-    """Return when the backward pass has ended."""
-    return max((one.end_s for one in timeline.spans if one.kind == "backward"), default=0.0)
+    """Return the time at which the backward pass has ended, in seconds."""
+    return max((span.end_s for span in timeline.spans if span.kind == "backward"), default=0.0)
 
 
 def _show_better(predicted: list[tuple[Timeline, list[Prediction]]]) -> None:
-    """Print the simulated steps of the recorded plan and of the best ones.
+    """Print the simulated steps of the recorded plan and of the best plans.
 
     Args:
-        predicted: of the step as recorded; then, if known, with gradients as early as possible.
+        predicted: simulations of the step as recorded; then, if known, of the step with gradients
+            as early as possible.
     """
     from tfcommx.planner.predict import interval
 
-    own, better = predicted[0]
+    recorded, better = predicted[0]
     names = (
         "best that loses nothing",
         f"best with all entries in {CODES}",
         f"best with {DENSITY:.0%} of the entries",
     )
-    as_recorded = interval(own.compute_s, own.exposed_s, better[0].spread)
-    rows = [_better_row("as recorded", own.step_s, as_recorded, "")]
-    for place, (name, one) in enumerate(zip(names, better, strict=True)):
-        shorter = [1 - found[place].step_s / plain.step_s for plain, found in predicted]
+    as_recorded = interval(recorded.compute_s, recorded.exposed_s, better[0].spread)
+    rows = [_better_row("as recorded", recorded.step_s, as_recorded, "")]
+    for position, (name, prediction) in enumerate(zip(names, better, strict=True)):
+        shorter = [
+            1 - candidates[position].step_s / plain.step_s for plain, candidates in predicted
+        ]
         low, high = f"{min(shorter):.1%}", f"{max(shorter):.1%}"
         saved = low if low == high else f"{low} to {high}"
-        rows.append(_better_row(name, one.step_s, one.interval, saved))
+        rows.append(_better_row(name, prediction.step_s, prediction.interval, saved))
     _show(rows)
-    for place, name in enumerate(names):
-        print(f"{name}: {advice(predicted[-1][1][place])}")
+    for position, name in enumerate(names):
+        print(f"{name}: {advice(predicted[-1][1][position])}")
 
 
 def _better_row(plan: str, step_s: float, within: Interval, shorter: str) -> dict[str, Any]:

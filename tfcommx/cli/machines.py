@@ -1,4 +1,4 @@
-"""`tfcommx machines`: which machines, and how many of them, to rent for a training."""
+"""`tfcommx machines`: compare kinds and numbers of machines to rent for a training."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import typer
 from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated_step
 from tfcommx.core import ConfigurationError, check_name, check_whole, replacing
 
-# Compared where the file names none: they lose nothing, and the first is plain Horovod's
+# Default schemes; both are lossless, and the first is plain Horovod's
 SCHEMES: dict[str, dict[str, Any]] = {"horovod": {}, "torus": {"scheme": "torus"}}
-# A scheme is better than those before it in the file if its step takes at most this share of
-# theirs: predictions are not exact, and who names a scheme later may like it less.
+# A scheme is better than those before it in the file only if its step takes at most this share of
+# theirs, because predictions are not exact, and users may list preferred schemes first
 NOTABLY_FASTER = 0.97
-# What the file has besides settings of a simulation
+# Keys of the file other than settings of a simulation
 OWN = ("machines", "schemes", "epoch_samples")
-# In every row, whether the file lists several or one
+# Columns of every row, even if the file has only one value
 ALWAYS = ("model", "nodes", "slots")
 
 
 class Offers(NamedTuple):
-    """The file of a user: machines, and what is to be trained on them."""
+    """Contents of the user's file: machines, and the training on them."""
 
     # Samples of an epoch, >= 1.
     epoch_samples: int
@@ -39,7 +39,7 @@ class Offers(NamedTuple):
 
     @property
     def columns(self) -> list[str]:
-        """Settings that tell cells apart."""
+        """Settings that distinguish cells."""
         listed = [
             name
             for machine in self.machines.values()
@@ -59,7 +59,7 @@ class Offers(NamedTuple):
 
 def machines(
     file: Annotated[
-        Path, typer.Argument(help="YAML file of machines, their prices, and what to train.")
+        Path, typer.Argument(help="YAML file of machines, their prices, and the training.")
     ],
     csv_file: Annotated[
         Path | None, typer.Option("--csv", help="Write all rows, of all schemes.")
@@ -68,7 +68,7 @@ def machines(
         Path | None, typer.Option(help="Draw cost over time, and the efficiency: .svg or .png.")
     ] = None,
 ) -> None:
-    """Compare machines: step time, throughput, and what an epoch costs, with the best scheme."""
+    """Compare machines: step time, throughput, and the cost of an epoch, with the best scheme."""
     start = time.monotonic()
     rows = offer_rows(read_offers(file))
     best = [row for row in rows if row["best"]]
@@ -86,16 +86,16 @@ def machines(
 
 
 def read_offers(file: Path) -> Offers:
-    """Read the file of a user.
+    """Read the user's file.
 
-    **Raises:** ConfigurationError for a key that is not known, with the nearest one, and for a
-    machine without a price.
+    **Raises:** ConfigurationError for an unknown key, with the nearest known one, and for a machine
+    without a price.
     """
-    found = read_keys(file)
-    shared = {name: value for name, value in found.items() if name not in OWN}
+    content = read_keys(file)
+    shared = {name: value for name, value in content.items() if name not in OWN}
     _check_settings(file, shared, OWN)
     machines, prices = {}, {}
-    for name, settings in _named(file, found, "machines").items():
+    for name, settings in _named(file, content, "machines").items():
         price = settings.pop("price", None)
         if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < 1e12:
             raise ConfigurationError(
@@ -104,30 +104,31 @@ def read_offers(file: Path) -> Offers:
             )
         prices[name], machines[name] = float(price), {**shared, **settings}
         _check_settings(file, settings, ("price",))
-    schemes = _named(file, found, "schemes") if "schemes" in found else SCHEMES
+    schemes = _named(file, content, "schemes") if "schemes" in content else SCHEMES
     for settings in schemes.values():
         _check_settings(file, settings, ())
-    samples = check_whole("epoch_samples", found.get("epoch_samples"), least=1)
+    samples = check_whole("epoch_samples", content.get("epoch_samples"), least=1)
     return Offers(samples, prices, machines, schemes)
 
 
 def offer_rows(offers: Offers) -> list[dict[str, Any]]:
     """Simulate each scheme on each number of each machine.
 
-    A scheme is left out where it cannot be carried out, such as on one node.
+    A scheme is left out of cells in which it is impossible, such as on one node.
 
     Returns:
-        Rows; `speedup` is over the first scheme of a cell. `best` is the scheme to take in its
-        cell, and `unbeaten` one of these if none of its model is faster and cheaper.
+        Rows; `speedup` is over the first scheme of a cell. `best` is True for the recommended
+        scheme of a cell, and `unbeaten` for such a row if no other of its model beats it in time
+        and cost.
 
-    **Cost:** some 10 ms for each row, however many ranks.
-    **Raises:** ConfigurationError for settings that are out of range, and for a scheme that can be
-    carried out nowhere.
+    **Cost:** about 10 ms per row, for any number of ranks.
+    **Raises:** ConfigurationError for settings that are out of range, and for a scheme that is
+    impossible in all cells.
     """
     rows: list[dict[str, Any]] = []
     refused: dict[str, ConfigurationError] = {}
     for machine, cell in offers.cells():
-        found = []
+        cell_rows = []
         for name, scheme in offers.schemes.items():
             settings = Settings(**{**cell, **scheme})
             try:
@@ -135,12 +136,12 @@ def offer_rows(offers: Offers) -> list[dict[str, Any]]:
             except ConfigurationError as error:
                 refused.setdefault(name, error)
                 continue
-            found.append(_row(offers, machine, settings, name, step))
-        best = _best(found)
-        for row in found:
-            row["speedup"] = found[0]["step_seconds"] / row["step_seconds"]
+            cell_rows.append(_row(offers, machine, settings, name, step))
+        best = _best(cell_rows)
+        for row in cell_rows:
+            row["speedup"] = cell_rows[0]["step_seconds"] / row["step_seconds"]
             row["best"] = row is best
-        rows += found
+        rows += cell_rows
     for name, refusal in refused.items():
         if name not in {row["scheme"] for row in rows}:
             raise refusal
@@ -148,10 +149,10 @@ def offer_rows(offers: Offers) -> list[dict[str, Any]]:
     return [{**row, "unbeaten": row["best"] and not _is_beaten(row, best_ones)} for row in rows]
 
 
-def _best(found: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the first row that no later one is notably faster than."""
+def _best(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the row of the best scheme; a later one must be notably faster."""
     best = None
-    for row in found:
+    for row in rows:
         if best is None or row["step_seconds"] <= NOTABLY_FASTER * best["step_seconds"]:
             best = row
     return best
@@ -176,20 +177,20 @@ def _row(
 
 
 def _is_beaten(row: Mapping[str, Any], rows: list[dict[str, Any]]) -> bool:
-    """Tell whether another one is faster and no dearer, or cheaper and no slower."""
-    mine = row["epoch_seconds"], row["epoch_cost"]
+    """Return True if another row is faster and not dearer, or cheaper and not slower."""
+    seconds_and_cost = row["epoch_seconds"], row["epoch_cost"]
     return any(
-        other["model"] == row["model"]
-        and (other["epoch_seconds"], other["epoch_cost"]) != mine
-        and other["epoch_seconds"] <= mine[0]
-        and other["epoch_cost"] <= mine[1]
-        for other in rows
+        rival["model"] == row["model"]
+        and (rival["epoch_seconds"], rival["epoch_cost"]) != seconds_and_cost
+        and rival["epoch_seconds"] <= seconds_and_cost[0]
+        and rival["epoch_cost"] <= seconds_and_cost[1]
+        for rival in rows
     )
 
 
-def _named(file: Path, found: Mapping[str, Any], key: str) -> dict[str, dict[str, Any]]:
+def _named(file: Path, content: Mapping[str, Any], key: str) -> dict[str, dict[str, Any]]:
     """Return the settings below a key, by name."""
-    rows = found.get(key)
+    rows = content.get(key)
     if (
         not isinstance(rows, dict)
         or not rows
@@ -200,7 +201,7 @@ def _named(file: Path, found: Mapping[str, Any], key: str) -> dict[str, dict[str
             f"in {file}."
         )
     return {
-        str(name): {str(one).replace("-", "_"): value for one, value in row.items()}
+        str(name): {str(setting).replace("-", "_"): value for setting, value in row.items()}
         for name, row in rows.items()
     }
 
@@ -215,14 +216,14 @@ def _check_settings(file: Path, settings: Mapping[str, Any], also: tuple[str, ..
 
 
 def _of_model(name: str, value: Any, cell: Mapping[str, Any]) -> Any:
-    """Return the value of the cell's model, of a mapping from models."""
+    """Return a setting's value for the cell's model, if it is a mapping from models."""
     if not isinstance(value, dict):
         return value
     return value[check_name(f"model of {name}", cell.get("model", Settings().model), list(value))]
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    """Print the best row of each cell; those that nothing beats bold, and with a star."""
+    """Print the best row of each cell; unbeaten rows in bold, and with a star."""
     from rich.table import Table
 
     from tfcommx.report.terminal import terminal_console
@@ -238,7 +239,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is printed of a row."""
+    """Return the printed cells of a row."""
     names = list(row)
     tells_apart = names[1 : names.index("ranks")]
     within = "-".join(f"{1e3 * row[name]:.0f}" for name in INTERVAL)

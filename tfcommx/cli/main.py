@@ -35,8 +35,8 @@ from tfcommx.core import LaunchError, TfcommxError, local_path
 from tfcommx.launch.launcher import launcher
 from tfcommx.supervisor.supervisor import USER_ERROR
 
-# Other ranks wait so long before they print an error, which rank 0 most likely has too. The
-# launcher ends all ranks after rank 0 has printed it.
+# Seconds that other ranks wait before they print an error, because rank 0 most likely has it, too,
+# and the launcher ends all ranks after rank 0 has printed it
 RANK_0_FIRST_SECONDS = 5.0
 
 
@@ -49,8 +49,8 @@ def with_local_paths(command: Callable[..., None]) -> Callable[..., None]:
         return local_path(name, value) if isinstance(value, Path) else value
 
     @functools.wraps(command)
-    def checked(**given: Any) -> None:
-        command(**{name: local(name, value) for name, value in given.items()})
+    def checked(**arguments: Any) -> None:
+        command(**{name: local(name, value) for name, value in arguments.items()})
 
     return checked
 
@@ -77,7 +77,7 @@ for command in (
     doctor.doctor,
 ):
     app.command()(with_local_paths(command))
-# What follows the first word belongs to another command
+# Without interspersed options, because words after the first belong to another command
 app.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )(centre.centre)
@@ -85,10 +85,10 @@ app.command(context_settings={"allow_interspersed_args": False})(with_local_path
 
 
 def main() -> None:
-    """Run the command line; its exit status is 1 if a rank has failed, or the rank's own for `run`.
+    """Run the command line; exit status 1 if a rank has failed, or the rank's status for `run`.
 
-    An error that the user can fix is printed without a traceback, with exit status 2; by rank 0
-    alone if all ranks have it.
+    An error that the user can fix is printed without a traceback, with exit status 2; only by
+    rank 0 if all ranks have it.
     """
     print_any_character()
     if sys.argv[1:2] not in (["centre"], ["run"]):  # These run a user's script

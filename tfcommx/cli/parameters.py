@@ -1,4 +1,4 @@
-"""The parameters of a command that typer reads, where they are not those of its function."""
+"""Replace the parameters of a command that typer reads."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 
 def show_parameters(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> None:
-    """Let typer, and `inspect.signature`, read these parameters in place of the function's own.
+    """Set the parameters that typer, and `inspect.signature`, read from a function.
 
-    >>> def say(**given: str) -> None: ...
+    >>> def say(**words: str) -> None: ...
     >>> name = inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY, annotation=str)
     >>> show_parameters(say, [name])
     >>> inspect.signature(say)
     <Signature (*, name: str)>
     """
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

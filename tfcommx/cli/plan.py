@@ -1,4 +1,4 @@
-"""`tfcommx plan`: rank the schemes for a model on a cluster, and find what would help most."""
+"""`tfcommx plan`: rank the schemes for a model on a cluster, and the most effective changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan(
     nodes: Annotated[int, typer.Option(help="Nodes of the cluster.")] = 4,
     slots: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
     selection: Annotated[
-        str, typer.Option(help="all, which loses nothing, or a rule such as mstopk.")
+        str, typer.Option(help="all, which is lossless, or a rule such as mstopk.")
     ] = "all",
     density: Annotated[float, typer.Option(help="Entries sent / entries, of a rule.")] = 0.01,
     wire: Annotated[
@@ -36,7 +36,7 @@ def plan(
     engine: Annotated[
         str | None,
         typer.Option(
-            help="What runs the collectives, if not what the links say: nccl, gloo, open_mpi, "
+            help="Engine of the collectives, in place of that of the links: nccl, gloo, open_mpi, "
             "horovod_hierarchical, or ring, the papers' prices."
         ),
     ] = None,
@@ -67,14 +67,14 @@ def plan(
         at_work = dataclasses.replace(measured.engine, name=engine)
         measured = measured._replace(engine=at_work)
     setting = Setting(profile, Topology(nodes, slots), measured, assumptions)
-    found = candidates(setting, _asked(selection, density, wire, compression), mpi)
+    ranking = candidates(setting, _asked(selection, density, wire, compression), mpi)
     if selection != "all":
-        found = with_codes(found, setting)
-    best = found[0]
-    _show([_row(candidate) for candidate in found], what_helps(best.scheme, setting))
+        ranking = with_codes(ranking, setting)
+    best = ranking[0]
+    _show([_row(candidate) for candidate in ranking], what_helps(best.scheme, setting))
     print(f"\npredicted to be the fastest: {advice(best)}")
     if json_file:
-        write_text(json_file, "".join(json.dumps(_row(one)) + "\n" for one in found))
+        write_text(json_file, "".join(json.dumps(_row(candidate)) + "\n" for candidate in ranking))
     if output:
         write_text(output, best.plan.to_json())
         print(f"{output}: its plan, of {len(best.plan.buckets)} buckets.")
@@ -84,15 +84,15 @@ def _asked(selection: str, density: float, wire: str, compression: str) -> Schem
     from tfcommx.planner.check import check_scheme
 
     density = 1.0 if selection == "all" else density
-    asked = Scheme("auto", selection, density, wire=wire, compression=compression)
-    check_scheme(asked, Topology(1, 1))
-    return dataclasses.replace(asked, route="allreduce" if selection == "all" else "allgather")
+    requested = Scheme("auto", selection, density, wire=wire, compression=compression)
+    check_scheme(requested, Topology(1, 1))
+    return dataclasses.replace(requested, route="allreduce" if selection == "all" else "allgather")
 
 
 def profile_of(model: str, throughput: float, batch: int) -> Profile:
     """Return the profile of a file, or of a known model at a throughput.
 
-    **Raises:** ConfigurationError.
+    **Raises:** ConfigurationError for a name that is neither.
     """
     from tfcommx.simulator import models
 
@@ -154,8 +154,10 @@ def _show(rows: list[dict[str, Any]], changes: dict[str, Prediction]) -> None:
     helps = Table(box=None, title="what would help", title_justify="left")
     for name in ("change", "step ms", "samples/s"):
         helps.add_column(name, justify="left" if name == "change" else "right")
-    for what, one in changes.items():
-        helps.add_row(what, f"{1e3 * one.step_s:.1f}", f"{one.timeline.throughput:.4g}")
+    for change, prediction in changes.items():
+        helps.add_row(
+            change, f"{1e3 * prediction.step_s:.1f}", f"{prediction.timeline.throughput:.4g}"
+        )
     console.print(helps)
 
 
@@ -163,7 +165,7 @@ def _words(row: dict[str, Any]) -> str:
     peers = f" ({row['peer_route']})" if row["scheme"] == "torus" else ""
     share = "" if row["selection"] == "all" else f", {row['selection']} {row['density']:g}"
     forms = (row["wire"], row["compression"])
-    form = "".join(f", {one}" for one in forms if one not in ("plain", "none"))
+    form = "".join(f", {name}" for name in forms if name not in ("plain", "none"))
     return f"{row['scheme']}{peers}{share}{form}, {row['merging']}"
 
 
@@ -179,10 +181,10 @@ def advice(best: Prediction) -> str:
     for name in ("dense_route", "wire", "dense_wire", "peer_route", "merging", "compression"):
         if getattr(scheme, name) != getattr(default, name):
             words.append(f"{name}={getattr(scheme, name)!r}")
-    found = f"Scheme({', '.join(words)})"
+    code = f"Scheme({', '.join(words)})"
     if not merging.get(scheme.merging).needs_times:
-        return found
+        return code
     return (
-        f"{found}. Its merging goes by time: write the plan with `tfcommx plan --output`, and give "
+        f"{code}. Its merging goes by time: write the plan with `tfcommx plan --output`, and give "
         "DistributedOptimizer(plan=tfcommx.routes.read_plan(text)) what is in the file"
     )

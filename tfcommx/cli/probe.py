@@ -14,7 +14,7 @@ from tfcommx.core import ConfigurationError, write_text
 
 def probe(
     output: Annotated[
-        Path, typer.Option(help="File of the links; the figure goes beside it, as .png.")
+        Path, typer.Option(help="File of the links; the figure is written next to it, as .png.")
     ] = Path("links.json"),
     largest: Annotated[
         int, typer.Option(min=4096, help="Bytes of the largest message; less for slow networks.")
@@ -25,7 +25,7 @@ def probe(
 ) -> None:
     """Measure the links of this cluster: `horovodrun -np 8 -H ... tfcommx probe`.
 
-    Schemes are then planned by what they cost.
+    Schemes are then planned by the measured prices.
     """
     load_tensorflow()
     from tfcommx import init, is_chief
@@ -34,20 +34,22 @@ def probe(
     from tfcommx.report import figures
 
     comm = init()
-    # Rank 0 writes; all ranks must know if it cannot
+    # Gathered, because only rank 0 writes, and all ranks must know if it cannot
     if not comm.gather_objects(output.parent.is_dir() and os.access(output.parent, os.W_OK))[0]:
         raise ConfigurationError(
             f"`--output` must be in a folder that rank 0 can write to. Received {output}. Make "
             "the folder, or give another."
         )
     sizes = [size for size in links.SIZES if size <= largest]
-    found = links.probe(comm, sizes, repeats, load=matmul_load(), fusion=True)
+    result = links.probe(comm, sizes, repeats, load=matmul_load(), fusion=True)
     if is_chief():
-        write_text(output, found.to_json())
-        figures.draw_links(found.links, found.points, found.by_engine, output.with_suffix(".png"))
-        for kind, link in found.links._asdict().items():
+        write_text(output, result.to_json())
+        figures.draw_links(
+            result.links, result.points, result.by_engine, output.with_suffix(".png")
+        )
+        for kind, link in result.links._asdict().items():
             print(f"{kind}: {link}")
-        spread = ", ".join(f"{name} {value:.3g}" for name, value in found.spread.items())
+        spread = ", ".join(f"{name} {value:.3g}" for name, value in result.spread.items())
         print(f"standard deviations: {spread or 'nothing was measured'}")
         print(
             f"{output}, {output.with_suffix('.png')}. Use it: DistributedOptimizer(..., "

@@ -40,14 +40,14 @@ def profile(
         return
     from tfcommx.training.profile import measure_recipe
 
-    found = measure_recipe(recipe, steps)
-    write_text(output, found.profile.to_json())
-    parts = found.profile.forward_s + found.profile.backward_s
+    result = measure_recipe(recipe, steps)
+    write_text(output, result.profile.to_json())
+    parts = result.profile.forward_s + result.profile.backward_s
     print(
-        f"forward {1e3 * found.profile.forward_s:.2f} ms, backward "
-        f"{1e3 * found.profile.backward_s:.2f} ms, update {1e3 * found.profile.update_s:.2f} ms. "
-        f"Without stamps forward and backward take {1e3 * found.plain_s:.2f} ms, "
-        f"{found.plain_s / parts:.0%} of the parts.\n{output}: {len(found.profile.variables)} "
+        f"forward {1e3 * result.profile.forward_s:.2f} ms, backward "
+        f"{1e3 * result.profile.backward_s:.2f} ms, update {1e3 * result.profile.update_s:.2f} ms. "
+        f"Without stamps forward and backward take {1e3 * result.plain_s:.2f} ms, "
+        f"{result.plain_s / parts:.0%} of the parts.\n{output}: {len(result.profile.variables)} "
         "variables. Use it: tfcommx plan, tfcommx simulate --profile."
     )
 
@@ -57,14 +57,14 @@ def _measure_exchange(recipe: Recipe, steps: int, file: Path) -> None:
     from tfcommx.collectives import process
     from tfcommx.training.profile import measure_recipe_exchange
 
-    found = measure_recipe_exchange(recipe, steps)
+    result = measure_recipe_exchange(recipe, steps)
     if process.is_chief():
-        write_text(file, found.to_json())
-        timeline = found.timeline
+        write_text(file, result.to_json())
+        timeline = result.timeline
         print(
             f"{timeline.ranks} ranks: a step of {1e3 * timeline.step_s:.2f} ms, of which "
-            f"{1e3 * timeline.exposed_s:.2f} ms wait for the exchange of {len(found.plan.buckets)} "
-            f"buckets.\n{file}: compare it with a simulated one: tfcommx explain {file} --links "
-            "links.json."
+            f"{1e3 * timeline.exposed_s:.2f} ms wait for the exchange of "
+            f"{len(result.plan.buckets)} buckets.\n{file}: compare it with a simulated "
+            f"one: tfcommx explain {file} --links links.json."
         )
     process.current().gather_objects("done")

@@ -26,7 +26,7 @@ def report(
         typer.Option(help="Folder of the page and its picture; by default that of the first run."),
     ] = None,
 ) -> None:
-    """Print the report of one run, or of several beside each other; write it as an HTML page."""
+    """Print the report of one run, or a comparison of several; write it as an HTML page."""
     runs = dict(zip(names_of(run_folders), map(read, run_folders), strict=True))
     if len(run_folders) == 1:
         show_run(run_folders[0])

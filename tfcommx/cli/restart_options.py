@@ -1,4 +1,4 @@
-"""The options of `tfcommx run` and `tfcommx train` by which a supervisor starts ranks again."""
+"""The options of `tfcommx run` and `tfcommx train` for a supervisor that restarts ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tfcommx.supervisor.supervisor import StopSignal, Supervisor, say
 
 
 class RestartOptions(NamedTuple):
-    """The options as they were given; None: not given."""
+    """The options of the command line; None: not given."""
 
     min_np: Annotated[
         int | None,
@@ -46,11 +46,11 @@ class RestartOptions(NamedTuple):
     ] = None
     slots: Annotated[
         int | None,
-        typer.Option("--slots", min=1, help="Of hosts that the script prints without a number."),
+        typer.Option("--slots", min=1, help="Slots of hosts printed without a number."),
     ] = None
     reset_limit: Annotated[
         int | None,
-        typer.Option("--reset-limit", min=0, help="Restart: so many restarts at most."),
+        typer.Option("--reset-limit", min=0, help="Restart: largest number of restarts."),
     ] = None
     blacklist_cooldown_range: Annotated[
         tuple[float, float] | None,
@@ -74,7 +74,7 @@ class RestartOptions(NamedTuple):
             "--grow-every",
             metavar="MINUTES",
             min=0,
-            help="Restart: new hosts may join then, too, not only when an epoch ends.",
+            help="Restart: period at which new hosts may join, in addition to epoch ends.",
         ),
     ] = None
     generations: Annotated[
@@ -84,7 +84,7 @@ class RestartOptions(NamedTuple):
 
     @property
     def wanted(self) -> bool:
-        """Return whether a supervisor is wanted: one of them was given."""
+        """True if a supervisor is wanted, because at least one option was given."""
         return any(value is not None for value in self)
 
     def options(self, ranks: int | None, interfaces: tuple[str, ...] = ()) -> SupervisorOptions:
@@ -92,7 +92,7 @@ class RestartOptions(NamedTuple):
 
         Args:
             ranks: -np, or None.
-            interfaces: of the network.
+            interfaces: network interfaces of the ranks; empty: any.
         """
         fewest = self.min_np or min(ranks or 1, self.max_np or ranks or 1)
         return SupervisorOptions(
@@ -108,11 +108,11 @@ class RestartOptions(NamedTuple):
         )
 
     def source(self, hosts: list[Host], name: str, ranks: int | None) -> HostSource:
-        """Return what names the hosts: the script, or else these.
+        """Return the source of the hosts: the script if given, otherwise `hosts`.
 
         Args:
-            hosts: those that were given; empty: none.
-            name: who names them, for messages.
+            hosts: hosts of the command line; empty: none.
+            name: name of their source, for messages.
             ranks: -np, or None.
 
         **Raises:** ConfigurationError for hosts from two sources, or too few slots.
@@ -134,7 +134,7 @@ class RestartOptions(NamedTuple):
 
 
 def add_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command these options; it gets them as one argument, `restart`.
+    """Add these options to a command, which receives them as one argument, `restart`.
 
     >>> def say(name: str, restart: RestartOptions) -> None: ...
     >>> [*inspect.signature(add_options(say)).parameters][:3]
@@ -144,14 +144,14 @@ def add_options(command: Callable[..., None]) -> Callable[..., None]:
     options = inspect.signature(RestartOptions).parameters
     kinds = get_type_hints(RestartOptions, include_extras=True)
     parameters = [
-        one.replace(annotation=(kinds | hints)[one.name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, given in inspect.signature(command).parameters.items()
-        for one in (options.values() if name == "restart" else [given])
+        option.replace(annotation=(kinds | hints)[option.name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(command).parameters.items()
+        for option in (options.values() if name == "restart" else [parameter])
     ]
 
-    def with_options(**given: Any) -> None:
-        restart = RestartOptions(**{name: given.pop(name) for name in options})
-        command(**given, restart=restart)
+    def with_options(**arguments: Any) -> None:
+        restart = RestartOptions(**{name: arguments.pop(name) for name in options})
+        command(**arguments, restart=restart)
 
     with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
     show_parameters(with_options, parameters)
@@ -165,9 +165,9 @@ def supervise(
     make_launch: Callable[[list[Host], int], Launch],
     stop: StopSignal,
 ) -> None:
-    """Keep a run going until it has ended well.
+    """Restart a run until it succeeds.
 
-    **Raises:** LaunchError if it cannot go on; SystemExit after a signal.
+    **Raises:** LaunchError if it cannot continue; SystemExit after a signal.
     """
     on_end_signals(stop.ask)
     Supervisor(Hosts(source, options, remote, say), options, make_launch, stop).run()

@@ -1,4 +1,4 @@
-"""`tfcommx run`: start a command on all hosts; a thin front of horovodrun."""
+"""`tfcommx run`: start a command on all hosts; a thin wrapper of horovodrun."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_FOUND = 127
 @restart_options.add_options
 def run(
     command: Annotated[
-        list[str], typer.Argument(help="What every rank runs, such as `python train.py`.")
+        list[str], typer.Argument(help="Command of every rank, such as `python train.py`.")
     ],
     num_proc: Annotated[
         int | None, typer.Option("-np", "--num-proc", min=1, help="Ranks; default: all slots.")
@@ -54,7 +54,7 @@ def run(
     mpi_args: Annotated[str, typer.Option(help="Options for mpirun, as one word.")] = "",
     horovodrun_args: Annotated[
         list[str] | None,
-        typer.Option(metavar="WORD", help="Pass a word on to horovodrun. Repeatable."),
+        typer.Option(metavar="WORD", help="Pass a word to horovodrun. Repeatable."),
     ] = None,
     *,
     restart: restart_options.RestartOptions,
@@ -63,8 +63,8 @@ def run(
 
     Without -H and --hostfile the hosts are those of the allocation: of Slurm, PBS, LSF, or
     Kubernetes' MPI operator; outside of one, this machine. Ctrl-C ends all ranks. If a rank fails,
-    the others are ended, one line says which it was, and its exit status is returned. With a
-    restart option the ranks are then started again, on the hosts that are left.
+    the others are ended, one line names it, and its exit status is returned. With a restart option
+    the ranks are then started again, on the remaining hosts.
     """
     if gloo and mpi:
         raise ConfigurationError("One of --gloo and --mpi is required at most. Received both.")
@@ -72,34 +72,36 @@ def run(
         raise LaunchError(
             f"A command that can be run is required. Received {command[0]!r}.", NOT_FOUND
         )
-    given = {
+    values = {
         "--ssh-port": ssh_port,
         "--ssh-identity-file": ssh_identity_file,
         "--start-timeout": start_timeout,
     }
-    options = [word for name, value in given.items() if value for word in (name, str(value))]
+    options = [word for name, value in values.items() if value for word in (name, str(value))]
     options += horovodrun_args or []
 
     def make_launch(hosts: list[Host], generation: int = 0) -> Launch:
         kind = "mpi" if mpi else "gloo"
-        # On this host alone horovodrun takes the loopback interface, and would find no other
-        own: list[str] = []
+        # Not on one host, because horovodrun uses the loopback there, and would find no other
+        network_options: list[str] = []
         if network_interfaces and not all(is_local(host.name) for host in hosts):
-            own = ["--network-interfaces", network_interfaces]
-        return Launch(tuple(hosts), tuple(command), kind, mpi_args, (*own, *options))
+            network_options = ["--network-interfaces", network_interfaces]
+        return Launch(tuple(hosts), tuple(command), kind, mpi_args, (*network_options, *options))
 
     if not restart.wanted:
-        source, found = find_hosts(num_proc, hosts, hostfile)
-        chosen = ranks_on(found, num_proc or sum(host.slots for host in found), source)
+        source, available = find_hosts(num_proc, hosts, hostfile)
+        chosen = ranks_on(available, num_proc or sum(host.slots for host in available), source)
         carry_out(make_launch(chosen))
         return
     if restart.host_discovery_script and not (hosts or hostfile):
-        source, found = "", []
+        source, available = "", []
     else:
-        source, found = find_hosts(num_proc or restart.max_np or restart.min_np, hosts, hostfile)
+        source, available = find_hosts(
+            num_proc or restart.max_np or restart.min_np, hosts, hostfile
+        )
     interfaces = tuple(network_interfaces.split(",")) if network_interfaces else ()
     restart_options.supervise(
-        restart.source(found, source, num_proc),
+        restart.source(available, source, num_proc),
         restart.options(num_proc, interfaces),
         RemoteHosts(ssh_port, ssh_identity_file),
         make_launch,
@@ -110,7 +112,7 @@ def run(
 def find_hosts(
     ranks: int | None, hosts: str | None, hostfile: Path | None
 ) -> tuple[str, list[Host]]:
-    """Return who names the hosts, and the hosts.
+    """Return the source of the hosts, for messages, and the hosts.
 
     **Raises:** ConfigurationError for unusable hosts, and for an unknown number of ranks.
     """
@@ -120,8 +122,8 @@ def find_hosts(
         return "-H", parse_hosts(hosts)
     if hostfile:
         return str(hostfile), read_hostfile(hostfile)
-    if given := allocation():
-        return given.source, given.hosts
+    if job := allocation():
+        return job.source, job.hosts
     if ranks:
         return "-np", [Host("localhost", ranks)]
     raise ConfigurationError(
@@ -133,7 +135,8 @@ def find_hosts(
 def carry_out(launch: Launch) -> None:
     """Start the ranks and show their output until they end.
 
-    SIGINT (Ctrl-C), SIGTERM or SIGHUP end all ranks; a second one does so without the 5 s of grace.
+    SIGINT (Ctrl-C), SIGTERM or SIGHUP end all ranks; a second signal ends them without the 5 s of
+    grace.
 
     **Raises:** LaunchError if a rank fails; SystemExit after a signal.
     """

@@ -1,4 +1,4 @@
-"""`tfcommx simulate`: what a step would take on a cluster that one does not have."""
+"""`tfcommx simulate`: predict the time of a step on a cluster that is not available."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tfcommx.recipes.reader import parse
 
 
 def setting(default: Any, text: str) -> Any:
-    """Declare a setting: its default, and the help text of its option."""
+    """Declare a setting by its default and the help text of its option."""
     return dataclasses.field(default=default, metadata={"help": text})
 
 
@@ -39,7 +39,7 @@ class Settings:
     """The settings of a simulation: options, or keys of a YAML file with - or _."""
 
     model: str = setting("resnet50", "A network, such as resnet50 or vgg16.")
-    size: int | None = setting(None, "Pixels a side, or words, of a sample; the model's own.")
+    size: int | None = setting(None, "Pixels a side, or words, of a sample; the model's default.")
     profile: str | None = setting(
         None, "File of a measured profile; it replaces --model, --batch and --throughput."
     )
@@ -58,22 +58,22 @@ class Settings:
     gamma: float = setting(1e-11, "Seconds per byte that is added or selected from.")
     wiring: str | None = setting(
         None,
-        "What joins the ranks of a node: nvlink, pcie_switch, root_complex, host_memory or qpi; "
-        "nvlink, or as --links says.",
+        "Connection of the ranks of a node: nvlink, pcie_switch, root_complex, host_memory or "
+        "qpi; nvlink, or from --links.",
     )
     nics: int | None = setting(
-        None, "Network adapters of a node, which share --between-gbit; 1, or as --links says."
+        None, "Network adapters of a node, which share --between-gbit; 1, or from --links."
     )
     engine: str | None = setting(
         None,
-        "What runs the collectives: nccl, gloo, open_mpi, horovod_hierarchical, or ring, the "
-        "papers' prices; ring, or as --links says.",
+        "Engine of the collectives: nccl, gloo, open_mpi, horovod_hierarchical, or ring, the "
+        "papers' prices; ring, or from --links.",
     )
     cycle: float | None = setting(
-        None, "Seconds of HOROVOD_CYCLE_TIME, which is in ms; 0, or as --links says."
+        None, "Seconds of HOROVOD_CYCLE_TIME, which is in ms; 0, or from --links."
     )
     fusion_mbytes: float | None = setting(
-        None, "Buffer in which waiting allreduces are fused, 2^20 bytes; none, or as --links says."
+        None, "Buffer in which waiting allreduces are fused, 2^20 bytes; none, or from --links."
     )
     scheme: str = setting("allreduce", "Route: allreduce, torus, hitopk, ...")
     selection: str | None = setting(None, "Rule of a sparse route; mstopk.")
@@ -81,20 +81,20 @@ class Settings:
     wire: str = setting(
         "plain", "Format of selected entries: elias/int8; of all: float16, int8, int4."
     )
-    dense_route: str = setting("allreduce", "Route of what stays dense.")
+    dense_route: str = setting("allreduce", "Route of dense gradients.")
     compression: str = setting("none", "Shorter vectors in place of gradients: powersgd/4.")
     merging: str = setting("threshold", "threshold, single, each, mg_wfbp, omgs or optimal.")
     bucket_mbytes: float = setting(
         Scheme().bucket_bytes / 1e6, "Size of a bucket of merging threshold, 10^6 bytes."
     )
-    # The following: see `simulator.assumptions.Assumptions`
+    # For the following settings see `simulator.assumptions.Assumptions`
     selection_on: str = setting("compute", "compute (delays the backward pass) or beside.")
     engine_seconds: float | None = setting(
-        None, "Seconds per collective besides its price; 0, or as --links says."
+        None, "Seconds per collective in addition to its price; 0, or from --links."
     )
     spread: float = setting(0.0, "Relative spread of compute times over the ranks.")
     contention: float | None = setting(
-        None, "How much longer messages last during the backward pass; as --links says, or 0."
+        None, "Relative slowdown of messages during the backward pass; from --links, or 0."
     )
     loading: float = setting(0.0, "Seconds to load a batch.")
     slow_node: float = setting(1.0, "Compute time of one node over that of the others, >= 1.")
@@ -116,7 +116,7 @@ class Settings:
 
     @property
     def requested_scheme(self) -> Scheme:
-        """How gradients travel."""
+        """Scheme of the gradients."""
         from tfcommx import routes
         from tfcommx.routes.route import SparseRoute
 
@@ -136,7 +136,7 @@ class Settings:
 
     @property
     def link_prices(self) -> Links:
-        """What messages cost."""
+        """Prices of messages."""
         from tfcommx.engines.engine import ring_link
 
         if self.links is not None:
@@ -150,12 +150,12 @@ class Settings:
         )
 
     def _as_set(self, links: Links) -> Links:
-        """Return links with what these settings say of the engine."""
+        """Return links with the engine settings of this simulation."""
         mbytes = self.fusion_mbytes
         if mbytes is not None and not 0 <= mbytes < math.inf:
             raise ConfigurationError(f"`fusion_mbytes` must be >= 0. Received {mbytes}.")
         buffer = None if mbytes is None else round(mbytes * 2**20)
-        said: dict[str, Any] = {
+        changes: dict[str, Any] = {
             "name": self.engine,
             "nics": self.nics,
             "wiring": self.wiring,
@@ -163,18 +163,18 @@ class Settings:
             "fusion_bytes": buffer,
         }
         engine = dataclasses.replace(
-            links.engine, **{name: value for name, value in said.items() if value is not None}
+            links.engine, **{name: value for name, value in changes.items() if value is not None}
         )
         return links._replace(engine=engine, fuses=links.fuses if buffer is None else buffer > 0)
 
 
-# Columns of the rows that are said in a sentence, and stand in no table
+# Columns of the rows that are printed in a sentence, not in the table
 INTERVAL = ("step_seconds_low", "step_seconds_high")
-# In the table too if steps differ
+# Columns that are in the table only if steps differ
 TENTHS = ("step_seconds_p10", "step_seconds_p90")
 # Name of a setting -> str, int or float
 KINDS: dict[str, type] = {
-    name: next(one for one in (*typing.get_args(kind), kind) if one is not type(None))
+    name: next(member for member in (*typing.get_args(kind), kind) if member is not type(None))
     for name, kind in typing.get_type_hints(Settings).items()
 }
 
@@ -188,7 +188,7 @@ def _number(name: str, value: Any, kind: type) -> Any:
 
 
 def _option(field: dataclasses.Field[Any]) -> inspect.Parameter:
-    """Return the parameter of the command that sets a setting."""
+    """Return the command's parameter for a setting."""
     text, default = field.metadata["help"], field.default
     if default is not None:
         text += f" Default: {f'{default:g}' if isinstance(default, float) else default}."
@@ -216,10 +216,10 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline for chrome://tracing and Perfetto.")
     ] = None,
-    **given: Any,
+    **options: Any,
 ) -> None:
-    """Simulate a step: what would a model take on a cluster, under a scheme?"""
-    settings = _settings(settings_file, given)
+    """Simulate a training step of a model on a cluster, under a scheme."""
+    settings = _settings(settings_file, options)
     if sweep and trace:
         raise ConfigurationError(
             "`--trace` writes one timeline. Received --sweep. Leave one of them out."
@@ -258,43 +258,45 @@ def simulate(
         write_text(trace, report.trace_events({title: timeline}))
 
 
-# An option for each setting in place of `given`
+# An option for each setting in place of `options`
 _settings_file, *_others, _ = inspect.signature(simulate, eval_str=True).parameters.values()
 _options = [_option(field) for field in dataclasses.fields(Settings)]
 show_parameters(simulate, [_settings_file, *_options, *_others])
 
 
 def _with(swept: str, value: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Add the swept setting to a row; `throughput` of one rank beside that of all ranks."""
+    """Add the swept setting to a row; `throughput` of one rank next to that of all ranks."""
     if swept == "throughput":
         return {"rank_throughput": value, **row}
     return row if swept in row else {swept: value, **row}
 
 
-def _settings(file: Path | None, given: dict[str, Any]) -> Settings:
-    """Return the settings of a file and of flags."""
-    found = read_keys(file) if file else {}
-    for name in found:
+def _settings(file: Path | None, options: dict[str, Any]) -> Settings:
+    """Return the settings of a file, overridden by options."""
+    content = read_keys(file) if file else {}
+    for name in content:
         check_name(f"setting in {file}", name, list(KINDS))
-    return Settings(**{**found, **{name: x for name, x in given.items() if x is not None}})
+    return Settings(**{**content, **{name: x for name, x in options.items() if x is not None}})
 
 
 def read_keys(file: Path) -> dict[str, Any]:
     """Return the keys of a YAML file, with _ for -.
 
-    **Raises:** ConfigurationError for another file.
+    **Raises:** ConfigurationError for a file that is not such a YAML file.
     """
     try:
-        found = parse(file.read_text(encoding="utf-8")) or {}
+        content = parse(file.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"A YAML file is required. Received {file}: {error}.") from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"Settings, one a line, are required. Received {file}: {found!r}.")
-    return {str(name).replace("-", "_"): value for name, value in found.items()}
+    if not isinstance(content, dict):
+        raise ConfigurationError(
+            f"Settings, one a line, are required. Received {file}: {content!r}."
+        )
+    return {str(name).replace("-", "_"): value for name, value in content.items()}
 
 
 def _sweep(text: str) -> tuple[str, list[Any]]:
-    """Read `nodes=1,2,4,...,1024`: a setting, and its values."""
+    """Parse `nodes=1,2,4,...,1024`: a setting, and its values."""
     name, _, listed = text.partition("=")
     name = check_name("setting", name.strip().replace("-", "_"), list(KINDS))
     words = [word.strip() for word in listed.split(",") if word.strip()]
@@ -305,28 +307,30 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
 
 
 def _numbers(words: list[str], name: str) -> list[Any]:
-    """Read numbers; `...` goes on as the two before it do, by a factor or else by steps."""
-    found: list[float] = []
+    """Parse numbers; `...` continues the numbers before it, by a factor or by steps."""
+    numbers: list[float] = []
     try:
-        for place, word in enumerate(words):
+        for position, word in enumerate(words):
             if word != "...":
-                found.append(float(word))
+                numbers.append(float(word))
                 continue
-            last = float(words[place + 1])
-            first, second = found[-2:]
+            last = float(words[position + 1])
+            first, second = numbers[-2:]
             factor, step = second / first if first > 0 else 1.0, second - first
-            by_factor = first > 0 and (len(found) == 2 or math.isclose(found[-3] * factor, first))
+            by_factor = first > 0 and (
+                len(numbers) == 2 or math.isclose(numbers[-3] * factor, first)
+            )
             while True:
-                following = found[-1] * factor if by_factor else found[-1] + step
-                if not found[-1] < following < last * (1 - 1e-9):
+                following = numbers[-1] * factor if by_factor else numbers[-1] + step
+                if not numbers[-1] < following < last * (1 - 1e-9):
                     break
-                found.append(following)
+                numbers.append(following)
     except (ValueError, IndexError) as error:
         raise ConfigurationError(
             f"Numbers are required, as {name}=1,2,4 or {name}=1,2,4,...,64. Received "
             f"{','.join(words)!r}."
         ) from error
-    return [int(number) if number.is_integer() else number for number in found]
+    return [int(number) if number.is_integer() else number for number in numbers]
 
 
 def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
@@ -354,12 +358,12 @@ def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
     )
     topology = Topology(settings.nodes, settings.slots)
     setting = Setting(profile, topology, settings.link_prices, assumptions)
-    found = setting.predict(settings.requested_scheme)
-    return found.timeline, found.row()
+    prediction = setting.predict(settings.requested_scheme)
+    return prediction.timeline, prediction.row()
 
 
 def _show(rows: list[dict[str, Any]], best: bool = False) -> None:
-    """Print the rows as a table; the one of the highest throughput bold, if it is asked for."""
+    """Print the rows as a table; with `best`, the row of the highest throughput in bold."""
     from rich.table import Table
 
     from tfcommx.report.terminal import terminal_console
@@ -382,7 +386,7 @@ def _varies(row: dict[str, Any]) -> bool:
 
 
 def _show_fastest(rows: list[dict[str, Any]], name: str) -> None:
-    """Print which value gives the shortest step, and which the shortest of the long ones."""
+    """Print the values with the shortest step, and with the shortest 90th percentile."""
     step, long = (min(rows, key=lambda row: row[key]) for key in ("step_seconds", TENTHS[1]))
     text = f"The shortest step: {name}={step[name]}."
     if long is not step:

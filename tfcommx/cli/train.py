@@ -1,6 +1,6 @@
-"""`tfcommx train`: train a model as a recipe says.
+"""`tfcommx train`: train a model by a recipe.
 
-With `-np` it starts itself on several ranks as `tfcommx run` does; Ctrl-C saves first.
+With `-np` it starts itself on several ranks like `tfcommx run`; Ctrl-C saves first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tfcommx.report.terminal import show_run
 from tfcommx.supervisor.supervisor import USER_ERROR
 from tfcommx.training.stop_requests import STOP_FILE
 
-# Words of `tfcommx` in each generation
+# Number of a generation -> command line of `tfcommx`
 TrainWords = Callable[[int], list[str]]
 
 
@@ -38,14 +38,14 @@ def launch_train(hosts: list[Host], words: list[str], folder: Path, saves: bool 
     """Run `tfcommx WORDS...` on several ranks until they end.
 
     The first SIGINT (Ctrl-C), SIGTERM or SIGHUP asks the ranks to save and stop, by the file `stop`
-    in the run's folder; the second one ends them. horovodrun alone would kill them 5 s after the
-    first.
+    in the run's folder; the second one ends them. It replaces horovodrun's reaction, which would
+    kill them 5 s after the first signal.
 
     Args:
-        hosts: with a rank on every slot.
-        words: command and options of `tfcommx`; `--terminal` is added if there is a terminal.
-        folder: of the run.
-        saves: whether the ranks save when they are asked to stop; else the first signal ends them.
+        hosts: hosts with a rank on every slot.
+        words: command and options of `tfcommx`; `--terminal` is added on a terminal.
+        folder: folder of the run.
+        saves: True if the ranks save before they stop; otherwise the first signal ends them.
 
     **Raises:** LaunchError if a rank fails; SystemExit after a user's error.
     """
@@ -75,12 +75,12 @@ def supervise_train(
 
     Args:
         restart: the options of the supervisor.
-        hosts: of -H; empty: those that the script names.
+        hosts: hosts of -H; empty: those of the script.
         ranks: -np, or None.
-        words: command and options of `tfcommx`.
-        folder: of the run.
+        words: returns command and options of `tfcommx` in a generation.
+        folder: folder of the run.
 
-    **Raises:** LaunchError if the run cannot go on; SystemExit after a user's error.
+    **Raises:** LaunchError if the run cannot continue; SystemExit after a user's error.
     """
 
     def make_launch(chosen: list[Host], generation: int) -> Launch:
@@ -102,7 +102,7 @@ def supervise_train(
 
 
 def refuse(running: Running, status: int, lines: RankLines) -> None:
-    """End a launch that has failed.
+    """Raise the error of a failed launch.
 
     **Raises:** LaunchError; SystemExit with status 2 if a rank printed a user error.
     """
@@ -114,19 +114,19 @@ def refuse(running: Running, status: int, lines: RankLines) -> None:
 
 
 class LaunchStopper:
-    """Ends a launch when this process gets a signal."""
+    """Stops a launch when this process receives a signal."""
 
     def __init__(self, running: Running | None, folder: Path, saves: bool = True) -> None:
         self.running, self.file, self.saves = running, folder / STOP_FILE, saves
         # The first signal; 0: none
         self.number = 0
-        # An earlier run's
+        # The file of an earlier run
         self.file.unlink(missing_ok=True)
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """Ask the ranks to save and stop; end them the second time, or if they do not save."""
+        """Ask the ranks to save and stop; end them at the second signal, or if they do not save."""
         again, self.number = self.number, self.number or number
-        if self.running is None:  # A supervisor waits for hosts, and looks at `number`
+        if self.running is None:  # A supervisor waits for hosts, and checks `number`
             return
         if again or not self.saves:
             self.running.terminate()
@@ -169,12 +169,12 @@ def train(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Short for --set seed=NUMBER.")] = None,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write TensorBoard events while the run goes.")
+        bool, typer.Option("--tensorboard", help="Write TensorBoard events during the run.")
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Take a few steps of every phase on made-up data; predict the run."
+            "--dry-run", help="Take a few steps of every phase on synthetic data; predict the run."
         ),
     ] = False,
     baseline: Annotated[
@@ -186,7 +186,7 @@ def train(
     *,
     restart: restart_options.RestartOptions,
 ) -> None:
-    """Train a model as a recipe says.
+    """Train a model by a recipe.
 
     On one machine: `tfcommx train CONFIG --processes 4`. On several: `tfcommx train CONFIG -H
     node1:4,node2:4`, or by another launcher. SIGTERM, SIGINT or SIGUSR1 to any rank, or a file
@@ -204,27 +204,27 @@ def train(
         began = time.monotonic()
 
         def in_generation(number: int) -> list[str]:
-            """Return the words of a generation: later ones have the time that is left.
+            """Return the words of a generation: later ones have the remaining minutes.
 
-            They need no --resume to go on. With it they would take another run's checkpoint, if
-            this run was lost before its first save.
+            They resume without --resume, because with it they would load another run's checkpoint
+            if this run was lost before its first save.
             """
             passed = (time.monotonic() - began) / 60 if number else 0.0
             limit = [] if minutes is None else ["--minutes", str(max(0.0, minutes - passed))]
             return [*words, *["--resume"] * resume, *limit]
 
         if hosts:
-            given = parse_hosts(hosts)
+            available = parse_hosts(hosts)
         elif processes or not restart.host_discovery_script:
-            given = [Host("localhost", processes or restart.max_np or restart.min_np or 1)]
+            available = [Host("localhost", processes or restart.max_np or restart.min_np or 1)]
         else:
-            given = []
+            available = []
         if restart.wanted and not dry_run:
-            supervise_train(restart, given, processes, in_generation, folder)
+            supervise_train(restart, available, processes, in_generation, folder)
         else:
-            chosen = ranks_on(given, processes or sum(host.slots for host in given), "-H")
+            chosen = ranks_on(available, processes or sum(host.slots for host in available), "-H")
             launch_train(chosen, in_generation(0), folder, saves=not dry_run)
-        # A run stopped in its first epoch has no report; a dry run has shown its own
+        # A run stopped in its first epoch has no report; a dry run has printed one already
         if (folder / "summary.json").exists() and not dry_run:
             show_run(folder)
     elif dry_run:
@@ -242,18 +242,18 @@ def train(
 
 
 def dry_run_here(recipe: Recipe, folder: Path) -> None:
-    """Make a dry run in this process, one of the launcher's."""
+    """Carry out a dry run in this process, one of the launcher's."""
     load_tensorflow()
     from tfcommx import is_chief
     from tfcommx.training.dry_run import dry_run
 
-    found = dry_run(recipe, folder)
+    result = dry_run(recipe, folder)
     if is_chief():
-        show_dry_run(found)
+        show_dry_run(result)
 
 
 def train_here(recipe: Recipe, folder: Path, options: dict[str, Any]) -> bool:
-    """Train in this process, one of the launcher's; return whether it has a report to show."""
+    """Train in this process, one of the launcher's; return True if it has a report to show."""
     load_tensorflow()
     from tfcommx import is_chief
     from tfcommx.training.train import TrainOptions

@@ -1,17 +1,16 @@
-"""What the engines under Horovod do, and what that takes: one engine a file, and their table.
+"""Price the collectives of the engines under Horovod: one engine a file, and their table.
 
-base      what an engine is; what is not its own is a ring
-wiring    the wires inside a node
-calibrated   one of them, with what its allreduces were measured to take
+engine    the base class, whose collectives are rings; the wires inside a node; `Calibrated`, an
+          engine with measured allreduces
 ring      the identity: prices of the papers
 nccl gloo open_mpi hierarchical   their algorithms, and their choice by bytes and ranks
 
-Routes ask the engine of the links for the price of each collective, so the same plan costs what the
-engine at work makes of it. Prices need neither TensorFlow nor the engine.
+Routes ask the engine of the links for the price of each collective, so the price of a plan depends
+on the engine. Prices need neither TensorFlow nor the engine.
 
-To add one:
-    1. Write the file: a class derived from `engine.Engine`, with the collectives that are no ring.
-       Its docstring names the source of its algorithms and of its choice among them.
+To add an engine:
+    1. Write the file: a class derived from `engine.Engine`, with the collectives that are not
+       rings. Its docstring names the source of its algorithms and of its choice among them.
     2. Add its ENGINE to `_ALL` below, and to the list in docs/how-to/simulate-and-plan.md.
     tests/engines walks over the table.
 """
@@ -45,13 +44,13 @@ def get(name: str) -> Engine:
 
 
 def of(links: Links) -> Engine:
-    """Return the engine that carries collectives over some links, as far as measured."""
+    """Return the engine of some links, with their calibration if they have one."""
     engine = get(links.engine.name)
     return Calibrated(engine, links.calibration) if links.calibration.points else engine
 
 
 def gather_seconds(own_bytes: float, group: str, topology: Topology, links: Links) -> float:
-    """Price an all-gather within a group, and what the engine needs for it besides.
+    """Price an all-gather within a group, including the engine's overhead, in seconds.
 
     >>> from tfcommx.core import Link
     >>> links = Links(Link(1.0, 0.5), Link(10.0, 5.0), engine_s=0.25)
@@ -59,9 +58,9 @@ def gather_seconds(own_bytes: float, group: str, topology: Topology, links: Link
     5.25
 
     Args:
-        own_bytes: from each rank.
+        own_bytes: bytes from each rank.
         group: "world", "node" or "peers", whose slots share a port.
-        topology, links: of the whole cluster.
+        topology, links: topology and links of the whole cluster.
     """
     engine = of(links)
     if group == "node":

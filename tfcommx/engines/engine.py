@@ -1,22 +1,22 @@
 """Engine: the prices of its collectives over the ranks of a topology.
 
-A group of ranks is given as a topology of its own: the ranks of a node as `Topology(1, slots)`,
-peers as `Topology(nodes, 1)` with `shared_port` as the link between.
+A group of ranks is given as a separate topology: the ranks of a node as `Topology(1, slots)`, peers
+as `Topology(nodes, 1)` with `shared_port` as the link between.
 
-`WIRINGS` says what joins the ranks of a node, and what a ring gets of it. In a flat ring each rank
-of a node sends to the next one while it receives from the one before, all at the same time:
+`WIRINGS` lists the connections of the ranks of a node, and the share that a ring has of them. In a
+flat ring each rank of a node sends to the next one while it receives from the previous one, all at
+the same time:
 
-    nvlink, pcie_switch    r0 --> r1 --> r2 --> r3     each has a way out and a way in of its own
-    root_complex           r0 -> [host] -> r1, ...     all go through one root complex
-    host_memory            r0 -> [memory] -> r1, ...   which writes, then reads, what each sends
+    nvlink, pcie_switch    r0 --> r1 --> r2 --> r3     each has a separate output and input
+    root_complex           r0 -> [host] -> r1, ...     all messages pass one root complex
+    host_memory            r0 -> [memory] -> r1, ...   which writes, then reads, each message
     qpi                    socket 0 <--> socket 1      one message each way crosses
 
-To add a wiring: add a row to `WIRINGS`, with what it is in words; docs/how-to/simulate-and-plan.md
-lists them.
+To add a wiring: add a row to `WIRINGS`, and a description to docs/how-to/simulate-and-plan.md.
 
 Source: PCI Express and NVLink are duplex; that a switch forwards between its ports without the root
-complex, and that GPUs without peer access go through host memory, is in NVIDIA's "GPUDirect RDMA"
-guide ("Supported Systems") and in NCCL's path types (NVL, PIX, PXB, PHB, SYS).
+complex, and that GPUs without peer access use host memory, is in NVIDIA's "GPUDirect RDMA" guide
+("Supported Systems") and in NCCL's path types (NVL, PIX, PXB, PHB, SYS).
 
 `Calibrated` is an engine whose allreduce of all ranks was measured: a curve for short vectors, and
 not a line.
@@ -27,8 +27,8 @@ not a line.
             |  o
             +-------------------------- bytes
 
-Short allreduces take what neither alpha nor an algorithm's number of steps tells: the wake-up of
-threads, an engine's switch of algorithm, a protocol's hand-shake.
+The time of short allreduces includes costs outside of alpha and an algorithm's number of steps: the
+wake-up of threads, an engine's switch of algorithm, a protocol's handshake.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from tfcommx.core import Calibration, Link, Links, Topology, check_name, cost
 
 
 class Wiring(NamedTuple):
-    """How messages between ranks of one node share their way."""
+    """Path of the messages between ranks of one node."""
 
-    # Whether the messages of all slots go through one place
+    # True if the messages of all slots share one path
     is_shared: bool
-    # How often that place carries each byte: 2 if it is written there, and read from there
+    # Times that the path carries each byte: 2 if it is written, then read
     passes: int
-    # Whether it is as fast as NVLink: NCCL assumes shorter latencies, and its protocol LL128
+    # True for NVLink, for which NCCL assumes shorter latencies, and its protocol LL128
     is_nvlink: bool = False
 
 
@@ -67,34 +67,34 @@ def get(name: str) -> Wiring:
 
 
 def ring_link(wire: Link, slots: int, wiring: str) -> Link:
-    """Return what a rank has of a node's wires while all its slots send to their next ones.
+    """Return the link of a rank in a node while all its slots send to their next ranks.
 
     >>> ring_link(Link(1e-5, 1e-10), 4, "root_complex").beta_s_per_byte
     4e-10
 
     Args:
-        wire: of one message that is alone there; measured links need no call of this, because the
-            probe lets all ranks send.
+        wire: link of a single message. Measured links need no such conversion, because all ranks
+            send in the probe.
         slots: ranks of the node, >= 1.
-        wiring: in `WIRINGS`.
+        wiring: a key of `WIRINGS`.
 
     **Raises:** ConfigurationError for an unknown wiring.
     """
-    found = get(wiring)
-    streams = slots if found.is_shared else 1
-    return Link(wire.alpha_s, wire.beta_s_per_byte * streams * found.passes, wire.gamma_s_per_byte)
+    path = get(wiring)
+    streams = slots if path.is_shared else 1
+    return Link(wire.alpha_s, wire.beta_s_per_byte * streams * path.passes, wire.gamma_s_per_byte)
 
 
 class Engine(abc.ABC):
-    """Prices of collectives on an idle network; what is not overridden is a ring.
+    """Prices of collectives on an idle network; the defaults are rings.
 
-    All seconds are those of the slowest rank. Bytes are those of the whole vector, or of what one
-    rank gives to an all-gather.
+    All prices are seconds of the slowest rank. Bytes are those of the whole vector, or of one
+    rank's contribution to an all-gather.
     """
 
-    # In the table and in EngineSettings
+    # Key in the table and in EngineSettings
     name: str
-    # Whether one ring spreads over all adapters of a node; otherwise it uses one of them
+    # True if one ring uses all adapters of a node; otherwise it uses one of them
     uses_all_nics: bool = False
 
     def all_reduce(self, total_bytes: float, topology: Topology, links: Links) -> float:
@@ -114,21 +114,21 @@ class Engine(abc.ABC):
         """Price an all-to-all in p - 1 rounds: in round d each rank sends to the d-th after it.
 
         Args:
-            total_bytes: of one rank's vector, of which each rank gets 1/p.
-            topology: of the ranks.
-            links: what messages cost; the slots of a node share its port.
+            total_bytes: bytes of one rank's vector, of which each rank receives 1/p.
+            topology: topology of the ranks.
+            links: prices of messages; the slots of a node share its port.
         """
         rounds = (topology.size - 1) * self.farthest(topology, links).alpha_s
         return rounds + sum(self.to_all(total_bytes, topology, links))
 
     def all_at_once(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price an all-to-all whose messages are all sent before the first is waited for.
+        """Price an all-to-all that sends all messages before it waits for the first.
 
             sizes -alpha-> | message to rank 1 ->
                            | message to rank 2 ->   and so on, at the same time
 
-        Horovod tells each rank first, in an all-to-all of its own, how many bytes will come. What
-        a processor needs to send a message is not in the links, and not counted.
+        The first alpha is a separate all-to-all, in which Horovod exchanges the numbers of bytes.
+        The processor's time to send a message is not in the links, and not counted.
         """
         if topology.size == 1:
             return 0.0
@@ -136,7 +136,7 @@ class Engine(abc.ABC):
         return waits + max(self.to_all(total_bytes, topology, links))
 
     def to_all(self, total_bytes: float, topology: Topology, links: Links) -> tuple[float, float]:
-        """Return seconds of the bytes of an all-to-all, inside nodes and through their ports."""
+        """Return the seconds for the bytes of an all-to-all, inside nodes and through ports."""
         sent = (topology.size - 1) / topology.size * total_bytes
         leaving = cost.alltoall_traffic(sent, "world", topology)
         port = self.port(links, topology.slots)
@@ -144,15 +144,15 @@ class Engine(abc.ABC):
         return inside, leaving.between * port.beta_s_per_byte
 
     def farthest(self, topology: Topology, links: Links) -> Link:
-        """Return the link of messages that leave nodes, if there are several."""
+        """Return the link between nodes if there are several, otherwise the link inside."""
         return links.between if topology.nodes > 1 else links.inside
 
     def port(self, links: Links, streams: int) -> Link:
-        """Return what one of some equal streams through a node's port sees of it.
+        """Return the link of one of several equal streams through a node's port.
 
         Args:
-            links: `between` is the port, with all adapters of the node.
-            streams: that leave the node at the same time, >= 1.
+            links: links of the cluster; `between` is the port, with all adapters of the node.
+            streams: streams that leave the node at the same time, >= 1.
         """
         used = links.engine.nics if self.uses_all_nics else min(links.engine.nics, streams)
         slower = streams * links.engine.nics / used
@@ -161,19 +161,19 @@ class Engine(abc.ABC):
         )
 
     def shared_port(self, links: Links, streams: int) -> Links:
-        """Return links whose port is what one of some streams has; for groups of peers."""
+        """Return links whose port is the share of one of several streams; for groups of peers."""
         engine = dataclasses.replace(links.engine, nics=1)
         return links._replace(between=self.port(links, streams), engine=engine)
 
     def flat_ring(self, topology: Topology, links: Links) -> Link:
-        """Return one link that stands for all hops of a ring in rank order.
+        """Return one link equivalent to all hops of a ring in rank order.
 
             node 0                  node 1
             r0 -inside-> r1 -between-> r2 -inside-> r3 -between-> r0
 
-        In each of its steps every hop carries a message, so bytes go at the pace of the slowest
-        hop, wherever it is. A rank waits for the one before it only: latencies add up along the
-        way of a chunk, which meets the hops in turn, so they count as their mean.
+        The slowest hop determines the rate of bytes, because every hop carries a message in each
+        step. Latencies count as their mean, because a rank waits only for the previous one, and a
+        chunk passes all hops in turn.
         """
         if topology.nodes == 1:
             return links.inside
@@ -198,27 +198,27 @@ class Engine(abc.ABC):
 
 
 class Calibrated(Engine):
-    """The prices of an engine, with an allreduce of as many ranks as were measured by the curve."""
+    """The prices of an engine, with a measured curve for allreduces of the measured ranks."""
 
     def __init__(self, engine: Engine, calibration: Calibration) -> None:
         self.name, self.uses_all_nics = engine.name, engine.uses_all_nics
         self._engine, self._calibration = engine, calibration
 
     def all_reduce(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price an allreduce by the curve, and beyond its last point by the engine from there."""
+        """Price an allreduce by the curve; add the engine's price beyond its last point."""
         price = self._engine.all_reduce
         if topology.size != self._calibration.ranks:
             return price(total_bytes, topology, links)
         sizes = [size for size, _ in self._calibration.points]
         seconds = [second for _, second in self._calibration.points]
         if total_bytes >= sizes[-1]:
-            known = price(sizes[-1], topology, links)
-            return seconds[-1] + price(total_bytes, topology, links) - known
+            measured_price = price(sizes[-1], topology, links)
+            return seconds[-1] + price(total_bytes, topology, links) - measured_price
         if total_bytes <= sizes[0]:
             return seconds[0]
-        place = bisect.bisect(sizes, total_bytes)
-        share = (total_bytes - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
-        return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
+        position = bisect.bisect(sizes, total_bytes)
+        share = (total_bytes - sizes[position - 1]) / (sizes[position] - sizes[position - 1])
+        return seconds[position - 1] + share * (seconds[position] - seconds[position - 1])
 
     def reduce_scatter(self, total_bytes: float, topology: Topology, links: Links) -> float:
         """Price a reduce-scatter as the engine does."""

@@ -14,7 +14,7 @@ from tfcommx.engines.engine import Engine
 
 
 class Hierarchical(Engine):
-    """Prices of an engine with two libraries; all but a flat allreduce is NCCL's."""
+    """Prices of an engine with two libraries; NCCL does all but a flat allreduce."""
 
     name = "horovod_hierarchical"
     uses_all_nics = True

@@ -1,28 +1,28 @@
 """NCCL: ring or double binary tree, in the protocol LL, LL128 or Simple, by its tuning model.
 
 NCCL estimates the time of each pair of algorithm and protocol, and takes the shortest. These are
-its estimates, with the links given in place of those that it finds:
+its estimates, with the given links in place of those that it detects:
 
     latency   base + hops inside x latency inside + hops between x latency between
     ring      2 (p - 1) hops, 2 (m - 1) of them between nodes; bytes 2 (p - 1) / p
     tree      2 (n - 1) hops inside and 2 log2(m) between; bytes 2, at nine tenths of the rate
-    LL        writes 4 bytes of flag with 4 of data, and needs half of what Simple waits for
+    LL        writes 4 bytes of flag with 4 of data, and has half of the latency of Simple
     LL128     120 bytes of data in 128, between NVLinks only
 
 An all-to-all, which Horovod makes of one ncclSend and one ncclRecv for each rank, is one kernel,
-after its sizes have been told between the hosts. Its messages are of the protocol Simple, each over
-its own connection: 8 at once in a channel, and the next 8 of the channel after them. NCCL has no
-estimate of it: latencies are those of the ring.
+after the hosts have exchanged its sizes. Its messages are of the protocol Simple, each over a
+separate connection: 8 at once in a channel, and the next 8 of the channel after them. The latencies
+are those of the ring, because NCCL has no estimate for it.
 
-A link's alpha is what a hop of a short message takes, which is one of the ring in LL; the others
-add what NCCL's table has beyond that one.
+A link's alpha is the latency of a short message's hop, which is a hop of the ring in LL; for the
+others, the difference to that hop in NCCL's table is added.
 
 Source: NVIDIA/nccl, src/graph/tuning.cc, release 2.7.5 (commit 01afd20): `baseLat`, `hwLat`,
 `treeCorrectionFactor`, `ncclTopoTuneModel` and `ncclTopoGetAlgoTime`; release 2.8.4 (911d61f):
 `ncclGroupEnd` of src/group.cc, src/collectives/device/sendrecv.h, `ncclTopoPostset` of
 src/graph/connect.cc; horovod/common/ops/nccl_operations.cc, `NCCLAlltoall`, release 0.28.1. The
 double binary tree is Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast,
-reduction and scan" (2009). Where we differ: a machine's own limits (80 GB/s of a tree, 235 GB/s)
+reduction and scan" (2009). Where we differ: limits of machines (80 GB/s of a tree, 235 GB/s)
 are not counted, and LL128 has none a channel.
 """
 
@@ -44,7 +44,7 @@ class _Latencies(NamedTuple):
     nvlink: tuple[float, float, float]
     pci: tuple[float, float, float]
     network: tuple[float, float, float]
-    # Of a collective, whatever its hops
+    # Latency of a collective, independent of its hops
     base: tuple[float, float, float]
 
 
@@ -69,17 +69,16 @@ TREE_REACHES = (
     (1,) * 5 + (0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.5, 0.6, 0.6, 0.7, 0.7, 0.8, 0.9, 0.9, 1),
     (0.9,) * 7 + (0.8, 0.7, 0.6, 0.6) + (0.5,) * 6 + (0.6, 0.6, 0.7, 0.8, 0.9),
 )
-# Inside a node that is one of several, a flag of LL arrives so much later
+# Factor on the latency of a flag of LL inside a node, if there are several nodes
 LL_BESIDE_NETWORK = 1.8
-# A ring between nodes that no longer fits the buffers of its hops waits so much longer
+# Factor on the latency of a ring between nodes that no longer fits the buffers of its hops
 PLATEAU, PLATEAU_BYTES_A_RANK = 1.9, 4096
-# Messages of an all-to-all that go at once: NCCL_MAX_WORK_ELEMENTS in each channel, of which there
-# are two at least
+# Concurrent messages of an all-to-all: NCCL_MAX_WORK_ELEMENTS in each of at least two channels
 AT_ONCE = 8 * 2
 
 
 class Nccl(Engine):
-    """Prices of the algorithm and protocol that NCCL takes; its rings use all adapters."""
+    """Prices of the algorithm and protocol that NCCL selects; its rings use all adapters."""
 
     name = "nccl"
     uses_all_nics = True
@@ -93,20 +92,20 @@ class Nccl(Engine):
         return added + min(*rings, *self._trees(total_bytes, topology, links))
 
     def reduce_scatter(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price a reduce-scatter, which NCCL always does in a ring."""
+        """Price a reduce-scatter, for which NCCL always uses a ring."""
         if topology.size == 1:
             return 0.0
         added = links.inside.gamma_s_per_byte * total_bytes
         return added + min(self._rings(1, total_bytes, topology, links))
 
     def all_gather(self, own_bytes: float, topology: Topology, links: Links) -> float:
-        """Price an all-gather, which NCCL always does in a ring."""
+        """Price an all-gather, for which NCCL always uses a ring."""
         if topology.size == 1:
             return 0.0
         return min(self._rings(1, own_bytes * topology.size, topology, links))
 
     def all_to_all(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price a group of sends and receives: one kernel, some messages at once, all of Simple."""
+        """Price a group of sends and receives: one kernel, AT_ONCE messages at once, in Simple."""
         if topology.size == 1:
             return 0.0
         simple = PROTOCOLS.index("Simple")
@@ -120,12 +119,12 @@ class Nccl(Engine):
     def _rings(
         self, rounds: int, total_bytes: float, topology: Topology, links: Links
     ) -> list[float]:
-        """Price a ring that goes round once or twice, in each protocol."""
+        """Return the price of a ring with one or two passes, in each protocol."""
         p, m = topology.size, topology.nodes
         between = rounds * (m - 1) if m > 1 else 0
         inside = rounds * (p - 1) - between
         sent = rounds * (p - 1) / p * total_bytes * self.flat_ring(topology, links).beta_s_per_byte
-        found = []
+        prices = []
         for protocol in _protocols(links, topology):
             waits = RING.base[protocol]
             waits += inside * _inside(RING, protocol, topology, links)
@@ -133,27 +132,27 @@ class Nccl(Engine):
             long = total_bytes >= PLATEAU_BYTES_A_RANK * p
             if rounds == 2 and m > 1 and long and PROTOCOLS[protocol] == "Simple":
                 waits *= PLATEAU
-            found.append(waits + sent / RING_RATE[protocol])
-        return found
+            prices.append(waits + sent / RING_RATE[protocol])
+        return prices
 
     def _trees(self, total_bytes: float, topology: Topology, links: Links) -> list[float]:
-        """Price the double binary tree, a chain inside each node, in each protocol."""
+        """Return the price of the double binary tree, a chain in each node, in each protocol."""
         inside = topology.size / topology.nodes - 1
         levels = int(math.log2(topology.nodes))
         sent = 2 * total_bytes * self.flat_ring(topology, links).beta_s_per_byte
         power = int(math.log2(max(total_bytes, 64) / 64))
-        found = []
+        prices = []
         for protocol in _protocols(links, topology):
             reached = TREE_REACHES[protocol][power] if power < 22 else 1.0
             waits = TREE.base[protocol]
             waits += 2 * inside * _inside(TREE, protocol, topology, links)
             waits += 2 * levels * _between(TREE, protocol, links)
-            found.append(waits + sent / TREE_RATE[protocol] / reached)
-        return found
+            prices.append(waits + sent / TREE_RATE[protocol] / reached)
+        return prices
 
 
 def _protocols(links: Links, topology: Topology) -> list[int]:
-    """Return the protocols that NCCL allows: LL128 on NVLinks alone."""
+    """Return positions of the protocols that NCCL allows: LL128 only on NVLinks."""
     fast = engine.get(links.engine.wiring).is_nvlink and topology.nodes == 1
     return [0, 1, 2] if fast else [0, 2]
 

@@ -8,8 +8,8 @@ An allreduce takes, by the number of ranks and the bytes of the vector:
     segmented ring       the same, in pieces
     nonoverlapping       a reduce to one rank, then a broadcast, both in a tree
 
-Over several nodes of several slots HAN comes first, at a higher priority (35 against 30). It cuts
-the vector into segments of 64 KiB, and each of them goes through four tasks:
+Over several nodes of several slots HAN is selected, because it has a higher priority (35 against
+30). It cuts the vector into segments of 64 KiB, and each of them passes four tasks:
 
     reduce inside | reduce between | broadcast between | broadcast inside
 
@@ -19,12 +19,12 @@ which Horovod calls for an all-to-all), ompi/mca/coll/base/coll_base_alltoallv.c
 ompi/mca/coll/han/coll_han_allreduce.c (`mca_coll_han_allreduce_intra`). Rabenseifner,
 "Optimization of Collective Reduction Operations" (2004). Where we differ: HAN's two tasks between
 nodes are counted one after the other. They are started together, but 16 MB on 4 nodes of 2 took
-five times the vector through a port, their sum, and not three, the longer one (the rows of MPI in
-the notes on the platform).
+the time of five times the vector through a port, which is their sum, and not of three times, which
+is the longer one (the rows of MPI in the notes on the platform).
 
-`OpenMpi1` is Open MPI up to 4.0: an allreduce below 10,000 bytes doubles, and a longer one is a
-ring. The ring of more than 1 MB a rank goes in segments, which changes nothing in its price. It is
-here for papers of that time; version 4.1 brought the table that `OpenMpi` has.
+`OpenMpi1` is Open MPI up to 4.0: an allreduce below 10,000 bytes is recursive doubling, and a
+longer one is a ring. The ring of more than 1 MB a rank uses segments, which do not change its
+price. It exists for papers of that time; version 4.1 introduced the table of `OpenMpi`.
 
 Source: open-mpi/ompi, releases 1.2 to 4.0: coll_tuned_decision_fixed.c
 (`ompi_coll_tuned_allreduce_intra_dec_fixed`, "based on MX results from the Grig cluster").
@@ -37,9 +37,9 @@ import math
 from tfcommx.core import Link, Links, Topology, cost
 from tfcommx.engines.engine import Engine
 
-# Of HAN, coll_han_allreduce_segsize
+# Segment of HAN, coll_han_allreduce_segsize
 SEGMENT_BYTES = 2**16
-# Ranks below -> [(bytes below, algorithm), ...]; the last rows hold for all that is larger
+# Ranks below -> [(bytes below, algorithm), ...]; the last rows apply to all larger values
 DOUBLING, RING, RABENSEIFNER, TREE = "doubling", "ring", "rabenseifner", "tree"
 ALWAYS = math.inf
 ALL_REDUCE: tuple[tuple[float, tuple[tuple[float, str], ...]], ...] = (
@@ -73,18 +73,18 @@ ALL_REDUCE: tuple[tuple[float, tuple[tuple[float, str], ...]], ...] = (
         ),
     ),
 )
-# Ranks whose all-to-all sends all messages at once; others exchange in pairs
+# Numbers of ranks whose all-to-all sends all messages at once; others exchange in pairs
 LINEAR = (range(4, 64), range(128, 256))
 ALWAYS_LINEAR = 1024
 
 
 class OpenMpi(Engine):
-    """Prices of what Open MPI 5 decides for a vector and a number of ranks."""
+    """Prices of the algorithms that Open MPI 5 selects by bytes and ranks."""
 
     name = "open_mpi"
 
     def all_reduce(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price an allreduce by HAN, if it can serve this topology, or else by `tuned`."""
+        """Price an allreduce by HAN, if it supports this topology, otherwise by `tuned`."""
         if topology.size == 1:
             return 0.0
         if 1 < topology.nodes < topology.size and not topology.uneven:
@@ -99,14 +99,14 @@ class OpenMpi(Engine):
         return price(total_bytes, topology.size, self.doubling(topology, links))
 
     def reduce_scatter(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price recursive halving: what Open MPI takes for most sizes that are not tiny."""
+        """Price recursive halving, which Open MPI uses for most sizes that are not tiny."""
         if topology.size == 1:
             return 0.0
         hops = self.doubling(topology, links)
         return _halving(total_bytes, hops) + _uneven(total_bytes, topology, hops)
 
     def all_gather(self, own_bytes: float, topology: Topology, links: Links) -> float:
-        """Price Bruck's exchanges of short vectors, in log2(p) steps, and a ring of long ones."""
+        """Price Bruck's log2(p) exchanges for short vectors, and a ring for long ones."""
         if topology.size == 1:
             return 0.0
         if own_bytes >= 262144 or topology.size == 2:
@@ -116,9 +116,9 @@ class OpenMpi(Engine):
         return steps * hop.alpha_s + (topology.size - 1) * own_bytes * hop.beta_s_per_byte
 
     def all_to_all(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price `linear`, which sends all at once, or `pairwise`, in rounds: by ranks alone."""
+        """Price `linear`, which sends all at once, or `pairwise`, in rounds, by ranks only."""
         ranks = topology.size
-        if ranks == 1 or ranks >= ALWAYS_LINEAR or any(ranks in some for some in LINEAR):
+        if ranks == 1 or ranks >= ALWAYS_LINEAR or any(ranks in interval for interval in LINEAR):
             return self.all_at_once(total_bytes, topology, links)
         sizes = self.farthest(topology, links).alpha_s
         return sizes + super().all_to_all(total_bytes, topology, links)
@@ -131,7 +131,7 @@ class OpenMpi(Engine):
         levels = math.ceil(math.log2(nodes))
         port = self.port(links, 1)
         up = levels * _message(port, size, adds=True)
-        # libnbc broadcasts to few from the root alone, and to more in a binomial tree
+        # libnbc broadcasts to few ranks from the root only, and to more in a binomial tree
         down = _message(port, size * (nodes - 1 if nodes <= 4 else levels))
         deep = math.ceil(math.log2(slots))
         inside = deep * (_message(links.inside, size, adds=True) + _message(links.inside, size))
@@ -162,12 +162,12 @@ def doubling_seconds(total_bytes: float, ranks: int, hops: list[Link]) -> float:
 
 
 def _rabenseifner(total_bytes: float, ranks: int, hops: list[Link]) -> float:
-    """Price recursive halving, and the same exchanges backwards to gather."""
+    """Price recursive halving, and the reverse exchanges to gather."""
     halves = [total_bytes / (2 << step) for step in range(len(hops))]
     gather = sum(_message(hop, size) for hop, size in zip(hops, halves, strict=True))
     beyond = 0.0
     if ranks > 1 << len(hops):
-        # Two ranks halve a vector between them, one goes on with both halves, and sends the sum
+        # Two ranks halve a vector between them, one continues with both halves, and sends the sum
         half = _message(hops[0], total_bytes / 2)
         beyond = 2 * half + total_bytes / 2 * hops[0].gamma_s_per_byte
         beyond += _message(hops[0], total_bytes)
@@ -179,7 +179,7 @@ def _halving(total_bytes: float, hops: list[Link]) -> float:
 
 
 def _uneven(total_bytes: float, topology: Topology, hops: list[Link]) -> float:
-    """Price what ranks beyond a power of two add: they give their vector away, and get a part."""
+    """Price the ranks beyond a power of two: they send their vector, and receive a part."""
     if topology.size == 1 << len(hops):
         return 0.0
     part = total_bytes / topology.size
@@ -189,17 +189,17 @@ def _uneven(total_bytes: float, topology: Topology, hops: list[Link]) -> float:
 ENGINE = OpenMpi()
 
 
-# An allreduce of fewer bytes is recursive doubling
+# Bytes below which an allreduce is recursive doubling
 SHORT_BYTES = 10_000
 
 
 class OpenMpi1(Engine):
-    """Prices of the older decision; everything but an allreduce is a ring."""
+    """Prices of the older selection; every collective but an allreduce is a ring."""
 
     name = "open_mpi_1"
 
     def all_reduce(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price recursive doubling of a short vector, and a ring of a long one."""
+        """Price recursive doubling for a short vector, and a ring for a long one."""
         if topology.size == 1:
             return 0.0
         if total_bytes < SHORT_BYTES:

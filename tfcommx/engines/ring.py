@@ -1,4 +1,4 @@
-"""No engine: the prices of the papers, on which nothing but alpha, beta and gamma is known.
+"""No engine: the prices of papers that give only alpha, beta and gamma.
 
 Source: Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
 Clusters" (2021), section 3.2: a ring's reduce-scatter and allreduce, and an all-gather with log p
@@ -12,7 +12,7 @@ from tfcommx.engines.engine import Engine
 
 
 class Ring(Engine):
-    """The identity of the table: what routes cost if the engine adds nothing of its own."""
+    """The identity of the table: prices of routes without properties of an engine."""
 
     name = "ring"
 

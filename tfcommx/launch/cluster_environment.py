@@ -1,4 +1,4 @@
-"""Readers: what srun, torchrun and TF_CONFIG tell each process, before the processes have met.
+"""Read the variables of srun, torchrun and TF_CONFIG, before the processes have met.
 
     environment --reader--> ClusterEnvironment --rendezvous.join()--> Gloo launch
 
@@ -15,45 +15,45 @@ from typing import NamedTuple
 from tfcommx.core import ConfigurationError
 from tfcommx.launch.hosts import check_host_name, expand_nodelist
 
-# Above the ports of common services and below those that systems hand out
+# First port and number of ports for rank 0: above common services, below ephemeral ports
 FIRST_PORT, PORTS = 12_000, 20_000
 # Tasks of TF_CONFIG that train, in the order of their ranks
 RANK_TASKS = ("chief", "master", "worker")
 
 
 class ClusterEnvironment(NamedTuple):
-    """What a launcher says of one process, before the processes have met."""
+    """Rank, size and rendezvous of one process, read before the processes have met."""
 
-    # For messages
+    # Name of the launcher, for messages
     launcher: str
-    # In [0, size)
+    # Rank of this process, in [0, size)
     rank: int
     size: int
-    # Number of the process on its host, from 0; None: it does not say
+    # Number of the process on its host, from 0; None if the launcher does not say
     local_rank: int | None
-    # Where rank 0 is
+    # Host name or address of rank 0
     address: str
     # TCP port at which rank 0 listens
     port: int
-    # What ranks of other launches do not have
+    # Identifies this launch: ranks of other launches have another value
     launch: str = ""
-    # Where rank 0 may be instead, if the launcher does not say at which of several addresses
+    # Further addresses at which rank 0 may listen, if the launcher does not say which it is
     others: tuple[str, ...] = ()
-    # Whether the launcher says that all ranks are on this host
+    # True if the launcher says that all ranks are on this host
     one_host: bool = False
 
 
 def srun() -> ClusterEnvironment | None:
-    """Read what Slurm's srun says of a task.
+    """Read the variables that Slurm's srun sets for a task.
 
-    srun's address is the step's first node, its port follows from the job and the step. The list of
-    nodes is sorted: where the first rank may be on another one, all of them are addresses.
+    The address is the step's first node; the port follows from the job and the step. If the first
+    rank may run on another node, all nodes are addresses, because the list of nodes is sorted.
     """
     if os.environ.get("SLURM_STEP_NUM_TASKS", "1") in ("", "0", "1"):
         return None
     job, step = _number("srun", "SLURM_JOB_ID"), _number("srun", "SLURM_STEP_ID")
     nodes = _word("srun", "SLURM_STEP_NODELIST")
-    first, *others = [
+    first, *further_nodes = [
         check_host_name(name, f"SLURM_STEP_NODELIST={nodes}")
         for name in expand_nodelist(nodes) or [""]
     ]
@@ -65,16 +65,16 @@ def srun() -> ClusterEnvironment | None:
         first,
         _own_port() or FIRST_PORT + (97 * job + step) % PORTS,
         f"{job}.{step}",
-        () if _begins_at_first_node() else tuple(others),
+        () if _begins_at_first_node() else tuple(further_nodes),
         os.environ.get("SLURM_STEP_NUM_NODES") == "1",
     )
 
 
 def _begins_at_first_node() -> bool:
-    """Return True if srun has placed the tasks from the first node on.
+    """Return True if srun has placed rank 0 on the first node.
 
-    It has not with --distribution=arbitrary, which takes the order of SLURM_HOSTFILE, and for a job
-    of several components, whose nodes are listed together.
+    False with --distribution=arbitrary, which takes the order of SLURM_HOSTFILE, and for a job
+    of several components, because their nodes are listed together.
     """
     components = (os.environ.get(f"SLURM_{name}_SIZE", "1") for name in ("HET", "PACK"))
     order = os.environ.get("SLURM_DISTRIBUTION", "block")
@@ -84,7 +84,7 @@ def _begins_at_first_node() -> bool:
 def torchrun() -> ClusterEnvironment | None:
     """Read the variables of torchrun, which many managed services set as well.
 
-    torchrun itself listens at MASTER_PORT; then rank 0 takes the next port.
+    If torchrun itself listens at MASTER_PORT, rank 0 takes the next port.
     """
     if os.environ.get("WORLD_SIZE", "1") in ("", "0", "1") and _rank_of_one():
         return None
@@ -107,11 +107,11 @@ def tf_config() -> ClusterEnvironment | None:
 
         {"cluster": {"chief": ["a:2222"], "worker": ["b:2222"]}, "task": {"type": "worker", ...}}
 
-    The chief, if there is one, is rank 0, and the workers follow in their order. Rank 0 listens at
-    the port that TF_CONFIG gives it, where TensorFlow's server would.
+    The chief, if one exists, is rank 0, and the workers follow in their order. Rank 0 listens at
+    its port of TF_CONFIG, where TensorFlow's server would.
 
-    **Raises:** ConfigurationError for tasks that are no ranks (parameter servers, evaluators), and
-    for text that cannot be read.
+    **Raises:** ConfigurationError for tasks that are not ranks (parameter servers, evaluators), and
+    for text that cannot be parsed.
     """
     if not (text := os.environ.get("TF_CONFIG", "").strip()):
         return None
@@ -123,9 +123,11 @@ def tf_config() -> ClusterEnvironment | None:
         ranks = [(name, i) for name in RANK_TASKS for i in range(len(cluster.get(name, ())))]
     except (ValueError, TypeError, AttributeError) as error:
         raise _tf_config_error(f"{text!r}: {error}") from error
-    others = sorted(name for name in cluster if name not in RANK_TASKS and cluster[name])
-    if others or (kind and kind not in RANK_TASKS):
-        raise _tf_config_error(f"tasks of the type {', '.join(others) or kind}, which are no ranks")
+    excluded = sorted(name for name in cluster if name not in RANK_TASKS and cluster[name])
+    if excluded or (kind and kind not in RANK_TASKS):
+        raise _tf_config_error(
+            f"tasks of the type {', '.join(excluded) or kind}, which are no ranks"
+        )
     if len(ranks) < 2:
         return None
     if (kind, index) not in ranks:
@@ -149,16 +151,16 @@ def tf_config() -> ClusterEnvironment | None:
 def _rank_of_one() -> bool:
     """Return True if RANK fits the single process that WORLD_SIZE states, or that is the default.
 
-    **Raises:** ConfigurationError for variables of several processes: a service that sets RANK and
-    MASTER_ADDR but no WORLD_SIZE would start trainings of one process each.
+    **Raises:** ConfigurationError for variables of several processes, because under a service that
+    sets RANK and MASTER_ADDR but no WORLD_SIZE each process would train alone.
     """
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     several = size == "" and bool(rank or os.environ.get("MASTER_ADDR"))
     if several:
-        given = [name for name in ("RANK", "MASTER_ADDR") if os.environ.get(name)]
+        present = [name for name in ("RANK", "MASTER_ADDR") if os.environ.get(name)]
         raise ConfigurationError(
             "WORLD_SIZE, the number of processes, is required beside RANK and MASTER_ADDR. "
-            f"Received {' and '.join(given)} alone. Set it, equal on all ranks; to train in one "
+            f"Received {' and '.join(present)} alone. Set it, equal on all ranks; to train in one "
             "process, set WORLD_SIZE=1."
         )
     return rank in ("", "0")
@@ -181,7 +183,7 @@ def _tf_config_error(received: str) -> ConfigurationError:
 
 
 def _own_port() -> int | None:
-    """Return the port that the user asks for."""
+    """Return the user's choice of port, TFCOMMX_PORT; None without it."""
     return _port("a user", "TFCOMMX_PORT") if "TFCOMMX_PORT" in os.environ else None
 
 

@@ -1,6 +1,6 @@
-"""Run short commands: until they end, whatever they leave, and never for longer than allowed.
+"""Run short commands with a time limit, and without waiting for their background processes.
 
-Other hosts are reached as horovodrun reaches them.
+Other hosts are reached in the same way as by horovodrun.
 
 **Ranks:** local, in the launcher. Needs neither TensorFlow nor Horovod.
 """
@@ -21,18 +21,18 @@ from typing import IO, NamedTuple
 
 from tfcommx.launch.hosts import check_host_name
 
-# From a request to end to the end by force, for a command that is given time
+# Seconds from SIGTERM to SIGKILL, for a command that may clean up
 GRACE_SECONDS = 10.0
 
 
 class Ended(NamedTuple):
-    """A command that has ended."""
+    """The result of a command that has ended."""
 
-    # As `Popen` has it: < 0 after a signal
+    # Return code as in `Popen`: < 0 after a signal
     status: int
     output: str
     errors: str
-    # Whether it took longer than allowed, and was ended with its children
+    # True if the command exceeded its time limit and was ended with its children
     late: bool = False
 
 
@@ -43,20 +43,20 @@ def run_to_end(
     folder: Path | None = None,
     grace: float = 0.0,
 ) -> Ended:
-    """Run a command without input, in a session of its own; return its status and output.
+    """Run a command without input, in a separate session; return its status and output.
 
-    The output goes to files: with pipes, a process that the command leaves in the background, which
-    has them open, would be waited for, also after the command was killed.
+    The output goes to files, because a background process of the command would hold pipes open,
+    and the reader would wait for it even after the command was killed.
 
     Args:
         words: the command; a string is given to the shell.
-        seconds: after which it is killed together with its children, > 0.
+        seconds: time limit, > 0, after which the command is killed together with its children.
         env: its environment; None: this process's.
-        folder: where it runs; None: here.
+        folder: working folder; None: this process's.
         grace: seconds between SIGTERM to the command and SIGKILL to all, >= 0.
 
     Returns:
-        How it ended. What is no UTF-8 in its output is replaced.
+        Status and output. Bytes of the output that are not UTF-8 are replaced.
 
     **Ranks:** local. **Raises:** OSError if it cannot be started.
     """
@@ -69,7 +69,7 @@ def run_to_end(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,
-            # Ctrl-C is for this process, and the whole group can be killed
+            # Ctrl-C must reach this process only, and the group must be killable as a whole
             start_new_session=True,
         )
         late = False
@@ -96,33 +96,40 @@ def _text(file: IO[bytes]) -> str:
 
 # The options that horovodrun gives to ssh
 SSH = ("ssh", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no")
-# The first MPI operator's command in place of ssh, and where it says so
+# Command that the first MPI operator uses in place of ssh, and the variable that names it
 KUBEXEC, AGENT = "/etc/mpi/kubexec.sh", "OMPI_MCA_plm_rsh_agent"
-# For ssh to connect, and for a command of some milliseconds to end on a host that is busy
+# Limits in seconds: for ssh to connect, and for a command of milliseconds on a busy host
 CONNECT_SECONDS = 3
 COMMAND_SECONDS = 15.0
 
 
 def is_local(host: str) -> bool:
-    """Tell whether a host's name means this host: horovodrun then starts ranks without ssh."""
+    """Return True if a name resolves to this host, where horovodrun starts ranks without ssh."""
     import psutil  # Horovod needs it
 
     try:
         address = socket.gethostbyname(host)
     except OSError:
         return False
-    own = (one for addresses in psutil.net_if_addrs().values() for one in addresses)
-    return any(one.address == address for one in own)
+    interface_addresses = (
+        interface_address
+        for addresses in psutil.net_if_addrs().values()
+        for interface_address in addresses
+    )
+    return any(interface_address.address == address for interface_address in interface_addresses)
 
 
 class RemoteHosts(NamedTuple):
-    """How other hosts are reached: ssh's port and private key; None: as ssh is configured."""
+    """Options for reaching other hosts: ssh's port and private key; None: as ssh is configured."""
 
     port: int | None = None
     identity_file: Path | None = None
 
     def words(self, host: str, command: Sequence[str]) -> list[str]:
-        """Return the words that run a command on a host. **Raises:** LaunchError for no host."""
+        """Return the words that run a command on a host.
+
+        **Raises:** ConfigurationError for an invalid host name.
+        """
         check_host_name(host, "the list of hosts")
         if os.environ.get(AGENT) == KUBEXEC:
             return [KUBEXEC, host, shlex.join(command)]
@@ -140,12 +147,12 @@ class RemoteHosts(NamedTuple):
             return {}
         with ThreadPoolExecutor(min(len(hosts), 32)) as pool:
             outputs = pool.map(lambda host: _output(self.words(host, command)), hosts)
-            found = dict(zip(hosts, outputs, strict=True))
-        return {host: output for host, output in found.items() if output is not None}
+            by_host = dict(zip(hosts, outputs, strict=True))
+        return {host: output for host, output in by_host.items() if output is not None}
 
 
 def _output(words: list[str]) -> str | None:
-    """Return what a command has written; None if it failed or took too long."""
+    """Return a command's output; None if it failed or took too long."""
     try:
         done = run_to_end(words, COMMAND_SECONDS)
     except OSError:

@@ -1,24 +1,24 @@
-"""Two processes prove to each other that they know a secret, which itself does not travel.
+"""Prove to another process that this one knows a secret, without sending the secret.
 
     caller                                    callee
       connect ------------------------------>
       <------------------------------ protocol, challenge
-      what it says, challenge, proof ------->   a stranger if the proof does not hold
+      message, challenge, proof ------------>   refused if the proof does not hold
       <------------------------- answer, proof  at once or later
 
-A proof is an HMAC of the other side's challenge and of what is said. Messages are lines of JSON.
-`Entrance` hears the callers of a listening socket side by side, until each has proven who it is:
+A proof is an HMAC of the other side's challenge and of the message. Messages are lines of JSON.
+`Entrance` hears the callers of a listening socket concurrently, until each has sent its proof:
 
-    connections --accept--> at most `most` that have proven nothing yet, a thread each
-                              | proof: `welcome`      | no proof in time, or the oldest of too many
+    connections --accept--> at most `most` unproven callers, a thread each
+                              | proof received        | no proof in time, or the oldest of too many
                               v                       v
-                            who waits for it        closed
+                            `welcome`               closed
 
-One that is silent keeps no other waiting. Nor does a lack of file descriptors or threads end the
-listener: it waits a little, and accepts again. Of too many unproven callers the oldest is closed,
-not the newest, because a partner proves itself within one round trip.
+A silent caller does not block the others. A lack of file descriptors or threads does not end the
+listener: it pauses and accepts again. Of too many unproven callers the oldest is closed, not the
+newest, because a partner proves itself within one round trip.
 
-Knows only the standard library: watchers use it, too.
+Imports only the standard library, because watchers use it, too.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-# Bytes: a deeply nested message of a stranger must not exhaust the stack
+# Limit in bytes, because a stranger's deeply nested message must not exhaust the stack
 LARGEST_MESSAGE = 8192
-# Of them, what a text may take: the rest is for the proof
+# Bytes of a message that a text may take; the rest is for the proof
 LARGEST_TEXT = 6144
-# What `call` and `hear` raise for a stranger, or if the other side does not answer in time
+# Exceptions of `call` and `hear` for a stranger, or if the other side does not answer in time
 NO_PARTNER = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 
 class Handshake(NamedTuple):
-    """What both sides must have in common."""
+    """The secret, protocol and context that both sides must share."""
 
-    # Empty: anybody knows it
+    # Empty: every process passes
     secret: str
-    # Name and version; the callee says it first
+    # Name and version; the callee sends it first
     protocol: str
-    # What is proven without being said, such as the name of the launch
+    # Values covered by the proof but not sent, such as the name of the launch
     context: tuple[object, ...] = ()
 
     def call(self, connection: socket.socket, said: object, end: float) -> Any:
-        """Say something, and return the answer, which must come until `end` (monotonic clock)."""
+        """Send a message; return the answer, which must arrive before `end` (monotonic clock)."""
         greeting = _read(connection, end)
         if greeting["protocol"] != self.protocol:
             raise ValueError(
@@ -68,14 +68,16 @@ class Handshake(NamedTuple):
         return answer["said"]
 
     def hear(self, connection: socket.socket, end: float) -> Caller:
-        """Let a caller say something until `end`."""
+        """Receive a caller's message and proof before `end` (monotonic clock)."""
         challenge = os.urandom(16).hex()
         _write(connection, {"protocol": self.protocol, "challenge": challenge})
         heard = _read(connection, end)
-        said, its = heard["said"], heard["challenge"]
-        if not hmac.compare_digest(heard["proof"], self._proof(challenge, said, its)):
+        message, caller_challenge = heard["said"], heard["challenge"]
+        if not hmac.compare_digest(
+            heard["proof"], self._proof(challenge, message, caller_challenge)
+        ):
             raise ValueError("a stranger")
-        return Caller(self, connection, said, its)
+        return Caller(self, connection, message, caller_challenge)
 
     def _proof(self, *words: object) -> str:
         text = json.dumps([self.protocol, *self.context, *words])
@@ -83,7 +85,7 @@ class Handshake(NamedTuple):
 
 
 class Caller(NamedTuple):
-    """A process that has proven that it knows the secret, and waits for the answer."""
+    """A process that has proven knowledge of the secret, and waits for the answer."""
 
     handshake: Handshake
     connection: socket.socket
@@ -91,7 +93,7 @@ class Caller(NamedTuple):
     challenge: str
 
     def answer(self, text: object) -> None:
-        """Answer it. **Raises:** OSError if it has gone, ValueError for more than it reads."""
+        """Answer it. **Raises:** OSError if it has ended, ValueError for too long a message."""
         proof = self.handshake._proof(self.challenge, text)
         _write(self.connection, {"said": text, "proof": proof})
 
@@ -105,7 +107,7 @@ def _write(connection: socket.socket, text: dict[str, Any]) -> None:
 
 
 def shortened(text: str) -> str:
-    """Return a text as a message can hold it: its beginning, if it is too long.
+    """Return a text that fits into a message: its beginning, if it is too long.
 
     >>> shortened("short"), shortened("long" * 5000)[-7:]
     ('short', 'long...')
@@ -116,7 +118,7 @@ def shortened(text: str) -> str:
 
 
 def _read(connection: socket.socket, end: float) -> dict[str, Any]:
-    """Read one line, and nothing of what follows it."""
+    """Read one line, and no byte after it."""
     data = b""
     while not data.endswith(b"\n"):
         connection.settimeout(max(end - time.monotonic(), 0.001))
@@ -128,23 +130,24 @@ def _read(connection: socket.socket, end: float) -> dict[str, Any]:
     return message
 
 
-# Callers at once that have proven nothing yet
+# Limit on concurrent unproven callers
 UNPROVEN = 64
-# Between two tries while the system has no file descriptor or memory for a connection
+# Pause between two tries while the system has no file descriptor or memory for a connection
 PAUSE_SECONDS = 0.1
-# What `accept` fails with once the listening socket is closed or shut down
+# Errors of `accept` once the listening socket is closed or shut down
 _CLOSED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
 
 
 class Entrance:
-    """Accepts callers from its first moment until `close`, in threads.
+    """Accepts callers in threads, from its construction until `close`.
 
     Args:
-        listening: where they connect; blocking.
-        handshake: what they must prove.
-        seconds: for each to do so.
-        welcome: called with each that has, in that caller's thread; the connection is then its.
-        most: unproven callers at once.
+        listening: the socket to which they connect; blocking.
+        handshake: the secret and context that they must prove to know.
+        seconds: time limit for each proof, > 0.
+        welcome: called with each proven caller, in that caller's thread; it then owns the
+            connection.
+        most: limit on concurrent unproven callers.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ class Entrance:
         threading.Thread(target=self._accept, name="tfcommx-entrance", daemon=True).start()
 
     def close(self) -> None:
-        """Accept no more callers, and close those that have proven nothing yet."""
+        """Stop accepting, and close the unproven callers."""
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits in `accept`
         self._listening.close()
@@ -178,7 +181,7 @@ class Entrance:
             except OSError as error:
                 if error.errno in _CLOSED:
                     return
-                # No file descriptor is left, or the caller has gone already
+                # No file descriptor is left, or the caller has disconnected already
                 time.sleep(PAUSE_SECONDS)
                 continue
             with self._lock:
@@ -206,7 +209,7 @@ class Entrance:
             self._unproven.pop(connection, None)
 
     def _send_oldest_away(self) -> None:
-        """End the oldest unproven connection, if there is one; its thread closes it."""
+        """End the oldest unproven connection, if any; its thread closes it."""
         for connection in self._unproven:
             del self._unproven[connection]
             with contextlib.suppress(OSError):

@@ -32,13 +32,13 @@ from tfcommx.launch.rank_output import RankLines
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 KINDS = ("gloo", "mpi")
-# What starts each rank, on each host
+# Script that starts each rank, on each host
 RANK_OUTPUT = str(Path(__file__).with_name("rank_output.py"))
-# For the end of the launcher's output, when all its processes have ended
+# Time limit for the rest of the launcher's output, after all its processes have ended
 OUTPUT_SECONDS = 2.0
-# What Open MPI 5 takes; a Horovod that set-up has not changed has one dash too few
+# Spelling of Open MPI 5, because a Horovod that set-up has not changed has one dash too few
 BINDING = "--bind-to none --map-by slot"
-# For more ranks than cores: a rank that waits sleeps. sched_yield, the default, may starve others.
+# Options for more ranks than cores: waiting ranks sleep, because sched_yield may starve others
 CROWDED = (
     "--mca mpi_yield_when_idle 1 --mca threads_pthreads_yield_strategy nanosleep "
     "--mca threads_pthreads_nanosleep_time 20000"
@@ -47,14 +47,14 @@ CROWDED = (
 
 @dataclass(frozen=True)
 class Launch:
-    """What is started, and where.
+    """The command of a launch, its hosts and its options.
 
     Args:
         hosts: a rank on every slot, numbered host by host.
-        command: of every rank.
+        command: command line of every rank.
         kind: "gloo", or "mpi" for routes of messages.
-        mpi_args: options for mpirun, beside those that it needs.
-        options: other options of horovodrun, as they are.
+        mpi_args: options for mpirun, in addition to the required ones.
+        options: other options of horovodrun, unchanged.
     """
 
     hosts: tuple[Host, ...]
@@ -85,7 +85,7 @@ class Launch:
                 1,
             )
         where = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
-        # The cache holds what was found of these hosts an hour ago, in one file for all launches
+        # No cache, because all launches share one file of checks that may be an hour old
         words = [program, "-np", str(self.size), "-H", where, f"--{self.kind}", "--disable-cache"]
         if self.kind == "mpi":
             crowded = max(host.slots for host in self.hosts) > (os.cpu_count() or 1)
@@ -94,13 +94,13 @@ class Launch:
         return [*words, *self.options, *self._command()]
 
     def _command(self) -> tuple[str, ...]:
-        """Return the command, behind rank_output, with what horovodrun must not see.
+        """Return the command, run through rank_output, with LSB_JOBID restored.
 
-        See environment().
+        environment() explains why horovodrun must not see that variable.
         """
         job = os.environ.get("LSB_JOBID")
         hidden = ("env", f"LSB_JOBID={job}") if job else ()
-        # -I, -S: the user's packages may do anything when Python starts
+        # -I, -S: because the user's packages may run any code when Python starts
         return (*hidden, sys.executable, "-I", "-S", RANK_OUTPUT, *self.command)
 
 
@@ -112,12 +112,12 @@ def search_path() -> str:
 def environment() -> dict[str, str]:
     """Return horovodrun's environment variables.
 
-    In a job of LSF it looks for no network interface, and Gloo fails without one. It prints what it
-    has read from the ranks as UTF-8, which an ASCII locale would not let it do: the thread of that
-    rank's output would end, and with it all later output.
+    LSB_JOBID is left out, because in a job of LSF horovodrun looks for no network interface, and
+    Gloo fails without one. Its output is UTF-8, because in an ASCII locale the thread that prints a
+    rank's output would end at the first other character, and all later output would be lost.
     """
-    own = {name: value for name, value in os.environ.items() if name != "LSB_JOBID"}
-    return {**own, "PATH": search_path(), "PYTHONIOENCODING": "utf-8"}
+    variables = {name: value for name, value in os.environ.items() if name != "LSB_JOBID"}
+    return {**variables, "PATH": search_path(), "PYTHONIOENCODING": "utf-8"}
 
 
 def on_end_signals(handle: Callable[[int, FrameType | None], None]) -> None:
@@ -128,7 +128,7 @@ def on_end_signals(handle: Callable[[int, FrameType | None], None]) -> None:
 
 
 def _discard_unread_output() -> None:
-    """Write what no process reads to /dev/null: or Python ends with a status of its own, 120."""
+    """Redirect unread output to /dev/null, because Python would otherwise end with status 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -137,24 +137,24 @@ def _discard_unread_output() -> None:
 
 
 def _end_with_parent() -> None:
-    """Let this process get SIGTERM when the one that started it is gone, also by kill -9."""
+    """Request SIGTERM for this process when its parent ends, also by kill -9."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Running:
     """A launch that has been started.
 
-    Signals of a terminal do not reach it: whoever started it says when it ends.
+    Signals of a terminal do not reach it, because its owner decides when it ends.
 
     Args:
-        launch: what is started.
-        variables: environment variables of the ranks, beside those of this process.
+        launch: hosts, command and options.
+        variables: environment variables of the ranks, in addition to those of this process.
     """
 
     def __init__(self, launch: Launch, variables: Mapping[str, str] | None = None) -> None:
         self.launch = launch
         self._asked = False
-        # Of our own output: a pipe whose reader has ended
+        # Error of writing our output to a pipe whose reader has ended
         self._unread: OSError | None = None
         self.process = subprocess.Popen(
             launch.words(),
@@ -162,7 +162,7 @@ class Running:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Ctrl-C is for this process alone
+            # Ctrl-C must reach this process only
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
@@ -170,7 +170,7 @@ class Running:
     def terminate(self) -> None:
         """End all ranks: SIGTERM, and SIGKILL 5 s later; at once when called again.
 
-        mpirun is a child of what horovodrun has become, so their group is told.
+        The signal goes to the group, because mpirun is a child of horovodrun's process.
         """
         number = signal.SIGKILL if self._asked else signal.SIGTERM
         self._asked = True
@@ -178,13 +178,13 @@ class Running:
             os.killpg(self.process.pid, number)
 
     def wait(self, lines: RankLines) -> int:
-        """Show the ranks' lines until all have ended; return the launcher's exit status.
+        """Show the ranks' lines until all ranks have ended; return the launcher's exit status.
 
         **Raises:** LaunchError if the process that reads our output has ended.
         """
 
         def relay(stream: IO[bytes]) -> None:
-            # A progress bar's \r ends a line too, and stays what it is
+            # A progress bar's \r ends a line too, and must not become \n
             with io.TextIOWrapper(stream, "utf-8", newline="", errors="replace") as text:
                 try:
                     lines.relay(text)
@@ -202,8 +202,8 @@ class Running:
         for thread in threads:
             thread.start()
         status = self.process.wait()
-        # mpirun has the other ends of the pipes until it has ended the ranks. Another process may
-        # keep them for longer, such as one that ssh has left.
+        # mpirun holds the other ends of the pipes until it has ended the ranks. Another process
+        # may hold them for longer, such as a background process of ssh.
         while self._has_processes() and any(thread.is_alive() for thread in threads):
             time.sleep(0.05)
         deadline = time.monotonic() + OUTPUT_SECONDS
@@ -230,18 +230,20 @@ class Running:
         """Return the error of a launch that ended with a status != 0.
 
         Args:
-            status: of the launcher.
-            lines: what it and the ranks have said.
+            status: exit status of the launcher.
+            lines: lines of the launcher and the ranks.
             advice: a sentence for the end of the message.
         """
         first = lines.failure()
         if first is None:
             words = shlex.join(self.launch.command)
-            said = lines.launcher_error()
-            return LaunchError(f"`{words}` did not start on all ranks, status {status}. {said}", 1)
-        where = self.launch.host_of(first.rank)
+            reason = lines.launcher_error()
+            return LaunchError(
+                f"`{words}` did not start on all ranks, status {status}. {reason}", 1
+            )
+        host = self.launch.host_of(first.rank)
         parts = [
-            f"Rank {first.rank} on {where} {first.how()}; all others were ended.",
+            f"Rank {first.rank} on {host} {first.how()}; all others were ended.",
             lines.report_of_missing(first.rank),
             advice,
         ]

@@ -1,6 +1,6 @@
 """The hosts of a launch: as the user writes them, from a hostfile, or from the job's allocation.
 
-    scheduler                          what is read
+    scheduler                          source
     Slurm                              SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE
     PBS, Torque                        the file PBS_NODEFILE, a line a slot
     LSF                                the file LSB_DJOB_HOSTFILE, or LSB_MCPU_HOSTS
@@ -8,9 +8,9 @@
 
 **Ranks:** local, in the launcher. Needs neither TensorFlow nor Horovod.
 
-Names of hosts are checked in one way, wherever they enter. They come from the user, from
-schedulers, scripts and other ranks, and go into the command lines of ssh, which horovodrun gives to
-a shell: `-Fconfig` would be an option that runs a program.
+All host names pass the same check, because users, schedulers, scripts and other ranks supply them,
+and horovodrun gives ssh's command lines to a shell: `-Fconfig` would be an option that runs a
+program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tfcommx.core import ConfigurationError
 
-# Of letters, digits and "._-", which horovodrun takes; longer ones no resolver takes
+# Letters, digits and "._-", as horovodrun accepts; no resolver accepts longer names
 HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
 
 
@@ -37,13 +37,13 @@ def is_host_name(name: object) -> bool:
 
 
 def check_host_name(name: object, source: str) -> str:
-    """Return the name of a host.
+    """Return a host name after checking it.
 
     Args:
-        name: as it was received.
-        source: where from, for the message.
+        name: the candidate, of any type.
+        source: its origin, for the message.
 
-    **Raises:** ConfigurationError if it is none.
+    **Raises:** ConfigurationError if it is not a host name.
     """
     if not is_host_name(name):
         raise ConfigurationError(
@@ -54,7 +54,7 @@ def check_host_name(name: object, source: str) -> str:
     return str(name)
 
 
-# Where the MPI operator mounts the workers of its job
+# File in which the MPI operator lists the workers of its job
 KUBERNETES_HOSTFILE = Path("/etc/mpi/hostfile")
 # Open MPI 4 and 5 read these; the MPI operator sets the first
 HOSTFILE_VARIABLES = ("OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile")
@@ -68,9 +68,9 @@ class Host(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """The hosts that a scheduler has given to this job."""
+    """The hosts that a scheduler has assigned to this job."""
 
-    # Who says so, for messages
+    # Variable, file or scheduler that lists them, for messages
     source: str
     hosts: list[Host]
 
@@ -78,8 +78,8 @@ class Allocation(NamedTuple):
 def merge(names: list[tuple[str, int]], source: str) -> list[Host]:
     """Add the slots of hosts that are named several times; the first mention gives the order.
 
-    All hosts of a launch pass here. **Raises:** ConfigurationError for a name that no host can
-    have.
+    All hosts of a launch pass through it.
+    **Raises:** ConfigurationError for a name that no host can have.
     """
     slots: dict[str, int] = {}
     for name, count in names:
@@ -88,14 +88,14 @@ def merge(names: list[tuple[str, int]], source: str) -> list[Host]:
 
 
 def parse_hosts(text: str, source: str = "-H") -> list[Host]:
-    """Read hosts as horovodrun's -H has them; a host without a number has one slot.
+    """Parse hosts in the format of horovodrun's -H; a host without a number has one slot.
 
-    **Raises:** ConfigurationError for what is no host; `source` is named in its message.
+    **Raises:** ConfigurationError for an invalid host; its message names `source`.
 
     >>> parse_hosts("node1:4,node2")
     [Host(name='node1', slots=4), Host(name='node2', slots=1)]
     """
-    found = []
+    pairs = []
     for word in text.split(","):
         match = re.fullmatch(r"([^:\s]+)(?::([1-9][0-9]*))?", word.strip())
         if not match:
@@ -103,33 +103,33 @@ def parse_hosts(text: str, source: str = "-H") -> list[Host]:
                 "Hosts must be NAME:SLOTS, separated by commas, such as node1:4,node2:4. "
                 f"Received {word!r} from {source}."
             )
-        found.append((match[1], int(match[2] or 1)))
-    return merge(found, source)
+        pairs.append((match[1], int(match[2] or 1)))
+    return merge(pairs, source)
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Read a hostfile: a line a host, `node1 slots=4` or `node1:4`; `#` begins a remark.
+    """Read a hostfile: a line a host, `node1 slots=4` or `node1:4`; `#` begins a comment.
 
     A host without a number has one slot, and may be named again.
-    **Raises:** ConfigurationError if it cannot be read, or holds no host.
+    **Raises:** ConfigurationError if it cannot be read, or lists no host.
     """
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise ConfigurationError(f"A hostfile is required at {path}. Received: {error}.") from None
-    found: list[tuple[str, int]] = []
+    pairs: list[tuple[str, int]] = []
     for line in lines:
         text = line.partition("#")[0].strip()
         if not text:
             continue
         slots = re.search(r"\sslots\s*=\s*(\d+)", text)
         (host,) = parse_hosts(text.split()[0], str(path))
-        found.append((host.name, int(slots[1]) if slots else host.slots))
-    if not found:
+        pairs.append((host.name, int(slots[1]) if slots else host.slots))
+    if not pairs:
         raise ConfigurationError(
             f"A hostfile must name at least one host. Received an empty {path}."
         )
-    return merge(found, str(path))
+    return merge(pairs, str(path))
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -146,7 +146,7 @@ def expand_nodelist(text: str) -> list[str]:
 
 
 def _numbers(part: str) -> list[str]:
-    """Return what a part of a node list's entry stands for: itself, or the numbers in brackets."""
+    """Return the expansion of a part of an entry: itself, or the numbers in brackets."""
     if not part.startswith("["):
         return [part]
     numbers = []
@@ -158,13 +158,13 @@ def _numbers(part: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Return the tasks of each node, as Slurm writes them.
+    """Expand Slurm's number of tasks of each node.
 
     >>> expand_tasks("4(x2),3")
     [4, 4, 3]
     """
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+    matches = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in matches for _ in range(int(times or 1))]
 
 
 def allocation() -> Allocation | None:
@@ -195,14 +195,14 @@ def allocation() -> Allocation | None:
 
 
 def ranks_on(hosts: list[Host], ranks: int, source: str) -> list[Host]:
-    """Return the first hosts, and of the last one as many slots as so many ranks need.
+    """Return the first hosts, with as many slots in total as ranks.
 
-    Horovod 0.28 starts a rank on every slot of -H, whatever -np says.
+    Required because Horovod 0.28 starts a rank on every slot of -H and ignores -np.
 
     Args:
-        hosts: with their slots.
-        ranks: how many ranks are to be started, >= 1.
-        source: of the hosts, for the message.
+        hosts: hosts with their slots.
+        ranks: number of ranks to start, >= 1.
+        source: origin of the hosts, for the message.
 
     **Raises:** ConfigurationError if there are too few slots.
 
@@ -219,7 +219,7 @@ def ranks_on(hosts: list[Host], ranks: int, source: str) -> list[Host]:
         )
     chosen: list[Host] = []
     for host in hosts:
-        free = ranks - sum(one.slots for one in chosen)
+        free = ranks - sum(chosen_host.slots for chosen_host in chosen)
         if free > 0:
             chosen.append(Host(host.name, min(host.slots, free)))
     return chosen

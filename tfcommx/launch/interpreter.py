@@ -1,6 +1,6 @@
 """Changes to this process's interpreter: uncaught exceptions, `sys.exit`, environment, its end.
 
-docs/explanation/what-it-changes.md lists who makes which of them, and why.
+docs/explanation/what-it-changes.md lists each change, its caller and its reason.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def handle_uncaught(
     """Call `handle` for an uncaught exception of the main thread.
 
     Args:
-        handle: is given the hook that was set before, which prints the exception, and what any
-            hook is given.
+        handle: receives the previous hook, which prints the exception, followed by the arguments
+            of any hook.
     """
     sys.excepthook = functools.partial(handle, sys.excepthook)
 
 
 class ExitStatus:
-    """The status that this process will end with, which Python makes known nowhere."""
+    """The future exit status of this process, which Python does not expose."""
 
     def __init__(self) -> None:
         self._code: object = None
@@ -47,15 +47,15 @@ class ExitStatus:
                 self._code = code
             self._exit(code)
 
-        # `exit` and `quit` are the interpreter's own; a SystemExit that is raised is not seen
+        # `exit` and `quit` are built-ins; a SystemExit that is raised directly is not seen
         sys.exit = exit
         for name in ("exit", "quit"):
             setattr(builtins, name, exit)
 
     def get(self) -> int:
-        """Return the status of a process that ends now: that of the last `sys.exit`.
+        """Return the status with which the process would end now: that of the last `sys.exit`.
 
-        1 for a message in its place, and after an uncaught exception.
+        1 for a message in place of a status, and after an uncaught exception.
         """
         if hasattr(sys, "last_value"):
             return 1
@@ -66,7 +66,7 @@ class ExitStatus:
 
 @contextlib.contextmanager
 def environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and restore those of before, so that no later launch has them."""
+    """Set environment variables; restore the previous ones, so that no later launch has these."""
     before = {name: os.environ[name] for name in settings if name in os.environ}
     os.environ |= settings
     try:
@@ -78,7 +78,7 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """End the process without the interpreter's end, which would wait for lost ranks."""
+    """End the process without the interpreter's shutdown, which would wait for lost ranks."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

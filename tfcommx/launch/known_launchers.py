@@ -1,9 +1,9 @@
-"""The table of launchers: how their processes are recognised, and who reads what they are told.
+"""The table of launchers: how their processes are recognised, and which function reads them.
 
 To add a launcher, add a row to LAUNCHERS:
 
-    only recognised     its processes are refused: each would be rank 0 of 1, train alone, and save
-                        to the same files as the others
+    only recognised     its processes are refused, because each would be rank 0 of 1, train alone,
+                        and save to the same files as the others
     with a reader       a function of cluster_environment; its ranks find each other by
                         `collectives.rendezvous`
     known to Horovod    `horovod` and `launch`
@@ -24,27 +24,27 @@ from tfcommx.launch.cluster_environment import ClusterEnvironment, srun, tf_conf
 class KnownLauncher(NamedTuple):
     """A launcher, and the variables by which its processes are recognised."""
 
-    # For messages
+    # Name in messages
     name: str
     # Holds the number of processes, or lists them; empty: the launcher does not say it
     size: str
     # Number or name of this process; empty: the launcher does not say it
     rank: str
-    # Returns what the launcher says; None for a process that is alone
+    # Parses the launcher's variables; None for a process that is alone
     read: Callable[[], ClusterEnvironment | None] | None = None
-    # What else the reader takes from the environment
+    # Other variables that the reader takes from the environment
     more: tuple[str, ...] = ()
     # "gloo" or "mpi" if Horovod itself knows the launcher
     horovod: str = ""
-    # By which processes of one launch of Horovod recognise each other
+    # Variables by which the processes of one launch of Horovod recognise each other
     launch: tuple[str, ...] = ()
 
     def variable(self, name: str) -> str:
-        """Return a variable of a launcher that Horovod knows: of RANK, SIZE, LOCAL_RANK, ..."""
+        """Return the launcher's variable for RANK, SIZE, LOCAL_RANK, ..., if Horovod knows it."""
         return f"{self.rank.removesuffix('RANK')}{name}"
 
 
-# The first row that fits counts
+# The first matching row counts
 LAUNCHERS = (
     KnownLauncher(
         "horovodrun",
@@ -94,18 +94,18 @@ LAUNCHERS = (
 )
 # Kind -> row
 OF_HOROVOD = {row.horovod: row for row in LAUNCHERS if row.horovod}
-# A number of processes of a launcher that has no row
+# Name of the variable with the number of processes, for a launcher without a row
 ANY_SIZE = re.compile(r"(?:\w+_)?WORLD_SIZE")
 
 
 def check_alone() -> None:
-    """Refuse a process that is one of several which an unsupported launcher has started.
+    """Refuse a process that is one of several of an unsupported launcher.
 
-    A launcher that gives a process its number, but not how many there are, is refused unless
-    another variable states that the process is alone: WORLD_SIZE=1, for one.
+    A launcher that gives a process its number, but not the number of processes, is refused unless
+    another variable, such as WORLD_SIZE=1, states that the process is alone.
 
-    **Ranks:** local. **Raises:** ConfigurationError: each would train alone, and all would save as
-    rank 0.
+    **Ranks:** local. **Raises:** ConfigurationError, because each process would train alone, and
+    all would save as rank 0.
     """
     recognised = [row for row in LAUNCHERS if not row.read and not row.horovod]
     for row in (*recognised, *_without_row(os.environ)):
@@ -127,13 +127,15 @@ def check_alone() -> None:
 
 
 def _without_row(variables: Mapping[str, str]) -> list[KnownLauncher]:
-    known = {row.size for row in LAUNCHERS}
-    names = sorted(name for name in variables if ANY_SIZE.fullmatch(name) and name not in known)
+    table_names = {row.size for row in LAUNCHERS}
+    names = sorted(
+        name for name in variables if ANY_SIZE.fullmatch(name) and name not in table_names
+    )
     return [KnownLauncher("another launcher", name, "") for name in names]
 
 
 def _count(text: str) -> int | None:
-    """Return how many processes a size variable means; None if it cannot be read.
+    """Return the number of processes that a size variable states; None if it cannot be parsed.
 
     >>> [_count(text) for text in ("4", "0", '["a", "b"]', "a,b,c", "localhost")]
     [4, 1, 2, 3, 1]
@@ -154,24 +156,25 @@ def _count(text: str) -> int | None:
 
 
 def cluster_environment() -> ClusterEnvironment | None:
-    """Read what the launcher says; None for a process that no row with a reader has started.
+    """Read the launcher's variables; None for a process that no row with a reader has started.
 
     **Ranks:** local.
-    **Raises:** ConfigurationError that names a variable which is missing or no number, or a rank
+    **Raises:** ConfigurationError for a variable that is missing or not a number, and for a rank
     that is not below the number of ranks.
     """
     environments = (row.read() for row in LAUNCHERS if row.read)
-    here = next((environment for environment in environments if environment is not None), None)
-    if here is not None and here.rank >= here.size:
+    process = next((process for process in environments if process is not None), None)
+    if process is not None and process.rank >= process.size:
         raise ConfigurationError(
-            f"A rank must be below the number of ranks. Received rank {here.rank} of {here.size} "
-            f"from {here.launcher}. Correct its variables, or unset them to train alone."
+            f"A rank must be below the number of ranks. Received rank {process.rank} of "
+            f"{process.size} from {process.launcher}. Correct its variables, or unset them to "
+            "train alone."
         )
-    return here
+    return process
 
 
 def says_alone() -> bool:
-    """Return True if a variable that a reader knows states that this process is the only rank."""
+    """Return True if a variable of a reader states that this process is the only rank."""
     sizes = {row.size: row.read for row in LAUNCHERS if row.read}
     return any(
         os.environ.get(size, "") not in ("", "0") and read() is None for size, read in sizes.items()
@@ -179,6 +182,6 @@ def says_alone() -> bool:
 
 
 def variables() -> list[str]:
-    """Return the variables that say who a process is, of all launchers."""
+    """Return the variables of all launchers that identify a process."""
     names = (name for row in LAUNCHERS for name in (row.size, row.rank, *row.more))
     return [name for name in names if name]

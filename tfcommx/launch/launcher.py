@@ -1,7 +1,7 @@
-"""What horovodrun, mpirun and the user say about this process, in environment variables.
+"""Read the environment variables of horovodrun, mpirun and the user about this process.
 
-`known_launchers` has the table of launchers. `tfcommx run` starts ranks with horovodrun: its words
-are in `horovodrun.Launch.words`.
+`known_launchers` has the table of launchers. `tfcommx run` starts ranks with horovodrun, by the
+command line of `horovodrun.Launch.words`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from tfcommx.core import ConfigurationError, local_path
 from tfcommx.core.files import open_private
 from tfcommx.launch.known_launchers import OF_HOROVOD, cluster_environment
 
-# How a launch is written whose last process holds the centre of elastic averaging
+# Example command whose last process holds the centre of elastic averaging
 CENTRE_LAUNCH = (
     "`tfcommx run -np 9 -H node1:4,node2:5 --mpi --mpi-args=--enable-recovery -- tfcommx centre -- "
     "python train.py`, for 8 ranks that train"
 )
-# In it: the launch's name, so that launches which a script makes are not taken for it
+# Holds the launch's name, because launches that a script makes inherit the variable
 CENTRE_VARIABLE = "TFCOMMX_CENTRE"
 
 
 class Launcher(NamedTuple):
-    """What the launcher says about this process, before Horovod starts."""
+    """Kind, rank and size of this process, from its launcher, before Horovod starts."""
 
     # "gloo", "mpi" or "none"; "environment": before `rendezvous.join` makes it a Gloo launch
     kind: str
-    # Of the ranks that train; a process that holds a centre has the number `size`
+    # Rank among the ranks that train; a process that holds a centre has the number `size`
     rank: int
     size: int
     # Number of the process on its host, from 0: chooses the GPU
     local_rank: int
-    # Whether the launch has one more process, which holds the centre of elastic averaging
+    # True if the launch has one more process, which holds the centre of elastic averaging
     centre: bool = False
 
 
@@ -50,8 +50,10 @@ def launcher() -> Launcher:
             launch = os.environ.get("PMIX_NAMESPACE", "")
             centre = kind == "mpi" and launch == os.environ.get(CENTRE_VARIABLE)
             return Launcher(kind, rank, size - centre, local_rank, centre)
-    if (here := cluster_environment()) is not None:
-        return Launcher("environment", here.rank, here.size, here.local_rank or 0)
+    if (environment := cluster_environment()) is not None:
+        return Launcher(
+            "environment", environment.rank, environment.size, environment.local_rank or 0
+        )
     return Launcher("none", 0, 1, 0)
 
 
@@ -78,14 +80,14 @@ def seconds_from(name: str, default: float) -> float: ...
 @overload
 def seconds_from(name: str, default: float | None, off: bool) -> float | None: ...
 def seconds_from(name: str, default: float | None, off: bool = False) -> float | None:
-    """Return the seconds that an environment variable says, > 0; without it the default.
+    """Return an environment variable as seconds > 0; the default if it is not set.
 
     Args:
-        name: of the variable.
-        default: what holds without it.
-        off: whether 0 is allowed; it then means None.
+        name: name of the variable.
+        default: value without the variable.
+        off: True if 0 is allowed; it then means None.
 
-    **Raises:** ConfigurationError for what is no such number.
+    **Raises:** ConfigurationError for any other value.
     """
     word = os.environ.get(name)
     if word is None:
@@ -104,7 +106,7 @@ def seconds_from(name: str, default: float | None, off: bool = False) -> float |
 
 
 def rendezvous_seconds(default: float) -> float:
-    """Return how long ranks wait for each other at the start."""
+    """Return the seconds that ranks wait for each other at the start."""
     return seconds_from("TFCOMMX_RENDEZVOUS_SECONDS", default)
 
 
@@ -116,13 +118,13 @@ def message_timeout(default: float) -> float:
 def run_name() -> str:
     """Return a name that all processes of this run have, and no other run on the machine.
 
-    It is the launch's; of a process that no launcher started, it is made of the process.
-    **Raises:** ConfigurationError if the launcher gives none.
+    It is the launch's name; without a launcher, it identifies the process.
+    **Raises:** ConfigurationError if the launcher sets none.
     """
     kind = launcher().kind
     if kind == "none":
-        # A process number may come again, and another container may have it: together with the
-        # time of its start it means one process.
+        # With the time of its start, because a process number may be reused, also by another
+        # container.
         line = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
         return f"{os.getpid()} {line.rpartition(')')[2].split()[19]}"
     if kind not in OF_HOROVOD:
@@ -141,23 +143,23 @@ def run_name() -> str:
 
 
 def launch_interfaces() -> list[str]:
-    """Return the network interfaces that the launcher gave to Horovod; none if it gave none."""
+    """Return the network interfaces that the launcher set for Horovod; an empty list if none."""
     of_gloo, of_open_mpi = "HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include"
     names = os.environ.get(of_gloo) or os.environ.get(of_open_mpi) or ""
     return [name for name in names.split(",") if name]
 
 
 def cache_folder() -> Path:
-    """Return where measurements are kept from one run to the next, on the machine of rank 0.
+    """Return the folder for measurements that later runs use, on the machine of rank 0.
 
     TFCOMMX_CACHE; without it `tfcommx` in XDG_CACHE_HOME, or in ~/.cache; in the folder of
-    temporary files for a user who has no home.
+    temporary files for a user without a home.
 
     **Raises:** ConfigurationError for an address such as gs://bucket/cache, and for a folder of
     temporary files that another user has made.
     """
-    if own := os.environ.get("TFCOMMX_CACHE"):
-        return local_path("TFCOMMX_CACHE", own)
+    if chosen := os.environ.get("TFCOMMX_CACHE"):
+        return local_path("TFCOMMX_CACHE", chosen)
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return local_path("XDG_CACHE_HOME", shared) / "tfcommx"
     try:

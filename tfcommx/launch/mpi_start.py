@@ -1,10 +1,10 @@
-"""The time limit of MPI's start, which by itself waits without end for ranks that do not come.
+"""Limit the time of MPI's start, because it would wait without end for missing ranks.
 
     rank    a mark for its host's ranks -> MPI's start ............ -> end of the pipe
       |                                                                  |
-    process beside it                      after the limit: no mark of rank 3; end the rank
+    watching process                       after the limit: no mark of rank 3; end the rank
 
-A process, because MPI's start holds Python's lock. It knows only the standard library.
+It is a process, because MPI's start holds Python's lock. It imports only the standard library.
 """
 
 from __future__ import annotations
@@ -24,52 +24,56 @@ from typing import Any
 
 # The folder of the launcher's daemon on this host, and the launch's name
 FOLDER, LAUNCH = "PMIX_SERVER_TMPDIR", "PMIX_NAMESPACE"
-# The launcher ends all ranks after the first: those on the host of a missing rank know its number
+# Extra seconds of ranks that see no missing rank, because the launcher ends all ranks after the
+# first, and the ranks on the host of a missing rank can name it
 LATER_SECONDS = 5.0
 PACKAGES = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
 def limited(rank: int, local_rank: int, size: int, seconds: float) -> Iterator[None]:
-    """End this process, and say which ranks have not come, if MPI's start takes longer.
+    """End this process, and name the missing ranks, if MPI's start takes longer.
 
     Args:
-        rank: of this process.
-        local_rank: its number on its host; consecutive ranks are there.
+        rank: rank of this process.
+        local_rank: its number on its host, whose ranks are consecutive.
         size: number of ranks.
-        seconds: for the start, > 0.
+        seconds: time limit of the start, > 0.
 
     **Ranks:** local. **Cost:** a small process while MPI starts.
     """
     folder = os.environ.get(FOLDER, "")
     launch = re.sub(r"\W", "_", os.environ.get(LAUNCH, ""))
-    here = range(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")))
+    local_ranks = range(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")))
     marks = {}
     if folder and launch:
-        marks = {rank - local_rank + one: f"{folder}/tfcommx-{launch}-{one}" for one in here}
+        marks = {
+            rank - local_rank + number: f"{folder}/tfcommx-{launch}-{number}"
+            for number in local_ranks
+        }
     try:
         Path(marks[rank]).touch()
-    except (KeyError, OSError):  # Another launcher: it can be limited, but not told
+    except (KeyError, OSError):  # Another launcher: the time is limited, but no rank is named
         marks = {}
     job = {"pid": os.getpid(), "size": size, "seconds": seconds, "marks": marks}
-    # Without the user's environment and packages, which may do anything at the start
+    # Without the user's environment and packages, because they may run any code at the start
     program = (
         f"import sys; sys.path.insert(0, {str(PACKAGES)!r}); "
         "from tfcommx.launch.mpi_start import main; main()"
     )
     words = [sys.executable, "-I", "-S", "-c", program, json.dumps(job)]
-    beside = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    watcher = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     try:
         yield
     finally:
-        if beside.stdin is not None:
-            beside.stdin.close()
-        beside.kill()  # Another thread's child may hold the pipe open
-        beside.wait()
+        if watcher.stdin is not None:
+            watcher.stdin.close()
+        watcher.kill()  # Another thread's child may hold the pipe open
+        watcher.wait()
 
 
 def main() -> None:
-    """Wait until the rank has started, or is gone; end it after the limit."""
+    """Wait until the rank has started or ended; end it after the limit."""
     job: dict[str, Any] = json.loads(sys.argv[1])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # It ends with its rank
@@ -90,5 +94,5 @@ def main() -> None:
 
 
 def _ended(seconds: float) -> bool:
-    """Tell whether the rank closes the pipe within this time."""
+    """Return True if the rank closes the pipe within `seconds`."""
     return bool(select.select([sys.stdin], [], [], seconds)[0])

@@ -1,18 +1,18 @@
-"""Run a rank, and end when it ends, also if processes that it started keep its output open.
+"""Run a rank, and end when it ends, even if its background processes keep its output open.
 
-    horovodrun or mpirun <--pipe-- this process <--pipe-- rank ... and a process that it leaves
+    horovodrun or mpirun <--pipe-- this process <--pipe-- rank ... and a background process
 
-Both launchers, and sshd, wait for the end of a rank's pipe, which a process that the rank started
-and left behind (a server of TensorBoard, a profiler) holds open until it ends. Here the pipe to the
-launcher is held by this process alone. It also turns bytes that are no UTF-8 into U+FFFD, because
-horovodrun stops reading at the first one.
+Both launchers, and sshd, wait for the end of a rank's pipe, which a background process of the rank
+(a server of TensorBoard, a profiler) holds open until it ends. This process alone holds the pipe to
+the launcher. It also turns bytes that are not UTF-8 into U+FFFD, because horovodrun stops reading
+at the first one.
 
-Each rank has one of these processes, so this file knows only the standard library.
+Imports only the standard library, because each rank has one of these processes.
 
-The launchers mark each line with its rank, such as `[0]<stdout>:`, and add lines of their own.
+The launchers mark each line with its rank, such as `[0]<stdout>:`, and write lines themselves.
 `RankLines` shows the user less:
 
-    what is written                                        what is shown
+    written                                                shown
     rank 0                                                 the line
     rank r, otherwise                                      rank r: the line
     our own messages (`tfcommx: ...`)                      the line
@@ -38,17 +38,17 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-# Passed on to the rank, which is in a group of its own so that it receives each once
+# Signals forwarded to the rank, which is in a separate group so that it receives each once
 PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 READ_BYTES = 65_536
-# Of Linux, in bytes, unless root has raised it
+# Largest pipe of Linux, in bytes, unless root has raised it
 LARGEST_PIPE = 2**20
-# A shell's exit statuses for a command that does not exist, and for one that is no program
+# A shell's exit statuses for a command that does not exist, and for one that is not executable
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 
 
 class Relay:
-    """Writes what comes from one of the rank's pipes to this process's own.
+    """Copies the output of one of the rank's pipes to this process's output.
 
     Args:
         source: file descriptor of the rank's pipe.
@@ -69,7 +69,7 @@ class Relay:
         return bool(data)
 
     def finish(self) -> None:
-        """Write what the rank left in the pipe; a process that it left may write without end."""
+        """Write the rest of the pipe, bounded because a background process may write forever."""
         os.set_blocking(self.source, False)
         for _ in range(LARGEST_PIPE // READ_BYTES):
             if not self.pass_on():
@@ -81,7 +81,7 @@ class Relay:
 
 
 def start(command: list[str]) -> subprocess.Popen[bytes]:
-    """Start the rank, which ends with this process, and gets the signals that come for it."""
+    """Start the rank, which ends with this process; forward this process's signals to it."""
     prctl = ctypes.CDLL(None).prctl
     early: list[int] = []
     rank: list[subprocess.Popen[bytes]] = []
@@ -100,7 +100,7 @@ def start(command: list[str]) -> subprocess.Popen[bytes]:
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        close_fds=False,  # Its launcher may have given it some
+        close_fds=False,  # Because the launcher may have passed some to the rank
         process_group=0,
         preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
     )
@@ -111,7 +111,7 @@ def start(command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def relay(process: subprocess.Popen[bytes]) -> int:
-    """Pass the rank's output on until it has ended; return its status as `Popen` has it."""
+    """Copy the rank's output until it has ended; return its status as in `Popen`."""
     ended, told = os.pipe()
 
     def wait() -> None:
@@ -140,7 +140,7 @@ def relay(process: subprocess.Popen[bytes]) -> int:
 
 
 def main() -> None:
-    """Run the command of the command line; end as it ends, also by a signal."""
+    """Run the command of the command line; end with its status or by its signal."""
     try:
         process = start(sys.argv[1:])
     except OSError as error:
@@ -152,7 +152,7 @@ def main() -> None:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
-    # Not sys.exit: the thread may hold a lock of the rank's object
+    # Not sys.exit, because the thread may hold a lock of the rank's object
     os._exit(status)
 
 
@@ -163,29 +163,29 @@ if __name__ == "__main__":
 # horovodrun: `[rank]<stdout>:text`; mpirun: `[job,rank]<stdout>: text`
 MARK = re.compile(r"\[(?:(\d+),)?(\d+)\]<(stdout|stderr)>:(.*)", re.DOTALL)
 MISSING = re.compile(r"tfcommx: rank \d+ ends, because ranks are missing: (.*)", re.DOTALL)
-# What a shell writes if its rank was ended; the message at the end says how
+# Lines of a shell whose rank was ended, hidden because the last message gives the signal
 ENDED = ("Terminated\n", "Killed\n")
 TRACEBACK = "Traceback (most recent call last):"
-# How the launchers say which rank ended first: its exit status, or the signal
+# The launchers' report of the rank that ended first: its exit status; SIGNALLED: its signal
 EXITED = re.compile(r"Process name: (?:\[\S+,)?(\d+)\]?\s+Exit code:\s+(\d+)")
-# What horovodrun says as soon as a rank has failed
+# horovodrun's report of a failed rank, written at once
 ENDING = re.compile(r"Process (\d+) exit with status code (\d+)")
 SIGNALLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on\s+signal (\d+)")
 UNREACHED = re.compile(
     r"ssh not successful for host (\S+):\n(.*?)\n(?:\n|ssh|Traceback)", re.DOTALL
 )
-# What TensorFlow's libraries write while they are loaded, before they read TF_CPP_MIN_LOG_LEVEL:
-# messages of absl's level INFO, and one that says where messages go
+# Messages of TensorFlow's libraries while they are loaded, before they read TF_CPP_MIN_LOG_LEVEL:
+# absl's level INFO, and one about the destination of messages
 START_UP_MESSAGE = re.compile(
     r"I\d{4} \d\d:\d\d:.*\] |WARNING: All log messages before absl::InitializeLog\(\)|"
     r"To enable the following instructions: "
 )
-# So many different lines of stderr are remembered
+# Number of different lines of stderr that are remembered
 LINES_REMEMBERED = 10_000
 
 
 def without_start_up_messages(text: str) -> str:
-    r"""Return the lines that are no start-up messages of TensorFlow's libraries.
+    r"""Return the lines that are not start-up messages of TensorFlow's libraries.
 
     >>> without_start_up_messages("I0000 00:00:17.45  25 port.cc:153] oneDNN is on.\nMind this\n")
     'Mind this\n'
@@ -195,14 +195,14 @@ def without_start_up_messages(text: str) -> str:
 
 
 class Failure(NamedTuple):
-    """The rank that ended first, and not well."""
+    """The first rank that failed."""
 
     rank: int
-    # As a shell has it: 128 + the signal's number, if one ended it
+    # As in a shell: 128 + the signal's number, if a signal ended it
     status: int
 
     def how(self) -> str:
-        """Say how it ended."""
+        """Return a phrase on how it ended."""
         signals = {128 + number: number.name for number in signal.Signals}
         if self.status in signals:
             return f"was killed by {signals[self.status]}"
@@ -210,17 +210,17 @@ class Failure(NamedTuple):
 
 
 class RankLines:
-    """Shows the ranks' lines, and keeps what the launcher itself says."""
+    """Shows the ranks' lines, and keeps the launcher's."""
 
     def __init__(self) -> None:
         # Lines of the launcher itself, and ranks' reports of missing ranks: shown only if needed
         self.own: list[str] = []
         self.missing: list[str] = []
-        # What was shown on stderr, and the first rank that wrote it
+        # Line shown on stderr -> the first rank that wrote it
         self.writers: dict[str, str] = {}
-        # By rank: a traceback whose end has not come yet
+        # Rank -> its traceback, while its end has not been received
         self.tracebacks: dict[str, str] = {}
-        # Ranks that have failed, and when (monotonic clock); none if mpirun has started them
+        # Failed ranks with the time (monotonic clock); none if mpirun has started them
         self.endings: list[tuple[float, Failure]] = []
 
     def relay(self, stream: IO[str]) -> None:
@@ -230,12 +230,12 @@ class RankLines:
             if marked := MARK.match(line):
                 rank, kind = marked[2], marked[3]
                 text = marked[4].removeprefix(" ") if marked[1] else marked[4]
-            elif unended:  # mpirun marks the beginning of a line only: a progress bar goes on
+            elif unended:  # mpirun marks only the beginning of a line: a progress bar continues
                 (rank, kind), text = unended, line
             else:
                 self.own.append(line)
-                if found := ENDING.match(line):
-                    failure = Failure(int(found[1]), int(found[2]))
+                if match := ENDING.match(line):
+                    failure = Failure(int(match[1]), int(match[2]))
                     self.endings.append((time.monotonic(), failure))
                 continue
             unended = (rank, kind) if text.endswith("\r") else None
@@ -245,7 +245,7 @@ class RankLines:
                 self.collect(rank, text)
 
     def collect(self, rank: str, text: str) -> None:
-        """Put a rank's traceback together; show every other line at once."""
+        """Assemble a rank's traceback; show every other line at once."""
         begun = self.tracebacks.pop(rank, "")
         if text.startswith(TRACEBACK) or (begun and (text[:1].isspace() or text.endswith(":\n"))):
             self.tracebacks[rank] = begun + text
@@ -253,8 +253,8 @@ class RankLines:
             self.show(rank, begun + text)
 
     def show(self, rank: str, text: str) -> None:
-        """Show what a rank has written on stderr, if no other rank has written the same."""
-        # Rank 0 leaves its number out of our own messages
+        """Show a rank's text on stderr, unless another rank has written the same."""
+        # Rank 0 leaves its number out of our messages
         same = text.replace(f"tfcommx: rank {rank}: ", "tfcommx: ", 1)
         if len(self.writers) > LINES_REMEMBERED:
             self.writers.clear()
@@ -269,38 +269,38 @@ class RankLines:
             self.show(rank, text)
 
     def failure(self) -> Failure | None:
-        """Return which rank ended first, and how; None if the launcher does not say so."""
-        said = "".join(self.own)
-        if found := SIGNALLED.search(said):
-            return Failure(int(found[1]), 128 + int(found[2]))
-        if found := EXITED.search(said):
-            return Failure(int(found[1]), int(found[2]))
+        """Return the first rank that failed, and its status; None if the launcher reports none."""
+        text = "".join(self.own)
+        if match := SIGNALLED.search(text):
+            return Failure(int(match[1]), 128 + int(match[2]))
+        if match := EXITED.search(text):
+            return Failure(int(match[1]), int(match[2]))
         return None
 
     def report_of_missing(self, rank: int) -> str:
-        """Return what other ranks say of a rank that could not print anything itself."""
-        known = ("(failed: ", f"rank {rank} on ")
-        reports = [text.strip() for text in self.missing if not any(map(text.count, known))]
+        """Return another rank's report of a rank that could not print anything itself."""
+        own_reasons = ("(failed: ", f"rank {rank} on ")
+        reports = [text.strip() for text in self.missing if not any(map(text.count, own_reasons))]
         return reports[0] if reports else ""
 
     def launcher_error(self) -> str:
-        """Return what the launcher says, if no rank has started: what to do, where that is known.
+        """Return the launcher's message, if no rank has started, with a remedy if one is known.
 
         Its traceback is left out, except the error.
         """
-        said = without_start_up_messages("".join(self.own))
-        if hosts := UNREACHED.findall(said):
+        output = without_start_up_messages("".join(self.own))
+        if hosts := UNREACHED.findall(output):
             why = "; ".join(f"{host} ({' '.join(text.split())})" for host, text in hosts)
             return (
                 f"Every host must answer ssh. No answer from {why}. `ssh {hosts[0][0]} true` must "
                 "return at once and without a password; --ssh-port and --ssh-identity-file say "
                 "how. Without ssh, start the ranks by srun, if this is a Slurm job."
             )
-        before, found, trace = said.partition(TRACEBACK)
+        before, separator, trace = output.partition(TRACEBACK)
         lines = [line for line in trace.splitlines() if line and not line[0].isspace()]
-        return "\n".join([before.strip(), *lines]).strip() if found else before.strip()
+        return "\n".join([before.strip(), *lines]).strip() if separator else before.strip()
 
 
 def mark(rank: str, text: str) -> str:
-    """Return what stands before a line: nothing for rank 0 and our own messages."""
+    """Return the prefix of a line: empty for rank 0 and our messages."""
     return "" if rank == "0" or text.startswith("tfcommx: ") else f"rank {rank}: "

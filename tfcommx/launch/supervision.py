@@ -1,8 +1,8 @@
-"""What `tfcommx run` has told this rank of a supervised run, and rank 0's connection to it.
+"""Read the variables of a supervised run, and connect rank 0 to `tfcommx run`.
 
-What they say to each other stands in supervisor/generation.py. A supervised run is a series of
-generations of ranks. What one has in memory lies in a folder of its host's shared memory, where
-the next one finds it.
+supervisor/generation.py documents their messages. A supervised run is a series of generations of
+ranks. A generation leaves its memory in a folder of its host's shared memory, where the next one
+finds it.
 """
 
 from __future__ import annotations
@@ -24,44 +24,43 @@ from tfcommx.launch.handshake import LARGEST_MESSAGE, NO_PARTNER, Handshake
 log = logging.getLogger("tfcommx")
 
 PROTOCOL = "tfcommx supervisor 1"
-# Exit status of ranks that the next generation replaces: of sysexits.h, "try again later"
+# Exit status of ranks that the next generation replaces: EX_TEMPFAIL of sysexits.h
 PAUSED = 75
-# The shared memory of a host
+# Mount point of a host's shared memory
 MEMORY = "/dev/shm"
-# For one address of the supervisor to answer
+# Time limit for one address of the supervisor to answer
 DIAL_SECONDS = 5.0
 
 
 class Supervision(NamedTuple):
     """A supervised run, as one of its ranks sees it."""
 
-    # The same in all generations
+    # Name of the run, the same in all generations
     run: str
-    # From 0
+    # Number of the generation, from 0
     generation: int
-    # What all ranks and the supervisor know
+    # Shared by all ranks and the supervisor
     secret: str
-    # Where the supervisor listens, best address first
+    # Addresses and ports of the supervisor, best first
     places: tuple[tuple[str, int], ...]
-    # As the launch calls this host
+    # Name of this host in the launch
     host: str
 
     @property
     def memory(self) -> Path:
-        """This host's folder, for what the next generation is to find; it need not be there."""
+        """This host's folder of state for the next generation; it need not exist."""
         return Path(MEMORY) / f"tfcommx-{os.getuid()}-{self.run}-{self.host}"
 
     def handshake(self, protocol: str) -> Handshake:
-        """Return what ranks and supervisor of this generation prove to each other."""
+        """Return the handshake between ranks and supervisor of this generation."""
         return Handshake(self.secret, protocol, (self.run, str(self.generation)))
 
 
 @functools.cache
 def supervision() -> Supervision | None:
-    """Return the run that this rank belongs to; None if nobody supervises it.
+    """Return the run that this rank belongs to; None if it is not supervised.
 
-    **Ranks:** local. **Raises:** ConfigurationError for variables that a supervisor has not written
-    so.
+    **Ranks:** local. **Raises:** ConfigurationError for missing or malformed variables.
     """
     run = os.environ.get("TFCOMMX_RUN")
     if not run:
@@ -85,27 +84,27 @@ def supervision() -> Supervision | None:
 
 
 def _filled(name: str) -> str:
-    """Return a variable. **Raises:** ValueError if it is empty: any process would know it."""
+    """Return a variable. **Raises:** ValueError if it is empty, because any process knows that."""
     if not (value := os.environ[name].strip()):
         raise ValueError(f"an empty {name}")
     return value
 
 
 class SupervisorLink:
-    """Rank 0's connection to the supervisor; training goes on without it."""
+    """Rank 0's connection to the supervisor; training continues without it."""
 
     def __init__(self, supervised: Supervision, size: int) -> None:
-        """Connect; `size` is the number of ranks. A supervisor that does not answer is logged."""
-        # Whether the supervisor wants the ranks to end for the next generation
+        """Connect; `size` is the number of ranks. Log a supervisor that does not answer."""
+        # Set when the supervisor wants the ranks to end for the next generation
         self.asked_to_pause = threading.Event()
         self._connection: socket.socket | None = None
         self._sending = threading.Lock()
         handshake, errors = supervised.handshake(PROTOCOL), []
-        for place in supervised.places:
+        for address in supervised.places:
             try:
-                connection = socket.create_connection(place, DIAL_SECONDS)
+                connection = socket.create_connection(address, DIAL_SECONDS)
             except OSError as error:
-                errors.append(f"{place[0]}:{place[1]} ({error})")
+                errors.append(f"{address[0]}:{address[1]} ({error})")
                 continue
             try:
                 handshake.call(
@@ -113,7 +112,7 @@ class SupervisorLink:
                 )
             except NO_PARTNER as error:
                 connection.close()
-                errors.append(f"{place[0]}:{place[1]} ({error})")
+                errors.append(f"{address[0]}:{address[1]} ({error})")
                 continue
             connection.settimeout(None)
             self._connection = connection
@@ -126,7 +125,7 @@ class SupervisorLink:
         )
 
     def say(self, **message: object) -> None:
-        """Tell the supervisor; nothing happens if it is gone."""
+        """Send a message to the supervisor; without effect if it has ended."""
         with self._sending, contextlib.suppress(OSError):
             if self._connection is not None:
                 line = json.dumps(message).encode() + b"\n"

@@ -1,9 +1,9 @@
-"""A run that outlives its ranks: a supervisor starts them again on the hosts that are left.
+"""Supervise a run: restart the ranks on the remaining hosts after a loss.
 
-hosts       which hosts there are, which are left out for a while, how many ranks run on which
-generation  one start of the ranks: connection to rank 0, why it ended, whether another follows
-goodput     the table of generations, the goodput, and whether a start on more hosts pays
-sweep       ends what is left of ranks, and removes the run's memory files, on each host
+hosts       available hosts, cooldown of lost hosts, number of ranks on each
+generation  one start of the ranks: connection to rank 0, cause of the end, decision to continue
+goodput     the table of generations, the goodput, and the price of a start on more hosts
+sweep       end remaining processes of ranks, and remove the run's memory files, on each host
 supervisor  the loop over generations
 
 Needs neither TensorFlow nor Horovod.

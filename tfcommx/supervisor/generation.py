@@ -1,18 +1,18 @@
-"""Generation: one start of the ranks, up to their end, and whether the run continues after it.
+"""Generation: one start of the ranks, up to their end, and the decision to continue after it.
 
-The supervisor follows it by a connection to rank 0. Rank 0 finds the supervisor by what the
-supervisor puts into the environment of all ranks:
+The supervisor observes it by a connection to rank 0. Rank 0 finds the supervisor by variables that
+the supervisor sets in the environment of all ranks:
 
     TFCOMMX_RUN                  16 hexadecimal digits, the same for all generations
     TFCOMMX_GENERATION           0, 1, ...
     TFCOMMX_SUPERVISOR           addresses of the supervisor's host, best first, and the port:
                                  10.0.0.1,127.0.0.1:40123
-    TFCOMMX_SUPERVISOR_SECRET    another one for each run
+    TFCOMMX_SUPERVISOR_SECRET    different for each run
 
 Both prove that they know the secret (launch/handshake.py): protocol `tfcommx supervisor 1`, context
-run and generation, as they stand in the environment. Rank 0 says `{"rank": 0, "size": n}`, and is
-answered `{"ok": true}`. Then lines of JSON, in which `total` counts the steps since the beginning
-of the whole run:
+run and generation, as in the environment. Rank 0 sends `{"rank": 0, "size": n}`, and the answer is
+`{"ok": true}`. Lines of JSON follow, in which `total` counts the steps since the beginning of the
+whole run:
 
     rank 0 -> supervisor                                      when
     {"resumed": {"from": "memory" | "file" | "start",         once, before the first step
@@ -20,14 +20,14 @@ of the whole run:
     {"steps": t}                                              at most 20 times a second
     {"snapshot": {"total": t, "seconds": x, "bytes": b}}      after each snapshot in memory
     {"epoch_ended": e}                                        after each epoch
-    {"leaving": "node2"}                                      a rank there has got SIGTERM
+    {"leaving": "node2"}                                      a rank there has received SIGTERM
 
     supervisor -> rank 0
     {"pause": "growth"}                                       the ranks save, and all end with
                                                               status 75: start them again
 
-After `leaving` the ranks end with status 75, too. A program that does not connect is supervised as
-well: nothing is known of its steps.
+After `leaving` the ranks end with status 75, too. A program that does not connect is supervised
+without its number of steps.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ from tfcommx.launch.supervision import PAUSED, PROTOCOL
 from tfcommx.supervisor.hosts import slots_of
 from tfcommx.watch.liveness import listen
 
-# Generations in a row that may die at the same step
+# Limit on consecutive generations that die at the same step
 DEATHS = 3
-# Without a link: a generation that ends earlier has got no further than its start
+# A generation without a link that ends earlier has not got beyond its start
 START_SECONDS = 60.0
-# So far behind its steps rank 0 may have said the last number
+# Largest delay of rank 0's report of its steps
 REPORT_SECONDS = 1.0
 # Exit status of ssh when the connection is lost
 SSH_LOST = 255
-# What a rank's watcher says of others
+# Parts of a watcher's report of missing ranks
 SILENT = re.compile(r"rank (\d+) on \S+ \(no response")
 CUT_OFF = "it may have been cut off"
 
-# Gloo aborts the ranks that notice that one has ended
+# Status of ranks that Gloo aborts after they have noticed that another has ended
 ABORTED = 128 + signal.SIGABRT
-# So long after the first one a rank that failed by itself may be seen to end, over ssh; those that
-# horovodrun ends get SIGKILL later
+# Largest delay, over ssh, of the end of a rank that failed independently of the first; ranks that
+# horovodrun ends receive SIGKILL later
 SEEN_SECONDS = 3.0
 
 
 def first_failure(lines: RankLines) -> Failure | None:
-    """Return the rank that failed first; not one that was aborted because of it, if that is known.
+    """Return the rank that failed first, instead of a rank that Gloo aborted, if it is known.
 
     Args:
-        lines: what the launcher has said.
+        lines: lines of the launcher.
     """
     first = lines.failure()
     if first is None or first.status != ABORTED:
@@ -88,32 +88,32 @@ def first_failure(lines: RankLines) -> Failure | None:
 
 
 class Ending(NamedTuple):
-    """How a generation ended."""
+    """The causes for the end of a generation."""
 
-    # The rank that ended first; None if the launcher does not say so
+    # The rank that ended first; None if the launcher does not report it
     first: Failure | None
-    # Whether the ranks were asked to pause, or a host leaves
+    # True if the ranks were asked to pause, or a host leaves
     asked: bool = False
-    # What ranks have said of others that they missed
+    # Reports of ranks about missing ranks
     reports: Sequence[str] = ()
-    # Hosts that do not answer, and those that have said that they leave
+    # Hosts that do not answer, and hosts that have announced that they leave
     dead: Collection[str] = ()
     leaving: Collection[str] = ()
 
     @property
     def paused(self) -> bool:
-        """Return whether the ranks have saved, and want to be started again."""
+        """True if the ranks have saved, and request a restart."""
         return self.asked and self.first is not None and self.first.status == PAUSED
 
     def silent(self, launch: Launch) -> dict[int, str]:
-        """Return the ranks that did not respond, with their hosts, if those answer."""
-        said = [text for text in self.reports if CUT_OFF not in text] or self.reports
-        ranks = sorted({int(rank) for text in said for rank in SILENT.findall(text)})
-        known = {rank: launch.host_of(rank) for rank in ranks if rank < launch.size}
-        return {} if self.dead or self.paused else known
+        """Return silent rank -> its host; empty if a host does not answer, or after a pause."""
+        reports = [text for text in self.reports if CUT_OFF not in text] or self.reports
+        ranks = sorted({int(rank) for text in reports for rank in SILENT.findall(text)})
+        host_by_rank = {rank: launch.host_of(rank) for rank in ranks if rank < launch.size}
+        return {} if self.dead or self.paused else host_by_rank
 
     def what_was_lost(self, launch: Launch) -> str:
-        """Say it, as the beginning of a sentence."""
+        """Return a description of the loss, as the beginning of a sentence."""
         if self.paused:
             if self.leaving:
                 return f"{', '.join(sorted(self.leaving))} leaves (SIGTERM)"
@@ -138,14 +138,14 @@ def _host_with_ranks(host: str, launch: Launch) -> str:
 
 
 class Deaths:
-    """Counts generations that died without getting further: the program fails by itself."""
+    """Counts generations that died without progress, which indicates an error in the program."""
 
     def __init__(self) -> None:
         self.count = 0
         self._furthest, self._unsaid = -1, 0.0
 
     def add(self, generation: Generation) -> bool:
-        """Count one in which no host was lost; return whether there have been too many."""
+        """Count a generation in which no host was lost; return True if the limit is reached."""
         self.count = 1 if self._got_further(generation) else self.count + 1
         return self.count >= DEATHS
 
@@ -160,7 +160,7 @@ class Deaths:
         return before < 0 or generation.steps > before + self._unsaid
 
     def in_words(self, generation: Generation) -> str:
-        """Say how often, and where."""
+        """Return a sentence with the number of deaths and their step."""
         if not generation.linked:
             where = f"within {START_SECONDS:g} s of their start"
         elif self._furthest < 0:
@@ -170,14 +170,14 @@ class Deaths:
         return f"{self.count} generations have ended {where}: the program fails by itself."
 
 
-# For a caller to prove who it is
+# Time limit for a caller's proof
 HANDSHAKE_SECONDS = 5.0
-# At once that have not proven it: rank 0 alone calls
+# Limit on concurrent unproven callers; low, because only rank 0 calls
 CALLERS = 16
 
 
 class RunSecret:
-    """What the ranks of a run, and nobody else, know of the supervisor."""
+    """Name and secret of a run, known only to its ranks and the supervisor."""
 
     def __init__(self) -> None:
         self.run = secrets.token_hex(8)
@@ -185,40 +185,40 @@ class RunSecret:
 
 
 class RankZeroListener:
-    """Listens for rank 0 of one generation, and for what it says.
+    """Listens for rank 0 of one generation, and receives its messages.
 
     Args:
-        ours: name and secret of the run.
-        generation: its number.
+        run_secret: name and secret of the run.
+        generation: number of the generation, >= 0.
         heard: called with each message, in a thread of this link.
         interfaces: network interfaces that the ranks use; empty: any.
-        local: whether all ranks are on this host; then nobody else can connect.
+        local: True if all ranks are on this host; other hosts then cannot connect.
     """
 
     def __init__(
         self,
-        ours: RunSecret,
+        run_secret: RunSecret,
         generation: int,
         heard: Callable[[dict[str, Any]], None],
         interfaces: list[str],
         local: bool,
     ) -> None:
         self._heard = heard
-        self._handshake = Handshake(ours.secret, PROTOCOL, (ours.run, str(generation)))
+        self._handshake = Handshake(run_secret.secret, PROTOCOL, (run_secret.run, str(generation)))
         self._listening, places = listen(interfaces, local)
         self._rank_0: socket.socket | None = None
         self.variables = {
-            "TFCOMMX_RUN": ours.run,
+            "TFCOMMX_RUN": run_secret.run,
             "TFCOMMX_GENERATION": str(generation),
             "TFCOMMX_SUPERVISOR": f"{','.join(places)}:{self._listening.getsockname()[1]}",
-            "TFCOMMX_SUPERVISOR_SECRET": ours.secret,
+            "TFCOMMX_SUPERVISOR_SECRET": run_secret.secret,
         }
         self._entrance = Entrance(
             self._listening, self._handshake, HANDSHAKE_SECONDS, self._hear, CALLERS
         )
 
     def pause(self, reason: str) -> bool:
-        """Ask the ranks to save and end; return whether rank 0 is there to be asked."""
+        """Ask the ranks to save and end; return True if the request was sent to rank 0."""
         try:
             if self._rank_0 is None:
                 return False
@@ -233,11 +233,11 @@ class RankZeroListener:
         self._entrance.close()
         if self._rank_0 is not None:
             with contextlib.suppress(OSError):
-                self._rank_0.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits there
+                self._rank_0.shutdown(socket.SHUT_RDWR)  # Wakes the thread that reads from it
             self._rank_0.close()
 
     def _hear(self, caller: Caller) -> None:
-        """Pass on what a caller says, if it is rank 0, until it ends."""
+        """Forward a caller's messages, if it is rank 0, until it ends."""
         connection = caller.connection
         with connection, contextlib.suppress(*NO_PARTNER):
             if caller.said["rank"] != 0:
@@ -255,13 +255,13 @@ class RankZeroListener:
 
 
 class Resumed(NamedTuple):
-    """From where a generation goes on, as rank 0 says it."""
+    """The state from which a generation continues, as reported by rank 0."""
 
     # "memory", "file" or "start"
     source: str
     # Steps since the beginning of the whole run
     total: int
-    # For restoring
+    # Seconds for restoring
     seconds: float
 
 
@@ -269,7 +269,7 @@ class Resumed(NamedTuple):
 class Generation:
     """One start of the ranks.
 
-    Times are seconds of one clock. Without a link to rank 0 nothing is known of the steps.
+    Times are seconds of one clock. The steps are known only with a link to rank 0.
     """
 
     number: int
@@ -277,78 +277,80 @@ class Generation:
     began: float
     linked: bool = False
     resumed: Resumed | None = None
-    # The first and the last number of steps that rank 0 has said, and when it said them
+    # First and last number of steps that rank 0 has reported, and the times of the reports
     first_steps: int = 0
     steps: int | None = None
     first_step_at: float = 0.0
     last_step_at: float = 0.0
-    # Snapshots in memory: seconds and bytes of each
+    # Seconds and bytes of each snapshot in memory
     snapshots: list[tuple[float, int]] = field(default_factory=list)
-    # Hosts, a rank of which has got SIGTERM
+    # Hosts with a rank that has received SIGTERM
     leaving: list[str] = field(default_factory=list)
-    # Whether the supervisor has asked for its end
+    # True if the supervisor has asked for its end
     asked_to_pause: bool = False
     ended: float = 0.0
-    # How it ended, in words
+    # Description of its end
     how: str = ""
 
     @property
     def ranks(self) -> int:
-        """Return how many there are."""
+        """Number of ranks."""
         return slots_of(self.hosts)
 
-    def hear(self, message: dict[str, Any], now: float) -> str:
-        """Take note of a message of rank 0.
+    def hear(self, message: dict[str, Any], time_now: float) -> str:
+        """Record a message of rank 0.
 
         Returns:
-            "first step" if it tells of the first one, "epoch" if an epoch has ended, else nothing.
+            "first step" if it reports the first step, "epoch" if an epoch has ended, otherwise "".
 
-        **Raises:** KeyError, TypeError or ValueError for what rank 0 does not say.
+        **Raises:** KeyError, TypeError or ValueError for a malformed message.
         """
         if "connected" in message:
             self.linked = True
         elif "resumed" in message:
-            said = message["resumed"]
-            self.resumed = Resumed(str(said["from"]), int(said["total"]), float(said["seconds"]))
+            content = message["resumed"]
+            self.resumed = Resumed(
+                str(content["from"]), int(content["total"]), float(content["seconds"])
+            )
         elif "steps" in message:
-            return self._count(int(message["steps"]), now)
+            return self._count(int(message["steps"]), time_now)
         elif "snapshot" in message:
-            said = message["snapshot"]
-            self.snapshots.append((float(said["seconds"]), int(said["bytes"])))
-            return self._count(int(said["total"]), now)
+            content = message["snapshot"]
+            self.snapshots.append((float(content["seconds"]), int(content["bytes"])))
+            return self._count(int(content["total"]), time_now)
         elif "leaving" in message:
             self.leaving.append(str(message["leaving"]))
         elif "epoch_ended" in message:
             return "epoch"
         return ""
 
-    def _count(self, total: int, now: float) -> str:
+    def _count(self, total: int, time_now: float) -> str:
         if total <= self.began_at_step:
             return ""
         first = self.steps is None
         if first:
-            self.first_steps, self.first_step_at = total, now
-        self.steps, self.last_step_at = max(total, self.steps or 0), now
+            self.first_steps, self.first_step_at = total, time_now
+        self.steps, self.last_step_at = max(total, self.steps or 0), time_now
         return "first step" if first else ""
 
     @property
     def began_at_step(self) -> int:
-        """Return the steps that were behind it when it began."""
+        """Steps of the run before this generation."""
         return self.resumed.total if self.resumed else 0
 
     @property
     def steps_taken(self) -> int:
-        """Return the steps that it has taken, as far as rank 0 has said."""
+        """Steps of this generation, as far as rank 0 has reported."""
         return 0 if self.steps is None else self.steps - self.began_at_step
 
     @property
     def training_seconds(self) -> float:
-        """Return the seconds between its first and its last known step."""
+        """Seconds between its first and its last known step."""
         return self.last_step_at - self.first_step_at
 
     @property
     def steps_per_second(self) -> float | None:
-        """Return its rate; None before it is known."""
+        """Rate of this generation; None before it is known."""
         if self.steps is None or self.steps == self.first_steps:
             return None
         return (self.steps - self.first_steps) / max(self.training_seconds, 1e-3)

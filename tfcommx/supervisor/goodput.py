@@ -1,11 +1,11 @@
-"""Goodput: the share of steps and seconds that count, and whether a restart on more hosts pays.
+"""Goodput: the share of useful steps and seconds, and the price of a restart on more hosts.
 
-A restart costs the steps that are not taken meanwhile; afterwards more are taken in a second:
+A restart costs the steps of its pause; the rate in steps per second is higher afterwards:
 
     pays after  seconds * before / (after - before)
 
-of training on the larger cluster. How long the run will last is not known: it is taken to last
-once more as long as it has lasted.
+seconds of training on the larger cluster. The remaining duration of the run, which is unknown, is
+assumed to equal the duration so far.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tfcommx.supervisor.hosts import in_words
 
 
 class Goodput(NamedTuple):
-    """Steps that count among all that were taken, and seconds of training among all."""
+    """Useful steps among all steps, and seconds of training among all seconds."""
 
     steps: int
     steps_taken: int
@@ -29,7 +29,7 @@ class Goodput(NamedTuple):
     seconds: float
 
     def in_words(self) -> str:
-        """Say it in a sentence."""
+        """Return the goodput as a sentence."""
         seconds = f"{_share(self.training_seconds, self.seconds)} of {self.seconds:.0f} s"
         if not self.steps_taken:
             return f"Nothing is known of the steps; the run took {self.seconds:.0f} s."
@@ -39,32 +39,36 @@ class Goodput(NamedTuple):
         )
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "all"
+def _share(part: float, total: float) -> str:
+    return f"{100 * part / total:.1f} %" if total else "all"
 
 
 def goodput(generations: Sequence[Generation]) -> Goodput:
-    """Return the goodput of a run; steps that were repeated do not count."""
-    known = [one for one in generations if one.steps is not None]
+    """Return the goodput of a run; repeated steps do not count."""
+    linked = [generation for generation in generations if generation.steps is not None]
     return Goodput(
-        steps=(known[-1].steps or 0) - known[0].began_at_step if known else 0,
-        steps_taken=sum(one.steps_taken for one in known),
-        training_seconds=sum(one.training_seconds for one in known),
+        steps=(linked[-1].steps or 0) - linked[0].began_at_step if linked else 0,
+        steps_taken=sum(generation.steps_taken for generation in linked),
+        training_seconds=sum(generation.training_seconds for generation in linked),
         seconds=generations[-1].ended - generations[0].began,
     )
 
 
-def _row(one: Generation) -> list[str]:
-    source = "-" if one.resumed is None else f"{one.resumed.source}, {one.resumed.total}"
+def _row(generation: Generation) -> list[str]:
+    source = (
+        "-"
+        if generation.resumed is None
+        else f"{generation.resumed.source}, {generation.resumed.total}"
+    )
     return [
-        str(one.number),
-        str(one.ranks),
-        in_words(one.hosts),
+        str(generation.number),
+        str(generation.ranks),
+        in_words(generation.hosts),
         source,
-        "-" if one.steps is None else str(one.steps),
-        f"{one.ended - one.began:.1f}",
-        "-" if one.steps is None else f"{one.training_seconds:.1f}",
-        one.how,
+        "-" if generation.steps is None else str(generation.steps),
+        f"{generation.ended - generation.began:.1f}",
+        "-" if generation.steps is None else f"{generation.training_seconds:.1f}",
+        generation.how,
     ]
 
 
@@ -89,27 +93,27 @@ def table(generations: Sequence[Generation]) -> str:
 
 
 def to_json(generations: Sequence[Generation]) -> dict[str, Any]:
-    """Return what `table` says, for programs. Times are seconds since the start of the run."""
+    """Return the contents of `table` as JSON. Times are seconds since the start of the run."""
     start = generations[0].began
     rows = []
-    for one in generations:
-        known = one.steps is not None
+    for generation in generations:
+        has_steps = generation.steps is not None
         rows.append(
             {
-                "generation": one.number,
-                "ranks": one.ranks,
-                "hosts": {host.name: host.slots for host in one.hosts},
-                "linked": one.linked,
-                "resumed": one.resumed._asdict() if one.resumed else None,
-                "steps": one.steps,
-                "began": round(one.began - start, 3),
-                "first_step": round(one.first_step_at - start, 3) if known else None,
-                "last_step": round(one.last_step_at - start, 3) if known else None,
-                "ended": round(one.ended - start, 3),
-                "snapshots": len(one.snapshots),
-                "snapshot_seconds": sum(seconds for seconds, _ in one.snapshots),
-                "snapshot_bytes": max((size for _, size in one.snapshots), default=0),
-                "how": one.how,
+                "generation": generation.number,
+                "ranks": generation.ranks,
+                "hosts": {host.name: host.slots for host in generation.hosts},
+                "linked": generation.linked,
+                "resumed": generation.resumed._asdict() if generation.resumed else None,
+                "steps": generation.steps,
+                "began": round(generation.began - start, 3),
+                "first_step": round(generation.first_step_at - start, 3) if has_steps else None,
+                "last_step": round(generation.last_step_at - start, 3) if has_steps else None,
+                "ended": round(generation.ended - start, 3),
+                "snapshots": len(generation.snapshots),
+                "snapshot_seconds": sum(seconds for seconds, _ in generation.snapshots),
+                "snapshot_bytes": max((size for _, size in generation.snapshots), default=0),
+                "how": generation.how,
             }
         )
     return {"generations": rows, "goodput": goodput(generations)._asdict()}
@@ -121,26 +125,26 @@ def write(generations: Sequence[Generation], path: Path) -> None:
     write_text(path, json.dumps(to_json(generations), indent=1) + "\n")
 
 
-# Of training, before its rate counts
+# Seconds of training before its rate counts
 RATE_SECONDS = 1.0
 
 
 class Price(NamedTuple):
-    """What a restart costs and gives."""
+    """Cost and benefit of a restart."""
 
-    # Without a step
+    # Pause without a step
     seconds: float
-    # Batches of all ranks in a second
+    # Batches per second of all ranks, before and after the restart
     before: float
     after: float
 
     @property
     def pays_after(self) -> float:
-        """Return the seconds after which it has paid."""
+        """Seconds of training after which the restart has paid."""
         return self.seconds * self.before / (self.after - self.before)
 
     def in_words(self) -> str:
-        """Say it in a sentence."""
+        """Return the price as a sentence."""
         return (
             f"A restart costs {self.seconds:.1f} s, as the last one; {self.before:.3g} batches/s "
             f"now, {self.after:.3g} predicted (linear in ranks): it pays after "
@@ -153,22 +157,22 @@ def price(generations: Sequence[Generation], ranks: int) -> Price | None:
 
     Args:
         generations: all of the run.
-        ranks: of the next one, more than the last one has.
+        ranks: number of ranks of the next generation, more than the last one has.
 
     Returns:
-        None before the last one's rate is known.
+        The price; None before the rate of the last generation is known.
     """
-    now, before = generations[-1], generations[-2:-1]
-    rate = now.steps_per_second
-    if rate is None or now.training_seconds < RATE_SECONDS:
+    last, before = generations[-1], generations[-2:-1]
+    rate = last.steps_per_second
+    if rate is None or last.training_seconds < RATE_SECONDS:
         return None
-    return Price(pause_before(now, *before), rate * now.ranks, rate * ranks)
+    return Price(pause_before(last, *before), rate * last.ranks, rate * ranks)
 
 
 def pause_before(generation: Generation, before: Generation | None = None) -> float:
-    """Return the seconds without a step before a generation's first one.
+    """Return the seconds without a step before a generation's first step.
 
-    They begin with the last known step of the generation before, or the start of the ranks.
+    They begin with the last known step of the previous generation, or the start of the ranks.
     """
     since = before.last_step_at if before and before.steps is not None else generation.began
     return generation.first_step_at - since

@@ -1,9 +1,9 @@
-"""Hosts: those of a run that may be used now, and how many ranks each of them gets.
+"""Choose the hosts of each generation of a run, and the number of ranks on each.
 
-A host may be used if it is named, by the user or by what the user's script prints, has not been
-lost lately or said that it leaves (`Cooldown`), and answers.
+A host may be used if the user or the output of the user's script names it, if it was not lost
+recently and has not announced that it leaves (`Cooldown`), and if it answers.
 
-To add a way to find hosts: a class with `hosts()`, and a word in cli/restart_options.py.
+To add a source of hosts, add a class with `hosts()`, and a word in cli/restart_options.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import RemoteHosts, is_local, run_to_end
 from tfcommx.launch.hosts import Host, merge, parse_hosts
 
-# Of --blacklist-cooldown-range and --elastic-timeout
+# Defaults of --blacklist-cooldown-range and --elastic-timeout
 COOLDOWN_SECONDS = (60.0, 3600.0)
 TIMEOUT_SECONDS = 600.0
 
@@ -32,27 +32,27 @@ class SupervisorOptions:
     **Raises:** ConfigurationError for values out of their ranges.
     """
 
-    # Ranks of a generation, >= 1
+    # Least number of ranks of a generation, >= 1
     fewest: int = 1
-    # At most; None: as many as the hosts have slots
+    # Largest number of ranks; None: the number of slots
     most: int | None = None
-    # For the first generation, >= fewest
+    # Least number of ranks of the first generation, >= fewest
     first: int = 1
     # Generations after the first one, >= 0; None: any number
     reset_limit: int | None = None
-    # Seconds that a lost host is left out: the first time, and at most
+    # Seconds that a lost host is left out: the first time, and the maximum
     cooldown: tuple[float, float] = COOLDOWN_SECONDS
     # Seconds to wait for enough hosts, >= 0
     timeout: float = TIMEOUT_SECONDS
     # Minutes after which a generation may be ended to grow, > 0; None: at the end of an epoch only
     grow_every: float | None = None
-    # Where the table of generations is written as JSON
+    # File for the table of generations, as JSON
     file: Path | None = None
     # Network interfaces of the ranks; empty: any
     interfaces: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check them."""
+        """Check the ranges."""
         if self.most is not None and self.most < self.fewest:
             raise ConfigurationError(
                 "--max-np must be at least --min-np. Received "
@@ -66,14 +66,14 @@ class SupervisorOptions:
             )
 
 
-# For the script to end
+# Time limit of the script
 SCRIPT_SECONDS = 60.0
 
 
 class HostSource(Protocol):
-    """Knows which hosts there are now."""
+    """Source of the hosts that are available now."""
 
-    # Who says so, for messages
+    # Name of the source, for messages
     name: str
 
     def hosts(self) -> list[Host]:
@@ -85,39 +85,39 @@ class HostSource(Protocol):
 
 
 class FixedHosts:
-    """The hosts of -H, of a hostfile, or of the allocation; always the same."""
+    """The hosts of -H, of a hostfile, or of the allocation; they do not change."""
 
     def __init__(self, hosts: Sequence[Host], name: str) -> None:
         self.name, self._hosts = name, list(hosts)
 
     def hosts(self) -> list[Host]:
-        """Return them."""
+        """Return the hosts with their slots."""
         return list(self._hosts)
 
 
 class ScriptHosts:
-    """The hosts that a script prints, as for horovodrun: a line each, `node1:4` or `node1`.
+    """The output of a host discovery script, as for horovodrun: a line each, `node1:4` or `node1`.
 
     Args:
         script: a command line, given to the shell.
-        slots: of a host that is printed without a number; None: each needs a number.
+        slots: number for a host that is printed without one; None: each needs a number.
     """
 
     def __init__(self, script: str, slots: int | None = None) -> None:
         self.name, self._slots = script, slots
 
     def hosts(self) -> list[Host]:
-        """Run the script. **Raises:** ConfigurationError if it fails, or prints what is no host."""
+        """Run the script. **Raises:** ConfigurationError if it fails, or for an invalid host."""
         done = run_to_end(self.name, SCRIPT_SECONDS)
         if done.late:
             raise self._refusal(f"no end within {SCRIPT_SECONDS:g} s")
         if done.status:
-            said = done.errors.strip().splitlines()[-1:]
-            raise self._refusal(" ".join([f"status {done.status}", *said]))
+            last_line = done.errors.strip().splitlines()[-1:]
+            raise self._refusal(" ".join([f"status {done.status}", *last_line]))
         return self._read(done.output)
 
     def _read(self, printed: str) -> list[Host]:
-        found = []
+        pairs = []
         for word in printed.split():
             try:
                 (host,) = parse_hosts(word, "the script")
@@ -125,8 +125,8 @@ class ScriptHosts:
                 raise self._refusal(str(error)) from None
             if ":" not in word and self._slots is None:
                 raise self._refusal(f"{word!r} without a number, and no --slots")
-            found.append((host.name, host.slots if ":" in word else self._slots or 1))
-        return merge(found, self.name)
+            pairs.append((host.name, host.slots if ":" in word else self._slots or 1))
+        return merge(pairs, self.name)
 
     def _refusal(self, received: str) -> ConfigurationError:
         return ConfigurationError(
@@ -135,18 +135,18 @@ class ScriptHosts:
         )
 
 
-# A host that says that it goes still answers for a while
+# Cooldown of a host that has announced that it leaves, because it still answers for a while
 LEAVING_SECONDS = 300.0
 
 
 class Cooldown:
     """Leaves hosts out, for longer each time.
 
-    A host comes back after its time, or as soon as discovery names it again after it did not.
+    A host may be used again after its time, or as soon as discovery names it after an absence.
 
     Args:
-        shortest: seconds, the first time, > 0.
-        longest: seconds at most; each time doubles the time before.
+        shortest: seconds for the first time, > 0.
+        longest: largest number of seconds; each time doubles the previous one.
         clock: returns seconds.
     """
 
@@ -159,7 +159,7 @@ class Cooldown:
         self._unnamed: set[str] = set()
 
     def leave_out(self, host: str, at_least: float = 0.0) -> float:
-        """Leave a host out; return for how many seconds."""
+        """Leave a host out; return the seconds, >= `at_least`."""
         shortest, longest = self._range
         before = self._times.get(host, 0)
         seconds = max(at_least, min(longest, shortest * 2.0 ** min(before, 30)))
@@ -168,31 +168,31 @@ class Cooldown:
         return seconds
 
     def allowed(self, named: Collection[str]) -> set[str]:
-        """Return which of the hosts that discovery names now may be used."""
+        """Return the subset of the hosts named by discovery that may be used."""
         for host in self._unnamed & set(named):
             self._until.pop(host, None)
         self._unnamed = {host for host in self._until if host not in named}
         return {host for host in named if self._clock() >= self._until.get(host, 0.0)}
 
 
-# Hosts in a line
+# Limit on the hosts in a line
 SHOWN = 6
 
 
 def slots_of(hosts: Iterable[Host]) -> int:
-    """Return how many ranks these hosts take."""
+    """Return the number of ranks that these hosts take."""
     return sum(host.slots for host in hosts)
 
 
 def place(offered: Iterable[Host], before: Iterable[Host], most: int | None) -> list[Host]:
     """Return the hosts of the next generation, with a slot for every rank to start there.
 
-    Hosts of the generation before come first, in their order, so that rank 0 stays where it is.
+    Hosts of the previous generation are first, in their order, so that rank 0 does not move.
 
     Args:
         offered: hosts that may be used, with their slots.
-        before: hosts of the generation before.
-        most: ranks at most; None: any number.
+        before: hosts of the previous generation.
+        most: largest number of ranks; None: any number.
 
     >>> place([Host("new", 2), Host("a", 2), Host("b", 2)], [Host("a", 2)], 3)
     [Host(name='a', slots=2), Host(name='new', slots=1)]
@@ -208,31 +208,31 @@ def place(offered: Iterable[Host], before: Iterable[Host], most: int | None) -> 
 
 
 def in_words(hosts: Iterable[Host]) -> str:
-    """Return hosts as -H has them; of many the first ones.
+    """Return hosts in the format of -H; the first ones if there are many.
 
     >>> in_words([Host("node0", 2), Host("node1", 1)])
     'node0:2,node1:1'
     """
     words = [f"{host.name}:{host.slots}" for host in hosts]
-    more = f",... ({len(words)} hosts)" if len(words) > SHOWN else ""
-    return ",".join(words[:SHOWN]) + more
+    suffix = f",... ({len(words)} hosts)" if len(words) > SHOWN else ""
+    return ",".join(words[:SHOWN]) + suffix
 
 
-# Between two looks at the hosts while there are too few
+# Period of checking the hosts while there are too few
 WAIT_SECONDS = 2.0
 
 
 def host_named(name: str, hosts: Sequence[Host]) -> str | None:
-    """Return the host that a rank calls `name`, which may be longer or shorter than in -H.
+    """Return the host that a rank calls `name`, whose domain may differ from -H.
 
     >>> host_named("node1.example.org", [Host("node0", 1), Host("node1", 1)])
     'node1'
     """
-    own = name == socket.gethostname()
+    is_this_host = name == socket.gethostname()
     for fits in (
         lambda host: host == name,
         lambda host: host.split(".")[0] == name.split(".")[0],
-        lambda host: own and is_local(host),
+        lambda host: is_this_host and is_local(host),
     ):
         for host in hosts:
             if fits(host.name):
@@ -244,9 +244,9 @@ class Hosts:
     """Chooses the hosts of the next generation.
 
     Args:
-        source: names the hosts.
-        options: how many ranks there may be, and how long to wait.
-        remote: how other hosts are reached.
+        source: source of the hosts.
+        options: limits on ranks and waiting time.
+        remote: options for reaching other hosts.
         say: prints a line for the user.
     """
 
@@ -265,19 +265,19 @@ class Hosts:
         self._refusal = ""
 
     def leave_out(self, host: str) -> None:
-        """Leave a host out for a while: it does not answer."""
+        """Leave out a host that does not answer, for a while."""
         self._leaving.discard(host)
         self._say(f"{host} is left out for {self._cooldown.leave_out(host):.0f} s.")
 
     def let_leave(self, host: str) -> None:
-        """Leave a host out that will be taken away, unless there are too few others."""
+        """Leave out a host that will be taken away, unless there are too few others."""
         self._cooldown.leave_out(host, LEAVING_SECONDS)
         self._leaving.add(host)
 
     def offered(self) -> list[Host]:
         """Return the hosts that may be used, with their slots; they need not answer.
 
-        **Raises:** ConfigurationError if none were ever found; later those found last are returned.
+        **Raises:** ConfigurationError if none were ever found; later the last ones are returned.
         """
         try:
             self._named, self._refusal = self._source.hosts(), ""
@@ -289,30 +289,30 @@ class Hosts:
             self._refusal = str(error)
         allowed = self._cooldown.allowed([host.name for host in self._named])
         self._leaving -= allowed
-        found = [host for host in self._named if host.name in allowed]
-        if slots_of(found) < self._options.fewest:
-            found += [host for host in self._named if host.name in self._leaving]
-        return found
+        usable = [host for host in self._named if host.name in allowed]
+        if slots_of(usable) < self._options.fewest:
+            usable += [host for host in self._named if host.name in self._leaving]
+        return usable
 
     def answering(self, hosts: Collection[str], command: Sequence[str] = ("true",)) -> set[str]:
-        """Return which hosts carry out a command; this host does."""
-        others = [host for host in hosts if not is_local(host)]
-        return {*hosts} - {*others} | set(self.remote.run(others, command))
+        """Return the hosts that carry out a command; always including this host."""
+        remote_hosts = [host for host in hosts if not is_local(host)]
+        return {*hosts} - {*remote_hosts} | set(self.remote.run(remote_hosts, command))
 
     def wait(
         self,
         fewest: int,
         before: Sequence[Host],
         answered: Collection[str],
-        asked: Callable[[], bool],
+        end_requested: Callable[[], bool],
     ) -> list[Host]:
         """Return the hosts of the next generation, once they have enough slots.
 
         Args:
-            fewest: ranks.
-            before: hosts of the generation before.
-            answered: hosts that have answered just now.
-            asked: tells whether the run shall end; the hosts are then of no use.
+            fewest: least number of ranks.
+            before: hosts of the previous generation.
+            answered: hosts that have just answered.
+            end_requested: returns True if the run must end; the result is then not used.
 
         **Raises:** LaunchError if there are too few within the options' time.
         """
@@ -326,24 +326,24 @@ class Hosts:
             for host in sorted(silent):
                 self._say(f"{host} does not answer ssh.")
                 self.leave_out(host)
-            if asked() or (not silent and slots_of(hosts) >= fewest):
+            if end_requested() or (not silent and slots_of(hosts) >= fewest):
                 return hosts
             if silent:
                 continue
             slots = slots_of(hosts)
-            found = f"{slots} slot{'s' * (slots != 1)}"
-            found += f" ({in_words(hosts)})" if hosts else ""
+            available = f"{slots} slot{'s' * (slots != 1)}"
+            available += f" ({in_words(hosts)})" if hosts else ""
             if time.monotonic() >= end:
                 raise LaunchError(
                     f"{fewest} ranks are required. {self._source.name} and the hosts' state gave "
-                    f"{found} within {self._options.timeout:g} s. Lower --min-np, or raise "
+                    f"{available} within {self._options.timeout:g} s. Lower --min-np, or raise "
                     "--elastic-timeout.",
                     1,
                 )
             if not waiting:
                 waiting = True
                 self._say(
-                    f"{fewest} ranks are required. The hosts have {found}. Waiting for more, for "
-                    f"{self._options.timeout:g} s at most."
+                    f"{fewest} ranks are required. The hosts have {available}. Waiting for more, "
+                    f"for {self._options.timeout:g} s at most."
                 )
             time.sleep(WAIT_SECONDS)

@@ -1,6 +1,6 @@
-"""The supervisor of a run: starts a generation of ranks, and after a loss the next one.
+"""Supervise a run: start a generation of ranks, and after a loss the next one.
 
-    hosts -> launch, link to rank 0 -> wait -> sweep what is left -> why did it end? -> hosts ...
+    hosts -> launch, link to rank 0 -> wait -> sweep processes -> cause of the end -> hosts ...
 
 **Ranks:** local, in the launcher. Needs neither TensorFlow nor Horovod in this process.
 """
@@ -32,39 +32,39 @@ from tfcommx.supervisor.generation import (
 from tfcommx.supervisor.goodput import pause_before, price
 from tfcommx.supervisor.hosts import Hosts, SupervisorOptions, host_named, in_words, place, slots_of
 
-# So that horovodrun says at once that a rank has failed; it gives it to the ranks anyway
+# Makes horovodrun report a failed rank at once; the ranks receive the variable anyway
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
-# From then on: horovodrun kills ranks of this host after 5 s, the watch those that are stopped
-# after 8 s
+# Seconds after the first failure; longer than horovodrun's 5 s before it kills ranks of this host,
+# and the watch's 8 s before it kills stopped ranks
 ENDING_SECONDS = 10.0
-# Between two looks for new hosts
+# Period of looking for new hosts
 POLL_SECONDS = 5.0
 # Exit status of a rank after an error that the user can fix
 USER_ERROR = 2
 
 
 class StopSignal(Protocol):
-    """What this process does when it gets a signal."""
+    """Reaction of this process to a signal."""
 
     # The first signal; 0: none
     number: int
-    # What is running now
+    # The launch that is running now
     running: Running | None
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """Take note of a signal."""
+        """Record a signal."""
         ...
 
 
 class EndAtOnce:
-    """Ends the ranks when this process gets a signal; without 5 s of grace at the second one."""
+    """Ends the ranks when this process receives a signal; at once after a second signal."""
 
     def __init__(self) -> None:
         self.number = 0
         self.running: Running | None = None
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """Take note of a signal."""
+        """Record a signal, and end the ranks."""
         self.number = self.number or number
         if self.running:
             self.running.terminate()
@@ -76,13 +76,13 @@ def say(text: str) -> None:
 
 
 class Supervisor:
-    """Keeps a run going.
+    """Runs generations of ranks until one succeeds.
 
     Args:
         hosts: chooses the hosts of each generation.
         options: limits of the run.
-        make_launch: returns what is started on hosts, in which generation.
-        stop: ends the ranks when this process gets a signal.
+        make_launch: returns the launch for hosts and the number of a generation.
+        stop: ends the ranks when this process receives a signal.
     """
 
     def __init__(
@@ -96,16 +96,16 @@ class Supervisor:
         self._make_launch, self._stop = make_launch, stop
         self._ours, self._deaths = RunSecret(), Deaths()
         self.generations: list[Generation] = []
-        # Hosts that answered after the last generation, and those whose ranks were silent though
+        # Hosts that answered after the last generation, and hosts that did so with silent ranks
         self._answered: set[str] = set()
         self._suspected: set[str] = set()
         # Exit status of the first failure
         self._status: int | None = None
 
     def run(self) -> None:
-        """Start generations until one ends well.
+        """Start generations until one ends with status 0.
 
-        **Raises:** LaunchError if the run cannot go on; SystemExit after a signal.
+        **Raises:** LaunchError if the run cannot continue; SystemExit after a signal.
         """
         try:
             while not self._generation_ended_well():
@@ -114,7 +114,7 @@ class Supervisor:
             self._clean_up()
 
     def _generation_ended_well(self) -> bool:
-        """Carry out one generation; return whether it was the last one."""
+        """Carry out one generation; return True if it ended with status 0."""
         launch = self._make_launch(self._wait_for_hosts(), len(self.generations))
         if self._stop.number:
             sys.exit(128 + self._stop.number)
@@ -145,7 +145,7 @@ class Supervisor:
     def _carry_out(
         self, generation: Generation, launch: Launch, lines: RankLines
     ) -> tuple[Running, int]:
-        """Start the ranks and show what they write until all have ended; return the status."""
+        """Start the ranks and show their output until all have ended; return the status."""
         local = all(is_local(host.name) for host in launch.hosts)
         wake, ended = threading.Event(), threading.Event()
         epochs: list[int] = []
@@ -178,10 +178,10 @@ class Supervisor:
 
         try:
             running = self._stop.running = Running(launch, link.variables | UNBUFFERED)
-            if self._stop.number:  # While the ranks were started
+            if self._stop.number:  # The signal was received while the ranks were started
                 running.terminate()
-            rest = functools.partial(self._end_the_rest, generation, lines)
-            for work in (look_for_hosts, rest):
+            end_the_rest = functools.partial(self._end_the_rest, generation, lines)
+            for work in (look_for_hosts, end_the_rest):
                 threading.Thread(target=work, daemon=True).start()
             return running, running.wait(lines)
         finally:
@@ -192,9 +192,9 @@ class Supervisor:
             link.close()
 
     def _end_the_rest(self, generation: Generation, lines: RankLines) -> None:
-        """End ranks that go on after another one has failed.
+        """End ranks that continue after another one has failed.
 
-        horovodrun waits for them; on other hosts nothing ends them, if they don't watch each other.
+        Needed because horovodrun waits for them, and on other hosts only the watch would end them.
         """
         while not generation.ended:
             time.sleep(1)
@@ -204,25 +204,27 @@ class Supervisor:
                 return
 
     def _sweep(self, generation: Generation, *ranks: str) -> set[str]:
-        """End what is left of the generation's processes; return which hosts answer."""
+        """End the generation's remaining processes; return the hosts that answer."""
         names = [host.name for host in generation.hosts]
-        said = self._ours.run, str(generation.number), *ranks
-        if left := sweep.sweep(*said):
-            say(f"Processes of the ranks that were killed have not ended: {left}.")
-        return self._hosts.answering(names, [sys.executable, "-I", "-S", sweep.__file__, *said])
+        arguments = self._ours.run, str(generation.number), *ranks
+        if survivors := sweep.sweep(*arguments):
+            say(f"Processes of the ranks that were killed have not ended: {survivors}.")
+        return self._hosts.answering(
+            names, [sys.executable, "-I", "-S", sweep.__file__, *arguments]
+        )
 
-    # --- why it ended ----------------------------------------------------------------------
+    # --- the cause of an end ---------------------------------------------------------------
 
     def _go_on_or_raise(
         self, generation: Generation, running: Running, status: int, lines: RankLines
     ) -> None:
-        """Say what was lost, and leave hosts out. **Raises:** LaunchError to end the run."""
+        """Report the loss, and leave hosts out. **Raises:** LaunchError to end the run."""
         names = {host.name for host in generation.hosts}
-        said = (host_named(host, generation.hosts) for host in generation.leaving)
-        leaving = {host for host in said if host}
-        asked = generation.asked_to_pause or bool(generation.leaving)
+        host_names = (host_named(host, generation.hosts) for host in generation.leaving)
+        leaving = {host for host in host_names if host}
+        pause_requested = generation.asked_to_pause or bool(generation.leaving)
         dead = names - self._answered
-        ending = Ending(first_failure(lines), asked, lines.missing, dead, leaving)
+        ending = Ending(first_failure(lines), pause_requested, lines.missing, dead, leaving)
         generation.how = ending.what_was_lost(running.launch)
         if ending.first and not ending.paused and self._status is None:
             self._status = ending.first.status
@@ -264,23 +266,23 @@ class Supervisor:
     # --- growth ----------------------------------------------------------------------------
 
     def _why_to_grow(self, generation: Generation) -> str:
-        """Return what starting again on more hosts costs and gives; empty if it does not pay."""
+        """Return the price of a restart on more hosts, as text; empty if it does not pay."""
         if generation.number == self._options.reset_limit:
             return ""
         hosts = place(self._hosts.offered(), generation.hosts, self._options.most)
         ranks = slots_of(hosts)
         if ranks <= generation.ranks:
             return ""
-        found = price(self.generations, ranks)
+        restart_price = price(self.generations, ranks)
         lasted = time.monotonic() - self.generations[0].began
-        if found is None or found.pays_after > lasted:
+        if restart_price is None or restart_price.pays_after > lasted:
             return ""
         new = {host.name for host in hosts} - {host.name for host in generation.hosts}
         if self._hosts.answering(new) != new:
             return ""
         return (
             f"{ranks} ranks can run in place of {generation.ranks}, on {in_words(hosts)}. "
-            f"{found.in_words()} The ranks pause."
+            f"{restart_price.in_words()} The ranks pause."
         )
 
     # --- the end ---------------------------------------------------------------------------
@@ -289,28 +291,28 @@ class Supervisor:
         """End every process of the run, remove its memory files, and show the table."""
         if not self.generations:
             return
-        hosts = {host.name for one in self.generations for host in one.hosts}
+        hosts = {host.name for generation in self.generations for host in generation.hosts}
         sweep.sweep(self._ours.run)
         command = [sys.executable, "-I", "-S", sweep.__file__, self._ours.run]
         self._hosts.answering(hosts, command)
         if len(self.generations) > 1:
-            found = goodput.goodput(self.generations)
+            result = goodput.goodput(self.generations)
             print(goodput.table(self.generations), file=sys.stderr)
-            say(found.in_words())
+            say(result.in_words())
         if self._options.file:
             try:
                 goodput.write(self.generations, self._options.file)
-            except OSError as error:  # It must not hide how the run ended
+            except OSError as error:  # Not raised, because it would hide the cause of the end
                 say(f"--generations: {error}.")
 
 
 def start_line(generation: Generation) -> str:
-    """Say where a generation starts."""
+    """Return the line that announces the hosts of a generation."""
     ranks = f"{generation.ranks} rank{'s' * (generation.ranks > 1)}"
-    said = f"Generation {generation.number} starts on {ranks}: {in_words(generation.hosts)}."
+    line = f"Generation {generation.number} starts on {ranks}: {in_words(generation.hosts)}."
     if len({host.slots for host in generation.hosts}) > 1:
-        said += " The hosts have unequal numbers of ranks: only one-level routes work."
-    return said
+        line += " The hosts have unequal numbers of ranks: only one-level routes work."
+    return line
 
 
 def _at_step(generation: Generation) -> str:

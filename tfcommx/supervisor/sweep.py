@@ -1,12 +1,12 @@
-"""End what is left of a run's processes on this host, and remove its memory files.
+"""End a run's remaining processes on this host, and remove its memory files.
 
     python -I -S sweep.py RUN GENERATION ranks     ranks of that generation, without the launcher
     python -I -S sweep.py RUN GENERATION           all processes of that generation
     python -I -S sweep.py RUN                      all processes of the run, and its memory files
 
-They are found by the environment that the supervisor has given them. A process of the run that
-shall outlive a generation has no TFCOMMX_GENERATION in its environment. Knows only the standard
-library: the supervisor calls it over ssh, too.
+They are found by the environment that the supervisor has set for them. A process of the run that
+must outlive a generation has no TFCOMMX_GENERATION in its environment. Imports only the standard
+library, because the supervisor also calls it over ssh.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RUN, GENERATION = "TFCOMMX_RUN", "TFCOMMX_GENERATION"
-# What horovodrun and mpirun give to ranks
+# Variables that horovodrun and mpirun set for ranks
 RANK = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=")
 MEMORY = Path("/dev/shm")
-# Without a change, and without a process: nobody comes back to it
+# Age without a change after which the files of a run without processes are removed
 STALE_SECONDS = 3600.0
-# For the kernel to end processes that were killed
+# Time limit for the kernel to end killed processes
 END_SECONDS = 5.0
 
 
@@ -36,45 +36,45 @@ def find_processes(run: str, generation: str | None = None, ranks: str = "") -> 
     wanted = {f"{RUN}={run}".encode()}
     if generation is not None:
         wanted.add(f"{GENERATION}={generation}".encode())
-    found = []
+    pids = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        # It may have ended meanwhile, or be another user's
+        # The process may have ended meanwhile, or belong to another user
         with contextlib.suppress(OSError):
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             is_rank = any(variable.startswith(RANK) for variable in variables)
             if wanted <= set(variables) and pid != os.getpid() and (is_rank or not ranks):
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 def end_processes(run: str, generation: str | None = None, ranks: str = "") -> list[int]:
-    """Kill a run's processes; return those that live nevertheless after some seconds."""
+    """Kill a run's processes; return those that still exist after `END_SECONDS`."""
     deadline = time.monotonic() + END_SECONDS
-    while found := find_processes(run, generation, ranks):
-        for pid in found:
+    while pids := find_processes(run, generation, ranks):
+        for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    return found
+    return pids
 
 
 def remove_memory(run: str) -> None:
-    """Remove what the run has in shared memory."""
+    """Remove the run's folders in shared memory."""
     for path in MEMORY.glob(f"tfcommx-{os.getuid()}-{run}-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_stale_memory() -> None:
-    """Remove what runs have left in shared memory whose supervisor was killed.
+    """Remove the folders in shared memory of runs whose supervisor was killed.
 
-    A process that uses such a folder holds a lock on it (checkpoint/memory/place.py), also one that
-    this process cannot see, in another container that shares the memory.
+    A process that uses such a folder holds a lock on it (checkpoint/place.py), so processes of
+    another container that shares the memory, which this process cannot see, are respected, too.
     """
     for path in MEMORY.glob(f"tfcommx-{os.getuid()}-{'[0-9a-f]' * 16}-*"):
         with contextlib.suppress(OSError), _locked(path):
-            newest = max(one.lstat().st_mtime for one in (path, *path.rglob("*")))
+            newest = max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
             run = path.name.split("-")[2]
             if time.time() - newest > STALE_SECONDS and not find_processes(run):
                 shutil.rmtree(path, ignore_errors=True)
@@ -95,11 +95,11 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def sweep(run: str, generation: str | None = None, ranks: str = "") -> list[int]:
     """End the processes; without a generation remove the memory files, too."""
-    left = end_processes(run, generation, ranks)
+    survivors = end_processes(run, generation, ranks)
     if generation is None:
         remove_memory(run)
     remove_stale_memory()
-    return left
+    return survivors
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
 """Law 7, "no hang": if a rank is missing, every other rank ends soon, with an error that names it.
 
-Horovod's collectives wait for a rank that was stopped, or whose machine or network is gone, and
-their own time limits name nobody. Beside each rank runs a small process (watcher.py), which
-exchanges heartbeats with a few other watchers over TCP (watch_protocol.py); a thread of the rank
-waits for its alarm.
-A rank that ends normally, early or late, says so and is not reported as missing. Nor is a rank that
-computes, traces or compiles, however long: only one that is stopped, dead or cut off.
+Horovod's collectives wait for a rank that was stopped, or whose machine or network has failed, and
+their time limits name no rank. Therefore each rank has a small process (watcher.py), which
+exchanges heartbeats with a few other watchers over TCP (protocol.py); a thread of the rank waits
+for its alarm.
+A rank that ends normally, early or late, announces it and is not reported as missing. Nor is a rank
+that computes, traces or compiles, however long: only one that is stopped, dead or cut off.
 
-    what happens to a rank             noticed                      said of it
+    fault of a rank                    noticed                      reported as
     its process is killed or crashes   at once                      its process has ended
     it fails with an exception         at once                      failed: RuntimeError: ...
     it is stopped, its machine or      after `limit` seconds        no response for 20 s
-    network is gone
+    network has failed
 
-The rank that fails prints its traceback; every other rank prints one line, also if Horovod has
+The rank that fails prints its traceback; every other rank prints one line, even if Horovod has
 raised an error there because the failed rank is gone.
 
-If all ranks are alive, but some wait long for others, every rank logs who waits for whom
-(stalls.py); progress.py sees what this rank does.
+If all ranks are alive, but some wait long for others, every rank logs the waiting ranks and their
+causes (stalls.py); progress.py observes this rank.
 
 **Cost:** one process of about 15 MB per rank, asleep except for 10 messages of 2 bytes to each of
 at most 7 other watchers per `limit` seconds, and one of at most 2 kB to one of them.
@@ -51,21 +51,21 @@ from tfcommx.watch.stalls import CAUSES
 
 log = logging.getLogger("tfcommx")
 
-# Seconds: less than the 30 after which Gloo gives up; more than TCP needs to recover after a link
-# was down for 5 s
+# Default limit of silence, in seconds: below Gloo's limit of 30 s; above the time that TCP needs to
+# recover after a link was down for 5 s
 LIMIT_SECONDS = 20.0
-# Evaluating and saving on one rank may take some time
+# Default of `Limits.stall_seconds`: above the usual time of evaluating and saving on one rank
 STALL_SECONDS = 60.0
-# Seconds between the error and the end. The launcher names the rank that ended first, which should
-# be the one that failed.
+# Seconds between the error and the end, because the launcher names the rank that ended first, which
+# should be the one that failed
 LAUNCHER_SECONDS = 2.0
-# For one address of a watcher to answer
+# Time limit for one address of a watcher to answer
 DIAL_SECONDS = 2.0
-# At most between two looks at what this rank does
+# Longest period of observing this rank, in seconds
 LOOK_SECONDS = 2.0
-# In the error of Horovod's collectives after one of the ranks is gone
+# Part of the error of Horovod's collectives after a rank has ended
 GONE = "Horovod has been shut down"
-# What a rank says before it ends because a stall has reached its limit
+# Last line of a rank that ends because a stall has reached its limit
 WAITING = MISSING.replace("ranks are missing", "ranks wait for each other")
 LOOPBACK = "127.0.0.1"
 # The folder that holds the package
@@ -77,68 +77,75 @@ def addresses(interfaces: list[str]) -> list[str]:
     """Return this host's IPv4 addresses, loopback last.
 
     Args:
-        interfaces: whose addresses count, if this host has any of them; otherwise all count.
+        interfaces: names of interfaces whose addresses count, if this host has any of them;
+            otherwise all count.
 
     Returns:
         The addresses, such as `192.168.0.2`.
     """
-    found: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    by_interface: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query_socket:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-            except OSError:  # No IPv4 address on this one
+                answer = fcntl.ioctl(
+                    query_socket, SIOCGIFADDR, struct.pack("256s", name[:15].encode())
+                )
+            except OSError:  # This interface has no IPv4 address
                 continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    chosen = [found[name] for name in interfaces if name in found] or list(found.values())
+            by_interface[name] = socket.inet_ntoa(answer[20:24])
+    chosen = [by_interface[name] for name in interfaces if name in by_interface] or list(
+        by_interface.values()
+    )
     return [address for address in chosen if address != LOOPBACK] + [LOOPBACK]
 
 
 def listen(interfaces: list[str], one_host: bool) -> tuple[socket.socket, list[str]]:
     """Return a listening socket, and the addresses at which partners reach it, best first.
 
-    It listens no wider than they need: on the loopback if all are on this host, on one address if
-    this host, or the interfaces that are named, have no other.
+    It listens no wider than required: on the loopback if all are on this host; on one address if
+    this host, or the named interfaces, have no other.
 
     Args:
         interfaces: network interfaces that the ranks were launched on; empty: any.
-        one_host: whether all partners are on this host.
+        one_host: True if all partners are on this host.
     """
-    own = [LOOPBACK] if one_host else addresses(interfaces)
-    return socket.create_server((own[0] if len(own) <= 2 else "", 0), backlog=64), own
+    reachable = [LOOPBACK] if one_host else addresses(interfaces)
+    return socket.create_server(
+        (reachable[0] if len(reachable) <= 2 else "", 0), backlog=64
+    ), reachable
 
 
 class Limits(NamedTuple):
-    """After which seconds what is done."""
+    """Time limits of the watch, in seconds."""
 
-    # Without a sign of life: the rank is missing, > 0; None: no watch
+    # Silence after which a rank counts as missing, > 0; None: no watch
     limit: float | None
-    # Of a wait for ranks that are alive: it is reported, > 0; None: none is
+    # Wait for living ranks that is reported, > 0; None: no report
     stall_seconds: float | None = STALL_SECONDS
-    # Of such a wait: the job ends, > 0; None: none ends it
+    # Wait for living ranks that ends the job, > 0; None: no limit
     stall_limit: float | None = None
 
 
 class ReportsProgress(Protocol):
-    """What a process does, for its watcher; see progress.py."""
+    """Reports the activity of a process to its watcher; see progress.py."""
 
     def watch(self, send: Callable[[bytes], object], period: float) -> None:
-        """Tell through `send`, every `period` seconds, what the process does."""
+        """Report the activity through `send` every `period` seconds."""
 
 
 class Watched(Protocol):
-    """What the watch needs of a process that is watched, as Comm has it."""
+    """Interface of a watched process, as Comm implements it."""
 
     rank: int
     membership: Membership
 
     @property
     def progress(self) -> ReportsProgress:
-        """What the process does."""
+        """Reporter of the process's activity."""
 
 
 def start(
-    here: Watched,
+    comm: Watched,
     interfaces: list[str],
     limits: Limits,
     gather: Callable[[dict[str, Any]], list[dict[str, Any]]],
@@ -148,79 +155,82 @@ def start(
     """Start this rank's watcher, and the thread that ends the process at its alarm.
 
     Args:
-        here: the Comm of this rank.
+        comm: the Comm of this rank.
         interfaces: network interfaces that the ranks were launched on; empty: any.
-        limits: rank 0's count.
-        gather: returns what all that are watched have given it, in rank order.
-        one_host: whether all of them are on this host.
-        holds: what people are told of this rank, behind its host's name.
+        limits: time limits; those of rank 0 apply.
+        gather: returns the arguments of all watched ranks, in rank order.
+        one_host: True if all of them are on this host.
+        holds: description of this rank, appended to its host's name in messages.
 
     **Ranks:** all. **Cost:** one exchange of addresses. An alarm writes one line to stderr, flushes
     and ends with status 1.
     """
-    listening, own = listen(interfaces, one_host)
-    mine = {
-        "addresses": own,
+    listening, reachable = listen(interfaces, one_host)
+    row = {
+        "addresses": reachable,
         "port": listening.getsockname()[1],
         "host": socket.gethostname() + holds,
         "token": secrets.token_hex(8),
         **limits._asdict(),
     }
-    every = gather(mine)
-    if every[0]["limit"] is None:
+    rows = gather(row)
+    if rows[0]["limit"] is None:
         listening.close()
         return
-    job = make_job(here.rank, os.getpid(), every)
-    ours = start_watcher(listening, job)
-    failed = _say_how_it_ends(ours, here.membership)
-    here.membership.report_to(ours.send)
-    others = set(range(len(every))) - {here.rank}
-    here.membership.probe_with(lambda rank: responds(every[rank]), others, job["limit"])
+    job = make_job(comm.rank, os.getpid(), rows)
+    to_watcher = start_watcher(listening, job)
+    failed = _say_how_it_ends(to_watcher, comm.membership)
+    comm.membership.report_to(to_watcher.send)
+    other_ranks = set(range(len(rows))) - {comm.rank}
+    comm.membership.probe_with(lambda rank: responds(rows[rank]), other_ranks, job["limit"])
     periods = [seconds for seconds in (job["stall_seconds"], job["stall_limit"]) if seconds]
     if periods:
-        here.progress.watch(ours.send, min(LOOK_SECONDS, *(one / 5 for one in periods)))
+        comm.progress.watch(to_watcher.send, min(LOOK_SECONDS, *(period / 5 for period in periods)))
     threading.Thread(
-        target=_wait, args=(ours, here, failed), name="tfcommx-watch", daemon=True
+        target=_wait, args=(to_watcher, comm, failed), name="tfcommx-watch", daemon=True
     ).start()
 
 
 def responds(row: dict[str, Any]) -> bool:
-    """Tell whether a rank's watcher is there, by what the rank has told of itself.
+    """Return True if a rank's watcher accepts connections, as it does while the rank runs.
 
-    It is, as long as the rank's process is. **Cost:** one connection.
+    Args:
+        row: the rank's row of `make_job`.
+
+    **Cost:** one connection.
     """
-    for address in row["addresses"][:-1] or row["addresses"]:  # The last one is of any host
+    for address in row["addresses"][:-1] or row["addresses"]:  # The last is the loopback
         with contextlib.suppress(OSError):
             socket.create_connection((address, row["port"]), DIAL_SECONDS).close()
             return True
     return False
 
 
-def make_job(rank: int, pid: int, every: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a rank's watcher must know.
+def make_job(rank: int, pid: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the job of a rank's watcher, as `watcher.main` reads it.
 
     Args:
-        rank: whose watcher it is.
-        pid: of the rank's process.
-        every: what each rank has told the others, in rank order.
+        rank: the watched rank.
+        pid: process ID of the rank.
+        rows: the row that each rank has gathered, in rank order.
     """
-    others = [every[other] for other in neighbours(rank, len(every))]
+    neighbour_rows = [rows[neighbour] for neighbour in neighbours(rank, len(rows))]
     return {
         "rank": rank,
-        "size": len(every),
+        "size": len(rows),
         "pid": pid,
-        "host": every[rank]["host"],
-        **{name: every[0][name] for name in ("token", "limit", "stall_seconds", "stall_limit")},
-        **{f"{name}s": [row[name] for row in others] for name in ("host", "port")},
-        "addresses": [row["addresses"] for row in others],
+        "host": rows[rank]["host"],
+        **{name: rows[0][name] for name in ("token", "limit", "stall_seconds", "stall_limit")},
+        **{f"{name}s": [row[name] for row in neighbour_rows] for name in ("host", "port")},
+        "addresses": [row["addresses"] for row in neighbour_rows],
     }
 
 
 def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socket:
-    """Start the watcher's process; return the socket that leads to it."""
-    ours, theirs = socket.socketpair()
-    fds = [theirs.fileno(), listening.fileno()]
-    # Without the user's environment and packages, which may do anything at the start
+    """Start the watcher's process; return the socket connected to it."""
+    to_watcher, watcher_end = socket.socketpair()
+    fds = [watcher_end.fileno(), listening.fileno()]
+    # Without the user's environment and packages, because they may run any code at the start
     program = (
         f"import sys; sys.path.insert(0, {str(PACKAGES)!r}); "
         "from tfcommx.watch.watcher import main; main()"
@@ -231,31 +241,34 @@ def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socke
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
-    theirs.close()
+    watcher_end.close()
     listening.close()
-    ours.sendall(json.dumps(job).encode() + b"\n")
+    to_watcher.sendall(json.dumps(job).encode() + b"\n")
     tell_of_terminate = loader.plain_function("tfcommx_tell_of_terminate")
     if tell_of_terminate is not None:
-        tell_of_terminate(ours.fileno())
-    return ours
+        tell_of_terminate(to_watcher.fileno())
+    return to_watcher
 
 
-def _wait(ours: socket.socket, here: Watched, failed: threading.Event) -> None:
-    """Log stalls; wait for the alarm, then end the process, whatever its other threads wait for."""
+def _wait(to_watcher: socket.socket, comm: Watched, failed: threading.Event) -> None:
+    """Log stalls until the alarm, then end the process regardless of its other threads."""
     kind, text = "lost", "the watcher of this rank, a process of its own, has ended."
-    with contextlib.suppress(OSError), ours.makefile(encoding="utf-8", errors="replace") as lines:
+    with (
+        contextlib.suppress(OSError),
+        to_watcher.makefile(encoding="utf-8", errors="replace") as lines,
+    ):
         for line in lines:
             kind, _, text = line.strip().partition(" ")
             if kind not in ("stall", "gone"):
                 break
             if kind == "gone":
-                here.membership.mark_gone(*json.loads(text))
+                comm.membership.mark_gone(*json.loads(text))
             else:
-                log.warning("Log of rank %d: %s", here.rank, text)
+                log.warning("Log of rank %d: %s", comm.rank, text)
             kind, text = "lost", "the watcher of this rank, a process of its own, has ended."
     if not failed.is_set():
-        said = MISSING if kind == "lost" else WAITING
-        sys.stderr.write(said.format(rank=here.rank, text=text))
+        message = MISSING if kind == "lost" else WAITING
+        sys.stderr.write(message.format(rank=comm.rank, text=text))
         sys.stderr.flush()
     time.sleep(LAUNCHER_SECONDS / 2 if failed.is_set() else LAUNCHER_SECONDS)
     end_at_once(1)
@@ -264,7 +277,7 @@ def _wait(ours: socket.socket, here: Watched, failed: threading.Event) -> None:
 def _cause_first(text: str) -> str:
     """Return an error's text in one line, its last line first.
 
-    TensorFlow gives the cause after the whole stack, before `[[nodes]]`.
+    The order changes because TensorFlow puts the cause after the stack, before `[[nodes]]`.
     """
     lines = [
         " ".join(line.split())
@@ -274,16 +287,16 @@ def _cause_first(text: str) -> str:
     return " ".join(lines[-1:] + lines[:-1])
 
 
-def _say_how_it_ends(ours: socket.socket, membership: Membership) -> threading.Event:
-    """Say bye at the interpreter's end; after an uncaught exception tell the other ranks instead.
+def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threading.Event:
+    """Send bye at the interpreter's end; after an uncaught exception report the failure instead.
 
-    Horovod raises on every rank if one is gone. That is not this rank's failure: it waits a little
-    for the alarm, which names the rank that has failed, and prints its own error only if none
-    comes.
+    Horovod raises on every rank if one has ended. This rank then waits for the alarm, because the
+    alarm names the failed rank, and prints its own error only if none arrives.
 
     Args:
-        ours: leads to this rank's watcher.
-        membership: after a rank has died, Horovod's and MPI's own ends would wait for it.
+        to_watcher: socket connected to this rank's watcher.
+        membership: checked at the end, because Horovod's and MPI's shutdown would wait for a rank
+            that has died.
 
     Returns:
         An event that is set if this rank has failed.
@@ -304,19 +317,19 @@ def _say_how_it_ends(ours: socket.socket, membership: Membership) -> threading.E
         if GONE in str(error):
             time.sleep(2 * LAUNCHER_SECONDS)
             report(kind, error, trace)
-            # No alarm has ended this process: nobody is missing
+            # No alarm has ended this process: no rank is missing
             sys.stderr.write(f"tfcommx: A rank has ended while this one waited for it. {CAUSES}\n")
             return
         report(kind, error, trace)
         failed.set()
-        said = f"failed: {kind.__name__}: {_cause_first(str(error))}"[:300]
+        message = f"failed: {kind.__name__}: {_cause_first(str(error))}"[:300]
         with contextlib.suppress(OSError):
-            ours.send(f"{said}\n".encode())
+            to_watcher.send(f"{message}\n".encode())
 
     def bye() -> None:
         if os.getpid() == pid and not no_bye.is_set():
             with contextlib.suppress(OSError):
-                ours.send(b"bye\n")
+                to_watcher.send(b"bye\n")
             if membership.any_died():
                 end_at_once(0)
 

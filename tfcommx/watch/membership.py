@@ -1,11 +1,11 @@
-"""Which ranks have left while the others go on: for trainings in which no rank waits for another.
+"""Record the ranks that have left while the others continue, if no rank waits for another.
 
 Usually a rank that dies makes all others end (liveness.py). After `allow_leaving` only the death of
-a needed rank does; of the other ranks this one is told, and goes on. Collectives are impossible
-from the first death on, because the dead rank would be missing in each.
+a needed rank does; this rank is informed of the other deaths, and continues. Collectives are
+impossible after the first death, because the dead rank would be missing in each.
 
-Watchers end with their ranks and pass nothing on. After a few deaths nobody may be left who would
-tell of one more: `find_dead` asks every rank's watcher itself.
+`find_dead` asks every rank's watcher directly, because watchers end with their ranks, and after a
+few deaths no neighbour may be left to report another.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from collections.abc import Callable, Collection
 
 from tfcommx.core import RankLostError
 
-# Between two looks for ranks whose end nobody would tell
+# Period of probing for ranks whose end no watcher would report
 FIND_SECONDS = 5.0
 
 
 class Membership:
-    """What this rank knows of ranks that have left."""
+    """The ranks that have left, as far as this rank knows."""
 
     def __init__(self) -> None:
-        # Rank -> what happened, in words; those that ended in order are not among the dead
+        # Rank -> description; ranks that ended in order are not in `_died`
         self._ended: dict[int, str] = {}
         self._died: dict[int, str] = {}
         self._send: Callable[[bytes], object] | None = None
-        # What `find_dead` asks, whom, and after how many seconds without an answer a rank is gone
+        # For `find_dead`: the probe, its ranks, and the seconds of silence after which one is dead
         self._responds: Callable[[int], bool] | None = None
         self._others: Collection[int] = ()
         self._limit = math.inf
-        # Rank -> since when it does not respond
+        # Rank -> time of its first missing response
         self._silent: dict[int, float] = {}
-        # Time of the next look; infinite while one is under way
+        # Time of the next probe; infinite during one
         self._look_at = 0.0
 
     def report_to(self, send: Callable[[bytes], object]) -> None:
-        """Tell the watcher, from now on, through `send`, who may leave."""
+        """Set the function that sends lines to the watcher."""
         self._send = send
 
     def probe_with(
-        self, responds: Callable[[int], bool], others: Collection[int], limit: float
+        self, responds: Callable[[int], bool], other_ranks: Collection[int], limit: float
     ) -> None:
-        """Let `find_dead` ask watchers through `responds`; silent for `limit` seconds: dead."""
-        self._responds, self._others, self._limit = responds, others, limit
+        """Set the probe of `find_dead`; a rank silent for `limit` seconds is dead."""
+        self._responds, self._others, self._limit = responds, other_ranks, limit
 
     def find_dead(self) -> None:
-        """Look for ranks that are gone without anybody's telling, in a thread, if one has left.
+        """Probe for unreported dead ranks, in a thread, once a rank has left.
 
-        For whoever waits for a rank. **Cost:** one connection for each rank every FIND_SECONDS;
-        nothing before the first departure, or without a watch.
+        Called while waiting for a rank. **Cost:** one connection for each rank every FIND_SECONDS;
+        none before the first departure, or without a watch.
         """
         responds = self._responds
         if responds is None or not self.gone() or time.monotonic() < self._look_at:
@@ -70,14 +70,14 @@ class Membership:
                     self._silent.pop(rank, None)
                     continue
                 silent = time.monotonic() - self._silent.setdefault(rank, time.monotonic())
-                # A link may be down for a while, as the watch has it
+                # Not at once, because a link may be down for a while
                 if silent >= self._limit:
                     self.mark_gone(rank, f"its watcher has not responded for {silent:.0f} s", False)
-        finally:  # A look that has failed is not the last
+        finally:  # A failed probe is repeated
             self._look_at = time.monotonic() + FIND_SECONDS
 
     def allow_leaving(self, needed: Collection[int]) -> None:
-        """Let ranks leave that are not needed. **Ranks:** all, with equal arguments."""
+        """Permit the ranks that are not needed to leave. **Ranks:** all, with equal arguments."""
         if self._send is not None:
             self._send(f"needs {json.dumps(sorted(needed))}\n".encode())
 
@@ -86,16 +86,16 @@ class Membership:
         if self._send is not None:
             self._send(b"needs all\n")
 
-    def mark_gone(self, rank: int, what: str, in_order: bool) -> None:
-        """Take note that a rank has left; `what` says how, for people."""
-        (self._ended if in_order else self._died)[rank] = what
+    def mark_gone(self, rank: int, event: str, in_order: bool) -> None:
+        """Record that a rank has left; `event` describes how, for messages."""
+        (self._ended if in_order else self._died)[rank] = event
 
     def gone(self) -> set[int]:
-        """Return the ranks that have left, in whichever way."""
+        """Return the ranks that have left, in order or dead."""
         return {*self._ended, *self._died}
 
     def any_died(self) -> bool:
-        """Tell whether a rank has left without a word."""
+        """Return True if a rank has died."""
         return bool(self._died)
 
     def require_all(self) -> None:
@@ -103,9 +103,9 @@ class Membership:
 
         **Raises:** RankLostError that names it.
         """
-        for rank, what in list(self._died.items()):
+        for rank, event in list(self._died.items()):
             raise RankLostError(
                 "A collective needs all ranks. Received a call of one after rank "
-                f"{rank} has left ({what}); the training alone goes on without it. Let one rank "
+                f"{rank} has left ({event}); the training alone goes on without it. Let one rank "
                 "save the model, and start again."
             )

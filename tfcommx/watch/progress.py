@@ -1,17 +1,17 @@
-"""What this rank is doing, for the stall watch: at which step it is, and whether it waits.
+"""Report this rank's activity to the stall watch: its step, and the collective it waits in.
 
-    graph of a step     all gradients are there --> begun = n
-                        bucket's result is there --> ended[bucket] = n
+    graph of a step     all gradients exist --> begun = n
+                        bucket's result exists --> ended[bucket] = n
 
-    thread, every 2 s   n is another one than before?        the rank takes steps
+    thread, every 2 s   n has changed?                       the rank takes steps
                         a bucket has not ended?              it waits in its exchange
                         else: where is the main thread?      in a collective, in `fit`, beyond it
 
-The thread needs Python's lock for its look; while another thread holds that, what it has said last
-stands.
+The thread needs Python's lock to observe the rank; while another thread holds the lock, the last
+report remains valid.
 
-**Cost:** in each step one small operation on the host and one per bucket, which nothing waits for;
-of the thread some 0.1 ms per look.
+**Cost:** in each step one small operation on the host and one per bucket, off the critical path; in
+the thread about 0.1 ms per observation.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ import tensorflow as tf
 from tfcommx.kernels.traced import after, untraced
 from tfcommx.watch.stalls import COMPUTES, LEFT, PYTHON, WAITS
 
-# For the last look to end
+# Time limit for the last observation to end
 END_SECONDS = 2.0
-# Of what is said of one rank; longer is cut
+# Longest description of one rank, in characters; longer ones are cut
 LONGEST = 120
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 COLLECTIVES = os.path.join(PACKAGE, "collectives")
-# In the paths of files that users have not written
+# Parts of the paths of files that users have not written
 LIBRARIES = (PACKAGE, "site-packages", "dist-packages", os.path.dirname(os.__file__), "<")
 
 
 class ExchangeProgress:
-    """Counters of one exchange: how often it has begun, and each of its parts ended.
+    """Counters of one exchange: the number of its starts, and of the ends of each part.
 
     Args:
-        parts: what ranks wait in, for people, such as "the exchange of bucket 3".
-        counted: whether the exchange makes a step.
-        queued: whether a collective's op ends before its result is there, as Progress has it.
+        parts: names of the parts in messages, such as "the exchange of bucket 3".
+        counted: True if the exchange makes a step.
+        queued: True if a collective's op ends before its result exists; see
+            `Progress.ends_when_queued`.
     """
 
     def __init__(self, parts: Sequence[str], counted: bool, queued: bool = False) -> None:
@@ -59,12 +60,12 @@ class ExchangeProgress:
             ]
 
     def begin(self, inputs: Iterable[tf.Tensor]) -> tf.Tensor:
-        """Note, when all inputs are there, that the exchange has begun; return its number."""
+        """Count a start of the exchange once all inputs exist; return its number, int64, from 1."""
         with tf.control_dependencies([tf.group(*inputs)]), tf.device("/cpu:0"):
             return self._begun.assign_add(1).read_value()
 
     def end(self, part: int, outputs: Iterable[tf.Tensor], number: tf.Tensor) -> None:
-        """Note, when all outputs are there, that this part of exchange `number` has ended."""
+        """Record the end of this part of exchange `number` once all outputs exist."""
         outputs = list(outputs)
         if self._queued:
             number = after(number, outputs)
@@ -72,11 +73,11 @@ class ExchangeProgress:
             self._ended[part].assign(number)
 
     def begun(self) -> int:
-        """Return how many exchanges have begun."""
+        """Return the number of exchanges that have begun."""
         return int(self._begun.numpy())
 
     def waiting(self) -> str:
-        """Return the first part that has begun and not ended; empty if there is none."""
+        """Return the first part that has begun and not ended; empty if none."""
         begun = self.begun()
         for part, ended in zip(self.parts, self._ended, strict=True):
             if int(ended.numpy()) < begun:
@@ -85,7 +86,7 @@ class ExchangeProgress:
 
 
 class UnwatchedExchange(ExchangeProgress):
-    """An exchange that nobody watches: nothing is added to the step."""
+    """An exchange without a watch: adds no operation to the step."""
 
     def __init__(self) -> None:
         pass
@@ -98,15 +99,15 @@ class UnwatchedExchange(ExchangeProgress):
 
 
 class Progress:
-    """What this rank is doing, seen from a thread of its own."""
+    """Observes the activity of this rank from a separate thread."""
 
     def __init__(self) -> None:
         self.watched, self._saw_fit, self._step = False, False, -1
-        # Whether Horovod ends a collective's op when it is queued on the GPU, not when it is done
+        # True if Horovod ends a collective's op when it is queued on the GPU, not when it is done
         self.ends_when_queued = False
-        # Of exchanges that are still there, each with its steps at the last look
+        # Living exchange -> its steps at the last observation
         self._waits: dict[weakref.ref[ExchangeProgress], int] = {}
-        # Of those that are gone
+        # Steps of exchanges that no longer exist
         self._steps_before = 0
 
     def of_exchange(self, parts: Sequence[str], counted: bool = True) -> ExchangeProgress:
@@ -114,66 +115,68 @@ class Progress:
         if not self.watched:
             return UnwatchedExchange()
         self._saw_fit = self._saw_fit or _in_fit(_frames(sys._getframe()))
-        made = ExchangeProgress(parts, counted, self.ends_when_queued)
-        self._waits[weakref.ref(made)] = 0
-        return made
+        exchange = ExchangeProgress(parts, counted, self.ends_when_queued)
+        self._waits[weakref.ref(exchange)] = 0
+        return exchange
 
     def watch(self, send: Callable[[bytes], object], period: float) -> None:
-        """Tell the watcher from now on.
+        """Start the thread that reports changes to the watcher.
 
         Args:
-            send: takes a line for the watcher.
-            period: seconds between two looks, > 0.
+            send: sends a line to the watcher.
+            period: seconds between two observations, > 0.
         """
         self.watched, stop = True, threading.Event()
 
         def look() -> None:
-            said = None
+            last_report = None
             while not stop.wait(period):
-                found = self.look()
-                if found != said:
-                    said = found
+                report = self.look()
+                if report != last_report:
+                    last_report = report
                     with contextlib.suppress(OSError):
-                        send(b"at " + json.dumps(found).encode() + b"\n")
+                        send(b"at " + json.dumps(report).encode() + b"\n")
 
         thread = threading.Thread(target=look, name="tfcommx-progress", daemon=True)
         thread.start()
 
         def end() -> None:
-            # TensorFlow must not be taken down under it
+            # Because TensorFlow must not be unloaded while the thread uses it
             stop.set()
             thread.join(END_SECONDS)
 
         atexit.register(end)
 
     def look(self) -> tuple[int, str, str]:
-        """Return the number of steps begun, what the rank does, and in what or where."""
-        there = self._still_there()
+        """Return the steps begun, the activity, and its collective or source line."""
+        exchanges = self._still_there()
         step = self._steps_before + sum(self._waits.values())
         before, self._step = self._step, step
         if step != before:
             return step, COMPUTES, ""
         frames = _frames(sys._current_frames().get(threading.main_thread().ident or 0))
-        doing, what = self._doing(frames, there)
-        return step, doing, what[:LONGEST]
+        doing, details = self._doing(frames, exchanges)
+        return step, doing, details[:LONGEST]
 
     def _still_there(self) -> list[ExchangeProgress]:
-        """Return the exchanges that somebody still has, and count their steps."""
-        there = []
-        for found in list(self._waits):
-            one = found()
-            if one is None:
-                self._steps_before += self._waits.pop(found)
+        """Return the exchanges that still exist, and count their steps."""
+        exchanges = []
+        for reference in list(self._waits):
+            exchange = reference()
+            if exchange is None:
+                self._steps_before += self._waits.pop(reference)
                 continue
-            there.append(one)
-            self._waits[found] = one.begun() if one.counted else 0
-        return there
+            exchanges.append(exchange)
+            self._waits[reference] = exchange.begun() if exchange.counted else 0
+        return exchanges
 
-    def _doing(self, frames: list[FrameType], there: list[ExchangeProgress]) -> tuple[str, str]:
+    def _doing(self, frames: list[FrameType], exchanges: list[ExchangeProgress]) -> tuple[str, str]:
         in_fit = _in_fit(frames)
         self._saw_fit = self._saw_fit or in_fit
         in_library = bool(frames) and _is_in(frames[0], "tensorflow", "horovod")
-        if in_library and (parts := [part for one in there if (part := one.waiting())]):
+        if in_library and (
+            parts := [part for exchange in exchanges if (part := exchange.waiting())]
+        ):
             return WAITS, parts[0]
         if calls := [frame for frame in frames if _is_collective(frame)]:
             return WAITS, _caller(frames[frames.index(calls[-1]) + 1 :])
@@ -184,17 +187,17 @@ class Progress:
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
     """Return the frames of a thread, the innermost first."""
-    found = []
+    frames = []
     while frame is not None:
-        found.append(frame)
+        frames.append(frame)
         frame = frame.f_back
-    return found
+    return frames
 
 
 def _is_in(frame: FrameType, *packages: str) -> bool:
-    """Tell whether a frame's code is of one of these packages, by the folder of the package."""
-    places = [getattr(sys.modules.get(name), "__file__", None) for name in packages]
-    folders = tuple(os.path.join(os.path.dirname(place), "") for place in places if place)
+    """Return True if a frame's code lies in the folder of one of these packages."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in packages]
+    folders = tuple(os.path.join(os.path.dirname(file), "") for file in files if file)
     return frame.f_code.co_filename.startswith(folders)
 
 
@@ -208,13 +211,13 @@ def _in_fit(frames: list[FrameType]) -> bool:
 
 
 def _is_collective(frame: FrameType) -> bool:
-    """Tell whether it is one of Horovod's functions that wait, or one of Comm's."""
-    own = frame.f_code.co_filename == os.path.join(COLLECTIVES, "horovod.py")
-    return own or _is_in(frame, "horovod")
+    """Return True for a frame of a waiting function of Horovod or Comm."""
+    in_comm = frame.f_code.co_filename == os.path.join(COLLECTIVES, "horovod.py")
+    return in_comm or _is_in(frame, "horovod")
 
 
 def _caller(frames: list[FrameType]) -> str:
-    """Return who has called a collective: the first function outside of `collectives`."""
+    """Return the caller of a collective: the first function outside of `collectives`."""
     for frame in frames:
         name = frame.f_code.co_filename
         if os.path.dirname(name) != COLLECTIVES and not _is_in(frame, "tensorflow"):
@@ -223,7 +226,7 @@ def _caller(frames: list[FrameType]) -> str:
 
 
 def _where(frames: list[FrameType]) -> str:
-    """Return the line of the user's that a thread is at, and the function that it has called."""
+    """Return the user's line that a thread executes, and the function called there."""
     for frame in frames:
         code = frame.f_code
         if not any(part in code.co_filename for part in LIBRARIES):

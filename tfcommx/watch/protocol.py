@@ -1,38 +1,38 @@
-"""What one watcher says and decides: no sockets and no clock, so that thousands can be simulated.
+"""Messages and decisions of one watcher, without sockets and clock, so that tests simulate many.
 
     lines between watchers     .            alive
-                               bye          the rank ends as it should; its watcher stays
+                               bye          the rank ends in order; its watcher continues
                                ended        to the parent: all ranks below have ended
                                over         to the children: all ranks have ended
-                               lost JSON    which ranks are missing: rank -> [host, what, by whom]
-                               left N       rank N has ended while others may go on without it
-                               at JSON      to the parent: what the ranks below do (stalls.py)
-                               stall JSON   to the children: who waits for whom
-                               end JSON     the same, and it has lasted too long: all end
+                               lost JSON    missing ranks: rank -> [host, event, noticing rank]
+                               left N       rank N has ended while others may continue without it
+                               at JSON      to the parent: activity of the ranks below (stalls.py)
+                               stall JSON   to the children: ranks that wait for others
+                               end JSON     the same, for longer than the limit: all end
 
     lines from the rank        bye, aborted, failed: ..., at JSON, needs JSON or all
     lines to the rank          lost TEXT, gone JSON, stall TEXT, end TEXT
 
-A watcher says "alive" while its rank's process exists and is not stopped. It raises the alarm if it
-has heard nothing of a neighbour for `limit` seconds, or at once if a neighbour's connection ends
-without a bye. Who hears an alarm for the first time passes it on to all neighbours. A neighbour
-that dies does not stop it: each of its other neighbours notices the death itself.
+A watcher sends "." while its rank's process exists and is not stopped. It raises the alarm if it
+has received none from a neighbour for `limit` seconds, or at once if a neighbour's connection ends
+without a bye. A watcher forwards each new alarm to all neighbours. The death of a neighbour does
+not stop an alarm, because each of its other neighbours notices the death, too.
 
-While ranks may leave (membership.py), only the loss of a rank that is needed is an alarm; of the
-others each rank is told by `gone`, also when they end in order.
+While ranks may leave (membership.py), only the loss of a needed rank is an alarm; `gone` informs
+each rank of the others, also when they end in order.
 
-A watcher whose rank has ended in order still passes on what it hears, until all ranks have ended.
+A watcher whose rank has ended in order forwards messages until all ranks have ended.
 
-To add a fault: whoever notices it calls `_learn_missing`, from which on an alarm is the same for
-all. This rank's process is looked at in watcher.py (`_state_of`), its exceptions are told by
-liveness.py (`fail`), neighbours are judged here (`broken`, `_report_silent`). liveness.py has the
-table of faults for people; `tests/watch/test_faults.py` makes them happen.
+To add a fault, detect it and call `_learn_missing`; the alarm that follows is the same for all
+faults. watcher.py observes this rank's process (`_state_of`), liveness.py reports its exceptions
+(`fail`), and this file judges the neighbours (`broken`, `_report_silent`). liveness.py has the
+table of faults; `tests/watch/test_faults.py` causes them.
 
 **Cost:** per beat one message of 2 bytes to each neighbour and one to the parent; per alarm at most
 NAMES ranks to each neighbour.
 
-At most 7 watchers are connected to each, however many ranks there are, by a tree with 4 children to
-a rank, and a ring, which keeps what is below a dead rank connected with the rest.
+At most 7 watchers are connected to each, for any number of ranks, by a tree with 4 children per
+rank, and a ring, which keeps the ranks below a dead rank connected with the others.
 
     0 --+-- 1 --+-- 5        tree: the parent of r is (r - 1) // 4
         |       +-- 6
@@ -42,14 +42,13 @@ a rank, and a ring, which keeps what is below a dead rank connected with the res
         +-- 3
         +-- 4
 
-`Alarm` is that of one watcher, from the first sign to the end of its rank:
+`Alarm` is the alarm of one watcher, from the first sign to the end of its rank:
 
     first sign -- GATHER_SECONDS --> the rank is told -- LAST_WORDS_SECONDS --> it is killed
 
-A rank that Gloo has aborted is no cause: CAUSE_SECONDS are left for a watcher to name one.
-
-What ranks of a node that die together have in common is named together; what ends after the rank
-was told ends because of the alarm.
+A rank that Gloo has aborted is not the cause, so a watcher has CAUSE_SECONDS to name the cause.
+Ranks of a node that die together are named together. A rank that ends after this rank was told is
+not added, because it ends due to the alarm.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from typing import Any
 from tfcommx.watch.stalls import DOINGS, ENDED, UNKNOWN, Group, StallWatch, group_of, later, merge
 
 CHILDREN = 4
-Missing = tuple[str, str, int]  # Host, what has happened, and the rank that has noticed it
+Missing = tuple[str, str, int]  # Host, event, and the rank that has noticed it
 
 
 def parent(rank: int) -> int | None:
@@ -86,17 +85,17 @@ def neighbours(rank: int, size: int) -> list[int]:
     return sorted({*above, *children(rank, size), (rank - 1) % size, (rank + 1) % size} - {rank})
 
 
-# From the first sign to what the rank is told
+# Seconds from the first sign until the rank is told
 GATHER_SECONDS = 0.3
-# For the rank to end by itself, before it is killed
+# Seconds that the rank has to end, before it is killed
 LAST_WORDS_SECONDS = 8.0
-# From the first sign to what the rank is told, while only ranks that were aborted are missing
+# Seconds from the first sign until the rank is told, while only aborted ranks are missing
 CAUSE_SECONDS = 3.0
-# What is said of a rank that an exception of native code ended: nearly always one of Gloo's
+# Event of a rank that an exception of native code ended: nearly always one of Gloo's
 ABORTED = "aborted, as Gloo does if it loses its connection to another rank"
-# Missing ranks that one alarm names
+# Limit on the missing ranks that one alarm names
 NAMES = 8
-# What a rank says before it ends because of others, or its watcher in its place
+# Last line of a rank that ends because of others, written by the rank or its watcher
 MISSING = (
     "tfcommx: rank {rank} ends, because ranks are missing: {text} Start again from the last "
     "checkpoint.\n"
@@ -104,53 +103,53 @@ MISSING = (
 
 
 class Alarm:
-    """What one watcher knows of missing ranks.
+    """The missing ranks that one watcher knows.
 
     Args:
-        rank: whose watcher it is.
-        neighbours: ranks whose watchers it is connected to.
+        rank: the watched rank.
+        neighbours: ranks of the connected watchers.
     """
 
     def __init__(self, rank: int, neighbours: Collection[int]) -> None:
         self._rank, self._neighbours = rank, set(neighbours)
-        # Missing rank -> [host, what, by whom]
+        # Missing rank -> (host, event, noticing rank)
         self.lost: dict[int, Missing] = {}
-        # Whether the rank was told; when it is killed
+        # True once the rank was told; time at which it is killed
         self.told = False
         self.kill_at: float | None = None
-        # When the first missing rank was known, and the first that was not aborted
+        # Times of the first missing rank, and of the first that was not aborted
         self._first_at = self._cause_at = math.inf
 
-    def add(self, found: dict[int, Missing], now: float) -> dict[int, Missing]:
-        """Take note of missing ranks; return those that are new: none once the rank was told.
+    def add(self, reported: dict[int, Missing], time_now: float) -> dict[int, Missing]:
+        """Record missing ranks; return the new ones: none once the rank was told.
 
-        Of more than NAMES those that were aborted are left out first: they are no cause.
+        Of more than NAMES the aborted ranks are left out first, because they are not the cause.
         """
         if self.told:
             return {}
-        whole = {**self.lost, **found, **self.lost}
-        in_order = sorted(whole, key=lambda rank: whole[rank][1] == ABORTED)
-        kept = {rank: whole[rank] for rank in in_order[:NAMES]}
-        added = {rank: row for rank, row in kept.items() if rank not in self.lost}
+        candidates = {**self.lost, **reported, **self.lost}
+        in_order = sorted(candidates, key=lambda rank: candidates[rank][1] == ABORTED)
+        named = {rank: candidates[rank] for rank in in_order[:NAMES]}
+        added = {rank: row for rank, row in named.items() if rank not in self.lost}
         if added:
-            self._first_at = min(self._first_at, now)
-        if any(what != ABORTED for _, what, _ in added.values()):
-            self._cause_at = min(self._cause_at, now)
-        self.lost = kept
+            self._first_at = min(self._first_at, time_now)
+        if any(event != ABORTED for _, event, _ in added.values()):
+            self._cause_at = min(self._cause_at, time_now)
+        self.lost = named
         return added
 
-    def is_due(self, now: float) -> bool:
-        """Tell whether the rank must now be told."""
+    def is_due(self, time_now: float) -> bool:
+        """Return True if the rank must now be told."""
         tell_at = min(self._cause_at + GATHER_SECONDS, self._first_at + CAUSE_SECONDS)
-        return not self.told and now >= tell_at
+        return not self.told and time_now >= tell_at
 
-    def set_told(self, now: float, stopped: bool) -> None:
-        """Take note that the rank was told; one whose process is stopped cannot end by itself."""
+    def set_told(self, time_now: float, stopped: bool) -> None:
+        """Record that the rank was told, and when to kill it: at once if its process is stopped."""
         self.told = True
-        self.kill_at = now + (0 if stopped else LAST_WORDS_SECONDS)
+        self.kill_at = time_now + (0 if stopped else LAST_WORDS_SECONDS)
 
     def sentence(self, ranks: Collection[int]) -> str:
-        """Say which of these ranks are missing, and who has noticed."""
+        """Return a sentence that names these missing ranks and the ranks that noticed."""
         names = ", ".join(
             f"rank {rank} on {self.lost[rank][0]} ({self.lost[rank][1]})" for rank in sorted(ranks)
         )
@@ -165,22 +164,22 @@ class Alarm:
 class Neighbour:
     """Another watcher, as this one sees it."""
 
-    def __init__(self, host: str, now: float) -> None:
-        self.host, self.connected, self.heard = host, False, now
-        # Its rank has said bye; all ranks below it have
+    def __init__(self, host: str, time_now: float) -> None:
+        self.host, self.connected, self.heard = host, False, time_now
+        # True once its rank has said bye, and once all ranks from it down have
         self.leaving, self.ended = False, False
-        # What the ranks below it do, and when it said so
+        # Activity of the ranks from it down, and the time of its last report
         self.groups: list[Group] = []
-        self.groups_at = now
+        self.groups_at = time_now
 
     @property
     def gone(self) -> bool:
-        """Whether it has left after a bye."""
+        """True if it has left after a bye."""
         return self.leaving and not self.connected
 
 
 def read_line(line: str, size: int) -> tuple[str, Any]:
-    """Return kind and content of a line between watchers of so many ranks.
+    """Return kind and content of a line between watchers of `size` ranks.
 
     **Raises:** ValueError, TypeError or LookupError for a line that no watcher writes.
 
@@ -191,7 +190,7 @@ def read_line(line: str, size: int) -> tuple[str, Any]:
     content: Any = json.loads(text) if text else None
     if kind == "lost":
         rows = dict(content).items()
-        content = {int(rank): (host, what, by) for rank, (host, what, by) in rows}
+        content = {int(rank): (host, event, by) for rank, (host, event, by) in rows}
         ranks = [*content, *(by for _, _, by in content.values())]
         right = all(isinstance(word, str) for row in content.values() for word in row[:2])
     elif kind == "at":
@@ -215,227 +214,227 @@ def read_line(line: str, size: int) -> tuple[str, Any]:
 
 
 class WatchProtocol:
-    """The state of one watcher. Whoever drives it sends what it puts into `outbox` and `to_rank`.
+    """The state of one watcher. The caller sends the lines in `outbox` and `to_rank`.
 
     Args:
         job: rank, size, host, limit (seconds of silence); hosts, of `neighbours`, in that order;
             stall_seconds and stall_limit, as StallWatch takes them.
-        now: seconds, on a clock that never goes back; as in all methods.
+        time_now: seconds on a monotonic clock; as in all methods.
     """
 
-    def __init__(self, job: dict[str, Any], now: float) -> None:
+    def __init__(self, job: dict[str, Any], time_now: float) -> None:
         self.rank, self.size = job["rank"], job["size"]
         self.host, self.limit = job["host"], job["limit"]
-        others = neighbours(self.rank, self.size)
+        peers = neighbours(self.rank, self.size)
         self.neighbours = {
-            other: Neighbour(host, now) for other, host in zip(others, job["hosts"], strict=True)
+            peer: Neighbour(host, time_now) for peer, host in zip(peers, job["hosts"], strict=True)
         }
         self.parent = parent(self.rank)
         self.children = children(self.rank, self.size)
-        # (neighbour, line), and lines for this rank's process
+        # (rank of the neighbour, line), and lines for this rank's process
         self.outbox: list[tuple[int, str]] = []
         self.to_rank: list[str] = []
-        self.alarm = Alarm(self.rank, others)
-        # This rank has said bye; its process is stopped; it is gone
+        self.alarm = Alarm(self.rank, peers)
+        # True once this rank has said bye; while its process is stopped; once it has ended
         self.leaving, self.stopped, self.gone = False, False, False
-        # The watcher says for the rank, which could not, why it has ended; the rank was aborted
+        # True if the watcher must report for the rank, which could not; if the rank was aborted
         self._speaks_for_rank, self._aborted = False, False
-        # The parent knows that all have ended here and below; all ranks have ended
+        # True once the parent knows that all have ended here and below; once all ranks have ended
         self.said_ended, self.over = False, False
-        self.group, self.group_since = group_of(self.rank, 0, UNKNOWN, ""), now
+        self.group, self.group_since = group_of(self.rank, 0, UNKNOWN, ""), time_now
         # Ranks whose loss is an alarm; None: all
         self.needed: set[int] | None = None
-        # Ranks that have left while others go on -> whether they ended in order
+        # Rank that has left while others continue -> True if it ended in order
         self.left: dict[int, bool] = {}
         self.stalls = StallWatch(job["stall_seconds"], job["stall_limit"])
 
     @property
     def finished(self) -> bool:
-        """Whether the watcher has nothing to do any more."""
+        """True if the watcher has no more work."""
         return self.gone and (
             self.over or self.alarm.told or (not self.leaving and not self.alarm.lost)
         )
 
-    def connected(self, other: int, now: float) -> None:
-        """Take note of a connection to a neighbour."""
-        one = self.neighbours[other]
-        one.connected, one.heard = True, now
+    def connected(self, peer: int, time_now: float) -> None:
+        """Record a connection to a neighbour, and send it the current state."""
+        neighbour = self.neighbours[peer]
+        neighbour.connected, neighbour.heard = True, time_now
         if not self.stopped:
-            self.outbox.append((other, "."))
+            self.outbox.append((peer, "."))
         if self.leaving:
-            self.outbox.append((other, "bye"))
-        if self.said_ended and other == self.parent:
-            self.outbox.append((other, "ended"))
+            self.outbox.append((peer, "bye"))
+        if self.said_ended and peer == self.parent:
+            self.outbox.append((peer, "ended"))
         if self.alarm.lost:
-            self.outbox.append((other, f"lost {json.dumps(self.alarm.lost)}"))
+            self.outbox.append((peer, f"lost {json.dumps(self.alarm.lost)}"))
 
-    def disconnected(self, other: int) -> None:
-        """Take note that the connection to a neighbour never worked."""
-        self.neighbours[other].connected = False
+    def disconnected(self, peer: int) -> None:
+        """Record that the connection to a neighbour never worked."""
+        self.neighbours[peer].connected = False
 
-    def broken(self, other: int, what: str, now: float) -> None:
-        """Take note that a neighbour's connection has ended; `what` says how, for people."""
-        one = self.neighbours[other]
-        one.connected = False
-        if one.leaving:
+    def broken(self, peer: int, event: str, time_now: float) -> None:
+        """Record that a neighbour's connection has ended; `event` describes how, for messages."""
+        neighbour = self.neighbours[peer]
+        neighbour.connected = False
+        if neighbour.leaving:
             self._see_whether_all_ended()
         else:
-            self._report_missing(other, what, now)
+            self._report_missing(peer, event, time_now)
 
-    def received(self, other: int, line: str, now: float) -> None:
-        """Take a neighbour's line in; one that no watcher writes is passed over."""
-        one = self.neighbours[other]
+    def received(self, peer: int, line: str, time_now: float) -> None:
+        """Process a neighbour's line; ignore one that no watcher writes."""
+        neighbour = self.neighbours[peer]
         try:
             kind, content = read_line(line, self.size)
         except (ValueError, TypeError, LookupError, RecursionError):
             return
-        if kind == ".":  # The other lines come from the watcher, also of a rank that is stopped
-            one.heard = now
+        if kind == ".":  # Not other lines, because the watcher of a stopped rank sends them, too
+            neighbour.heard = time_now
         elif kind == "bye":
-            one.leaving = True
+            neighbour.leaving = True
             if self.needed is not None:
-                self._leave(other, "it has ended", None)
+                self._leave(peer, "it has ended", None)
         elif kind == "left":
-            self._leave(content, "it has ended", other)
+            self._leave(content, "it has ended", peer)
         elif kind == "ended":
-            one.ended = True
+            neighbour.ended = True
             self._see_whether_all_ended()
         elif kind == "over":
             self._pass_over()
         elif kind == "lost":
-            self._learn_missing(content, other, now)
+            self._learn_missing(content, peer, time_now)
         elif kind == "at":
-            one.groups, one.groups_at = content, now
+            neighbour.groups, neighbour.groups_at = content, time_now
         elif kind == "stall":
             self._pass_down(line)
         elif kind == "end":
-            self._end(line, other, now)
+            self._end(line, peer, time_now)
 
-    def rank_says(self, line: str, now: float) -> None:
-        """Take in what this watcher's own rank says."""
+    def rank_says(self, line: str, time_now: float) -> None:
+        """Process a line of the watched rank."""
         kind, _, text = line.partition(" ")
         if kind == "at":
-            self.group, self.group_since = group_of(self.rank, *json.loads(text)), now
+            self.group, self.group_since = group_of(self.rank, *json.loads(text)), time_now
         elif kind == "needs":
             self.needed = None if text == "all" else set(json.loads(text))
         elif kind == "bye":
             self.leaving = True
-            self.group, self.group_since = group_of(self.rank, 0, ENDED, ""), now
+            self.group, self.group_since = group_of(self.rank, 0, ENDED, ""), time_now
             self._say_to_all("bye")
             self._see_whether_all_ended()
         elif kind == "aborted":
             self._aborted = True
         elif line:
-            self._learn_missing({self.rank: (self.host, line, self.rank)}, None, now)
+            self._learn_missing({self.rank: (self.host, line, self.rank)}, None, time_now)
 
-    def rank_is_gone(self, now: float) -> None:
-        """Take note that this rank's process has ended, and tell the others if it said nothing.
-
-        Gloo aborts ranks whose neighbour has died before they can say why.
-        """
+    def rank_is_gone(self, time_now: float) -> None:
+        """Record the end of this rank's process; report it if the rank has not itself."""
         self.gone = True
         if not (self.leaving or self.alarm.told or self.rank in self.alarm.lost):
             self._speaks_for_rank = True
-            what = ABORTED if self._aborted else "its process has ended"
-            self._learn_missing({self.rank: (self.host, what, self.rank)}, None, now)
+            event = ABORTED if self._aborted else "its process has ended"
+            self._learn_missing({self.rank: (self.host, event, self.rank)}, None, time_now)
 
     @property
     def last_words(self) -> str:
-        """What is said in the place of a rank that is gone; empty if it was the first to go."""
+        """Message in place of a rank that has ended; empty if it was the first to end."""
         lost = self.alarm.lost
-        causes = [rank for rank, (_, what, _) in lost.items() if what != ABORTED]
+        causes = [rank for rank, (_, event, _) in lost.items() if event != ABORTED]
         if not self._speaks_for_rank or (causes[:1] == [self.rank] and not self._aborted):
             return ""
-        others = lost.keys() - {self.rank}
-        return self.alarm.sentence(others) if others else "which, no watcher has said."
+        missing = lost.keys() - {self.rank}
+        return self.alarm.sentence(missing) if missing else "which, no watcher has said."
 
-    def beat(self, now: float, late: float = 0.0) -> None:
-        """Say that the rank is alive, what it and those below do, and look who is silent.
+    def beat(self, time_now: float, late: float = 0.0) -> None:
+        """Send a sign of life and the activity from here down; report silent neighbours.
 
         Args:
-            now: seconds.
-            late: seconds that this process was itself kept from running: it knows nothing of the
-                others in that time.
+            time_now: seconds on a monotonic clock.
+            late: seconds that this process could not run, >= 0. They do not count as silence,
+                because it received nothing in that time.
         """
-        for one in self.neighbours.values():
-            one.heard = min(now, one.heard + late)
+        for neighbour in self.neighbours.values():
+            neighbour.heard = min(time_now, neighbour.heard + late)
         if not self.stopped:
             self._say_to_all(".")
-        self._report_silent(now)
+        self._report_silent(time_now)
         if self.stalls.on and not self.alarm.told:
-            self._tell_what_ranks_do(now)
+            self._tell_what_ranks_do(time_now)
 
-    def tell_if_due(self, now: float) -> None:
-        """Do what is due: tell the rank of the alarm. Call it after each event, and often."""
-        if self.alarm.is_due(now):
-            self._tell_rank(f"lost {self.alarm.sentence(self.alarm.lost)}", now)
+    def tell_if_due(self, time_now: float) -> None:
+        """Tell the rank of a due alarm. Call it after each event, and often."""
+        if self.alarm.is_due(time_now):
+            self._tell_rank(f"lost {self.alarm.sentence(self.alarm.lost)}", time_now)
 
     # --- the alarm ----------------------------------------------------------------------
 
-    def _report_silent(self, now: float) -> None:
-        """Find the neighbours that have been silent for too long."""
+    def _report_silent(self, time_now: float) -> None:
+        """Report the neighbours that have been silent for too long."""
         if any(
-            not one.leaving and now - one.heard > self.limit for one in self.neighbours.values()
+            not neighbour.leaving and time_now - neighbour.heard > self.limit
+            for neighbour in self.neighbours.values()
         ):
-            for other in self._silent(now):
-                self._report_missing(other, self._silence(other, now), now)
+            for peer in self._silent(time_now):
+                self._report_missing(peer, self._silence(peer, time_now), time_now)
 
-    def _silent(self, now: float) -> list[int]:
-        """Return the neighbours that seem to have been missing for a while."""
+    def _silent(self, time_now: float) -> list[int]:
+        """Return the neighbours that have been silent for half the limit."""
         return [
-            other
-            for other, one in self.neighbours.items()
-            if not one.leaving and now - one.heard > self.limit / 2
+            peer
+            for peer, neighbour in self.neighbours.items()
+            if not neighbour.leaving and time_now - neighbour.heard > self.limit / 2
         ]
 
-    def _silence(self, other: int, now: float) -> str:
-        one = self.neighbours[other]
+    def _silence(self, peer: int, time_now: float) -> str:
+        neighbour = self.neighbours[peer]
         never = (
             ""
-            if one.connected
+            if neighbour.connected
             else ", and no connection: does a firewall close the ports between the hosts?"
         )
-        return f"no response for {now - one.heard:.0f} s{never}"
+        return f"no response for {time_now - neighbour.heard:.0f} s{never}"
 
-    def _report_missing(self, other: int, what: str, now: float) -> None:
-        self._learn_missing({other: (self.neighbours[other].host, what, self.rank)}, None, now)
+    def _report_missing(self, peer: int, event: str, time_now: float) -> None:
+        self._learn_missing({peer: (self.neighbours[peer].host, event, self.rank)}, None, time_now)
 
-    def _learn_missing(self, found: dict[int, Missing], source: int | None, now: float) -> None:
-        """Take note of missing ranks, and pass on what is new."""
+    def _learn_missing(
+        self, reported: dict[int, Missing], source: int | None, time_now: float
+    ) -> None:
+        """Record missing ranks, and forward the new ones."""
         first = not self.alarm.lost
-        if new := self.alarm.add(self._set_departed_aside(found, source), now):
+        if new := self.alarm.add(self._set_departed_aside(reported, source), time_now):
             self._pass_on(f"lost {json.dumps(new)}", source)
-            # What died together with the first is named with it
-            for other in self._silent(now) if first else ():
-                self._report_missing(other, self._silence(other, now), now)
+            # Ranks that died together with the first are named with it
+            for peer in self._silent(time_now) if first else ():
+                self._report_missing(peer, self._silence(peer, time_now), time_now)
 
     def _set_departed_aside(
-        self, found: dict[int, Missing], source: int | None
+        self, reported: dict[int, Missing], source: int | None
     ) -> dict[int, Missing]:
-        """Take note of missing ranks that may leave; return the others."""
-        known = {rank: row for rank, row in found.items() if rank not in self.left}
+        """Record missing ranks that may leave; return the others."""
+        relevant = {rank: row for rank, row in reported.items() if rank not in self.left}
         if self.needed is None:
-            return known
-        # A rank that the others have given up must not come back
-        kept = self.needed | {self.rank}
-        for rank in known.keys() - kept:
-            host, what, _ = known[rank]
+            return relevant
+        # This rank, too, because a rank that the others have given up must end
+        needed = self.needed | {self.rank}
+        for rank in relevant.keys() - needed:
+            host, event, _ = relevant[rank]
             self.left[rank] = False
-            self.to_rank.append(f"gone {json.dumps([rank, f'on {host}: {what}', False])}")
-            self._pass_on(f"lost {json.dumps({rank: known[rank]})}", source)
+            self.to_rank.append(f"gone {json.dumps([rank, f'on {host}: {event}', False])}")
+            self._pass_on(f"lost {json.dumps({rank: relevant[rank]})}", source)
             self._see_whether_all_ended()
-        return {rank: row for rank, row in known.items() if rank in kept}
+        return {rank: row for rank, row in relevant.items() if rank in needed}
 
-    def _leave(self, rank: int, what: str, source: int | None) -> None:
-        """Take note of a rank that has ended in order before the others, and pass it on."""
+    def _leave(self, rank: int, event: str, source: int | None) -> None:
+        """Record a rank that has ended in order before the others, and forward it."""
         if rank not in self.left:
             self.left[rank] = True
-            self.to_rank.append(f"gone {json.dumps([rank, what, True])}")
+            self.to_rank.append(f"gone {json.dumps([rank, event, True])}")
             self._pass_on(f"left {rank}", source)
 
-    def _tell_rank(self, line: str, now: float) -> None:
+    def _tell_rank(self, line: str, time_now: float) -> None:
         self.to_rank.append(line)
-        self.alarm.set_told(now, self.stopped)
+        self.alarm.set_told(time_now, self.stopped)
 
     # --- the end ------------------------------------------------------------------------
 
@@ -451,8 +450,8 @@ class WatchProtocol:
             self.said_ended = True
             self.outbox.append((self.parent, "ended"))
 
-    def _is_gone(self, other: int) -> bool:
-        return self.neighbours[other].gone or self.left.get(other) is False
+    def _is_gone(self, peer: int) -> bool:
+        return self.neighbours[peer].gone or self.left.get(peer) is False
 
     def _pass_over(self) -> None:
         self.over = True
@@ -461,14 +460,14 @@ class WatchProtocol:
 
     # --- stalls -------------------------------------------------------------------------
 
-    def _tell_what_ranks_do(self, now: float) -> None:
-        """Send up what the ranks from here down do; rank 0 sees whether some wait for others."""
-        groups = later([self.group], now - self.group_since)
+    def _tell_what_ranks_do(self, time_now: float) -> None:
+        """Send the activity from here down to the parent; rank 0 looks for stalls."""
+        groups = later([self.group], time_now - self.group_since)
         for child in self.children:
-            one = self.neighbours[child]
+            neighbour = self.neighbours[child]
             if self.left.get(child) is False:
                 continue
-            groups += later(one.groups, now - one.groups_at)
+            groups += later(neighbour.groups, time_now - neighbour.groups_at)
         groups = merge(groups)
         if self.parent is not None:
             self.outbox.append((self.parent, f"at {json.dumps(groups)}"))
@@ -477,22 +476,24 @@ class WatchProtocol:
         if kind == "stall":
             self._pass_down(f"stall {json.dumps(text)}")
         elif kind == "end":
-            self._end(f"end {json.dumps(text)}", None, now)
+            self._end(f"end {json.dumps(text)}", None, time_now)
 
     def _pass_down(self, line: str) -> None:
         self.to_rank.append(f"stall {json.loads(line.partition(' ')[2])}")
         for child in self.children:
             self.outbox.append((child, line))
 
-    def _end(self, line: str, source: int | None, now: float) -> None:
+    def _end(self, line: str, source: int | None, time_now: float) -> None:
         if self.alarm.told:
             return
         self._pass_on(line, source)
-        self._tell_rank(f"end {json.loads(line.partition(' ')[2])}", now)
+        self._tell_rank(f"end {json.loads(line.partition(' ')[2])}", time_now)
 
     def _pass_on(self, line: str, source: int | None) -> None:
-        """Say to all neighbours what one of them, or none, has said."""
-        self.outbox += [(other, line) for other in self.neighbours if other != source]
+        """Send a line to all neighbours except its source."""
+        self.outbox += [(peer, line) for peer in self.neighbours if peer != source]
 
     def _say_to_all(self, line: str) -> None:
-        self.outbox += [(other, line) for other, one in self.neighbours.items() if one.connected]
+        self.outbox += [
+            (peer, line) for peer, neighbour in self.neighbours.items() if neighbour.connected
+        ]

@@ -1,11 +1,11 @@
-"""Who waits for whom: what the ranks do, in few words, added up on the way to rank 0's watcher.
+"""Summarise the activity of all ranks on the way to rank 0's watcher, and describe waits.
 
     rank 5: waits in bucket 2 at step 118 --+
     rank 6: waits in bucket 2 at step 118 --+-- 2 ranks wait in bucket 2 at step 118, 40 s
     rank 1: has left `fit`, after step 117 -+-- 1 rank has left `fit`, after step 117
 
-However many ranks there are, a summary has at most GROUPS groups, with EXAMPLES ranks each. Knows
-only the standard library.
+For any number of ranks, a summary has at most GROUPS groups, with EXAMPLES ranks each. Imports only
+the standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 GROUPS = 8
 EXAMPLES = 3
-# What a rank does
+# Activities of a rank
 WAITS, COMPUTES, PYTHON, LEFT, ENDED, SERVES, UNKNOWN, OTHERS = DOINGS = (
     "waits",
     "computes",
@@ -36,33 +36,33 @@ SLOW = "All are there: the network or the collective itself is slow, or does not
 
 
 class Group(NamedTuple):
-    """Ranks that do the same."""
+    """Ranks with the same activity."""
 
-    # Exchanges that they have begun
+    # Number of exchanges that they have begun
     step: int
     # WAITS, COMPUTES, ...
     doing: str
-    # The collective that they wait in; else where the first example is
+    # The collective that they wait in; otherwise the source line of the first example
     what: str
     size: int
-    # The lowest of them, at most EXAMPLES
+    # The lowest of the ranks, at most EXAMPLES
     ranks: Sequence[int]
-    # For how long, at least one of them
+    # Longest duration of the activity among the ranks
     seconds: float
 
 
-def group_of(rank: int, step: int, doing: str, what: str) -> Group:
+def group_of(rank: int, step: int, doing: str, details: str) -> Group:
     """Return a group of this rank alone, which begins now."""
-    return Group(step, doing, what, 1, [rank], 0.0)
+    return Group(step, doing, details, 1, [rank], 0.0)
 
 
 def later(groups: Sequence[Group], seconds: float) -> list[Group]:
-    """Return the groups as they are if nothing has changed in the meantime."""
+    """Return the groups after `seconds` without a change."""
     return [group._replace(seconds=round(group.seconds + seconds, 1)) for group in groups]
 
 
 def merge(groups: Sequence[Group]) -> list[Group]:
-    """Add groups up that do the same; keep at most GROUPS.
+    """Merge groups with the same activity; keep at most GROUPS.
 
     >>> ones = [group_of(rank, 118, WAITS, "bucket 2") for rank in range(100)]
     >>> for group in merge([*ones, group_of(100, 117, LEFT, "train.py:31")]):
@@ -70,41 +70,43 @@ def merge(groups: Sequence[Group]) -> list[Group]:
     117 left 1 [100]
     118 waits 100 [0, 1, 2]
 
-    The longest waits are kept, and those who do not wait; what is beyond becomes one group OTHERS.
+    The longest waits and the groups that do not wait are kept; the others become one group OTHERS.
     """
-    found: dict[tuple[int, str, str], Group] = {}
+    merged: dict[tuple[int, str, str], Group] = {}
     for group in groups:
         key = (group.step, group.doing, group.what if group.doing == WAITS else "")
-        found[key] = _both(found[key], group) if key in found else group
-    waiting = sorted((one for one in found.values() if one.doing == WAITS), key=_seconds)[::-1]
-    rest = sorted(one for one in found.values() if one.doing not in (WAITS, OTHERS))
-    others = [one for one in found.values() if one.doing == OTHERS]
+        merged[key] = _both(merged[key], group) if key in merged else group
+    waiting = sorted((entry for entry in merged.values() if entry.doing == WAITS), key=_seconds)[
+        ::-1
+    ]
+    not_waiting = sorted(entry for entry in merged.values() if entry.doing not in (WAITS, OTHERS))
+    overflow = [entry for entry in merged.values() if entry.doing == OTHERS]
     places = GROUPS - 1
-    kept_waiting = waiting[: max(places // 2, places - len(rest))]
-    kept_rest = rest[: places - len(kept_waiting)]
-    for group in waiting[len(kept_waiting) :] + rest[len(kept_rest) :]:
-        others = [_both(others[0], group)] if others else [group]
-    others = [one._replace(step=0, doing=OTHERS, what="", seconds=0.0) for one in others]
-    return [*kept_rest, *kept_waiting, *others]
+    kept_waiting = waiting[: max(places // 2, places - len(not_waiting))]
+    kept_not_waiting = not_waiting[: places - len(kept_waiting)]
+    for group in waiting[len(kept_waiting) :] + not_waiting[len(kept_not_waiting) :]:
+        overflow = [_both(overflow[0], group)] if overflow else [group]
+    overflow = [entry._replace(step=0, doing=OTHERS, what="", seconds=0.0) for entry in overflow]
+    return [*kept_not_waiting, *kept_waiting, *overflow]
 
 
 def _seconds(group: Group) -> float:
     return group.seconds
 
 
-def _both(one: Group, other: Group) -> Group:
-    first = min(one, other, key=lambda group: group.ranks[0])
-    return first._replace(
-        size=one.size + other.size,
-        ranks=sorted({*one.ranks, *other.ranks})[:EXAMPLES],
-        seconds=max(one.seconds, other.seconds),
+def _both(first: Group, second: Group) -> Group:
+    lowest = min(first, second, key=lambda group: group.ranks[0])
+    return lowest._replace(
+        size=first.size + second.size,
+        ranks=sorted({*first.ranks, *second.ranks})[:EXAMPLES],
+        seconds=max(first.seconds, second.seconds),
     )
 
 
 def describe(groups: Sequence[Group]) -> str:
-    """Say who waits for whom, where the others are, and what the usual causes are.
+    """Return a report of the longest wait, the other ranks' activities, and the usual causes.
 
-    A process that serves the others takes no steps: no rank waits for it in a collective.
+    Processes that serve the others are left out, because no rank waits for them in a collective.
 
     >>> print(describe([group_of(1, 117, LEFT, "train.py:31 in <module>"),
     ...                 Group(118, WAITS, "the exchange of bucket 2", 3, [0, 2, 3], 62.0)]))
@@ -116,10 +118,13 @@ cx.callbacks.AgreeOnStop() after it); a part of the script that only some ranks 
     """
     waiting = [group for group in groups if group.doing == WAITS]
     longest = max(waiting, key=_seconds)
-    rest = [group for group in groups if group is not longest and group.doing != SERVES]
+    remaining = [group for group in groups if group is not longest and group.doing != SERVES]
     waits = f"{longest.seconds:.0f} s in {longest.what} at step {longest.step}"
-    said = [f"{_ranks(longest)} waited {waits}, and all ranks are alive.", *map(_clause, rest)]
-    return " ".join([*said, CAUSES if rest else SLOW])
+    sentences = [
+        f"{_ranks(longest)} waited {waits}, and all ranks are alive.",
+        *map(_clause, remaining),
+    ]
+    return " ".join([*sentences, CAUSES if remaining else SLOW])
 
 
 def _clause(group: Group) -> str:
@@ -144,23 +149,23 @@ def _ranks(group: Group) -> str:
 
 
 class StallWatch:
-    """Decides, at rank 0's watcher, whether ranks wait for others.
+    """Detects, at rank 0's watcher, ranks that wait for others.
 
     Args:
-        seconds: a wait that is reported, > 0; None: none is.
-        limit: a wait that ends the job, > 0; None: none does.
+        seconds: shortest wait that is reported, > 0; None: no report.
+        limit: shortest wait that ends the job, > 0; None: no limit.
     """
 
     def __init__(self, seconds: float | None, limit: float | None) -> None:
         self.seconds, self.limit = seconds, limit
         self.on = seconds is not None or limit is not None
-        # The next wait that is reported; whether one is under way that was
+        # Seconds of the next wait that is reported; True during a wait that was reported
         self._report_at, self._reported = seconds, False
 
     def look(self, groups: Sequence[Group]) -> tuple[str, str]:
-        """Return ("stall", a report), ("end", why the job ends), or ("", "").
+        """Return ("stall", a report), ("end", the reason), or ("", "").
 
-        A wait is reported once, a later one if it is twice as long.
+        A wait is reported once, a later one only if it is twice as long.
         """
         longest = max((group.seconds for group in groups if group.doing == WAITS), default=0.0)
         if self.limit is not None and longest >= self.limit:
