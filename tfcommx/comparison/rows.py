@@ -229,10 +229,8 @@ def method_rows(comparison: Comparison) -> dict[str, Row]:
     points, dense = comparison.points(), comparison.reference
     best, rows = pareto(points), {}
     for name, trainings in comparison.trainings.items():
-        end, curves = (
-            comparison.final(name),
-            [comparison.by_bytes(training) for training in trainings],
-        )
+        end = comparison.final(name)
+        curves = [comparison.by_bytes(training) for training in trainings]
         rows[name] = {
             "name": name,
             "score": comparison.score.text,
