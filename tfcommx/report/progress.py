@@ -80,7 +80,7 @@ class ProgressDisplay:
 
         Args:
             status: epoch and step, from 1; steps of the epoch; loss and accuracy so far;
-                throughput, of what is `counted`; data and gradients: shares of the time in steps
+                throughput, in `counted` per second; data and gradients: shares of the time in steps
                 that were spent waiting for them. None: unknown.
         """
         self.done += 1
