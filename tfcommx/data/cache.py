@@ -106,7 +106,7 @@ def open_slab(
         disk: the local disk level, or None.
         part: the node's samples in the first epoch, int64 [n].
         options: options of the cache.
-        node: number of the node, because one machine may have several.
+        node: number of the node; one machine may have several.
         exclusive: whether no other run may use the slab.
 
     **Raises:** SlabError if there is too little memory. ConfigurationError with `exclusive`, if the

@@ -46,8 +46,7 @@ VERSIONS = {
 def remaining_bytes(proc: Path = Path("/proc/self")) -> int | None:
     """Return the bytes of memory that this process may still take; None without a limit.
 
-    Control groups are read because shared memory counts for the group that first touches it, and a
-    group above its limit is killed.
+    Shared memory counts for the group that first touches it, and a group above its limit is killed.
     """
     offers = []
     for folder, top, version in _folders(proc):
@@ -109,8 +108,8 @@ def estimate_sample_bytes(
     The estimate is the mean size plus three standard errors, from 64 samples. It is exact for
     samples of one size. Samples that cannot be read are ignored.
 
-    **Raises:** SlabError if none of the 64 can be read and the source cannot be reached, because
-    the slab would have no room.
+    **Raises:** SlabError if none of the 64 can be read and the source cannot be reached; the
+    slab would have no room.
     """
     sizes, last_error = [], None
     for sample in shuffled(part, 0)[:PROBES].tolist():

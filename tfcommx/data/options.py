@@ -169,8 +169,8 @@ class Options:
     def to_agree_on(self) -> dict[str, str]:
         """Return option -> value for the options that must be equal on all ranks.
 
-        They must be equal because they decide which rank serves a sample, when, and how its pixels
-        are kept. The others may suit the node: its folders, its memory, its processors.
+        These decide which rank serves a sample, when, and how its pixels are kept. The others may
+        suit the node: its folders, its memory, its processors.
         """
         names = ("seed", "store", "on_error", "reshuffle_fraction")
         return {f"option {name}": f"{getattr(self, name)}" for name in names}

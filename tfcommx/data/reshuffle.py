@@ -24,8 +24,8 @@ from tfcommx.data import order
 from tfcommx.data.slab import Slab
 from tfcommx.data.sources.decode import is_record, pack, record_bytes, sample_of, unpack
 
-# Bytes that a rank sends in one message, to all nodes together. Limited because of the memory, and
-# because counts must stay below 2^31 on any engine
+# Bytes that a rank sends in one message, to all nodes together: bounds the memory, and keeps counts
+# below 2^31 on any engine
 ROUND_BYTES = 64 * 2**20
 
 

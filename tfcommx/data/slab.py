@@ -168,8 +168,8 @@ class Slab:
     def repair(self, sample: int, label: int, pixels: np.ndarray) -> bool:
         """Write a sample with a wrong CRC again.
 
-        If its size is readable, the new record overwrites the damaged one, because the sample is
-        then never absent.
+        If its size is readable, the new record overwrites the damaged one, so that the sample is
+        never absent.
 
         Returns:
             False if it does not fit; it is then unpublished.

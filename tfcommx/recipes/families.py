@@ -154,7 +154,7 @@ class Objective(Protocol):
         """Return a function that scores the model's current weights.
 
         Names of scores begin with `test_`; `test_accuracy`, in [0, 1], is one of them. The trainer
-        calls this for each resolution, because TensorFlow should trace each only once.
+        calls this once for each resolution, so that TensorFlow traces each once.
         """
 
 

@@ -96,7 +96,7 @@ def _has_colours(bitmap: bytes) -> bool:
 
 
 def _gif_pixels(data: bytes) -> int:
-    """Return the number of pixels of a GIF's frames and screen, because the decoder keeps all."""
+    """Return the pixels of a GIF's frames and screen, all of which the decoder keeps."""
 
     def after_table(flags: int, at: int) -> int:
         return at + (3 << (flags % 8 + 1) if flags & 0x80 else 0)

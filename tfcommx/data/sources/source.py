@@ -20,7 +20,7 @@ import numpy as np
 from tfcommx.core import DataError
 
 # Default of the largest number of pixels of an image: 512 MiB of red, green and blue, as in Pillow.
-# Not more, because each of the threads that fill the cache may decode such an image
+# Each of the threads that fill the cache may decode such an image
 MAX_PIXELS = 178_956_970
 
 

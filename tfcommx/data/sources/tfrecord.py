@@ -171,9 +171,7 @@ class TFRecords:
         data = self._record(sample)
         try:
             features = tf.train.Example.FromString(data).features.feature
-        except (
-            Exception
-        ) as error:  # Any exception, because Protobuf's class differs between its implementations
+        except Exception as error:  # Protobuf's class differs between its implementations
             raise SampleError(f"no tf.train.Example: {error}") from error
         names = self.features
         image = features[names.image].bytes_list.value

@@ -17,7 +17,7 @@ MEAN, DEVIATION = 0.286, 0.353
 
 
 class SmallCnn(RecipePart):
-    """A small convolutional network for any resolution, because it ends in an average."""
+    """A small convolutional network for any resolution; it ends in a global average."""
 
     name: Literal["small_cnn"] = "small_cnn"
     # Filters of the 3x3 convolutions; after each of the first two, pooling halves the sides

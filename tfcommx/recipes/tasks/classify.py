@@ -93,7 +93,7 @@ class Classification:
             return traced[key]
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
-            # Zeros, because a rank may have no samples, as with fewer samples than ranks
+            # A rank may have no samples, for example with fewer samples than ranks
             counts = np.zeros(len(self.scores) + 1, np.int64)
             for batch in batches:
                 counts += counting(batch)(*batch).numpy()

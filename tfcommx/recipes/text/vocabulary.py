@@ -8,7 +8,7 @@ from typing import Any
 
 from tfcommx.core import DataError
 
-# Numbers of the marks; padding is 0, because masks are then `!= 0`
+# Numbers of the marks; padding is 0, so that masks are `!= 0`
 PADDING, UNKNOWN, BEGIN, END = range(4)
 
 
@@ -38,7 +38,7 @@ def learn(lines: Iterable[str], size: int) -> bytes:
         sentence_iterator=iter(lines),
         model_writer=written,
         vocab_size=size,
-        # False, because small texts have fewer pieces
+        # Small texts have fewer pieces
         hard_vocab_limit=False,
         model_type="bpe",
         character_coverage=1.0,
@@ -48,7 +48,7 @@ def learn(lines: Iterable[str], size: int) -> bytes:
         unk_id=UNKNOWN,
         bos_id=BEGIN,
         eos_id=END,
-        # Limited because a million sentences are enough; WMT has several million
+        # A million sentences are enough; WMT has several million
         input_sentence_size=1_000_000,
         shuffle_input_sentence=False,
         num_threads=1,
