@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 PICTURE = "comparison.png"
 
 
-def draw(found: Comparison, path: Path) -> None:
-    """Draw a panel for each bandwidth and one for bytes: means over seeds, and their range."""
+def draw(comparison: Comparison, path: Path) -> None:
+    """Draw a panel for each bandwidth and one for bytes: means and ranges over the seeds."""
     from matplotlib.figure import Figure  # Without pyplot: no display, no global state
 
-    panels = len(found.steps) + 1
+    panels = len(comparison.steps) + 1
     columns = min(panels, 2)
     lines = math.ceil(panels / columns)
     figure = Figure(figsize=(5 * columns, 3.5 * lines + 0.6), layout="constrained")
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    _panel(axes[0], found, functools.partial(_by_megabytes, found))
+    _panel(axes[0], comparison, functools.partial(_by_megabytes, comparison))
     axes[0].set(xlabel="MB that a rank sent to other nodes")
-    for panel, steps in zip(axes[1:], found.steps, strict=False):
-        _panel(panel, found, functools.partial(_by_time, found, steps))
+    for panel, steps in zip(axes[1:], comparison.steps, strict=False):
+        _panel(panel, comparison, functools.partial(_by_time, comparison, steps))
         how = "measured" if steps.ratios else "predicted"
         panel.set(xlabel=f"seconds at {rate_text(steps.bandwidth)}, {how}")
     for empty in axes[panels:]:
@@ -42,28 +42,28 @@ def draw(found: Comparison, path: Path) -> None:
         figure.savefig(part, dpi=120)
 
 
-def _by_megabytes(found: Comparison, name: str, training: Row) -> Curve:
-    curve = found.by_bytes(training)
+def _by_megabytes(comparison: Comparison, name: str, training: Row) -> Curve:
+    curve = comparison.by_bytes(training)
     return curve._replace(costs=[cost / 1e6 for cost in curve.costs])
 
 
-def _by_time(found: Comparison, steps: Steps, name: str, training: Row) -> Curve:
-    return found.by_time(training, steps.seconds[name])
+def _by_time(comparison: Comparison, steps: Steps, name: str, training: Row) -> Curve:
+    return comparison.by_time(training, steps.seconds[name])
 
 
-def _panel(axes: Axes, found: Comparison, curve: Callable[[str, Row], Curve]) -> None:
+def _panel(axes: Axes, comparison: Comparison, curve: Callable[[str, Row], Curve]) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
-    for name, trainings in found.trainings.items():
-        curves = [curve(name, one) for one in trainings]
+    for name, trainings in comparison.trainings.items():
+        curves = [curve(name, training) for training in trainings]
         costs = _by_epoch(curves, "costs", statistics.fmean)
         (line,) = axes.plot(
             costs, _by_epoch(curves, "scores", statistics.fmean), "o-", markersize=3, label=name
         )
         lowest, highest = (_by_epoch(curves, "scores", pick) for pick in (min, max))
         axes.fill_between(costs, lowest, highest, color=line.get_color(), alpha=0.15, linewidth=0)
-    axes.axhline(found.wanted(), color="0.6", linewidth=0.8, linestyle=":")
-    axes.set(ylabel=found.score.text, xscale="log")
+    axes.axhline(comparison.wanted(), color="0.6", linewidth=0.8, linestyle=":")
+    axes.set(ylabel=comparison.score.text, xscale="log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
@@ -71,6 +71,8 @@ def _panel(axes: Axes, found: Comparison, curve: Callable[[str, Row], Curve]) ->
 
 
 def _by_epoch(
-    curves: Sequence[Curve], what: str, joined: Callable[[Sequence[float]], float]
+    curves: Sequence[Curve], field: str, combine: Callable[[Sequence[float]], float]
 ) -> list[float]:
-    return [joined(values) for values in zip(*(getattr(one, what) for one in curves), strict=True)]
+    return [
+        combine(values) for values in zip(*(getattr(curve, field) for curve in curves), strict=True)
+    ]

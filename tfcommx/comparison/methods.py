@@ -1,4 +1,4 @@
-"""A method: a name, and what it changes in a recipe. Methods are read from YAML."""
+"""A method: a name, and its changes of a recipe. Methods are read from YAML."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ from tfcommx.recipes.reader import (
 from tfcommx.recipes.recipe import Recipe
 
 SHIPPED = Path(__file__).with_name("methods.yaml")
-# A method's name is part of file names
+# Pattern of a method's name, restricted because it is part of file names
 NAME = re.compile(r"\w[\w.-]*$")
 
 
 class Method(RecipePart):
-    """A way to train a recipe: what differs from the recipe.
+    """A way to train a recipe, as differences from the recipe.
 
     >>> method = Method(about="1 %", scheme={"route": "allgather"}, also={"optimizer.momentum": 0})
     >>> method.settings([3, 2])[0]
     'phases.0.scheme={"route": "allgather"}'
     """
 
-    # What it is, in a few words
+    # Description, in a few words
     about: str
-    # Of all phases; None: the recipe's phases stay as they are
+    # Scheme of all phases; None: the recipe's phases stay unchanged
     scheme: dict[str, Any] | None = None
-    # Densities of the first epochs, from phase to phase
+    # Densities of the first epochs, continued from phase to phase
     warm_up: tuple[float, ...] = ()
-    # Name of the optimizer of the recipes that it is for; None: any
+    # Name of the optimizer that a recipe must have; None: any
     optimizer: str | None = None
-    # Who updates the weights; None: as the recipe says
+    # Strategy, which says how weights are updated; None: the recipe's
     strategy: dict[str, Any] | None = None
-    # Other places of the recipe, such as optimizer.momentum, and their values
+    # Other fields of the recipe, such as optimizer.momentum -> values
     also: dict[str, Any] = Field(default_factory=dict)
 
     def settings(self, epochs: Sequence[int]) -> list[str]:
-        """Return the changes of a recipe, as `tfcommx train --set` takes them.
+        """Return the changes of a recipe in the form that `tfcommx train --set` accepts.
 
         Args:
-            epochs: of each phase.
+            epochs: the number of epochs of each phase.
         """
-        found, rising = [], list(self.warm_up)
+        changes, rising = [], list(self.warm_up)
         for number, count in enumerate(epochs if self.scheme is not None else ()):
-            now, rising = rising[:count], rising[count:]
-            found.append(f"phases.{number}.scheme={json.dumps(self.scheme)}")
-            found.append(f"phases.{number}.warm_up={json.dumps(now)}")
+            densities, rising = rising[:count], rising[count:]
+            changes.append(f"phases.{number}.scheme={json.dumps(self.scheme)}")
+            changes.append(f"phases.{number}.warm_up={json.dumps(densities)}")
         if self.strategy is not None:
-            found.append(f"strategy={json.dumps(self.strategy)}")
-        return [*found, *(f"{place}={json.dumps(value)}" for place, value in self.also.items())]
+            changes.append(f"strategy={json.dumps(self.strategy)}")
+        return [*changes, *(f"{field}={json.dumps(value)}" for field, value in self.also.items())]
 
 
 def read_methods(words: Sequence[str] = ()) -> dict[str, Method]:
@@ -68,23 +68,23 @@ def read_methods(words: Sequence[str] = ()) -> dict[str, Method]:
 
     Args:
         words: names of shipped methods, and YAML files, of which all methods are taken; empty: all
-            shipped ones. Of two with one name the later counts.
+            shipped ones. A later method replaces an earlier one of the same name.
 
-    **Raises:** RecipeError for an unknown name, with the nearest one, or a file that says something
-    else.
+    **Raises:** RecipeError for an unknown name, with the nearest known one, or for a file that
+    does not hold methods.
     """
     shipped = _read(SHIPPED)
-    found: dict[str, Method] = {}
+    methods: dict[str, Method] = {}
     for word in words or shipped:
         if Path(word).suffix in (".yaml", ".yml"):
-            found |= _read(Path(word))
+            methods |= _read(Path(word))
             continue
         try:
             refuse_unknown([word], list(shipped), "method")
         except ValueError as error:
             raise RecipeError(f"{error} A file's name must end with .yaml.") from error
-        found[word] = shipped[word]
-    return found
+        methods[word] = shipped[word]
+    return methods
 
 
 @functools.cache
@@ -100,34 +100,38 @@ def _read(path: Path) -> dict[str, Method]:
             f"{path}: a mapping of names of methods, of letters, digits, `_`, `.` and `-`, is "
             f"required. Received {str(tree)[:80]!r}."
         )
-    found: dict[str, Method] = {}
+    methods: dict[str, Method] = {}
     for name, fields in tree.items():
         try:
-            found[str(name)] = Method.model_validate(fields)
+            methods[str(name)] = Method.model_validate(fields)
         except ValidationError as error:
             lines = [f"{path}: {line}" for line in error_lines(error, str(name))]
             raise RecipeError("\n".join(lines)) from error
-    return found
+    return methods
 
 
 def fitting(methods: Mapping[str, Method], recipe: Recipe, named: bool) -> dict[str, Method]:
-    """Return the methods that are for a recipe with this optimizer.
+    """Return the methods that apply to a recipe, by its optimizer.
 
-    **Raises:** RecipeError for another one, if the user `named` it.
+    **Raises:** RecipeError for a method that needs another optimizer, if the user `named` it.
     """
     optimizer = getattr(recipe.optimizer, "name", None)
-    others = {name: one for name, one in methods.items() if one.optimizer not in (None, optimizer)}
-    if others and named:
-        name, method = next(iter(others.items()))
+    excluded = {
+        name: method
+        for name, method in methods.items()
+        if method.optimizer not in (None, optimizer)
+    }
+    if excluded and named:
+        name, method = next(iter(excluded.items()))
         raise RecipeError(
             f"The method {name!r} needs a recipe with the optimizer {method.optimizer!r}. Received "
             f"one with {optimizer or 'an optimizer of your own'!r}. Leave the method out."
         )
-    return {name: one for name, one in methods.items() if name not in others}
+    return {name: method for name, method in methods.items() if name not in excluded}
 
 
 def check_names_a_route(name: str, recipe: Recipe) -> None:
-    """Refuse a method by `auto`. **Raises:** RecipeError."""
+    """Refuse a method whose route is `auto`. **Raises:** RecipeError."""
     if any(scheme.route == "auto" for scheme in recipe.scheme_of_epoch()):
         raise RecipeError(
             f"A comparison needs schemes that name a route. Received 'auto' in the method {name!r}:"

@@ -1,8 +1,8 @@
 """Make the rows of a comparison from trainings and step times; pure functions of numbers.
 
-A row is one method at one bandwidth: what `--json` writes, and tables show. It has the method's
-scores at equal steps, bytes and time, and whether it is in the Pareto set. A curve is what a
-training had spent at the end of each of its epochs, and its score there:
+A row describes one method at one bandwidth; `--json` writes it, and tables show it. It has the
+method's scores at equal steps, bytes and time, and whether it is in the Pareto set. A curve holds
+a training's cumulative cost and its score at the end of each epoch:
 
     score |            .--o--o   b         b is better at equal steps, a at equal cost up to where
           |   o--o--o-'   a                they cross
@@ -17,18 +17,18 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Costs that differ by less are as good as equal: predictions are not that exact
+# Ratio below which two costs count as equal, because predictions are not more exact than that
 ALIKE = 1.02
 
 
 class Curve(NamedTuple):
-    """A training's costs so far and scores, one of each for every epoch."""
+    """A training's cumulative costs and its scores, one of each for every epoch."""
 
     costs: Sequence[float]
     scores: Sequence[float]
 
     def score_within(self, budget: float) -> float | None:
-        """Return the score of the last epoch that ended within a budget; None: none did.
+        """Return the score of the last epoch that ended within a budget; None if none did.
 
         >>> Curve([1, 2, 3], [0.5, 0.8, 0.7]).score_within(2.5)
         0.8
@@ -37,7 +37,7 @@ class Curve(NamedTuple):
         return ended[-1] if ended else None
 
     def cost_to(self, target: float) -> float | None:
-        """Return what was spent when a score was first reached; None: it was not.
+        """Return the cost at which a score was first reached; None if it was not.
 
         >>> Curve([1, 2, 3], [0.5, 0.8, 0.7]).cost_to(0.6)
         2
@@ -52,59 +52,61 @@ class Spread(NamedTuple):
     mean: float
     # 0 for one seed
     spread: float
-    # How many
+    # Number of seeds
     seeds: int
 
 
 def over_seeds(values: Sequence[float | None]) -> Spread | None:
-    """Return mean and standard deviation over seeds; None if a seed has no value, or none is there.
+    """Return mean and standard deviation over seeds; None without seeds, or if one has no value.
 
     >>> over_seeds([1.0, 3.0])
     Spread(mean=2.0, spread=1.4142135623730951, seeds=2)
     """
-    known = [value for value in values if value is not None]
-    if not known or len(known) < len(values):
+    present = [value for value in values if value is not None]
+    if not present or len(present) < len(values):
         return None
-    spread = statistics.stdev(known) if len(known) > 1 else 0.0
-    return Spread(statistics.fmean(known), spread, len(known))
+    spread = statistics.stdev(present) if len(present) > 1 else 0.0
+    return Spread(statistics.fmean(present), spread, len(present))
 
 
 class Point(NamedTuple):
-    """What a method costs in all, and what it reaches: means over seeds."""
+    """A method's total cost and final score: means over seeds."""
 
     cost: float
     score: float
 
 
 def pareto(points: Mapping[str, Point]) -> list[str]:
-    """Return the methods that no other one beats, the cheapest first.
+    """Return the methods that no other method beats, the cheapest first.
 
-    One that costs at most as much, and scores at least as high, beats another, unless both are
-    equal.
+    A method beats another if it costs at most as much and scores at least as high, and the two are
+    not equal.
 
     >>> pareto({"a": Point(1, 0.8), "b": Point(2, 0.9), "c": Point(3, 0.9), "d": Point(4, 0.95)})
     ['a', 'b', 'd']
     """
 
-    def is_beaten(one: Point) -> bool:
-        others = (other for other in points.values() if other != one)
-        return any(other.cost <= one.cost and other.score >= one.score for other in others)
+    def is_beaten(candidate: Point) -> bool:
+        rivals = (rival for rival in points.values() if rival != candidate)
+        return any(
+            rival.cost <= candidate.cost and rival.score >= candidate.score for rival in rivals
+        )
 
-    kept = [name for name, point in points.items() if not is_beaten(point)]
-    return sorted(kept, key=lambda name: points[name])
+    unbeaten = [name for name, point in points.items() if not is_beaten(point)]
+    return sorted(unbeaten, key=lambda name: points[name])
 
 
 def cheapest_within(points: Mapping[str, Point], reference: str, loss: float) -> str:
-    """Return the cheapest method that loses at most so much against the reference.
+    """Return the cheapest method whose score is at most `loss` below the reference's.
 
     >>> cheapest_within({"a": Point(1, 0.8), "b": Point(2, 0.9), "c": Point(5, 1.0)}, "c", 0.1)
     'b'
 
     Returns:
-        Its name: the reference's if there is no cheaper one. Costs that differ by less than ALIKE
-        count as one: of these it is the method with the best score.
+        Its name: the reference's if no other method is cheaper. Among methods whose costs differ by
+        less than the factor ALIKE, the one with the best score.
     """
-    # A loss of exactly as much as is allowed may be a bit more in floating point
+    # Tolerance, because rounding may push a loss of exactly the allowed size above it
     least = points[reference].score - loss - 1e-9
     allowed = {name: point for name, point in points.items() if point.score >= least}
     most = ALIKE * min(point.cost for point in allowed.values())
@@ -112,10 +114,10 @@ def cheapest_within(points: Mapping[str, Point], reference: str, loss: float) ->
     return max(alike, key=lambda name: (alike[name].score, -alike[name].cost))
 
 
-# Shares of the reference's bytes, and of its time, at which methods are compared
+# Shares of the reference's bytes, and of its time, at which scores are compared
 BYTES_SHARES = (0.01, 0.03, 0.1)
 TIME_SHARES = (0.25, 0.5, 1.0)
-# The method that others are compared with, if it is there
+# The method that others are compared with, if the comparison has it
 REFERENCE = "dense"
 Row = dict[str, Any]
 
@@ -123,38 +125,38 @@ Row = dict[str, Any]
 class Score(NamedTuple):
     """A score of a task, as tables show it."""
 
-    # In a training's rows
+    # Key in a training's rows
     key: str
     text: str
-    # Shown / in rows
+    # Shown value / value in rows
     factor: float
-    # How much less than the reference's counts as reached, as shown
+    # Allowed difference below the reference's score, in shown units: the default target
     loss: float
 
 
-# The first one that a task has counts
+# Trainings are compared by the first of these that their task has
 SCORES = (Score("test_bleu", "BLEU", 1.0, 0.5), Score("test_accuracy", "accuracy, %", 100.0, 0.2))
 
 
 class Steps(NamedTuple):
-    """What a step of each method takes at a bandwidth, in seconds, epoch by epoch."""
+    """Seconds of a step of each method at a bandwidth, epoch by epoch."""
 
     # Bit/s
     bandwidth: float
-    # Method -> epochs
+    # Method -> seconds of a step in each epoch
     seconds: Mapping[str, Sequence[float]]
-    # Method -> predicted over measured time of the whole training; empty: nothing was measured
+    # Method -> predicted over measured time of all measured epochs; empty: nothing was measured
     ratios: Mapping[str, float] = {}
 
 
 class Comparison(NamedTuple):
-    """All that was found."""
+    """Trainings and step times of all methods."""
 
-    # Method -> one training a seed
+    # Method -> its trainings, one for each seed
     trainings: Mapping[str, Sequence[Row]]
     steps: Sequence[Steps]
     score: Score
-    # As shown; None: the reference's mean at the end, less the score's loss
+    # In shown units; None: the reference's mean at the end, less the score's loss
     target: float | None = None
 
     @property
@@ -173,17 +175,17 @@ class Comparison(NamedTuple):
 
     def by_time(self, training: Row, seconds: Sequence[float]) -> Curve:
         """Return the scores over the time of steps, which take `seconds` in each epoch."""
-        ends, now = [], 0.0
+        ends, elapsed = [], 0.0
         for epoch, step in zip(training["epochs"], seconds, strict=True):
-            now += epoch["steps"] * step
-            ends.append(now)
+            elapsed += epoch["steps"] * step
+            ends.append(elapsed)
         return Curve(ends, self.scores(training))
 
     def final(self, method: str) -> Spread:
         """Return the score at the end."""
-        found = over_seeds([self.scores(one)[-1] for one in self.trainings[method]])
-        assert found is not None
-        return found
+        spread = over_seeds([self.scores(training)[-1] for training in self.trainings[method]])
+        assert spread is not None
+        return spread
 
     def wanted(self) -> float:
         """Return the target, as shown."""
@@ -192,17 +194,19 @@ class Comparison(NamedTuple):
         return self.final(self.reference).mean - self.score.loss
 
     def points(self, seconds: Mapping[str, Sequence[float]] | None = None) -> dict[str, Point]:
-        """Return what each method costs in all, and its score: bytes, or seconds of its steps."""
-        found = {}
+        """Return the total cost, in bytes or in seconds of steps, and the score of each method."""
+        points = {}
         for name, trainings in self.trainings.items():
             curves = [
-                self.by_bytes(one) if seconds is None else self.by_time(one, seconds[name])
-                for one in trainings
+                self.by_bytes(training)
+                if seconds is None
+                else self.by_time(training, seconds[name])
+                for training in trainings
             ]
             cost = over_seeds([curve.costs[-1] for curve in curves])
             assert cost is not None
-            found[name] = Point(cost.mean, self.final(name).mean)
-        return found
+            points[name] = Point(cost.mean, self.final(name).mean)
+        return points
 
 
 def score_of(training: Row) -> Score:
@@ -210,44 +214,45 @@ def score_of(training: Row) -> Score:
     return next(score for score in SCORES if score.key in training["epochs"][-1])
 
 
-def rows_of(found: Comparison) -> list[Row]:
+def rows_of(comparison: Comparison) -> list[Row]:
     """Return a row for each method at each bandwidth; without bandwidths one for each method."""
-    common = method_rows(found)
+    common = method_rows(comparison)
     return [
         {**common[row["name"]], **row}
-        for steps in found.steps
-        for row in time_rows(found, steps).values()
+        for steps in comparison.steps
+        for row in time_rows(comparison, steps).values()
     ] or list(common.values())
 
 
-def method_rows(found: Comparison) -> dict[str, Row]:
-    """Return what does not depend on the network, by method: scores at equal steps and bytes."""
-    points, dense = found.points(), found.reference
+def method_rows(comparison: Comparison) -> dict[str, Row]:
+    """Return the columns that do not depend on the network, by method: scores, and bytes."""
+    points, dense = comparison.points(), comparison.reference
     best, rows = pareto(points), {}
-    for name, trainings in found.trainings.items():
-        end, curves = found.final(name), [found.by_bytes(one) for one in trainings]
+    for name, trainings in comparison.trainings.items():
+        end = comparison.final(name)
+        curves = [comparison.by_bytes(training) for training in trainings]
         rows[name] = {
             "name": name,
-            "score": found.score.text,
+            "score": comparison.score.text,
             "mean": end.mean,
             "spread": end.spread,
-            "loss": found.final(dense).mean - end.mean,
+            "loss": comparison.final(dense).mean - end.mean,
             "bytes_between": points[name].cost,
             "bytes_share": points[name].cost / points[dense].cost if points[dense].cost else 1.0,
             **_at_shares("bytes", BYTES_SHARES, curves, points[dense].cost),
-            "target": found.wanted(),
-            **_to_target("bytes", found, curves),
+            "target": comparison.wanted(),
+            **_to_target("bytes", comparison, curves),
             "best_in_bytes": name in best,
         }
     return rows
 
 
-def time_rows(found: Comparison, steps: Steps) -> dict[str, Row]:
-    """Return what depends on the bandwidth, by method: time, and scores at equal time."""
-    points, dense = found.points(steps.seconds), found.reference
+def time_rows(comparison: Comparison, steps: Steps) -> dict[str, Row]:
+    """Return the columns that depend on the bandwidth, by method: time, scores at equal time."""
+    points, dense = comparison.points(steps.seconds), comparison.reference
     best, rows = pareto(points), {}
-    for name, trainings in found.trainings.items():
-        curves = [found.by_time(one, steps.seconds[name]) for one in trainings]
+    for name, trainings in comparison.trainings.items():
+        curves = [comparison.by_time(training, steps.seconds[name]) for training in trainings]
         count = sum(epoch["steps"] for epoch in trainings[0]["epochs"])
         rows[name] = {
             "name": name,
@@ -258,28 +263,32 @@ def time_rows(found: Comparison, steps: Steps) -> dict[str, Row]:
             "seconds": points[name].cost,
             "times_faster": points[dense].cost / points[name].cost,
             **_at_shares("time", TIME_SHARES, curves, points[dense].cost),
-            **_to_target("seconds", found, curves),
+            **_to_target("seconds", comparison, curves),
             "best_in_time": name in best,
         }
     return rows
 
 
-def _at_shares(what: str, shares: Sequence[float], curves: Sequence[Curve], whole: float) -> Row:
-    """Return the mean scores where shares of what the reference costs in all are spent."""
-    found = {}
+def _at_shares(
+    unit: str, shares: Sequence[float], curves: Sequence[Curve], reference_cost: float
+) -> Row:
+    """Return the mean scores at shares of the reference's total cost."""
+    row = {}
     for share in shares:
-        # Costs are sums of floats, or counts that differ by some bytes of bookkeeping
-        reached = over_seeds([curve.score_within(share * whole * (1 + 1e-3)) for curve in curves])
-        found[f"within_{100 * share:g}_percent_of_{what}"] = reached and reached.mean
-    return found
+        # Tolerance, because costs are sums of floats, or counts with some bytes of bookkeeping
+        reached = over_seeds(
+            [curve.score_within(share * reference_cost * (1 + 1e-3)) for curve in curves]
+        )
+        row[f"within_{100 * share:g}_percent_of_{unit}"] = reached and reached.mean
+    return row
 
 
-def _to_target(what: str, found: Comparison, curves: Sequence[Curve]) -> Row:
-    costs = [curve.cost_to(found.wanted()) for curve in curves]
+def _to_target(unit: str, comparison: Comparison, curves: Sequence[Curve]) -> Row:
+    costs = [curve.cost_to(comparison.wanted()) for curve in curves]
     mean = over_seeds(costs)
     reached = sum(cost is not None for cost in costs)
     return {
-        f"{what}_to_target": mean and mean.mean,
+        f"{unit}_to_target": mean and mean.mean,
         "seeds": len(curves),
         "seeds_at_target": reached,
     }
@@ -288,34 +297,34 @@ def _to_target(what: str, found: Comparison, curves: Sequence[Curve]) -> Row:
 # --- In words ---------------------------------------------------------------------------------
 
 
-def pareto_words(points: Mapping[str, Point], text: Callable[[float], str], what: str) -> str:
-    """Say which methods no other one beats.
+def pareto_words(points: Mapping[str, Point], text: Callable[[float], str], unit: str) -> str:
+    """Return a sentence on which methods no other method beats.
 
     >>> points = {"a": Point(1, 80.0), "b": Point(2, 70.0), "c": Point(3, 90.0)}
     >>> pareto_words(points, lambda cost: f"{cost:g} s", "time")
     'In time nothing beats a (80.00 after 1 s), then c (90.00 after 3 s). Beaten: b, by a.'
     """
     best = pareto(points)
-    said = [f"{name} ({points[name].score:.2f} after {text(points[name].cost)})" for name in best]
+    parts = [f"{name} ({points[name].score:.2f} after {text(points[name].cost)})" for name in best]
     beaten = []
     for name, point in points.items():
         if name not in best:
-            by = next(one for one in reversed(best) if points[one].cost <= point.cost)
+            by = next(rival for rival in reversed(best) if points[rival].cost <= point.cost)
             beaten.append(f"{name}, by {by}")
     tail = f" Beaten: {'; '.join(beaten)}." if beaten else ""
-    return f"In {what} nothing beats {', then '.join(said)}.{tail}"
+    return f"In {unit} nothing beats {', then '.join(parts)}.{tail}"
 
 
 def choices(
-    found: Comparison, losses: Sequence[float]
+    comparison: Comparison, losses: Sequence[float]
 ) -> list[tuple[float, list[tuple[str, float]]]]:
-    """Return, for each bandwidth, the fastest method for each loss, and how much faster it is."""
+    """Return, for each bandwidth, the fastest method for each loss, and its speed-up."""
     rows = []
-    for steps in found.steps:
-        points = found.points(steps.seconds)
-        dense, chosen = points[found.reference].cost, []
+    for steps in comparison.steps:
+        points = comparison.points(steps.seconds)
+        dense, chosen = points[comparison.reference].cost, []
         for loss in losses:
-            name = cheapest_within(points, found.reference, loss)
+            name = cheapest_within(points, comparison.reference, loss)
             chosen.append((name, dense / points[name].cost))
         rows.append((steps.bandwidth, chosen))
     return rows

@@ -1,22 +1,20 @@
 """The seconds of a step: predicted at a bandwidth by the simulator, or measured on hosts.
 
-Predictions begin with a profile of the model. The profile is measured by `tfcommx profile` in one
-process, once for each phase. So a node is assumed to have cores of its own, as fast as those of
-this machine.
+Predictions begin with a profile of the model, which `tfcommx profile` measures in one process, once
+for each phase. Each simulated node is therefore assumed to have cores as fast as this machine's.
 
     strategy synchronous          | forward | backward, with the exchange | update |
     weight averaging, every = 3   | step | step | step | exchange || step | ...   the mean counts
                      overlap = 2  | step | step | step || step | step ...
                                                        | exchange |
 
-Step-ahead error feedback is as averaging with every = 1, and gathers in the node what the scheme
-does not.
+Step-ahead error feedback is priced as averaging with every = 1, plus its gathers in the node.
 
 An epoch of 8 steps has 3 such exchanges: the last round ends with the epoch, and nothing hides it.
 
-On hosts each method has a short dry run: a phase's steps on made-up data. What of a step is not
-spent waiting for gradients counts as computing: the predictions for these hosts begin with that, so
-that the ratio of prediction to measurement tests what is predicted, the exchange.
+On hosts each method has a short dry run: a phase's steps on synthetic data. The part of a step that
+is not spent waiting for gradients counts as computing. Predictions for these hosts begin with that
+time, because the ratio of prediction to measurement should test the predicted exchange alone.
 """
 
 from __future__ import annotations
@@ -38,29 +36,29 @@ from tfcommx.recipes.strategies import SynchronousRecipe
 from tfcommx.routes.route import SparseRoute
 from tfcommx.simulator.assumptions import Assumptions, measured_time
 
-# Steps of a profile: other work on the machine comes and goes
+# Steps of a profile: many, because other work on the machine varies
 PROFILED = 30
-# Of the selection whose time is profiled too
+# Scheme whose selection time is profiled too
 SELECTION: dict[str, Any] = {"route": "allgather", "selection": "mstopk", "density": 0.03}
 
 
 def links_at(bandwidth: float, links: Links = NOMINAL) -> Links:
-    """Return what messages cost if a node's link carries so many bits per second."""
+    """Return links whose port between nodes carries `bandwidth` bits per second."""
     between = links.between
     return links._replace(between=Link(between.alpha_s, 8 / bandwidth, between.gamma_s_per_byte))
 
 
 def profiles_of(setup: Setup, recipe: Recipe) -> list[Profile]:
-    """Return a profile for each phase; measure those that are not there yet.
+    """Return a profile for each phase; measure those that do not exist yet.
 
     Args:
-        setup: of the comparison.
-        recipe: with the setup's changes.
+        setup: the setup of the comparison.
+        recipe: the recipe, with the setup's changes.
     """
-    found: list[Profile] = []
+    profiles: list[Profile] = []
     for phase in recipe.phases:
-        one = {"epochs": phase.epochs, "resolution": phase.resolution, "batch": phase.batch}
-        phases = f"phases={json.dumps([{**one, 'scheme': SELECTION}])}"
+        profiled = {"epochs": phase.epochs, "resolution": phase.resolution, "batch": phase.batch}
+        phases = f"phases={json.dumps([{**profiled, 'scheme': SELECTION}])}"
         settings = setup.settings([phases, "learning_rate.warm_up_epochs=0"])
         file = setup.folder / "profiles" / f"{setup.name('phase', settings)}.json"
         if not file.exists():
@@ -69,8 +67,8 @@ def profiles_of(setup: Setup, recipe: Recipe) -> list[Profile]:
             half = file.with_suffix(".part")
             run_command([*words, "--output", str(half)], file.with_suffix(".log"))
             half.rename(file)
-        found.append(Profile.read(file))
-    return found
+        profiles.append(Profile.read(file))
+    return profiles
 
 
 def step_seconds(
@@ -83,36 +81,37 @@ def step_seconds(
     """Predict the mean step of each epoch of a recipe.
 
     Args:
-        recipe: of a method.
-        profiles: of each phase, of one rank.
+        recipe: the recipe of a method.
+        profiles: one for each phase, of one rank.
         topology: the cluster.
-        links: what messages cost on it.
-        steps: of each epoch; empty: not known, rounds of weight averaging are taken as whole.
+        links: the links of the cluster.
+        steps: the number of steps of each epoch; empty: unknown, and every round of weight
+            averaging is assumed to be complete.
 
     **Raises:** ConfigurationError for a scheme that the cluster cannot carry out.
     """
     numbers = [number for number, phase in enumerate(recipe.phases) for _ in range(phase.epochs)]
     every, hiding = recipe.strategy.every, recipe.strategy.overlapped_steps
-    # Exchanges of a step: those that later steps hide, and the last one of an epoch
+    # Per epoch: exchanges that later steps hide, exchanges that none hides, and steps
     rounds = [(math.ceil(count / every) - 1, 1, count) for count in steps]
     rounds = rounds or [(1, 0, every)] * len(numbers)
     in_steps = meets_in_steps(recipe)
-    known: dict[tuple[int, Scheme], float] = {}
-    found: list[float] = []
+    predicted: dict[tuple[int, Scheme], float] = {}
+    seconds: list[float] = []
     for phase, scheme, (within, last, count) in zip(
         numbers, recipe.scheme_of_epoch(), rounds, strict=True
     ):
         profile = profiles[phase]
-        if (phase, scheme) not in known:
-            # What is averaged travels after the update
+        if (phase, scheme) not in predicted:
+            # Averaged weights are exchanged after the update: no backward pass hides them
             computing = profile if in_steps else scaled(profile, 0.0)
             setting = Setting(computing, topology, links, Assumptions(measured_time(profile)))
             in_node = recipe.strategy.gathers_in_node * gather_seconds(scheme, profile, setting)
-            known[phase, scheme] = setting.predict(scheme).step_s + in_node
-        exchange = known[phase, scheme]
+            predicted[phase, scheme] = setting.predict(scheme).step_s + in_node
+        exchange = predicted[phase, scheme]
         waits = within * max(0.0, exchange - hiding * profile.compute_s) + last * exchange
-        found.append(exchange if in_steps else profile.compute_s + waits / count)
-    return found
+        seconds.append(exchange if in_steps else profile.compute_s + waits / count)
+    return seconds
 
 
 def gather_seconds(scheme: Scheme, profile: Profile, setting: Setting) -> float:
@@ -125,12 +124,12 @@ def gather_seconds(scheme: Scheme, profile: Profile, setting: Setting) -> float:
 
 
 def meets_in_steps(recipe: Recipe) -> bool:
-    """Tell whether gradients are exchanged in each step, while others are computed."""
+    """Return True if gradients are exchanged in each step, during the backward pass."""
     return isinstance(recipe.strategy, SynchronousRecipe)
 
 
 def scaled(profile: Profile, compute_s: float) -> Profile:
-    """Return a profile whose step without exchange takes so many seconds; selections stay.
+    """Return a profile whose step without exchange takes `compute_s` seconds; selections stay.
 
     >>> slow = scaled(Profile("tiny", (), forward_s=0.1, backward_s=0.3, batch=1), compute_s=0.8)
     >>> slow.forward_s, slow.backward_s
@@ -151,27 +150,27 @@ def scaled(profile: Profile, compute_s: float) -> Profile:
 
 
 def read_links(file: Path | None) -> Links:
-    """Return the links of a file that `tfcommx probe` wrote; nominal ones without a file."""
+    """Return the links in a file of `tfcommx probe`; the nominal links without a file."""
     return NOMINAL if file is None else Links.read(file)
 
 
 class MeasuredSteps(NamedTuple):
-    """What a dry run has measured of a method, phase by phase."""
+    """Step times of a method in a dry run, phase by phase."""
 
     # Seconds of a step
     steps: tuple[float, ...]
-    # Of these, without waiting for gradients
+    # Seconds of a step without the wait for gradients
     computing: tuple[float, ...]
 
 
 def measure(setup: Setup, method: str, settings: Sequence[str], hosts: str) -> MeasuredSteps:
-    """Measure a method's steps on hosts, unless it was done before.
+    """Measure a method's steps on hosts, unless the folder has them already.
 
     Args:
-        setup: of the comparison.
-        method: its name.
+        setup: the setup of the comparison.
+        method: the method's name.
         settings: all changes of the recipe.
-        hosts: as `tfcommx train -H` takes them, such as node0:1,node1:1.
+        hosts: hosts and slots in the form of `tfcommx train -H`, such as node0:1,node1:1.
 
     **Raises:** TrainingError if a rank failed.
     """
@@ -189,13 +188,14 @@ def measure(setup: Setup, method: str, settings: Sequence[str], hosts: str) -> M
 
 
 def computing(measured: Sequence[MeasuredSteps]) -> list[float]:
-    """Return the seconds of computing in a step of each phase: the median over the methods.
+    """Return the compute time of a step of each phase, in seconds: the median over the methods.
 
     >>> computing([MeasuredSteps((3.0,), (1.0,)), MeasuredSteps((2.0,), (1.5,))])
     [1.25]
     """
     return [
-        statistics.median(one) for one in zip(*(each.computing for each in measured), strict=True)
+        statistics.median(phase)
+        for phase in zip(*(steps.computing for steps in measured), strict=True)
     ]
 
 
@@ -204,30 +204,32 @@ def replaced(
     measured: Mapping[str, MeasuredSteps],
     recipes: Mapping[str, Recipe],
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Put measured steps in the place of predicted ones.
+    """Replace predicted steps by measured ones.
 
     Epochs with a density of `warm_up`, which dry runs leave out, stay as predicted.
 
     Args:
         predicted: method -> seconds of a step in each epoch.
-        measured: method -> what was measured.
-        recipes: of the methods.
+        measured: method -> measured steps.
+        recipes: method -> recipe.
 
     Returns:
-        Seconds of a step in each epoch, and predicted over measured seconds of all epochs that were
-        measured, by method; no ratio for a method of whose epochs none was.
+        By method: seconds of a step in each epoch, and predicted over measured seconds of all
+        measured epochs. A method without a measured epoch has no ratio.
     """
     seconds: dict[str, list[float]] = {}
     ratios: dict[str, float] = {}
     for name, recipe in recipes.items():
-        numbers = [number for number, one in enumerate(recipe.phases) for _ in range(one.epochs)]
+        numbers = [
+            number for number, phase in enumerate(recipe.phases) for _ in range(phase.epochs)
+        ]
         schemes = recipe.scheme_of_epoch()
         rows = zip(predicted[name], numbers, schemes, strict=True)
         seconds[name], sums = [], [0.0, 0.0]
         for step, number, scheme in rows:
-            known = scheme == recipe.phases[number].scheme
-            seconds[name].append(measured[name].steps[number] if known else step)
-            if known:
+            is_measured = scheme == recipe.phases[number].scheme
+            seconds[name].append(measured[name].steps[number] if is_measured else step)
+            if is_measured:
                 sums = [sums[0] + step, sums[1] + seconds[name][-1]]
         if sums[1]:
             ratios[name] = sums[0] / sums[1]

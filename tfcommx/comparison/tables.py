@@ -21,31 +21,31 @@ from tfcommx.comparison.rows import (
 from tfcommx.report.summary import bytes_text, time_text
 from tfcommx.report.terminal import terminal_console
 
-# Losses against the reference for which the fastest method is named, in units of the score's own
+# Losses for which the fastest method is named, as multiples of the score's allowed loss
 LOSSES = (1.0, 2.5, 5.0)
 
 
-def show(found: Comparison) -> None:
+def show(comparison: Comparison) -> None:
     """Print everything: one table of scores and bytes, one for each bandwidth, and sentences."""
     console = terminal_console()
-    for table in (_methods(found), *(_times(found, steps) for steps in found.steps)):
+    for table in (_methods(comparison), *(_times(comparison, steps) for steps in comparison.steps)):
         console.print(table)
-    if found.steps:
-        console.print(_choices(found))
-    for sentence in sentences(found):
+    if comparison.steps:
+        console.print(_choices(comparison))
+    for sentence in sentences(comparison):
         console.print(sentence)
 
 
-def sentences(found: Comparison) -> list[str]:
-    """Return the Pareto sets in words, and how far predictions were from what was measured."""
-    said = [pareto_words(found.points(), bytes_text, "bytes")]
-    for steps in found.steps:
-        where = f"time at {rate_text(steps.bandwidth)}, {_how(steps)},"
-        said.append(pareto_words(found.points(steps.seconds), seconds_text, where))
+def sentences(comparison: Comparison) -> list[str]:
+    """Return the Pareto sets in words, and the ratios of predicted to measured time."""
+    lines = [pareto_words(comparison.points(), bytes_text, "bytes")]
+    for steps in comparison.steps:
+        cost = f"time at {rate_text(steps.bandwidth)}, {_how(steps)},"
+        lines.append(pareto_words(comparison.points(steps.seconds), seconds_text, cost))
         if steps.ratios:
             listed = ", ".join(f"{name} {ratio:.2f}" for name, ratio in steps.ratios.items())
-            said.append(f"Predicted over measured time at {rate_text(steps.bandwidth)}: {listed}.")
-    return said
+            lines.append(f"Predicted over measured time at {rate_text(steps.bandwidth)}: {listed}.")
+    return lines
 
 
 def rate_text(bandwidth: float) -> str:
@@ -58,7 +58,7 @@ def rate_text(bandwidth: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return seconds with a unit; short times are not rounded to whole seconds.
+    """Return seconds with a unit; times below a minute keep decimals.
 
     >>> seconds_text(0.412), seconds_text(150)
     ('0.41 s', '2 min 30 s')
@@ -76,8 +76,8 @@ def _how(steps: Steps) -> str:
     return "measured" if steps.ratios else "predicted"
 
 
-def _methods(found: Comparison) -> Table:
-    end = f"{found.score.text} at the end"
+def _methods(comparison: Comparison) -> Table:
+    end = f"{comparison.score.text} at the end"
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("seeds", lambda row: f"{row['seeds']}"),
         (end, _mean),
@@ -88,13 +88,13 @@ def _methods(found: Comparison) -> Table:
             (f"in {100 * share:g} %", _cell(f"within_{100 * share:g}_percent_of_bytes"))
             for share in BYTES_SHARES
         ),
-        (f"to {found.wanted():.2f}", _target("bytes_to_target", bytes_text)),
+        (f"to {comparison.wanted():.2f}", _target("bytes_to_target", bytes_text)),
     ]
-    title = f"at equal steps, and within shares of the bytes of {found.reference}"
-    return _table(title, columns, method_rows(found))
+    title = f"at equal steps, and within shares of the bytes of {comparison.reference}"
+    return _table(title, columns, method_rows(comparison))
 
 
-def _times(found: Comparison, steps: Steps) -> Table:
+def _times(comparison: Comparison, steps: Steps) -> Table:
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("a step", lambda row: f"{1e3 * row['step_seconds']:.1f} ms"),
         ("all steps", lambda row: seconds_text(row["seconds"])),
@@ -103,22 +103,22 @@ def _times(found: Comparison, steps: Steps) -> Table:
             (f"in {100 * share:g} %", _cell(f"within_{100 * share:g}_percent_of_time"))
             for share in TIME_SHARES
         ),
-        (f"to {found.wanted():.2f}", _target("seconds_to_target", seconds_text)),
+        (f"to {comparison.wanted():.2f}", _target("seconds_to_target", seconds_text)),
     ]
     if steps.ratios:
         columns.append(("predicted / measured", _cell("predicted_over_measured")))
     rate = f"{rate_text(steps.bandwidth)}, {_how(steps)}"
-    title = f"{rate}: within shares of the time of {found.reference}"
-    return _table(title, columns, time_rows(found, steps))
+    title = f"{rate}: within shares of the time of {comparison.reference}"
+    return _table(title, columns, time_rows(comparison, steps))
 
 
-def _choices(found: Comparison) -> Table:
-    losses = [factor * found.score.loss for factor in LOSSES]
+def _choices(comparison: Comparison) -> Table:
+    losses = [factor * comparison.score.loss for factor in LOSSES]
     table = Table(title="the fastest method that loses at most so much", title_justify="left")
     table.add_column("between nodes")
     for loss in losses:
         table.add_column(f"{loss:g}")
-    for bandwidth, chosen in choices(found, losses):
+    for bandwidth, chosen in choices(comparison, losses):
         cells = (f"{name}, {faster:.2f} times" for name, faster in chosen)
         table.add_row(rate_text(bandwidth), *cells)
     return table

@@ -1,11 +1,11 @@
-"""Trains a method with one seed, in processes of its own, and keeps one file for each training.
+"""Train a method with one seed, in a separate process, and keep one file for each training.
 
-    folder/trainings/dense-seed-0-1f2e3d4c.json    the training: written whole, when it has ended
-    folder/trainings/dense-seed-0-1f2e3d4c/        what `tfcommx train` wrote: log, report, figures
+    folder/trainings/dense-seed-0-1f2e3d4c.json    the training: written once, at its end
+    folder/trainings/dense-seed-0-1f2e3d4c/        output of `tfcommx train`: log, report, figures
 
-The last part of the name is a digest of the recipe, the changes, the nodes and their slots. So a
-comparison that was ended goes on where it was, and a recipe or method that was edited is trained
-anew. Another version of tfcommx is not noticed: where that matters, take a new folder.
+The last part of the name is a digest of the recipe, the changes, the nodes and their slots. An
+interrupted comparison therefore continues where it was, and an edited recipe or method is trained
+anew. The digest does not include the version of tfcommx: where that matters, use a new folder.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from tfcommx.launch.horovodrun import on_end_signals
 from tfcommx.recipes.reader import parse
 from tfcommx.report.summary import read, write_json
 
-# Of an epoch's row in a summary; scores come besides
+# Fields kept of an epoch's row in a summary, besides its test scores
 KEPT = ("epoch", "phase", "steps", "bytes_between_nodes", "clock_seconds")
 LOG = "log.txt"
 
 
 class TrainingError(TfcommxError, RuntimeError):
-    """A training, or a measurement, that has failed; the message names its log."""
+    """A training or a measurement failed; the message names its log."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all trainings of a comparison share."""
+    """Settings that all trainings of a comparison share."""
 
     # A YAML file
     recipe: Path
-    # Changes of the recipe, before those of a method
+    # Changes of the recipe, applied before those of a method
     changes: tuple[str, ...]
-    # Nodes, and ranks on each; all are on this machine
+    # Nodes, and ranks on each; all ranks run on this machine
     nodes: int
     slots: int
-    # Of the comparison
+    # Output folder of the comparison
     folder: Path
 
     def settings(self, of_method: Sequence[str], seed: int | None = None) -> list[str]:
@@ -56,58 +56,58 @@ class Setup:
         return [*self.changes, *of_method, f"node_size={self.slots}", *seeds]
 
     def name(self, method: str, settings: Sequence[str]) -> str:
-        """Return a name that tells a training, or a measurement, from all others."""
-        # What a recipe says, without its comments
+        """Return a unique name of a training or a measurement."""
+        # Parsed, because a change of its comments must not change the name
         recipe = parse(self.recipe.read_text(encoding="utf-8"))
         decides = [recipe, list(settings), self.nodes, self.slots]
         digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
         seed = [setting for setting in settings if setting.startswith("seed=")]
-        return "-".join([method, *(one.replace("=", "-") for one in seed[-1:]), digest])
+        return "-".join([method, *(setting.replace("=", "-") for setting in seed[-1:]), digest])
 
 
 def trained(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any] | None:
-    """Return a training that was kept; None if there is none."""
+    """Return a training from its file; None if it has none."""
     file = setup.folder / "trainings" / f"{setup.name(method, settings)}.json"
     if not file.exists():
         return None
     with reading("A training", file, "Delete the file: it is trained anew.", TrainingError):
-        found = json.loads(file.read_text())
-        return {**found, "epochs": found["epochs"]}
+        training = json.loads(file.read_text())
+        return {**training, "epochs": training["epochs"]}
 
 
 def train(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any]:
-    """Train a method with one seed, and keep what came of it.
+    """Train a method with one seed, and write its results to a file.
 
     Args:
-        setup: of the comparison.
-        method: its name.
-        settings: all changes of the recipe, the seed among them.
+        setup: the setup of the comparison.
+        method: the method's name.
+        settings: all changes of the recipe, including the seed.
 
     Returns:
-        What is kept: `epochs` has scores, steps, and bytes and seconds so far of each epoch.
+        The training: `epochs` has scores, steps, and cumulative bytes and seconds of each epoch.
 
-    **Raises:** TrainingError if a rank failed, or if the ranks' weights differed; SystemExit if a
-    signal ended it: called again, it goes on after the last checkpoint.
+    **Raises:** TrainingError if a rank failed, or if the ranks' weights differed; SystemExit after
+    a signal: the next call continues after the last checkpoint.
     """
     name = setup.name(method, settings)
     run = setup.folder / "trainings" / name
     words = ["train", str(setup.recipe), "--output", str(run), "--resume"]
     words += ["--processes", str(setup.nodes * setup.slots), "--no-report"]
     words += [word for setting in settings for word in ("--set", setting)]
-    # A signal may end it with a summary of what was trained until then
+    # "stopped": a signal ended the run, and its summary covers only the epochs before
     if not (run / "summary.json").exists() or "stopped" in read(run):
         run_command(words, run / LOG)
     summary = read(run)
     if not summary["replicas_identical"] or "stopped" in summary:
         raise TrainingError(f"Ranks had different weights, or were stopped: {run / LOG}.")
-    found = kept(summary) | {"method": method, "settings": list(settings)}
-    write_json(found, run.parent / f"{name}.json")
+    training = kept(summary) | {"method": method, "settings": list(settings)}
+    write_json(training, run.parent / f"{name}.json")
     shutil.rmtree(run / "checkpoint", ignore_errors=True)
-    return found
+    return training
 
 
 def kept(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return what is kept of a summary."""
+    """Return the part of a summary that a comparison needs."""
     names = ("parameters", "ranks", "nodes", "seconds", "bytes_between_nodes_dense")
     epochs = [
         {key: row[key] for key in row if key in KEPT or key.startswith("test_")}
@@ -117,16 +117,16 @@ def kept(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_command(words: Sequence[str], log: Path) -> None:
-    """Run `tfcommx WORDS...` in a process of its own; its output goes to a file.
+    """Run `tfcommx WORDS...` in a separate process, with its output appended to a file.
 
-    A signal to end is handed on once, so that a training saves, and then ends this process.
+    A termination signal is forwarded, so that a training saves; then this process ends too.
     **Raises:** TrainingError; SystemExit after a signal.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tfcommx.cli.main", *words]
     seen: list[int] = []
     with log.open("a") as file:
-        # A session of its own: Ctrl-C would reach it a second time
+        # In a new session, because Ctrl-C would otherwise reach the process twice
         process = subprocess.Popen(
             command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -143,5 +143,5 @@ def run_command(words: Sequence[str], log: Path) -> None:
     if seen:
         sys.exit(128 + seen[0])
     if status:
-        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
-        raise TrainingError(f"`tfcommx {words[0]}` failed, see {log}: {' '.join(said)}")
+        tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
+        raise TrainingError(f"`tfcommx {words[0]}` failed, see {log}: {' '.join(tail)}")

@@ -1,6 +1,6 @@
 """The ops on a slab that make batches (check, fill, read): native, or in plain TensorFlow.
 
-The plain definitions serve if no native library was built.
+The plain definitions are used if no native library was built.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tfcommx.kernels.draws import uniform
 if TYPE_CHECKING:
     import tensorflow as tf
 
-# States of a sample besides 0, ready: absent, in memory with a wrong CRC, and (after
-# `fill`) brought by another process meanwhile.
+# States of a sample besides 0 (ready): absent, in memory with a wrong CRC, and, after `fill`,
+# stored by another process in the meantime
 ABSENT, DAMAGED, FILLED_BY_OTHER = 1, 2, 3
-# Sets the draws of `check` apart from those of windows.
+# Separates the random numbers of `check` from those of windows
 _CHECK_STREAM = 0x5EED0FC5C5EED
 
 
 def check(slab: Slab, indices: tf.Tensor, epoch: tf.Tensor, verify: float, seed: int) -> tf.Tensor:
-    """Find out which samples of a batch are in memory.
+    """Return the state of each sample of a batch: in memory, absent or damaged.
 
     Args:
         slab: the node's memory.
-        indices: int64 [b].
-        epoch: int64 scalar; the samples whose CRC is checked are drawn anew each epoch.
+        indices: sample numbers, int64 [b].
+        epoch: int64 scalar; each epoch draws the samples whose CRC is checked.
         verify: share of the samples whose CRC is checked, in [0, 1].
-        seed: of that draw.
+        seed: seed of that draw.
 
     Returns:
         uint8 [b]: 0 if a sample is in memory, ABSENT, or DAMAGED if its CRC is wrong.
@@ -76,24 +76,25 @@ def fill(
     store: int | None,
     max_pixels: int,
 ) -> tf.Tensor:
-    """Decode JPEGs and PNGs and put them into the slab; nothing is raised for what fails.
+    """Decode JPEGs and PNGs into the slab, without an error for files that fail.
 
     Args:
         slab: the node's memory.
-        encoded: string [b]: files; those of another format are passed over.
-        samples: int64 [b].
+        encoded: files, string [b]; those of another format are skipped.
+        samples: sample numbers, int64 [b].
         labels: int64 [b].
-        state: uint8 [b], of `check`; entries of 0 are passed over.
-        channels: of the pixels, in [1, 4].
-        store: short side at which images are kept, pixels; None: their own size.
-        max_pixels: larger images are passed over.
+        state: result of `check`, uint8 [b]; samples of state 0 are skipped.
+        channels: channels of the pixels, in [1, 4].
+        store: short side of the kept images, in pixels; None: their original size.
+        max_pixels: largest number of pixels; larger images are skipped.
 
     Returns:
-        uint8 [b]: 0 if this call has put the sample into the slab, FILLED_BY_OTHER if another
-        process has meanwhile, else its state. Without the native library, `state`.
+        uint8 [b]: 0 if this call has stored the sample in the slab, FILLED_BY_OTHER if another
+        process has done so in the meantime, otherwise its state. Without the native library,
+        `state`.
 
-    **Cost:** a decoding, of JPEGs at the smallest of 1, 1/2, 1/4 and 1/8 that is large enough, one
-    pass for the rest of the way to `store`, one for the CRC, one copy; on TensorFlow's threads.
+    **Cost:** one decoding, of JPEGs at the smallest of 1, 1/2, 1/4 and 1/8 that is large enough,
+    one pass to shrink the result to `store`, one for the CRC, one copy; on TensorFlow's threads.
     """
     library = loader.library()
     if library is None:
@@ -125,20 +126,20 @@ def read(
 
     Args:
         slab: the node's memory.
-        indices: int64 [b].
-        loose: uint8 [m], records (`decode.pack`) of samples that are not in the slab.
-        loose_at: int64 [b], where each sample's record begins in them; -1: in the slab.
-        epoch: int64 scalar; with `seed` and the sample's index it draws the window.
-        spec: how the samples are served.
-        channels: of the pixels, in [1, 4].
-        seed: of the windows.
+        indices: sample numbers, int64 [b].
+        loose: records (`decode.pack`) of samples that are not in the slab, uint8 [m].
+        loose_at: byte offset of each sample's record in `loose`, int64 [b]; -1: in the slab.
+        epoch: int64 scalar; with `seed` and the sample's index it determines the window.
+        spec: settings of the batch.
+        channels: channels of the pixels, in [1, 4].
+        seed: seed of the windows.
 
     Returns:
         images spec.dtype [b, h, w, c], labels int64 [b], windows int32 [b, 5]: top, left, height,
         width, flip.
 
     **Cost:** one pass over the windows and one over the result, no intermediate image; the batch is
-    cut over TensorFlow's threads.
+    divided among TensorFlow's threads.
     """
     import tensorflow as tf
 
@@ -177,7 +178,7 @@ def _read_definition(
     channels: int,
     seed: int,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Do as `read`, in plain TensorFlow."""
+    """Read a batch like `read`, in plain TensorFlow."""
     import tensorflow as tf
 
     side, rule, dtype = spec.resolution, spec.rule(seed), tf.as_dtype(spec.dtype)

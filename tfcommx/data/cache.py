@@ -3,16 +3,17 @@
     source (any file system)  ->  local disk: encoded bytes  ->  node's memory: decoded uint8, one
     slab  ->  batches
 
-Three lives: the samples in memory outlive every dataset, and this process if another one of the
-node uses them (`slab`); the cache and its threads live as long as the DataCache (`loader`, `fill`);
-one call of `dataset` has its epochs and what it served (`epochs`).
+There are three lifetimes. The samples in memory outlive every dataset, and this process if another
+one of the node uses them (`slab`). The cache and its threads live as long as the DataCache
+(`loader`, `fill`). The epochs and the counts of served samples belong to one call of `dataset`
+(`epochs`).
 
 **Source:** Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
 Clusters" (2021), section 4.1; we keep one copy per node in shared memory and not one per process.
 Loading runs ahead of training as in Ma et al., "Theano-MPI" (2016), section 3.3.
 
-Before it serves anything it finds the rank of this process in its launch, states what must be equal
-on all ranks, and opens the node's slab.
+Before it serves samples, the cache finds the rank of this process in its launch, states the facts
+that must be equal on all ranks, and opens the node's slab.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ if TYPE_CHECKING:
 
 
 def find_position(topology: Topology | None, rank: int | None) -> tuple[Topology, int]:
-    """Return the topology and this process's rank: of the running launch, unless both are given.
+    """Return the topology and this process's rank, by default those of the running launch.
 
-    A process that no launcher started, without `tfcommx.init()`, is alone.
+    Without a launcher and without `tfcommx.init()`, this process is the only rank.
 
     **Raises:** ConfigurationError if a launcher started several processes and `tfcommx.init()` was
     not called.
@@ -73,9 +74,9 @@ def find_position(topology: Topology | None, rank: int | None) -> tuple[Topology
 def state_equal(
     topology: Topology, rank: int, kind: str, name: str, values: Mapping[str, str], remedy: str
 ) -> None:
-    """State facts that are equal on all ranks of the running launch, if these ranks are meant.
+    """State facts that must be equal on all ranks, if the cache serves the ranks of the launch.
 
-    A cache of other ranks, as one that this process has for itself, is nobody else's concern.
+    Facts of a cache for other ranks, such as one for this process alone, are not compared.
     """
     if process.started() and (topology, rank) == (
         process.current().topology,
@@ -84,37 +85,42 @@ def state_equal(
         process.current().comparisons.state(Facts(kind, name, values, remedy))
 
 
-# Bytes of the source's name in a slab's metadata, whose page is 4096.
+# Largest number of bytes of the source's name in a slab's metadata, whose page has 4096
 NAME_BYTES = 2000
-# Version of what is kept in memory: raised if decoding or the layout changes.
+# Version of the samples in memory, to be raised if decoding or the layout changes
 FORMAT = 1
 
 
 def open_slab(
-    source: Source, disk: Disk | None, part: np.ndarray, options: Options, node: int, own: bool
+    source: Source,
+    disk: Disk | None,
+    part: np.ndarray,
+    options: Options,
+    node: int,
+    exclusive: bool,
 ) -> Slab:
-    """Open the slab of this node, or make it.
+    """Open the slab of this node, or create it.
 
     Args:
-        source: of the samples.
+        source: the source of the samples.
         disk: the local disk level, or None.
         part: the node's samples in the first epoch, int64 [n].
-        options: how samples are kept.
-        node: number of the node: several may stand on one machine.
-        own: whether no other run may use the slab.
+        options: options of the cache.
+        node: number of the node; one machine may have several.
+        exclusive: whether no other run may use the slab.
 
-    **Raises:** SlabError if there is too little memory. ConfigurationError with `own`, if the
-    launcher gives the run no name.
+    **Raises:** SlabError if there is too little memory. ConfigurationError with `exclusive`, if the
+    launcher assigns no name to the run.
     """
     key = key_of((FORMAT, source.key, source.count, source.channels, options.store))
     name = f"{slab_files.prefix()}{key[:16]}-{node}"
-    if own:
+    if exclusive:
         name += f"-{key_of((launcher.run_name(),))[:16]}"
     metadata = {"source": _end_of(source.name), "node": str(node)}
 
     def length() -> int:
-        size, known = capacity.choose_length(source, disk, part, options, name)
-        metadata.update(known)
+        size, facts = capacity.choose_length(source, disk, part, options, name)
+        metadata.update(facts)
         return size
 
     slab = Slab(Path(options.memory, f"{name}.slab"), key, source.count, length, metadata)
@@ -127,7 +133,7 @@ def open_slab(
 
 
 def _end_of(name: str) -> str:
-    """Return as much of the end of a name as a slab's metadata can hold.
+    """Return the longest end of a name that fits a slab's metadata, as JSON.
 
     JSON takes up to 12 bytes for a character.
     """
@@ -158,23 +164,24 @@ class DataCache:
     >>> cache.close()
 
     Args:
-        source: of samples, the same on all ranks: a path of class folders or of ImageNet's shards,
-            the name of a TensorFlow data set, or a source of `tfcommx.data.sources`.
+        source: source of the samples, the same on all ranks: a path of class folders or of
+            ImageNet's shards, the name of a TensorFlow data set, or a source of
+            `tfcommx.data.sources`.
         topology: the ranks and their nodes; by default those of the running launch.
-        rank: of this process; by default that of the running launch.
+        rank: rank of this process; by default that of the running launch.
         options: the fields of `Options`, such as `store=160` and `disk="/local/cache"`; the same
             on all ranks.
 
-    **Ranks:** every rank makes one; none waits for another. Samples and the options that decide
-    which rank serves them are compared when the ranks next exchange objects, before the first step
-    of a training: names, sizes and labels, not the bytes of files, which would cost a read of all.
-    A cache that this rank has for itself is one with `topology=Topology(1, 1), rank=0`.
+    **Ranks:** every rank creates one; none waits for another. Samples, and the options that decide
+    which rank serves them, are compared when the ranks next exchange objects, before the first step
+    of a training. Names, sizes and labels are compared, but not the bytes of files, because that
+    would cost a read of all. `topology=Topology(1, 1), rank=0` makes a cache for this rank alone.
     **Cost:** one walk over the source's list. 64 samples are read to estimate the memory, by the
     first process of a node and, without `partial`, by one that finds a slab made for another part.
     **Raises:** SlabError if memory is too small, shared memory cannot be used or no sample can be
     read. ConfigurationError for unknown or bad options, a bad rank, a launch without
-    `tfcommx.init()`, and with `reshuffle_fraction` if the launcher gives the run no name; later, on
-    all ranks, for samples or options that differ between ranks.
+    `tfcommx.init()`, and with `reshuffle_fraction` if the launcher assigns no name to the run;
+    later, on all ranks, for samples or options that differ between ranks.
     """
 
     def __init__(
@@ -196,17 +203,19 @@ class DataCache:
         self.disk = None
         if self.options.disk is not None:
             self.disk = Disk(self.options.disk, self.source.key, self.source.count)
-        own = self.options.reshuffle_fraction > 0 and self.topology.nodes > 1
-        self.slab = open_slab(self.source, self.disk, self._part(), self.options, self.node, own)
+        exclusive = self.options.reshuffle_fraction > 0 and self.topology.nodes > 1
+        self.slab = open_slab(
+            self.source, self.disk, self._part(), self.options, self.node, exclusive
+        )
         self.filler = Filler(self.source, self.slab, self.disk, self.options, self._threads())
         self._loader = Loader(self.source, self.slab, self.filler, self.options)
-        # Epoch -> samples that came from other nodes for it.
+        # Epoch -> number of samples received from other nodes for it
         self._arrived: dict[int, int] = {}
         self._stats: list[EpochStats] = []
         self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
 
     def _state_equal(self, kind: str, name: str, values: Mapping[str, str], remedy: str) -> None:
-        """State facts that all ranks of the cache must have equally."""
+        """State facts that must be equal on all ranks of the cache."""
         state_equal(self.topology, self.rank, kind, name, values, remedy)
 
     def _part(self) -> np.ndarray:
@@ -215,19 +224,21 @@ class DataCache:
         return order.parts(self.source.count, slots, self.options.seed)[self.node]
 
     def _threads(self) -> int:
-        """Return how many threads read and decode in this process."""
-        own = len(os.sched_getaffinity(0))
-        # By the launcher: the other processes of the node have other processors.
-        bound = own < (os.cpu_count() or own)
-        share = own if bound else max(1, own // self.topology.slots_by_node[self.node])
+        """Return the number of threads that read and decode in this process."""
+        processors = len(os.sched_getaffinity(0))
+        # Bound by the launcher: the other processes of the node then have other processors
+        bound = processors < (os.cpu_count() or processors)
+        share = (
+            processors if bound else max(1, processors // self.topology.slots_by_node[self.node])
+        )
         return self.options.threads or share
 
     def steps(self, spec: BatchSpec) -> int:
-        """Return the batches of an epoch, the same on every rank."""
+        """Return the number of batches of an epoch, the same on every rank."""
         return order.steps(self.source.count, self.topology, spec.batch, spec.drop_remainder)
 
     def share(self, epoch: int, shuffle: bool = True) -> np.ndarray:
-        """Return int64 [n]: the samples of this rank in an epoch, in order."""
+        """Return the samples of this rank in an epoch, in order, int64 [n]."""
         return order.share(
             self.source.count,
             self.topology,
@@ -243,23 +254,25 @@ class DataCache:
     ) -> tf.data.Dataset:
         """Return the batches of some epochs, one epoch after the other, as a `tf.data.Dataset`.
 
-        Loading runs ahead in the background, by up to 64 MB or three batches. tf.data tunes nothing
-        (`autotune.enabled` is False), which `tfcommx.data.pipeline` explains: give stages that
-        you add numbers, `map(..., num_parallel_calls=4)` and `prefetch(2)`, not AUTOTUNE.
+        Loading runs ahead in the background, by up to 64 MB or three batches. Autotuning of tf.data
+        is disabled (`autotune.enabled` is False), as `tfcommx.data.pipeline` explains. Stages that
+        you add therefore need numbers, `map(..., num_parallel_calls=4)` and `prefetch(2)`, not
+        AUTOTUNE.
 
-        The order is a pure function of the seed, the epoch, the ranks and this rank: datasets of
-        the same arguments give the same batches, and so does one that is iterated again, which a
-        warning announces if the spec shuffles.
+        Datasets of the same arguments return the same batches, because the order is a pure function
+        of the seed, the epoch, the ranks and this rank. A dataset that is iterated again returns
+        the same batches too, with a warning if the spec shuffles.
 
         Args:
-            spec: how the samples are served.
+            spec: settings of the batches.
             first_epoch: number of the first epoch, >= 0.
-            epochs: how many, >= 1. With Keras: `fit(dataset, steps_per_epoch=cache.steps(spec))`.
-            step: first step of the first epoch, in [0, steps]: to resume in mid-epoch.
+            epochs: number of epochs, >= 1. With Keras: `fit(dataset,
+                steps_per_epoch=cache.steps(spec))`.
+            step: first step of the first epoch, in [0, steps], to resume within an epoch.
 
         Returns:
-            (images spec.dtype [b, h, w, c], labels int64 [b]). A skipped sample leaves its batch
-            smaller by one.
+            Batches (images spec.dtype [b, h, w, c], labels int64 [b]). A skipped sample makes its
+            batch smaller by one.
 
         **Raises:** ConfigurationError for arguments out of range, and inside a tf.function.
         """
@@ -267,7 +280,7 @@ class DataCache:
 
         request = Epochs(spec, first_epoch, epochs, step, self.steps(spec))
         request.check(self.source.count, self.topology.size, self.options.store)
-        if spec.shuffle:  # To train; one rank alone may evaluate
+        if spec.shuffle:  # For training only, because a single rank may evaluate
             facts = request.to_agree_on()
             self._state_equal("batches of a DataCache", self.source.name, facts, SAME_BATCHES)
         stats = EpochStats(first_epoch, epochs)
@@ -285,24 +298,24 @@ class DataCache:
         indices = request.indices(weak_method(self, share), len(self.share(0, False)))
         at_once, ready = prefetch_sizes(self._loader.batch_bytes(spec), self._threads())
         batches = indices.map(load, num_parallel_calls=at_once, deterministic=True).prefetch(ready)
-        # Without it, Keras says at the first end of a validation that training is interrupted, and
-        # BroadcastState cannot compare steps.
-        known = tf.data.experimental.assert_cardinality(epochs * request.steps - step)
-        return without_autotune(stats.recorded(batches).apply(known))
+        # Without the cardinality, Keras reports at the first end of a validation that training is
+        # interrupted, and BroadcastState cannot compare steps
+        with_length = tf.data.experimental.assert_cardinality(epochs * request.steps - step)
+        return without_autotune(stats.recorded(batches).apply(with_length))
 
     def report(self, epoch: int) -> dict[str, float]:
-        """Return what this process saw in an epoch.
+        """Return this process's statistics of loading in an epoch.
 
-        What has been loaded ahead of the consumer is in the counts of its epoch already.
+        The counts include samples that have been loaded ahead of the consumer.
 
         Returns:
-            samples: served in the epoch.
+            samples: number of samples served in the epoch.
             hit_memory, hit_disk, hit_source: shares of them, in [0, 1].
-            repaired, unreadable, overflow: samples whose damage in memory was repaired, that could
-                not be read, and that found no room in memory.
-            arrived: samples that came from other nodes, by `reshuffle`.
-            corrupt_disk: reads from the disk level whose CRC was wrong, since the start.
-            loader_wait_seconds: that the consumer waited for batches; NaN under
+            repaired, unreadable, overflow: numbers of samples whose damage in memory was repaired,
+                that could not be read, and that did not fit into memory.
+            arrived: number of samples that `reshuffle` received from other nodes.
+            corrupt_disk: number of reads from the disk level with a wrong CRC, since the start.
+            loader_wait_seconds: seconds that the consumer waited for batches; NaN under
                 `enable_op_determinism`, which has no clock.
         """
         rows = [stats.of(epoch) for stats in self._stats]
@@ -326,34 +339,34 @@ class DataCache:
         }
 
     def warm(self) -> None:
-        """Bring all samples of this rank into memory now, before training."""
+        """Load all samples of this rank into memory before training."""
         for _ in self.warming():
             pass
 
     def warming(self) -> Iterator[None]:
-        """Do as `warm`, in `warming_steps` steps of 64 samples: for a progress bar."""
+        """Load the samples like `warm`, in `warming_steps` steps of 64, for a progress bar."""
         return self._loader.warming(self.share(0))
 
     @property
     def warming_steps(self) -> int:
-        """Steps of `warming`."""
+        """Number of steps of `warming`."""
         return warming_steps(len(self.share(0)))
 
     def reshuffle(self, epoch: int, transport: Comm | None = None) -> int:
-        """Bring the samples that are new on this node in `epoch` from the other nodes' memory.
+        """Receive the samples that are new on this node in `epoch` from the other nodes' memory.
 
         Nothing moves without `reshuffle_fraction`, or on one node. Without this call the samples
-        are read from the disk level or the source, and take new room.
+        are read from the disk level or the source, and take additional memory.
 
         Args:
-            epoch: >= 1, whose samples are to come.
+            epoch: the epoch whose samples are received, >= 1.
             transport: the communicator; by default that of the running launch.
 
         Returns:
-            The samples that arrived.
+            The number of received samples.
 
-        **Ranks:** all, after the dataset of the epoch before has ended everywhere and before that
-        of `epoch` is made.
+        **Ranks:** all, after the dataset of the epoch before has ended on all ranks, and before
+        that of `epoch` is created.
         """
         fraction = self.options.reshuffle_fraction
         if fraction == 0 or self.topology.nodes == 1:
@@ -371,7 +384,7 @@ class DataCache:
         return arrived
 
     def wait_filled(self, timeout_s: float) -> bool:
-        """Wait until the node's part is in memory or unreadable; False if it is not by then."""
+        """Wait until the node's part is in memory or unreadable; return False after the timeout."""
         part = self._part()
         end = time.monotonic() + timeout_s
         while np.any(self.slab.index[part] == 0):
@@ -383,8 +396,8 @@ class DataCache:
     def close(self) -> None:
         """Release memory and files; the last process of the node removes the slab.
 
-        Also done at the end of the process. No batch may be asked for afterwards: it ends in an
-        error, and one that was being read may be black.
+        Also done at the end of the process. No batch may be requested afterwards: a request raises
+        an error, and a batch that is being read may be black.
         """
         self._closed()
 

@@ -1,6 +1,6 @@
-"""Size a slab: the memory that its samples need, and the memory that is available.
+"""The size of a slab: the memory that its samples need, and the memory that is available.
 
-A container or a batch job limits memory by the control groups of its processes.
+Containers and batch jobs limit memory by the control groups of their processes.
 
 **Source:** Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
@@ -25,11 +25,11 @@ from tfcommx.data.sources.source import SampleError, Source
 
 
 class Version(NamedTuple):
-    """How one version of control groups names its files."""
+    """Names of the files of one version of control groups."""
 
     limit: str
     used: str
-    # In memory.stat: what the kernel drops before it refuses or kills.
+    # Entries of memory.stat for memory that the kernel drops before it refuses or kills
     files: tuple[str, str]
 
 
@@ -44,7 +44,7 @@ VERSIONS = {
 
 
 def remaining_bytes(proc: Path = Path("/proc/self")) -> int | None:
-    """Return the bytes of memory that this process may still take; None without any limit.
+    """Return the bytes of memory that this process may still take; None without a limit.
 
     Shared memory counts for the group that first touches it, and a group above its limit is killed.
     """
@@ -65,39 +65,38 @@ def remaining_bytes(proc: Path = Path("/proc/self")) -> int | None:
 
 
 def _folders(proc: Path) -> list[tuple[Path, Path, Version]]:
-    """Find the groups of this process that are mounted.
+    """Return the mounted control groups of this process.
 
     Returns:
-        For each: the group's folder, the folder of the highest group that can be seen, and the
-        version.
+        For each: the group's folder, the folder of the highest visible group, and the version.
     """
     try:
-        own = os.fsdecode((proc / "cgroup").read_bytes()).splitlines()
+        memberships = os.fsdecode((proc / "cgroup").read_bytes()).splitlines()
         mounts = os.fsdecode((proc / "mountinfo").read_bytes()).splitlines()
     except OSError:  # A kernel without control groups
         return []
     groups = {}
-    for line in own:
+    for line in memberships:
         _, controllers, group = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
             groups["cgroup" if controllers else "cgroup2"] = group
-    found = []
+    folders = []
     for line in mounts:
         location, _, system = line.partition(" - ")
         (root, mount), (kind, _, options) = location.split(" ")[3:5], system.split(" ", 2)
         if kind in groups and (kind == "cgroup2" or "memory" in options.split(",")):
-            # A container may see no more than its own group, as the root of the mount.
+            # In a container the root of the mount may be the container's group
             inside = (
                 groups[kind].removeprefix(root).lstrip("/") if groups[kind].startswith(root) else ""
             )
-            found.append((Path(mount, inside), Path(mount), VERSIONS[kind]))
-    return found
+            folders.append((Path(mount, inside), Path(mount), VERSIONS[kind]))
+    return folders
 
 
-# Samples that are decoded for the estimate.
+# Number of samples that are decoded for the estimate
 PROBES = 64
-# Bytes of a shared memory, at most an eighth of it, that no slab takes: MPI and NCCL need some and
-# crash if it is full.
+# Bytes of shared memory, at most an eighth of it, that no slab takes, because MPI and NCCL need
+# some and crash if it is full
 HEADROOM_BYTES = 1 << 30
 
 
@@ -106,17 +105,17 @@ def estimate_sample_bytes(
 ) -> float:
     """Estimate the bytes that a sample of `part` takes in a slab.
 
-    The mean size and three standard errors, from 64 of them; exact for samples of one size. Samples
-    that cannot be read count nothing.
+    The estimate is the mean size plus three standard errors, from 64 samples. It is exact for
+    samples of one size. Samples that cannot be read are ignored.
 
-    **Raises:** SlabError if none of the 64 can be read because the source cannot be reached: a slab
-    of no room would follow.
+    **Raises:** SlabError if none of the 64 can be read and the source cannot be reached; the
+    slab would have no room.
     """
     sizes, last_error = [], None
     for sample in shuffled(part, 0)[:PROBES].tolist():
         try:
-            kept = disk.read(sample) if disk is not None else None
-            data, _ = kept or source.read(sample)
+            on_disk = disk.read(sample) if disk is not None else None
+            data, _ = on_disk or source.read(sample)
             pixels = decode(data, source.channels, options.store, options.max_pixels)
             sizes.append(record_bytes(pixels.nbytes))
         except SampleError:
@@ -132,34 +131,34 @@ def estimate_sample_bytes(
     return np.mean(sizes) + 3 * np.std(sizes) / np.sqrt(len(sizes)) if sizes else 0.0
 
 
-def reserved_by_others(folder: str, own: str = "") -> dict[str, int]:
+def reserved_by_others(folder: str, excluded: str = "") -> dict[str, int]:
     """Return the bytes that each slab of this user in `folder` has reserved and not yet taken.
 
     Args:
-        folder: of shared memory.
-        own: name of a slab that is left out.
+        folder: a folder of shared memory.
+        excluded: name of a slab to leave out.
     """
-    reserved = {path.name: reserved_bytes(path) for path in paths(folder) if path.stem != own}
+    reserved = {path.name: reserved_bytes(path) for path in paths(folder) if path.stem != excluded}
     return {name: size for name, size in reserved.items() if size > 0}
 
 
-def available_bytes(folder: str, limit: int | None, own: str = "") -> int:
+def available_bytes(folder: str, limit: int | None, excluded: str = "") -> int:
     """Return the bytes that a slab in `folder` may take.
 
-    The smallest of what is free in the folder less HEADROOM_BYTES, the node's available memory,
-    and what the control groups allow; less what slabs in the folder other than `own` have reserved
-    and not yet taken; at most `limit`.
+    They are the smallest of three: the free bytes of the folder less HEADROOM_BYTES, the available
+    memory of the node, and the rest of the control groups' limits. Bytes that slabs in the folder
+    other than `excluded` have reserved and not yet taken are subtracted. At most `limit`.
     """
     free = os.statvfs(folder)
     spared = min(HEADROOM_BYTES, free.f_blocks * free.f_frsize // 8)
-    # A tmpfs without a limit has no blocks.
+    # A tmpfs without a limit has no blocks
     offers = [free.f_bavail * free.f_frsize - spared] if free.f_blocks else []
     if (remaining := remaining_bytes()) is not None:
         offers.append(remaining)
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             offers.append(int(line.split()[1]) * 1024)
-    offered = max(0, min(offers) - sum(reserved_by_others(folder, own).values()))
+    offered = max(0, min(offers) - sum(reserved_by_others(folder, excluded).values()))
     return offered if limit is None else min(offered, limit)
 
 
@@ -171,17 +170,17 @@ def part_key(part: np.ndarray) -> str:
 def choose_length(
     source: Source, disk: Disk | None, part: np.ndarray, options: Options, name: str
 ) -> tuple[int, dict[str, str]]:
-    """Return the length of the slab to make, and what its metadata says of that.
+    """Return the length of the slab to create, and its metadata on that.
 
     Args:
-        source: of the samples.
+        source: the source of the samples.
         disk: the local disk level, or None.
         part: the node's samples, int64 [n].
-        options: how samples are kept.
-        name: of the slab.
+        options: options of the cache.
+        name: name of the slab.
 
     Returns:
-        Bytes; and metadata: `need`, the bytes that are required, and `part`, which samples fit.
+        Bytes; and metadata: `need`, the required bytes, and `part`, the key of the part that fits.
 
     **Raises:** SlabError if more is needed than offered and `options.partial` is False.
     """
@@ -189,9 +188,10 @@ def choose_length(
     needed = math.ceil(mean * len(part)) + overhead_bytes(source.count)
     offered = available_bytes(options.memory, options.memory_bytes, name)
     if needed > offered and not options.partial:
-        others = reserved_by_others(options.memory, name)
+        reserved = reserved_by_others(options.memory, name)
         beside = "".join(
-            f", beside {other}, which is still to take {size:,}" for other, size in others.items()
+            f", beside {slab_name}, which is still to take {size:,}"
+            for slab_name, size in reserved.items()
         )
         raise SlabError(
             f"About {needed:,} bytes of memory are required for {len(part):,} samples of "
@@ -199,7 +199,8 @@ def choose_length(
             f"`memory_bytes` offer {offered:,}{beside}. Lower `store`, use more nodes, or set "
             "partial=True to keep as much as fits."
         )
-    # Memory is taken as it fills: room for the estimate's error, which no other slab is denied.
+    # Half as much again for the error of the estimate. Other slabs can still use that memory,
+    # because a slab takes memory only as it fills
     length = min(offered, needed if options.partial else needed + needed // 2)
     fits = part_key(part) if needed <= offered else ""
     return length, {"need": str(min(needed, length)), "part": fits}
@@ -208,12 +209,12 @@ def choose_length(
 def check_length(
     slab: Slab, source: Source, disk: Disk | None, part: np.ndarray, options: Options
 ) -> None:
-    """Refuse a slab that another process made if it has too little room for this run.
+    """Refuse a slab of another process if it has too little room for this run.
 
-    Room is what it has beside what it was made for.
+    Its room is its length less the bytes that are used or reserved.
 
-    **Cost:** none if it was made for the same part, as by the other processes of a run; else that
-    of `estimate_sample_bytes`.
+    **Cost:** none if it was made for the same part, as by the other processes of a run; otherwise
+    that of `estimate_sample_bytes`.
     **Raises:** SlabError.
     """
     metadata = read_metadata(slab.path)

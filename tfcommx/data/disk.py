@@ -1,13 +1,13 @@
-"""The disk level of the cache: encoded bytes as the source gave them, kept from run to run.
+"""The disk level of the cache: encoded bytes as the source returned them, kept from run to run.
 
-A folder per data set; in it, per process that wrote, a pack (the bytes, end to end) and its index
-(32 bytes per sample). A process appends to its own files only, the bytes first, so that a kill
-leaves at worst bytes without an entry or half an entry, which are not read. Every read is checked
-against its CRC.
+Each data set has a folder. In it, each process that wrote has a pack (the bytes, concatenated) and
+its index (32 bytes per sample). A process appends only to its own files, and writes the bytes
+first. A kill therefore leaves at worst bytes without an entry or half an entry, which are not read.
+Every read is checked against its CRC.
 
-A CRC is no signature: whoever can write these files chooses the pictures that are trained with. So
-each user of a machine has folders of their own, with rights for them alone, and other folders and
-files are passed over.
+A CRC is no signature: a user who can write these files can choose the pictures of a training.
+Therefore each user of a machine has separate folders, without rights for others, and other folders
+and files are ignored.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import numpy as np
 
 from tfcommx.core.files import is_own_folder, open_own
 
-# Of an index: where a sample stands in the pack.
+# Entry of an index: the position of a sample in the pack
 _ENTRY = np.dtype(
     [("sample", "<i8"), ("label", "<i8"), ("at", "<i8"), ("length", "<i4"), ("crc", "<u4")]
 )
-# Least seconds between two looks at what other processes have written.
+# Smallest interval between two reads of the other processes' entries, in seconds
 _REFRESH_S = 1.0
 
 
@@ -42,14 +42,14 @@ def _crc(sample: int, label: int, data: bytes) -> int:
 class Disk:
     """One process's access to the disk level of a data set.
 
-    A folder that cannot be written serves what it has; the first failure to write is announced by a
-    warning, and nothing more is written. A folder of another user, or that others can write to, is
-    not used at all. `corrupt` counts reads whose CRC was wrong.
+    After the first failure to write, which causes a warning, nothing more is written, but the
+    samples in the folder are still served. A folder of another user, or that others can write to,
+    is not used at all. `corrupt` counts reads with a wrong CRC.
 
     Args:
-        folder: on a local disk.
-        key: the source's; another key is another folder.
-        count: samples of the data set.
+        folder: a folder on a local disk.
+        key: key of the source; each key has a separate folder.
+        count: number of samples of the data set.
     """
 
     def __init__(self, folder: str | Path, key: str, count: int) -> None:
@@ -57,20 +57,20 @@ class Disk:
         self.corrupt = 0
         self.write_error: str | None = None
         self._lock = threading.Lock()
-        # Opened for each read: many runs leave more of them than a process may have open.
+        # Opened for each read, because many runs leave more packs than a process may have open
         self._packs: list[Path] = []
-        # Index file -> (its pack's number, entries read).
+        # Index file -> (number of its pack, number of entries read)
         self._indices: dict[Path, tuple[int, int]] = {}
         self._pack_of = np.full(count, -1, np.int32)
         self._entry_of = np.zeros(count, _ENTRY)
-        # Descriptors of this process's own pack and index.
+        # Descriptors of this process's pack and index
         self._out: tuple[int, int] | None = None
         self._end = 0
         self._looked = -_REFRESH_S
         self._refresh()
 
     def _refresh(self) -> None:
-        """Read the entries that have been added to any index since the last time."""
+        """Read the entries that have been added to any index since the last call."""
         if time.monotonic() - self._looked < _REFRESH_S:
             return
         self._looked = time.monotonic()
@@ -78,16 +78,16 @@ class Disk:
             return
         indices = []
         for path in self.folder.glob("*.idx"):
-            with contextlib.suppress(OSError):  # Dropped meanwhile
+            with contextlib.suppress(OSError):  # Dropped in the meantime
                 indices.append((path.lstat().st_mtime_ns, path))
-        # The latest entry counts: one that was written again replaces a damaged one.
+        # In order of age, because a later entry replaces a damaged one
         for _, path in sorted(indices):
             pack, seen = self._indices.get(path, (len(self._packs), 0))
             try:
                 entries = _entries(path, seen)
                 if not len(entries):
                     continue
-            except OSError:  # Dropped meanwhile, or another user's
+            except OSError:  # Dropped in the meantime, or another user's
                 continue
             if pack == len(self._packs):
                 self._packs.append(path.with_suffix(".pack"))
@@ -97,7 +97,7 @@ class Disk:
             self._pack_of[entries["sample"]] = pack
 
     def __len__(self) -> int:
-        """Count the samples that are kept, as far as this process knows."""
+        """Return the number of kept samples that this process knows."""
         return int(np.count_nonzero(self._pack_of >= 0))
 
     def read(self, sample: int) -> tuple[bytes, int] | None:
@@ -111,7 +111,7 @@ class Disk:
             _, label, at, length, crc = self._entry_of[sample].tolist()
         try:
             data = _bytes_of(self._packs[pack], length, at)
-        except OSError:  # Dropped meanwhile, or another user's
+        except OSError:  # Dropped in the meantime, or another user's
             return None
         if len(data) == length and _crc(sample, label, data) == crc:
             return data, label
@@ -121,7 +121,7 @@ class Disk:
         return None
 
     def write(self, sample: int, label: int, data: bytes) -> None:
-        """Keep a sample, unless a write has failed before."""
+        """Write a sample, unless a write has failed before."""
         with self._lock:
             if self.write_error is not None:
                 return
@@ -168,12 +168,12 @@ class Disk:
 
 
 def _prefix() -> str:
-    """Return how the names of this user's folders begin."""
+    """Return the prefix of the names of this user's folders."""
     return f"tfcommx-{os.geteuid()}-"
 
 
 def _entries(path: Path, seen: int) -> np.ndarray:
-    """Return the whole entries of an index after the first `seen`."""
+    """Return the complete entries of an index after the first `seen`."""
     file = open_own(path)
     try:
         data = os.pread(file, os.fstat(file).st_size, seen * _ENTRY.itemsize)
@@ -183,7 +183,7 @@ def _entries(path: Path, seen: int) -> np.ndarray:
 
 
 def _bytes_of(path: Path, length: int, at: int) -> bytes:
-    """Return bytes of a pack; fewer, or none, if an entry claims more than it has."""
+    """Return bytes of a pack; fewer, or none, if an entry points beyond its end."""
     file = open_own(path)
     try:
         size = os.fstat(file).st_size
@@ -200,24 +200,24 @@ def _folders(folder: str | Path) -> list[Path]:
 def usage(folder: str | Path) -> list[tuple[Path, int, int]]:
     """Return (folder, samples with repetitions, bytes) of this user's data sets below `folder`."""
     rows = []
-    for kept in _folders(folder):
+    for data_set in _folders(folder):
         sizes = {}
-        for path in kept.iterdir():
-            with contextlib.suppress(OSError):  # Dropped meanwhile
+        for path in data_set.iterdir():
+            with contextlib.suppress(OSError):  # Dropped in the meantime
                 sizes[path] = path.lstat().st_size
         entries = sum(
             size // _ENTRY.itemsize for path, size in sizes.items() if path.suffix == ".idx"
         )
-        rows.append((kept, entries, sum(sizes.values())))
+        rows.append((data_set, entries, sum(sizes.values())))
     return rows
 
 
 def drop(folder: str | Path) -> list[Path]:
-    """Remove every data set of this user that is kept below `folder`; return their folders.
+    """Remove every data set of this user below `folder`; return their folders.
 
     Processes that use them continue with the source.
     """
-    kept = _folders(folder)
-    for path in kept:
+    data_sets = _folders(folder)
+    for path in data_sets:
         shutil.rmtree(path)
-    return kept
+    return data_sets

@@ -1,4 +1,4 @@
-"""The epochs of one call of `DataCache.dataset`: their batches, and counts of what was served."""
+"""The epochs of one call of `DataCache.dataset`: their batches, and counts of served samples."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 
 class EpochStats:
-    """What one dataset served, epoch by epoch.
+    """Counts of the samples that one dataset served, epoch by epoch.
 
     Args:
         first_epoch: number of the first epoch, >= 0.
-        epochs: how many.
+        epochs: number of epochs.
     """
 
     def __init__(self, first_epoch: int, epochs: int) -> None:
         import tensorflow as tf
 
         self.first_epoch = first_epoch
-        # Per epoch: seconds waited, samples served.
+        # For each epoch: seconds waited, samples served
         with tf.device("/cpu:0"):
             self._rows = tf.Variable(tf.zeros([epochs, 2], tf.float64), trainable=False)
 
     def of(self, epoch: int) -> tuple[float, float]:
-        """Return (seconds waited, samples served) of an epoch; zeros for one of another dataset."""
+        """Return (seconds waited, samples served) of an epoch; zeros for an epoch out of range."""
         row = epoch - self.first_epoch
         if not 0 <= row < self._rows.shape[0]:
             return 0.0, 0.0
@@ -43,31 +43,31 @@ class EpochStats:
         return waited, served
 
     def recorded(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Return a dataset of (images, labels) from one of (images, labels, epoch), and record it.
+        """Return a dataset of (images, labels) from (images, labels, epoch), and record its use.
 
-        Under `enable_op_determinism`, which has no clock, the seconds are NaN.
+        The seconds are NaN under `enable_op_determinism`, because that has no clock.
         """
         import tensorflow as tf
 
         clock = tf.timestamp if _has_clock() else lambda: tf.constant(math.nan, tf.float64)
 
         def deliver(
-            asked: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor, tf.Tensor]
+            requested_at: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor, tf.Tensor]
         ) -> tuple[tf.Tensor, tf.Tensor]:
             images, labels, epoch = batch
-            row = tf.stack([clock() - asked, tf.cast(tf.shape(labels)[0], tf.float64)])
+            row = tf.stack([clock() - requested_at, tf.cast(tf.shape(labels)[0], tf.float64)])
             recorded = self._rows.scatter_nd_add([[epoch - self.first_epoch]], [row])
             with tf.control_dependencies([recorded]):
                 return tf.identity(images), tf.identity(labels)
 
-        # `zip` asks its inputs in turn, in the thread of the consumer: first for the time, then
-        # for the batch.
+        # The time precedes the batch, because `zip` reads its inputs in turn, in the thread of the
+        # consumer
         times = tf.data.Dataset.range(np.iinfo(np.int64).max).map(lambda _: clock())
         return tf.data.Dataset.zip((times, batches)).map(deliver)
 
 
 def _has_clock() -> bool:
-    """Return False under `enable_op_determinism`, where TensorFlow refuses to tell the time."""
+    """Return False under `enable_op_determinism`, where TensorFlow refuses `tf.timestamp`."""
     import tensorflow as tf
 
     try:
@@ -86,31 +86,31 @@ SERVED_AGAIN = (
 
 
 class Epochs(NamedTuple):
-    """Some epochs of a rank. A dataset's own; the cache and what it holds outlive it."""
+    """Some epochs of a rank, for one dataset; the cache and its samples outlive them."""
 
-    # How the samples are served.
+    # Settings of the batches
     spec: BatchSpec
-    # Number of the first epoch.
+    # Number of the first epoch
     first: int
-    # How many.
+    # Number of epochs
     epochs: int
-    # First step of the first epoch.
+    # First step of the first epoch
     step: int
-    # Batches of an epoch.
+    # Number of batches of an epoch
     steps: int
 
     def to_agree_on(self) -> dict[str, str]:
-        """Return argument -> value of what all ranks must ask for equally."""
-        asked = {**dataclasses.asdict(self.spec), **self._asdict()}
-        return {name: f"{value}" for name, value in asked.items() if name != "spec"}
+        """Return argument -> value for all arguments that must be equal on all ranks."""
+        arguments = {**dataclasses.asdict(self.spec), **self._asdict()}
+        return {name: f"{value}" for name, value in arguments.items() if name != "spec"}
 
     def check(self, samples: int, ranks: int, store: int | None) -> None:
-        """Refuse what cannot be served, and warn if images are enlarged.
+        """Refuse arguments out of range, and warn if images are enlarged.
 
         Args:
-            samples: of the source.
-            ranks: over which they are divided.
-            store: short side at which images are kept, pixels; None: their own size.
+            samples: number of samples of the source.
+            ranks: number of ranks that share the samples.
+            store: short side of the kept images, in pixels; None: their original size.
 
         **Raises:** ConfigurationError.
         """
@@ -145,8 +145,8 @@ class Epochs(NamedTuple):
         """Return the dataset of (samples int64 [b], epoch) of every batch, in order.
 
         Args:
-            share: epoch -> the samples of this rank, int64 [length]; TensorFlow calls it.
-            length: samples of this rank in every epoch.
+            share: epoch -> the samples of this rank, int64 [length]; called by TensorFlow.
+            length: number of samples of this rank in every epoch.
         """
         import tensorflow as tf
 
@@ -163,6 +163,6 @@ class Epochs(NamedTuple):
 
 
 def warn_if_served(stats: EpochStats, epoch: int, length: int) -> None:
-    """Warn if a dataset that shuffles serves an epoch of `length` samples again."""
+    """Warn if a dataset with shuffling serves an epoch of `length` samples again."""
     if length < 2 * stats.of(epoch)[1]:
         warnings.warn(SERVED_AGAIN.format(epoch=epoch), stacklevel=3)

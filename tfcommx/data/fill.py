@@ -1,6 +1,6 @@
-"""Fills the slab: missing samples are read and decoded by several threads, and stored.
+"""Fill the slab: missing samples are read and decoded by several threads, and stored.
 
-They come from the disk level or, if it does not have them, from the source.
+They are read from the disk level or, if it does not have them, from the source.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from tfcommx.data.slab import Slab
 from tfcommx.data.sources.decode import JPEG, PNG, decode, pack
 from tfcommx.data.sources.source import SampleError, Source
 
-# Where `read_files` found a sample's file.
+# Level at which `read_files` found a sample's file
 FROM_DISK, FROM_SOURCE = 1, 2
 
 
 class Filler:
-    """Brings missing samples into the slab, for one process.
+    """Loads missing samples into the slab, for one process.
 
-    Every process fills what its own batches need. In the first epoch that is each sample once, and
-    training already runs.
+    Every process loads the samples that its batches need: in the first epoch each sample once,
+    while training already runs.
 
     Args:
-        source: of the samples.
+        source: the source of the samples.
         slab: the node's memory.
         disk: the local disk level, or None.
-        options: `store`; `on_error`: with "skip", a sample that cannot be read is left out of its
-            batch and counted, else it is an error that names the file; without `partial`, the first
-            sample that finds no room is announced by a warning.
-        threads: that read and decode, >= 1.
+        options: options of the cache. `store`; `on_error`: with "skip", a sample that cannot be
+            read is left out of its batch and counted, otherwise it is an error that names the file;
+            without `partial`, the first sample that does not fit causes a warning.
+        threads: number of threads that read and decode, >= 1.
 
     **Raises:** SampleError, from `fetch`, without "skip".
     """
@@ -48,10 +48,10 @@ class Filler:
         self.source, self.slab, self.disk, self.store = source, slab, disk, options.store
         self.max_pixels = options.max_pixels
         self.skip, self.partial = options.on_error == "skip", options.partial
-        # Epoch -> how many came from "disk" and "source", were "repaired" or "unreadable", or found
-        # no room ("overflow").
+        # Epoch -> number of samples that were read from "disk" and "source", were "repaired" or
+        # "unreadable", or did not fit ("overflow")
         self.counts: dict[int, Counter[str]] = {}
-        # Sample -> what was wrong.
+        # Sample -> error message
         self.unreadable: dict[int, str] = {}
         self._lock = threading.Lock()
         self._threads = threads
@@ -63,15 +63,15 @@ class Filler:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Read the JPEGs and PNGs among a batch's absent samples, for the native fill.
 
-        Everything else, errors included, is left to `fetch`.
+        All other samples, including those with errors, are left to `fetch`.
 
         Args:
-            samples: int64 [b].
-            state: uint8 [b], of `batches.check`.
+            samples: sample numbers, int64 [b].
+            state: result of `batches.check`, uint8 [b].
 
         Returns:
-            Encoded bytes [b], empty for what is left to `fetch`; labels int64 [b]; level uint8 [b]:
-            FROM_DISK, FROM_SOURCE or 0.
+            Encoded bytes [b], empty for samples that are left to `fetch`; labels int64 [b]; level
+            uint8 [b]: FROM_DISK, FROM_SOURCE or 0.
         """
         encoded = np.full(len(samples), b"", object)
         labels = np.zeros(len(samples), np.int64)
@@ -79,11 +79,11 @@ class Filler:
 
         def bring(positions: np.ndarray) -> None:
             for i in positions.tolist():
-                if found := self._file(int(samples[i])):
-                    encoded[i], labels[i], level[i] = found
+                if file := self._file(int(samples[i])):
+                    encoded[i], labels[i], level[i] = file
 
         if not self.slab.full:
-            # A share per thread: a task per sample costs as much Python as its reading.
+            # One task per thread, because one per sample would cost as much Python as its reading
             absent = np.flatnonzero(state == ABSENT)
             shares = [absent[first :: self._threads] for first in range(self._threads)]
             list(self._pool.map(bring, shares))
@@ -91,17 +91,17 @@ class Filler:
 
     def _file(self, sample: int) -> tuple[bytes, int, int] | None:
         """Return (encoded bytes, label, level) of a JPEG or PNG that is not in memory, or None."""
-        # Another process was faster, or the sample cannot be read.
+        # Stored by another process, or unreadable
         if int(self.slab.index[sample]) != 0:
             return None
         try:
-            kept = self.disk.read(sample) if self.disk is not None else None
-            data, label = kept or self.source.read(sample)
+            on_disk = self.disk.read(sample) if self.disk is not None else None
+            data, label = on_disk or self.source.read(sample)
         except (SampleError, OSError):
             return None
         if not isinstance(data, bytes) or not data.startswith((JPEG, PNG)):
             return None
-        return data, label, FROM_DISK if kept else FROM_SOURCE
+        return data, label, FROM_DISK if on_disk else FROM_SOURCE
 
     @joined_at_exit
     def finish(
@@ -114,22 +114,22 @@ class Filler:
         labels: np.ndarray,
         level: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Count what the native fill has stored, keep it on disk, and `fetch` the rest.
+        """Count the samples of the native fill, write them to disk, and `fetch` the rest.
 
         Args:
-            samples: int64 [b].
-            state: uint8 [b], of `batches.check`.
-            remaining: uint8 [b], of `batches.fill`.
-            epoch: that is charged.
-            encoded: of `read_files`, as `labels` and `level`.
+            samples: sample numbers, int64 [b].
+            state: result of `batches.check`, uint8 [b].
+            remaining: result of `batches.fill`, uint8 [b].
+            epoch: the epoch that counts them.
+            encoded, labels, level: results of `read_files`.
 
         Returns:
-            As `fetch`.
+            The result of `fetch`.
         """
         brought = (remaining == 0) | (remaining == FILLED_BY_OTHER)
         for i in np.flatnonzero((state != 0) & brought).tolist():
             self._count(int(epoch), "disk" if level[i] == FROM_DISK else "source")
-            # If another process was faster, it keeps the sample.
+            # A sample that another process stored is written to disk by that process
             if self.disk is not None and level[i] == FROM_SOURCE and remaining[i] == 0:
                 self.disk.write(int(samples[i]), int(labels[i]), encoded[i])
         return self.fetch(samples, np.where(remaining == FILLED_BY_OTHER, 0, remaining), epoch)
@@ -137,17 +137,17 @@ class Filler:
     def fetch(
         self, samples: np.ndarray, state: np.ndarray, epoch: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bring a batch's missing samples, of any kind.
+        """Load a batch's missing samples, of any format.
 
         Args:
-            samples: int64 [b].
-            state: uint8 [b], of `batches.check`: 0 ready, 1 absent, 2 damaged.
-            epoch: that is charged.
+            samples: sample numbers, int64 [b].
+            state: result of `batches.check`, uint8 [b]: 0 ready, 1 absent, 2 damaged.
+            epoch: the epoch that counts them.
 
         Returns:
-            The samples that can be read, int64 [b' <= b]; the records of those that found no room
-            in the slab, uint8 [m]; and where each sample's begins in them, int64 [b'], -1 for those
-            in the slab.
+            The samples that can be read, int64 [b' <= b]; the records of those that do not fit into
+            the slab, uint8 [m]; and the byte offset of each sample's record, int64 [b'], -1 for
+            samples in the slab.
         """
         missing = np.flatnonzero(state)
         work = [(int(samples[i]), state[i] == DAMAGED, int(epoch)) for i in missing]
@@ -164,22 +164,22 @@ class Filler:
         return samples[keep], np.frombuffer(b"".join(loose), np.uint8), at[keep]
 
     def _bring(self, sample: int, damaged: bool, epoch: int) -> bytes | None:
-        """Bring one sample.
+        """Load one sample.
 
         Returns:
-            b"" if it is in the slab now, its record if it found no room, None if it cannot be read.
+            b"" if it is in the slab now, its record if it does not fit, None if it cannot be read.
         """
         if self.slab.unreadable(sample) and self.skip:
             self._count(epoch, "unreadable")
             return None
-        if not damaged and self.slab.get(sample) is not None:  # Another process was faster
+        if not damaged and self.slab.get(sample) is not None:  # Stored by another process
             return b""
         try:
             pixels, label, data = self._decoded(sample, epoch)
         except (SampleError, OSError) as error:
             self._give_up(sample, damaged, epoch, error)
             return None
-        # Another process was faster after all.
+        # Stored by another process during the decoding
         if not damaged and self.slab.get(sample) is not None:
             return b""
         if self.disk is not None and data is not None:
@@ -194,38 +194,38 @@ class Filler:
         return pack(sample, label, pixels)
 
     def _decoded(self, sample: int, epoch: int) -> tuple[np.ndarray, int, bytes | None]:
-        """Return pixels, label, and what the disk level lacks."""
-        kept = self.disk.read(sample) if self.disk is not None else None
-        if kept is not None:
+        """Return pixels, label, and the encoded bytes if the disk level lacks them."""
+        on_disk = self.disk.read(sample) if self.disk is not None else None
+        if on_disk is not None:
             try:
-                pixels = decode(kept[0], self.source.channels, self.store, self.max_pixels)
+                pixels = decode(on_disk[0], self.source.channels, self.store, self.max_pixels)
                 self._count(epoch, "disk")
-                return pixels, kept[1], None
+                return pixels, on_disk[1], None
             except SampleError:
-                pass  # The source may have been fixed since
+                pass  # Read from the source, which may have been fixed since
         data, label = self.source.read(sample)
         pixels = decode(data, self.source.channels, self.store, self.max_pixels)
         self._count(epoch, "source")
         return pixels, label, data if isinstance(data, bytes) else None
 
     def _give_up(self, sample: int, damaged: bool, epoch: int, error: Exception) -> None:
-        """Raise for a sample that cannot be read; with `skip`, remember and count it."""
-        if damaged:  # Otherwise a read that checks no CRC would serve it
+        """Raise for a sample that cannot be read; with `skip`, record and count it."""
+        if damaged:  # Unpublish, because a read without a CRC check would serve it
             self.slab.forget(sample)
         message = f"Sample {sample} cannot be read: {self.source.where(sample)}: {error}."
-        # A name that is no UTF-8 would empty the message in TensorFlow.
+        # Escaped, because a name that is not UTF-8 would empty the message in TensorFlow
         message = message.encode("utf-8", "backslashreplace").decode()
         if not self.skip:
             raise SampleError(f"{message} Fix or remove it, or set on_error='skip'.") from error
         with self._lock:
             self.unreadable[sample] = message
         self._count(epoch, "unreadable")
-        # What the system could not read now, it may read later.
+        # Errors of the system are not marked, because a later read may succeed
         if isinstance(error, SampleError):
             self.slab.mark_unreadable(sample)
 
     def _warn_of_no_room(self) -> None:
-        """Warn once that memory is too small, if that was not expected."""
+        """Warn once that memory is too small, unless `partial` allows that."""
         if self.partial:
             return
         self.partial = True
@@ -236,10 +236,10 @@ class Filler:
             stacklevel=3,
         )
 
-    def _count(self, epoch: int, what: str) -> None:
+    def _count(self, epoch: int, kind: str) -> None:
         with self._lock:
-            self.counts.setdefault(epoch, Counter())[what] += 1
+            self.counts.setdefault(epoch, Counter())[kind] += 1
 
     def close(self) -> None:
-        """Let the threads end. May be called twice."""
+        """End the threads. May be called twice."""
         self._pool.shutdown(wait=True, cancel_futures=True)

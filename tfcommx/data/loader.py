@@ -1,4 +1,4 @@
-"""Loads a batch: brings missing samples into memory, then reads and augments all of them.
+"""Load a batch: load missing samples into memory, then read and augment all of them.
 
     check -> (read files -> native fill -> finish the rest) -> read
 
@@ -23,7 +23,7 @@ from tfcommx.data.sources.source import Source
 if TYPE_CHECKING:
     import tensorflow as tf
 
-# Samples of a step of `warming`: enough for all threads, few enough for a steady progress bar.
+# Samples of a step of `warming`: enough for all threads, few enough for a steady progress bar
 WARM = 64
 
 
@@ -31,10 +31,10 @@ class Loader:
     """Loads batches for one process, in TensorFlow's graph.
 
     Args:
-        source: what the samples are of.
+        source: the source of the samples.
         slab: the node's memory.
-        filler: loads the samples that are not in it.
-        options: how samples are kept.
+        filler: loads the samples that are not in the slab.
+        options: options of the cache.
     """
 
     def __init__(self, source: Source, slab: Slab, filler: Filler, options: Options) -> None:
@@ -48,9 +48,9 @@ class Loader:
         """Return (images spec.dtype [b, h, w, c], labels int64 [b]) of a batch.
 
         Args:
-            samples: int64 [b].
+            samples: sample numbers, int64 [b].
             epoch: int64 scalar.
-            spec: how they are served.
+            spec: settings of the batch.
         """
         import tensorflow as tf
 
@@ -68,10 +68,10 @@ class Loader:
     def _bring(
         self, samples: tf.Tensor, state: tf.Tensor, epoch: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Bring what `state` says is missing, natively if possible.
+        """Load the samples that are missing according to `state`, natively if possible.
 
         Returns:
-            As `Filler.fetch`.
+            The result of `Filler.fetch`.
         """
         import tensorflow as tf
 
@@ -79,11 +79,11 @@ class Loader:
             self._read, [samples, state], [tf.string, tf.int64, tf.uint8]
         )
         remaining = self._fill(encoded, samples, labels, state)
-        asked = [samples, state, remaining, epoch, encoded, labels, level]
-        got = tf.numpy_function(self._finish, asked, [tf.int64, tf.uint8, tf.int64])
-        for tensor in got:
+        arguments = [samples, state, remaining, epoch, encoded, labels, level]
+        result = tf.numpy_function(self._finish, arguments, [tf.int64, tf.uint8, tf.int64])
+        for tensor in result:
             tensor.set_shape([None])
-        return tuple(got)
+        return tuple(result)
 
     def _fill(
         self, encoded: tf.Tensor, samples: tf.Tensor, labels: tf.Tensor, state: tf.Tensor
@@ -94,7 +94,7 @@ class Loader:
         )
 
     def batch_bytes(self, spec: BatchSpec) -> int:
-        """Return the bytes of a batch of images; 0 if their size is known only when read."""
+        """Return the bytes of a batch of images; 0 if their size is known only after reading."""
         import tensorflow as tf
 
         height, width = (spec.resolution or 0,) * 2
@@ -106,13 +106,13 @@ class Loader:
     def _with_static_shape(
         self, images: tf.Tensor, labels: tf.Tensor, spec: BatchSpec
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Tell TensorFlow what is known of the shapes before a batch is loaded."""
+        """Set the parts of the shapes that are known before a batch is loaded."""
         import tensorflow as tf
 
         if spec.resolution is None and self.source.shape is not None:
             size = stored_size(*self.source.shape, self.options.store)
             shape = [*size, self.source.channels]
-            # A batch without samples has no size that could be read.
+            # Built from the shape, because a batch without samples has no images to read it from
             none = tf.zeros([0, *shape], images.dtype)
             images = tf.ensure_shape(
                 tf.cond(tf.size(labels) == 0, lambda: none, lambda: images), [None, *shape]
@@ -123,32 +123,33 @@ class Loader:
         return images, labels
 
     def warming(self, samples: np.ndarray) -> Iterator[None]:
-        """Bring int64 [n] samples into memory, in `warming_steps` steps."""
+        """Load samples, int64 [n], into memory in `warming_steps` steps."""
         import tensorflow as tf
 
         check = _traced(
-            lambda some: batches.check(self.slab, some, tf.constant(0, tf.int64), 0.0, 0), tf.int64
+            lambda chunk: batches.check(self.slab, chunk, tf.constant(0, tf.int64), 0.0, 0),
+            tf.int64,
         )
         fill = _traced(self._fill, tf.string, tf.int64, tf.int64, tf.uint8)
         for start in range(0, len(samples), WARM):
-            some = samples[start : start + WARM]
-            state = check(some)
-            files, labels, level = self.filler.read_files(some, state)
-            remaining = fill(files, some, labels, state)
-            self.filler.finish(some, state, remaining, -1, files, labels, level)
+            chunk = samples[start : start + WARM]
+            state = check(chunk)
+            files, labels, level = self.filler.read_files(chunk, state)
+            remaining = fill(files, chunk, labels, state)
+            self.filler.finish(chunk, state, remaining, -1, files, labels, level)
             yield
 
 
 def warming_steps(count: int) -> int:
-    """Return the steps in which `Loader.warming` brings `count` samples."""
+    """Return the number of steps in which `Loader.warming` loads `count` samples."""
     return -(-count // WARM)
 
 
 def _traced(work: Callable[..., tf.Tensor], *kinds: tf.DType) -> Callable[..., np.ndarray]:
-    """Return `work` on vectors of these dtypes as a function of its own.
+    """Return `work` on vectors of these dtypes as a separate TensorFlow function.
 
-    TensorFlow never drops the ops that are called outside of functions, nor their reference to the
-    slab.
+    It is traced because TensorFlow never drops ops that are called outside of functions, nor their
+    reference to the slab.
     """
     import tensorflow as tf
 

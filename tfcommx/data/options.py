@@ -1,4 +1,4 @@
-"""Options of the data cache: how samples are kept, and how they are served (BatchSpec)."""
+"""Options of the data cache: settings of storage (Options) and of batches (BatchSpec)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DTYPES = ("uint8", "float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """How samples are served for some epochs.
+    """Settings of the batches of some epochs.
 
-    Another spec is another call of `DataCache.dataset`; what is in memory stays.
+    Each call of `DataCache.dataset` has one; samples in memory serve all of them.
 
     >>> import tfcommx as cx
     >>> train = cx.BatchSpec(64, 128, crop="random", flip=True)
@@ -27,30 +27,30 @@ class BatchSpec:
     **Raises:** ConfigurationError for a value out of its range.
     """
 
-    # Samples per rank and step, >= 1.
+    # Samples per rank and step, >= 1
     batch: int
-    # Height and width of the images, pixels. None: their own size, which must be the same for all.
+    # Height and width of the images, in pixels. None: their original size, equal for all
     resolution: int | None = None
-    # "random" (random-resized-crop), "center" or "whole".
+    # "random" (random-resized-crop), "center" or "whole"
     crop: str = "whole"
-    # Whether every second sample, drawn anew each epoch, is mirrored left to right.
+    # Whether a random half of the samples, drawn in each epoch, is mirrored left to right
     flip: bool = False
-    # Of the images. "uint8" gives values from 0 to 255, without `mean` and `std`.
+    # Type of the images. "uint8": values from 0 to 255, without `mean` and `std`
     dtype: str = "float32"
-    # Per channel, of values in [0, 1]; it is subtracted. Empty: zeros.
+    # Mean of values in [0, 1], per channel; it is subtracted. Empty: zeros
     mean: tuple[float, ...] = ()
-    # Per channel, > 0, of values in [0, 1]; it divides. Empty: ones.
+    # Standard deviation of values in [0, 1], per channel, > 0; it divides. Empty: ones
     std: tuple[float, ...] = ()
-    # Area of the random crop over that of the image, in (0, 1]. The default is torchvision's;
-    # TensorFlow's begins at 0.05.
+    # Range of the area of the random crop over that of the image, in (0, 1]. The default is
+    # torchvision's; TensorFlow's begins at 0.05
     area: tuple[float, float] = (0.08, 1.0)
-    # Width over height of the random crop, > 0. The default is torchvision's.
+    # Range of width over height of the random crop, > 0. The default is torchvision's
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
-    # Side of the centre crop over the short side, in (0, 1]. The default is 224 of 256.
+    # Side of the centre crop over the short side, in (0, 1]. The default is 224 of 256
     center: float = 0.875
-    # Whether the order changes each epoch. False: the order of the source, for evaluation.
+    # Whether the order changes each epoch. False: the order of the source, for evaluation
     shuffle: bool = True
-    # True: full batches only. False: every sample, with a smaller last batch.
+    # True: full batches only. False: every sample, with a smaller last batch
     drop_remainder: bool = True
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class BatchSpec:
         for name in ("batch", "resolution"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_whole(name, getattr(self, name)))
-        # Arrays and lists are taken too; a spec is compared and hashed.
+        # Arrays and lists are converted, because a spec is compared and hashed
         for name in ("mean", "std", "area", "aspect"):
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
         self._check_size()
@@ -97,7 +97,7 @@ class BatchSpec:
             )
 
     def rule(self, seed: int) -> CropRule:
-        """Return how windows are drawn."""
+        """Return the rule that draws windows."""
         return CropRule(self.crop, self.flip, self.area, self.aspect, self.center, seed)
 
 
@@ -106,42 +106,42 @@ ON_ERROR = ("raise", "skip")
 
 @dataclass(frozen=True)
 class Options:
-    """How samples are kept: the keyword arguments of `DataCache`.
+    """Settings of the storage of samples: the keyword arguments of `DataCache`.
 
     Runs of the same data on one machine share its memory. With `reshuffle_fraction`, on more than
-    one node, a run has a slab of its own, because `DataCache.reshuffle` writes over samples that
+    one node, each run has a separate slab, because `DataCache.reshuffle` overwrites samples that
     another run would be reading.
 
     **Raises:** ConfigurationError for a value out of its range.
     """
 
-    # Of parts, order and augmentation, in [0, 2^63).
+    # Seed of parts, order and augmentation, in [0, 2^63)
     seed: int = 0
-    # Short side, pixels, at which images are kept: the largest resolution to come. None: their own
-    # size.
+    # Short side of the kept images, in pixels: the largest resolution of the run. None: their
+    # original size
     store: int | None = None
-    # Folder of the slab, in shared memory.
+    # Folder of the slab, in shared memory
     memory: str = "/dev/shm"
-    # Most bytes that the slab may take. None: what the node has.
+    # Largest number of bytes of the slab. None: all available memory of the node
     memory_bytes: int | None = None
     # If memory is too small: True keeps as much as fits and reads the rest in each epoch, False
-    # refuses.
+    # refuses
     partial: bool = False
-    # Folder of the local disk level. None: no such level.
+    # Folder of the local disk level. None: no such level
     disk: str | None = None
-    # What to do with a sample that cannot be read: "raise", or "skip" it and count it.
+    # Handling of a sample that cannot be read: "raise", or "skip" it and count it
     on_error: str = "raise"
-    # Most pixels of an image, >= 1: a small file can decode to more than the memory has. A larger
-    # image is one that cannot be read.
+    # Largest number of pixels of an image, >= 1, limited because a small file can decode to more
+    # than the memory holds. A larger image counts as one that cannot be read
     max_pixels: int = MAX_PIXELS
     # Share of the reads from memory whose CRC is checked, in [0, 1]. Each check costs a pass over
-    # the sample.
+    # the sample
     verify: float = 0.01
-    # Threads that read and decode while memory is filled. None: the processors of this process, or
-    # its share of those of the node.
+    # Number of threads that read and decode while memory is filled. None: the processors of this
+    # process, or its share of those of the node
     threads: int | None = None
     # Share of each node's part, in [0, 1], that is redistributed over the nodes before each epoch
-    # except the first.
+    # except the first
     reshuffle_fraction: float = 0.0
 
     def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ class Options:
         for name in ("seed", "store", "memory_bytes", "threads", "max_pixels"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_whole(name, getattr(self, name)))
-        for name in ("memory", "disk"):  # Paths are taken too
+        for name in ("memory", "disk"):  # Paths are accepted too
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, str(local_path(name, getattr(self, name))))
         if not 0 <= self.seed < 2**63:
@@ -167,21 +167,21 @@ class Options:
                 raise ConfigurationError(f"`{name}` must be >= 1 or None. Received {value}.")
 
     def to_agree_on(self) -> dict[str, str]:
-        """Return option -> value of those that must be equal on all ranks.
+        """Return option -> value for the options that must be equal on all ranks.
 
-        They decide which rank serves a sample, when, and how its pixels are kept. Others may suit
-        the node: its folders, its memory, its processors.
+        These decide which rank serves a sample, when, and how its pixels are kept. The others may
+        suit the node: its folders, its memory, its processors.
         """
         names = ("seed", "store", "on_error", "reshuffle_fraction")
         return {f"option {name}": f"{getattr(self, name)}" for name in names}
 
 
 def options_of(arguments: dict[str, Any]) -> Options:
-    """Return the options of these keyword arguments.
+    """Return the options that these keyword arguments set.
 
-    **Raises:** ConfigurationError for an unknown one, with the nearest known one.
+    **Raises:** ConfigurationError for an unknown name, with the nearest known one.
     """
-    known = [field.name for field in fields(Options)]
+    names = [field.name for field in fields(Options)]
     for name in arguments:
-        check_name("option of DataCache", name, known)
+        check_name("option of DataCache", name, names)
     return Options(**arguments)

@@ -1,18 +1,19 @@
 """Input pipelines that end with their consumer: no autotuning, no calls after Python's end.
 
-Python functions that TensorFlow's threads call are wrapped (`joined_at_exit`). A thread that called
-Python after Python's end would hang there; its tf.data pipeline would wait for it, and the process
-would never end.
+Python functions that TensorFlow's threads call are wrapped (`joined_at_exit`), because a thread
+that called Python after Python's end would hang there. Its tf.data pipeline would wait for it, and
+the process would never end.
 
-Prefetch depths are fixed (`without_autotune`). tf.data tunes in a thread of each iterator, which
-sleeps between two looks, for up to a minute. Whoever releases the iterator, as `fit` and `evaluate`
-do at their end, waits for that thread; and TensorFlow 2.21 wakes it before it sets the flag that
-tells it to end, so that it may look too early and sleep on. All other ranks wait in their next
-exchange: 10 to 50 s at a change of phase.
+Prefetch depths are fixed (`without_autotune`), because autotuning can delay the release of an
+iterator. tf.data tunes in a thread of each iterator, which sleeps for up to a minute between two
+checks. A release of the iterator, as at the end of `fit` and `evaluate`, waits for that thread.
+TensorFlow 2.21 wakes the thread before it sets the flag that ends it, so that the thread may check
+too early and sleep again. All other ranks wait in their next exchange: 10 to 50 s at a change of
+phase.
 
-Without it tf.data adds nothing by itself: a stage runs in the thread that trains, unless it has
-`num_parallel_calls` or a `prefetch` behind it. Both need a number: AUTOTUNE's queue has no limit
-then.
+Without autotuning tf.data adds no parallelism: a stage runs in the training thread, unless it has
+`num_parallel_calls` or is followed by a `prefetch`. Both need a number, because the queue of
+AUTOTUNE then has no limit.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# Bytes of the batches that are being made or are ready; at least three batches in any case. More
-# batches cost fresh memory, which takes longer than the pixels in it.
+# Bytes of the batches that are being made or are ready, but at least three batches. Not more,
+# because new memory for a batch takes longer than its pixels
 PREFETCH_BYTES = 64 << 20
 
 
 def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Turn tf.data's autotuning off for a dataset; its stages need numbers of their own."""
+    """Disable tf.data's autotuning for a dataset, whose stages then need explicit numbers."""
     import tensorflow as tf
 
     options = tf.data.Options()
@@ -45,11 +46,11 @@ def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def prefetch_sizes(batch_bytes: int, threads: int) -> tuple[int, int]:
-    """Return how many batches are made in parallel, and how many are kept ready.
+    """Return the number of batches that are made in parallel, and the number that are kept ready.
 
     Args:
-        batch_bytes: of one batch; 0 if nobody knows, which is taken for large.
-        threads: that this process may use, >= 1.
+        batch_bytes: bytes of one batch; 0 if unknown, which is treated as large.
+        threads: number of threads that this process may use, >= 1.
 
     >>> [prefetch_sizes(mbytes << 20, threads=4) for mbytes in (1, 16, 38, 0)]
     [(4, 4), (3, 1), (2, 1), (2, 1)]
@@ -59,17 +60,17 @@ def prefetch_sizes(batch_bytes: int, threads: int) -> tuple[int, int]:
     return at_once, min(max(2, threads), room - at_once)
 
 
-# Seconds that the end of a process waits for calls that are under way.
+# Seconds that the end of a process waits for running calls
 EXIT_SECONDS = 5
 
 _calls = threading.Condition()
-# Calls of TensorFlow's threads that are under way.
+# Number of running calls from TensorFlow's threads
 _inside = 0
 _ended = False
 
 
 def joined_at_exit(work: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function for TensorFlow's threads: the end of the process waits for calls under way.
+    """Wrap a function for TensorFlow's threads: the end of the process waits for running calls.
 
     Later calls raise RuntimeError.
     """
@@ -94,12 +95,13 @@ def joined_at_exit(work: Callable[P, T]) -> Callable[P, T]:
 def weak_method(owner: object, work: Callable[..., Any]) -> Callable[..., Any]:
     """Bind `work` to `owner` by a weak reference, and wrap it as `joined_at_exit` does.
 
-    TensorFlow never drops the functions that it is given, and would keep `owner` with them.
+    The reference is weak because TensorFlow never drops the functions that it has received, and
+    would keep `owner` alive.
     """
-    here = weakref.ref(owner)
+    reference = weakref.ref(owner)
 
     def call(*args: Any) -> Any:
-        living = here()
+        living = reference()
         if living is None:
             raise RuntimeError(
                 "The DataCache is gone. Keep it, or the dataset that it made, as long as "
@@ -115,16 +117,16 @@ def _end() -> None:
     with _calls:
         _ended = True
         _calls.wait_for(lambda: not _inside, EXIT_SECONDS)
-    # They return through TensorFlow, and those that raise fill the pipeline's queue.
+    # Time for the calls to return through TensorFlow, where errors fill the pipeline's queue
     time.sleep(0.1)
 
 
 def _forget_calls() -> None:
-    """Reset the count in a forked child, which has none of the threads whose calls run."""
+    """Reset the count in a forked child, because it has none of the calling threads."""
     global _calls, _inside
     _calls, _inside = threading.Condition(), 0
 
 
 os.register_at_fork(after_in_child=_forget_calls)
-# Before the thread pools end, which calls under way need; `atexit` would come after them.
+# Not by `atexit`, because that runs after the end of the thread pools, which running calls need
 threading._register_atexit(_end)  # type: ignore[attr-defined]

@@ -1,13 +1,13 @@
-"""Moves samples between nodes before an epoch, from one node's memory to another's.
+"""Move samples between nodes before an epoch, from one node's memory to another's.
 
-They are put into the room of the samples that were sent away:
+They are stored in the space of the samples that were sent away:
 
     node 0: a b c d      node 1: e f g h        before
-    node 0: a b c g      node 1: e f d h        after: d and g crossed, each into the other's room
+    node 0: a b c g      node 1: e f d h        after: d and g moved, each into the other's space
 
-Pictures differ in size: each takes the smallest hole that is large enough, and leaves the rest of
-it. What lies between samples is a hole too, and neighbours have become one by the next reshuffle,
-so that the memory stays what it was, within a tenth.
+Pictures differ in size. Each takes the smallest hole that is large enough, and leaves the rest of
+it. Free space between samples is a hole too, and adjacent holes are joined at the next reshuffle.
+The memory therefore keeps its size within a tenth.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tfcommx.data import order
 from tfcommx.data.slab import Slab
 from tfcommx.data.sources.decode import is_record, pack, record_bytes, sample_of, unpack
 
-# Sent by a rank in one message, to all nodes together: bounds the memory, and counts stay below
-# 2^31 on any engine.
+# Bytes that a rank sends in one message, to all nodes together: bounds the memory, and keeps counts
+# below 2^31 on any engine
 ROUND_BYTES = 64 * 2**20
 
 
@@ -38,12 +38,12 @@ def reshuffle(
     fraction: float,
     epoch: int,
 ) -> int:
-    """Send this rank's share of the samples that leave its node for `epoch`, and keep what arrives.
+    """Send this rank's share of the samples that leave its node for `epoch`; store those received.
 
-    What no slab held is read from disk or source when its turn comes.
+    Samples that no slab holds are read from disk or source when their batch is loaded.
 
     Returns:
-        The samples that arrived and found room.
+        The number of samples that were received and stored.
 
     **Ranks:** all, with equal slots, while no rank reads the slab: between the dataset of one epoch
     and that of the next.
@@ -53,10 +53,10 @@ def reshuffle(
     queues = _leaving(slab.count, topology, rank, seed, fraction, epoch)
     node, slot = topology.position_of(rank)
     slots = topology.slots_by_node[node]
-    comm.gather_objects(None)  # All ranks are here: nobody reads or fills now
-    # Each rank of a node has its own holes, and later those of the samples that it has sent.
+    comm.gather_objects(None)  # A barrier: after it no rank reads or fills
+    # Each rank of a node has separate holes, and later those of the samples that it has sent
     free = slab.holes()[slot::slots]
-    comm.gather_objects(None)  # All have found their holes: now samples may be removed
+    comm.gather_objects(None)  # A barrier: after it all have their holes, and samples may leave
     arrived, lost = 0, 0
     while True:
         shards = [_take(slab, queue, free, ROUND_BYTES // len(queues)) for queue in queues]
@@ -68,8 +68,8 @@ def reshuffle(
             row[: len(shard)] = np.frombuffer(shard, np.uint8)
         received = comm.alltoall(tf.constant(sent.reshape(-1)), "peers", "tfcommx_reshuffle")
         for row in np.asarray(received).reshape(sent.shape):
-            kept, refused = _keep(slab, row, free)
-            arrived, lost = arrived + kept, lost + refused
+            stored, refused = _keep(slab, row, free)
+            arrived, lost = arrived + stored, lost + refused
     if lost:
         warnings.warn(
             "Samples that came from other nodes found no room in the slab: they are read from the "
@@ -83,7 +83,7 @@ def reshuffle(
 def _leaving(
     count: int, topology: Topology, rank: int, seed: int, fraction: float, epoch: int
 ) -> list[list[int]]:
-    """Return, for each node, the samples that this rank sends to it before `epoch`."""
+    """Return for each node the samples that this rank sends to it before `epoch`."""
     node, slot = topology.position_of(rank)
     slots = topology.slots_by_node
     before, after = (
@@ -98,35 +98,36 @@ def _leaving(
 
 
 def _keep(slab: Slab, records: np.ndarray, free: list[tuple[int, int]]) -> tuple[int, int]:
-    """Put the records of uint8 [n] into the slab; return how many found room, and how many none."""
-    kept, refused, at = 0, 0, 0
+    """Store the records of uint8 [n] in the slab; return the numbers that did and did not fit."""
+    stored, refused, at = 0, 0, 0
     while is_record(records, at):  # Zeros end the shard
         pixels, label = unpack(records, at)
         size = record_bytes(pixels.nbytes)
         if slab.put(sample_of(records, at), label, pixels, _take_hole(free, size)):
-            kept += 1
+            stored += 1
         else:
             refused += 1
         at += size
-    return kept, refused
+    return stored, refused
 
 
 def _take_hole(free: list[tuple[int, int]], size: int) -> int | None:
-    """Take `size` bytes out of the smallest hole that has as many; None if none has."""
-    found = bisect.bisect_left(free, (size, 0))
-    if found == len(free):
+    """Take `size` bytes of the smallest hole that has as many; return their offset, or None."""
+    position = bisect.bisect_left(free, (size, 0))
+    if position == len(free):
         return None
-    room, at = free.pop(found)
+    room, at = free.pop(position)
     if room > size:
         bisect.insort(free, (room - size, at + size))
     return at
 
 
 def _take(slab: Slab, queue: list[int], free: list[tuple[int, int]], enough: int) -> bytes:
-    """Take samples from the queue and out of the slab.
+    """Remove samples from the queue and from the slab.
 
     Returns:
-        Their records: `enough` bytes, and less than one more record.
+        Their records: at least `enough` bytes unless the queue ends before, and less than one
+        record more than that.
     """
     records: list[bytes] = []
     size = 0

@@ -3,12 +3,12 @@
     page of header | index: int64 byte offset per sample (0 absent, -1 unreadable) | records at
     multiples of 64 bytes
 
-A record is written with pwrite, which reports a full file system as an error; a store through the
-mapping would be a fatal signal. (ops/kernels/fill_cpu.cc says how the native fill writes.) Once it
-is whole, it is published by one aligned 8-byte store of its offset. There are no locks on samples:
-two processes that write the same one at the same moment write the same bytes twice, and a process
-killed in the middle has published nothing. Only space is taken under a lock, for two microseconds,
-by a process that finds there that the sample is still absent; the lock dies with its holder.
+A record is written with pwrite, because that reports a full file system as an error, where a store
+through the mapping would be a fatal signal. (ops/kernels/fill_cpu.cc explains how the native fill
+writes.) A complete record is published by one aligned 8-byte store of its offset. Samples need no
+locks, because two processes that write the same sample write the same bytes twice, and a process
+killed during a write has published nothing. Only the allocation of space holds a lock, for two
+microseconds, and checks again that the sample is absent. The lock is released if its holder dies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tfcommx.data.slab_files import (
 )
 from tfcommx.data.sources.decode import HEAD, RECORD, record_bytes, record_head
 
-# In the index: neither disk nor source can give this sample.
+# Index entry of a sample that neither disk nor source can return
 UNREADABLE = -1
 
 
@@ -45,17 +45,17 @@ class Slab:
     """One process's access to the slab of its node.
 
     Args:
-        path: of the file, in shared memory, ending with `.slab`; the same on all processes of the
-            node.
-        key: hash of the contents; a living slab at this path with another key is refused.
-        count: samples of the data set, >= 0.
-        length: returns the bytes of the file, or refuses; asked only if there is no slab yet.
-            Memory is taken as it fills.
+        path: path of the file, in shared memory, ending with `.slab`; the same on all processes of
+            the node.
+        key: hash of the contents; a slab in use at this path with another key is refused.
+        count: number of samples of the data set, >= 0.
+        length: function that returns the bytes of the file, or raises; called only if there is no
+            slab yet. Memory is taken as it fills.
         metadata: strings for `read_metadata`.
 
-    **Ranks:** every process of a node calls it, in any order and at any time; the first makes the
-    slab.
-    **Raises:** SlabError if the folder cannot be written, or a living slab has another key.
+    **Ranks:** every process of a node creates one, in any order and at any time; the first one
+    creates the file.
+    **Raises:** SlabError if the folder cannot be written, or a slab in use has another key.
     """
 
     def __init__(
@@ -76,35 +76,35 @@ class Slab:
                 f"A slab cannot be made in {self.path.parent}: {error}. Give `memory` a folder of "
                 "shared memory that can be written and has room, usually /dev/shm."
             ) from error
-        # Read once: nothing that another process writes there later is believed.
+        # Read once, because later writes of another process must not be trusted
         header = read_header(self.file)
-        found = metadata_of(self.file).get("key") if header else "a damaged header"
-        if header is None or header.samples != count or found != key:
+        held = metadata_of(self.file).get("key") if header else "a damaged header"
+        if header is None or header.samples != count or held != key:
             self.close()
             raise SlabError(
-                f"{self.path} is in use with other contents: key {key} is required, found {found}. "
+                f"{self.path} is in use with other contents: key {key} is required, found {held}. "
                 "Give the runs different `memory` folders."
             )
         self.count, self.data_at, self.length = header.samples, header.data_at, header.length
         self.id = header.id
         self._map = mmap.mmap(self.file, self.length)
         self.index = np.frombuffer(self._map, np.int64, count, header.index_at)
-        # It opens this file, and no other that has taken its path; the ops check the id too.
+        # Opens this file even if another one has taken its path; the ops check the id too
         self.descriptor_path = f"/proc/self/fd/{self.file}"
         self._lock = threading.Lock()
         self.full = False
 
     def _take(self, size: int, unless: int | None = None) -> int | None:
-        """Take room for `size` bytes, a multiple of 64.
+        """Allocate `size` bytes, a multiple of 64.
 
         Returns:
-            Its byte offset; None if the slab is full, 0 if the sample `unless` is present.
+            Their byte offset; None if the slab is full, 0 if the sample `unless` is present.
         """
         with self._lock, allocation_lock(self.file):
             if unless is not None and self.get(unless) is not None:
                 return 0
             at = self.used_bytes
-            # Another value would lead outside the records.
+            # Checked because a damaged value would lead outside the records
             is_sound = self.data_at <= at <= self.length and at % RECORD == 0
             if not is_sound or self.length - at < size:
                 self.full = True
@@ -125,18 +125,18 @@ class Slab:
         """Write and publish a sample, uint8 [h, w, c].
 
         Args:
-            at: byte offset where there is room for it, such as one of `holes`. None: in new room,
-                unless another process has put it there meanwhile.
+            at: byte offset of free space, such as one of `holes`. None: newly allocated space,
+                unless another process has stored the sample in the meantime.
 
         Returns:
-            False if there is no room for it; `full` is then set.
+            False if it does not fit; `full` is then set.
         """
         if at is None:
             at = self._take(record_bytes(pixels.nbytes), sample)
         return at == 0 or self._publish(sample, label, pixels, at)
 
     def _publish(self, sample: int, label: int, pixels: np.ndarray, at: int | None) -> bool:
-        """Write a record and let the index point to it."""
+        """Write a record and store its offset in the index."""
         if at is None or not self._write(sample, label, pixels, at):
             self.full = True
             return False
@@ -144,18 +144,18 @@ class Slab:
         return True
 
     def holes(self) -> list[tuple[int, int]]:
-        """Return the room that samples have left between those that are present.
+        """Return the free space between the samples that are present.
 
-        Only while nobody fills: what another process is writing looks free.
+        Call it only while no process fills, because the record of a running write looks free.
 
         Returns:
-            (bytes, byte offset) of each, ascending.
+            (bytes, byte offset) of each hole, ascending.
         """
         starts = np.sort(self.index)
         starts = starts[
             (starts >= self.data_at) & (starts <= self.length - RECORD) & (starts % RECORD == 0)
         ]
-        # The bytes of the pixels, at byte 16 of a record.
+        # Bytes of the pixels, at byte 16 of a record
         sizes = np.frombuffer(self._map, np.int64, self.length // 8)[(starts + 16) // 8]
         ends = np.maximum.accumulate(
             np.append(self.data_at, starts + RECORD - -sizes // RECORD * RECORD)
@@ -166,12 +166,13 @@ class Slab:
         )
 
     def repair(self, sample: int, label: int, pixels: np.ndarray) -> bool:
-        """Write a sample again whose CRC is wrong.
+        """Write a sample with a wrong CRC again.
 
-        If its size is legible, it is written over the damaged one, so that it is never absent.
+        If its size is readable, the new record overwrites the damaged one, so that the sample is
+        never absent.
 
         Returns:
-            False if there is no room for it; it is then unpublished.
+            False if it does not fit; it is then unpublished.
         """
         held = self.get(sample)
         if held is None or held[0].nbytes != pixels.nbytes:
@@ -187,10 +188,10 @@ class Slab:
         at = int(self.index[sample])
         if at < self.data_at or at % RECORD or at > self.length - RECORD:
             return None
-        found, label, size, *shape, _ = HEAD.unpack_from(self._map, at)
+        stored_sample, label, size, *shape, _ = HEAD.unpack_from(self._map, at)
         height, width, channels = shape
         if (
-            found != sample
+            stored_sample != sample
             or min(shape) < 1
             or size != height * width * channels
             or at + RECORD + size > self.length
@@ -199,7 +200,7 @@ class Slab:
         return np.frombuffer(self._map, np.uint8, size, at + RECORD).reshape(shape), label
 
     def intact(self, sample: int) -> bool:
-        """Tell whether a sample is present and its CRC is right. One pass over its bytes."""
+        """Return True if a sample is present and its CRC is right. One pass over its bytes."""
         got = self.get(sample)
         if got is None:
             return False
@@ -208,11 +209,11 @@ class Slab:
         return bool(crc == HEAD.unpack_from(self._map, at)[-1])
 
     def mark_unreadable(self, sample: int) -> None:
-        """Mark a sample that neither disk nor source can give, so that nobody tries again."""
+        """Mark a sample that neither disk nor source can return; no process tries again."""
         self.index[sample] = UNREADABLE
 
     def unreadable(self, sample: int) -> bool:
-        """Tell whether a sample has been marked by `mark_unreadable`."""
+        """Return True if a sample has been marked by `mark_unreadable`."""
         return int(self.index[sample]) == UNREADABLE
 
     def forget(self, sample: int) -> None:
@@ -226,25 +227,25 @@ class Slab:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the file that have been given out."""
+        """Allocated bytes of the file."""
         return int(struct.unpack_from("<q", self._map, NEXT_AT)[0])
 
     def close(self) -> None:
         """Close the slab; the last process of the node removes the slab and frees its memory.
 
-        May be called twice. Mappings stay valid, views of `get` too, but then all samples are
-        absent and all pixels 0. A forked child only closes its descriptor: the slab stays its
-        parent's.
+        May be called twice. Mappings and views of `get` stay valid, but once the slab is removed
+        all samples are absent and all pixels 0. A forked child only closes its descriptor, because
+        the slab belongs to its parent.
         """
         if self.file < 0:
             return
-        # A forked child has the same lock: an exclusive lock would succeed there, and an unlock
-        # would hold for both.
+        # Not in a forked child, because it shares the lock: an exclusive lock would succeed there,
+        # and an unlock would release both
         if os.getpid() == self._owner:
             if try_exclusive_lock(self.file) and is_still_at(self.path, self.file):
                 free_memory(self.file)
                 self.path.unlink(missing_ok=True)
-            # The mapping has a duplicate of the descriptor, which would keep the lock.
+            # Unlocked explicitly, because the mapping has a duplicate of the descriptor
             fcntl.flock(self.file, fcntl.LOCK_UN)
         os.close(self.file)
         self.file = -1

@@ -1,11 +1,11 @@
-"""The files of slabs: how they are made, who uses them, and their removal if nobody does.
+"""The files of slabs: their creation, their users, and the removal of unused ones.
 
-Every process that uses a slab holds a shared flock on its file, which the kernel drops even at
-kill -9 and at a restart of the machine: a slab that can be locked exclusively has no living owner.
-It is then removed, never reused.
+Every process that uses a slab holds a shared flock on its file. A slab that can be locked
+exclusively has no living owner, because the kernel releases these locks even after kill -9 and a
+restart of the machine. Such a slab is removed, never reused.
 
-All users of a machine can write to its shared memory. Only files whose name has this user's number,
-and that `open_own` accepts, are slabs here; all others are passed over.
+Only files whose name has this user's number, and that `open_own` accepts, count as slabs, because
+all users of a machine can write to its shared memory. All other files are ignored.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tfcommx.core.files import open_own
 
 MAGIC = b"TFCXSLB1"
 PAGE = 4096
-# Magic, samples, byte offset of the index, of the data, length, next free byte, id.
+# Magic, samples, byte offset of the index, of the data, length, next free byte, id
 _HEADER = struct.Struct("<8sqqqqqq")
-# Byte offset of the next free byte's number.
+# Byte offset of the field with the next free byte
 NEXT_AT = 40
-# Byte offset of the metadata, a JSON text that ends with a zero byte.
+# Byte offset of the metadata, a JSON text that ends with a zero byte
 METADATA_AT = 256
 # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _PUNCH_HOLE = 1 | 2
-# "The folder that this process is in" and "fail if the new name is taken", for renameat2.
+# Flags of renameat2: paths are relative to the current folder; fail if the new name exists
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 
 
@@ -49,31 +49,31 @@ class SlabError(DataError):
 class Header(NamedTuple):
     """The header of a slab, checked against its file."""
 
-    # Samples of the data set: entries of the index.
+    # Number of samples of the data set, which is the number of entries of the index
     samples: int
-    # Byte offsets of the index and of the first record.
+    # Byte offsets of the index and of the first record
     index_at: int
     data_at: int
-    # Bytes of the file.
+    # Bytes of the file
     length: int
-    # Bytes that have been given out, header and index included.
+    # Allocated bytes, including header and index
     used: int
-    # Drawn when the slab was made.
+    # Random number, drawn when the slab was created
     id: int
 
 
 def prefix() -> str:
-    """Return how the names of this user's slabs begin."""
+    """Return the prefix of the names of this user's slabs."""
     return f"tfcommx-{os.geteuid()}-"
 
 
 def paths(folder: str | Path, ending: str = "slab") -> list[Path]:
-    """Return the paths in `folder` that have the name of a slab of this user, in order."""
+    """Return the sorted paths in `folder` with the name of a slab of this user."""
     return sorted(Path(folder).glob(f"{prefix()}*.{ending}"))
 
 
 def read_header(file: int) -> Header | None:
-    """Read the header of an open file; None if it is no slab, or a damaged one."""
+    """Return the header of an open file; None if it is no slab or damaged."""
     page = os.pread(file, _HEADER.size, 0)
     if len(page) < _HEADER.size:
         return None
@@ -90,15 +90,15 @@ def read_header(file: int) -> Header | None:
 
 
 def overhead_bytes(count: int) -> int:
-    """Return the bytes that a slab for `count` samples takes for its header and its index."""
+    """Return the bytes of the header and the index of a slab for `count` samples."""
     return PAGE + -(-8 * count // PAGE) * PAGE
 
 
 @contextlib.contextmanager
 def allocation_lock(file: int) -> Iterator[None]:
-    """Hold the lock under which space of a slab is taken.
+    """Hold the lock under which space of a slab is allocated.
 
-    The lock belongs to the open file: it is dropped at the holder's death, and by no other close.
+    The lock belongs to the open file: it is released if its holder dies, and by no other close.
     """
 
     def ask(command: int, kind: int) -> None:
@@ -124,12 +124,12 @@ def try_exclusive_lock(file: int) -> bool:
 
 
 def free_memory(file: int) -> None:
-    """Give back the memory of a slab except its header.
+    """Free the memory of a slab except its header.
 
-    A mapping that lives on, as TensorFlow's may, would keep all of it.
+    Needed because a remaining mapping, as TensorFlow may have, would keep all of it.
     """
     length = os.fstat(file).st_size - PAGE
-    # If this fails, the memory is freed with the last mapping.
+    # If this fails, the memory is freed with the last mapping
     ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(length))
 
 
@@ -142,13 +142,13 @@ def is_still_at(path: Path, file: int) -> bool:
 
 
 def remove_if_unused(path: Path) -> bool:
-    """Remove a slab of this user that has no living owner; True if it was removed."""
+    """Remove a slab of this user that has no living owner; return True if it was removed."""
     try:
         file = open_own(path, os.O_RDWR)
     except OSError:
         return False
     try:
-        # A process that does not hold the lock must not: the holder may have made a new one by now.
+        # Only with the lock, because its holder may have created a new slab in the meantime
         if try_exclusive_lock(file) and is_still_at(path, file):
             path.unlink(missing_ok=True)
             return True
@@ -160,17 +160,17 @@ def remove_if_unused(path: Path) -> bool:
 def open_or_create(
     path: Path, key: str, count: int, length: Callable[[], int], metadata: dict[str, str]
 ) -> tuple[int, bool]:
-    """Open the slab at `path`, or make it; hold its shared lock.
+    """Open the slab at `path`, or create it; hold its shared lock.
 
     Args:
-        path: ends with `.slab`.
+        path: path of the file, ending with `.slab`.
         key: hash of the contents.
-        count: samples of the data set, >= 0.
-        length: returns the bytes of a new file, or raises; it may add to `metadata`.
+        count: number of samples of the data set, >= 0.
+        length: function that returns the bytes of a new file, or raises; it may add to `metadata`.
         metadata: strings for `read_metadata`.
 
     Returns:
-        The file's descriptor, and whether this process made the slab.
+        The file's descriptor, and whether this process created the slab.
 
     **Raises:** SlabError if another user's file is at `path`.
     """
@@ -179,9 +179,9 @@ def open_or_create(
         try:
             file = open_own(path, os.O_RDWR)
         except FileNotFoundError:
-            made = _make(path, key, count, length(), metadata)
-            if made is not None:
-                return made, True
+            created = _make(path, key, count, length(), metadata)
+            if created is not None:
+                return created, True
             continue
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
@@ -198,7 +198,7 @@ def open_or_create(
 
 
 def _make(path: Path, key: str, count: int, length: int, metadata: dict[str, str]) -> int | None:
-    """Make a slab under another name, then publish it; None if another process was first."""
+    """Create a slab under another name, then rename it; None if another process was first."""
     part = path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}.part")
     file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -217,10 +217,10 @@ def _make(path: Path, key: str, count: int, length: int, metadata: dict[str, str
 
 
 def _rename_if_free(part: Path, path: Path) -> None:
-    """Rename a file in one step. A name that is taken is a FileExistsError.
+    """Rename a file atomically; raise FileExistsError if the name is taken.
 
-    A link that is made before the old name is removed would give the slab two names meanwhile,
-    which `open_own` refuses.
+    `os.link` and `os.unlink` are no alternative, because the slab would have two names in the
+    meantime, which `open_own` refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(part), os.fsencode(path)
@@ -230,7 +230,7 @@ def _rename_if_free(part: Path, path: Path) -> None:
 
 
 def _write_header(file: int, key: str, count: int, length: int, metadata: dict[str, str]) -> None:
-    """Give a new file its length, header and metadata."""
+    """Set the length, header and metadata of a new file."""
     data_at = overhead_bytes(count)
     length = max(length, data_at)
     os.ftruncate(file, length)
@@ -246,17 +246,17 @@ def _write_header(file: int, key: str, count: int, length: int, metadata: dict[s
 
 
 def remove_unused(folder: Path) -> list[Path]:
-    """Remove all slabs of this user in `folder`, complete or half made, that no process uses.
+    """Remove all slabs of this user in `folder`, complete or incomplete, that no process uses.
 
     Returns:
-        The paths of those that were removed.
+        The removed paths.
     """
-    found = [*paths(folder), *paths(folder, "part")]
-    return [path for path in sorted(found) if remove_if_unused(path)]
+    candidates = [*paths(folder), *paths(folder, "part")]
+    return [path for path in sorted(candidates) if remove_if_unused(path)]
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Read what a slab says about itself: key, source, pid, created; {} if that is not legible."""
+    """Return the metadata of a slab: key, source, pid, created; {} if they are not readable."""
     try:
         file = open_own(path)
     except OSError:
@@ -268,7 +268,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def metadata_of(file: int) -> dict[str, Any]:
-    """Do as `read_metadata` for an open file."""
+    """Return the metadata of an open file, like `read_metadata`."""
     page = os.pread(file, PAGE, 0)
     try:
         metadata = json.loads(page[METADATA_AT:].split(b"\0", 1)[0])
@@ -278,9 +278,9 @@ def metadata_of(file: int) -> dict[str, Any]:
 
 
 def reserved_bytes(path: Path) -> int:
-    """Return the bytes that a slab has reserved and not yet taken; 0 if it is gone.
+    """Return the bytes that a slab has reserved and not yet taken; 0 if it does not exist.
 
-    What it reserves is `need` of its metadata, or its length if that has none.
+    It reserves `need` of its metadata or, without that, its length.
     """
     try:
         file = open_own(path)
@@ -299,11 +299,11 @@ def reserved_bytes(path: Path) -> int:
 
 
 def slab_state(path: Path) -> tuple[int, int, int, bool]:
-    """Return what a slab holds, and whether it is in use.
+    """Return the fill level of a slab, and whether it is in use.
 
     Returns:
-        Samples of the data set, samples that are present, bytes given out, and whether a living
-        process uses the slab.
+        Number of samples of the data set, number of samples that are present, allocated bytes, and
+        whether a living process uses the slab.
 
     **Raises:** SlabError if the file is no slab; OSError if it is not this user's.
     """

@@ -1,6 +1,6 @@
-"""Recipes: YAML files that say what a run trains, on what, and how.
+"""Recipes: YAML files that describe a run: data, model, task, optimizer and schedule.
 
-A recipe has one member of each family: `datasets`, `models`, `tasks`, `optimizers`. `base` holds
-the families' contracts; each family has a table, with how to add a member above it. Reading a
-recipe loads no TensorFlow.
+A recipe has one member of each family: `datasets`, `models`, `tasks`, `optimizers`. `families`
+holds the contracts. Each family has a table of its members; the text above the table says how to
+add one. Reading a recipe loads no TensorFlow.
 """

@@ -28,63 +28,64 @@ T = TypeVar("T")
 
 
 class Gather(Protocol):
-    """Exchanges objects of the ranks; as `Comm.gather_objects`."""
+    """Gathers an object from every rank, as `Comm.gather_objects` does."""
 
     def __call__(self, item: T, /) -> list[T]:
-        """Take an object of this rank; return those of all ranks in the order of the ranks."""
+        """Return the `item` of every rank, in the order of the ranks."""
 
 
-# Evaluates a model on this rank's batches of test samples; returns the scores over all ranks
+# (this rank's batches of test samples, gather) -> scores of a model over all ranks
 Scorer = Callable[["tf.data.Dataset", Gather], dict[str, float]]
 
 
 @dataclass(frozen=True)
 class DataRank:
-    """The rank that opens a data set, among which others."""
+    """The rank that opens a data set, in a topology."""
 
     topology: Topology
-    # In [0, topology.size)
+    # This rank, in [0, topology.size)
     rank: int
-    # Decides the order of the samples and their augmentation
+    # Seed of the order of the samples and of their augmentation
     seed: int = 0
-    # Threads that prepare batches; None: all processors of the process
+    # Number of threads that prepare batches; None: all processors of the process
     threads: int | None = None
 
 
 class Data(Protocol):
     """A data set, open on one rank.
 
-    It may have `contents`, a dictionary item -> value of what all ranks must have equally: what was
-    read on this node, such as the files of a class. With it a copy that differs is refused by name.
+    It may have `contents`, a dictionary item -> value that must be equal on all ranks and describes
+    the files read on this node, such as those of a class. If a copy differs, the error names the
+    item.
     """
 
     # Channels of the pictures, or words of the vocabulary
     inputs: int
     # Names of the classes by number; for text the words of the vocabulary
     classes: tuple[str, ...]
-    # Samples for training, over all ranks
+    # Number of training samples over all ranks
     count: int
-    # Whether samples move between nodes from epoch to epoch: then `train` must not read ahead over
-    # an epoch's end
+    # Whether samples move between nodes from epoch to epoch. If so, `train` must not read ahead
+    # across the end of an epoch
     redistributes: bool
 
     def steps(self, batch: int, resolution: int) -> int:
-        """Return the steps of an epoch, >= 0, the same on every rank and in every epoch.
+        """Return the number of steps of an epoch, >= 0, equal on all ranks and in all epochs.
 
         Args:
-            batch: pictures, or word pieces, per step and rank.
-            resolution: pixels a side, or word pieces of the longest sentence.
+            batch: number of pictures, or word pieces, per step and rank.
+            resolution: pixels of a side, or word pieces of the longest sentence.
         """
 
     def train(self, batch: int, resolution: int, epochs: range, step: int = 0) -> tf.data.Dataset:
         """Return the training batches (inputs, labels) of some epochs, one after the other.
 
-        They are a pure function of the arguments and the place.
+        They are a pure function of the arguments and of `place`.
 
         Args:
-            batch, resolution: as `steps` takes them.
-            epochs: numbers of the epochs, counted over the whole run: they decide the order.
-            step: first step of the first epoch, in [0, steps]: to resume in mid-epoch.
+            batch, resolution: as in `steps`.
+            epochs: numbers of the epochs in the whole run, which decide the order.
+            step: first step of the first epoch, in [0, steps], to resume within an epoch.
         """
 
     def test(self, batch: int, resolution: int) -> tf.data.Dataset:
@@ -94,14 +95,14 @@ class Data(Protocol):
         """Move samples between nodes before an epoch, if `redistributes`. **Ranks:** all."""
 
     def report(self, epoch: int) -> dict[str, float]:
-        """Return statistics of loading in an epoch; empty if there are none."""
+        """Return statistics of loading in an epoch; may be empty."""
 
     def close(self) -> None:
         """Free the memory."""
 
 
 class Dataset(Protocol):
-    """Which samples, where they are kept, and how they are augmented."""
+    """Settings of a data set: samples, storage and augmentation."""
 
     def fetch(self) -> Path | None:
         """Download the files if they are not on this machine; return their folder."""
@@ -115,7 +116,7 @@ class Dataset(Protocol):
 
 
 class Model(Protocol):
-    """A network and its sizes; one that takes a single resolution has a field `resolution`."""
+    """A network and its sizes; a network for a single resolution has a field `resolution`."""
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
         """Build a network of `Objective.inputs` and `Objective.outputs`."""
@@ -147,18 +148,18 @@ class Objective(Protocol):
         """Return Keras metrics, or their names; one is called `accuracy`."""
 
     def targets(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Turn batches of (inputs, labels) into what `fit` takes: (inputs, targets[, weights])."""
+        """Turn batches (inputs, labels) into those of `fit`: (inputs, targets[, weights])."""
 
     def scorer(self, model: keras.Model) -> Scorer:
         """Return a function that scores the model's current weights.
 
-        Names of scores begin with `test_`; `test_accuracy`, in [0, 1], is among them. It is made
-        anew for each resolution, so that TensorFlow traces each once.
+        Names of scores begin with `test_`; `test_accuracy`, in [0, 1], is one of them. The trainer
+        calls this once for each resolution, so that TensorFlow traces each once.
         """
 
 
 class Task(Protocol):
-    """What a network learns."""
+    """A task for a network to learn."""
 
     def build(self, data: Data) -> Objective:
         """Return the objective on these samples."""
@@ -172,4 +173,4 @@ class OptimizerRecipe(Protocol):
         """Momentum of the optimizer, in [0, 1); 0 if it has none."""
 
     def build(self) -> keras.optimizers.Optimizer:
-        """Build a plain Keras optimizer with learning rate 0: the run sets that of each step."""
+        """Build a plain Keras optimizer with learning rate 0; each step sets its rate."""

@@ -1,9 +1,9 @@
-"""Optimizers of the recipes: their settings, and how they are built.
+"""Optimizers of the recipes: their settings, and the functions that build them.
 
 To add one: write a frozen `RecipePart` that satisfies `families.OptimizerRecipe` (its settings, a
 `name`, `momentum` and `build`), and add a row to `OPTIMIZERS`. Keras is imported inside functions
-only: reading a recipe must not load it. Each is built with learning rate 0: the run sets the rate
-of every step.
+only, because reading a recipe must not load it. Each is built with learning rate 0, because the run
+sets the rate of every step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tfcommx.recipes.reader import RecipePart
 if TYPE_CHECKING:
     import keras
 
-# Decay pulls weights to zero; scales, offsets and biases have no reason to be small.
+# Excluded because decay pulls weights to zero, and scales and biases have no reason to be small
 NOT_DECAYED = ["gamma", "beta", "bias"]
 
 
@@ -28,8 +28,8 @@ class Sgd(RecipePart):
     name: Literal["sgd"] = "sgd"
     momentum: float = Field(0.9, ge=0, lt=1)
     nesterov: bool = True
-    # Part of a weight that is taken away in a step if the learning rate is 1; not from biases and
-    # batch normalisation
+    # Share of a weight that a step subtracts at learning rate 1; biases and batch normalisation are
+    # excluded
     weight_decay: float = Field(5e-4, ge=0)
 
     def build(self) -> keras.optimizers.Optimizer:
@@ -47,7 +47,7 @@ class Sgd(RecipePart):
 
 
 class LowBitSgd(Sgd):
-    """SGD with momentum that sends the momentum, in few bits, in place of the gradient."""
+    """SGD with momentum that sends the momentum, in few bits, instead of the gradient."""
 
     name: Literal["low_bit_sgd"] = "low_bit_sgd"  # type: ignore[assignment]
     momentum: float = Field(0.9, gt=0, lt=1)
@@ -72,7 +72,7 @@ class Lars(RecipePart):
     name: Literal["lars"] = "lars"
     momentum: float = Field(0.9, ge=0, lt=1)
     nesterov: bool = False
-    # Part of the gradient, and of the ratio
+    # Weight decay, which is added to the gradient and included in the ratio
     weight_decay: float = Field(5e-4, ge=0)
     trust_coefficient: float = Field(0.001, gt=0)
 
@@ -94,11 +94,11 @@ class AdamW(RecipePart):
 
     name: Literal["adamw"] = "adamw"
     beta_1: float = Field(0.9, ge=0, lt=1)
-    # 0.98 and epsilon 1e-9 are usual for Transformers
+    # Transformers usually have 0.98, and an epsilon of 1e-9
     beta_2: float = Field(0.999, ge=0, lt=1)
     epsilon: float = Field(1e-7, gt=0)
-    # Part of a weight that is taken away in a step if the learning rate is 1; not from biases and
-    # normalisation
+    # Share of a weight that a step subtracts at learning rate 1; biases and normalisation are
+    # excluded
     weight_decay: float = Field(0.004, ge=0)
 
     @property
@@ -118,12 +118,12 @@ class AdamW(RecipePart):
 
 
 class OneBitAdam(AdamW):
-    """AdamW that sends its momentum, in few bits, once its second moments are known."""
+    """AdamW that sends its momentum, in few bits, once its second moments are frozen."""
 
     name: Literal["one_bit_adam"] = "one_bit_adam"  # type: ignore[assignment]
-    # Updates after which second moments are frozen; None: when they change little
+    # Number of updates after which the second moments are frozen; None: when they change little
     freeze_after: int | None = Field(None, ge=1)
-    # Of gradients until then
+    # Wire format of gradients until then
     learning_wire: Literal["float16", "bfloat16", "int8", "int4"] = "bfloat16"
 
     def build(self) -> keras.optimizers.Optimizer:
@@ -148,10 +148,11 @@ class Lamb(AdamW):
     """LAMB, for large batches of Transformers; biases and normalisation are excluded."""
 
     name: Literal["lamb"] = "lamb"  # type: ignore[assignment]
-    # Of the second moment
+    # Decay of the second moment
     beta_2: float = Field(0.999, ge=0, lt=1)
     epsilon: float = Field(1e-6, gt=0)
-    # Part of a weight that joins the update before its ratio; not for biases and normalisation
+    # Share of a weight that is added to the update before the ratio is taken; biases and
+    # normalisation are excluded
     weight_decay: float = Field(0.01, ge=0)
 
     def build(self) -> keras.optimizers.Optimizer:

@@ -1,7 +1,7 @@
-"""Read YAML into checked settings; an error names its place in the file and the nearest key.
+"""Read YAML into checked settings; an error names the field in the file and the nearest key.
 
-The YAML is 1.2. This is the only `import yaml`: PyYAML reads YAML 1.1, where `10:00` is 600, `010`
-is 8.
+The YAML is 1.2. This is the only `import yaml`, because PyYAML reads YAML 1.1, where `10:00` is 600
+and `010` is 8.
 
     plain text                        value
     null, ~, nothing                  None
@@ -10,8 +10,8 @@ is 8.
     yes, on, 010, 1_000, 10:00        refused: YAML 1.1 and 1.2, and people, read them differently
     anything else                     text
 
-Repeated keys, aliases, and tags other than those of these values are refused: nine lines of aliases
-can stand for a billion values. A merge key (`<<`) is plain text.
+Repeated keys, aliases, and tags other than those of these values are refused. Aliases are refused
+because nine lines of them can stand for a billion values. A merge key (`<<`) is plain text.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ AMBIGUOUS = re.compile(
     re.IGNORECASE,
 )
 TAG = "tag:yaml.org,2002:"
-# Of lists and mappings in each other: more than any recipe has, less than Python's stack can hold
+# Deepest nesting of lists and mappings: more than any recipe has, less than Python's stack allows
 DEEPEST = 50
 
 
 class YamlError(ValueError):
-    """Text that is no YAML, or more than a file of settings needs; the message names the line."""
+    """Text that is not YAML, or uses refused features of YAML; the message names the line."""
 
 
 def parse(text: str) -> Any:
-    """Return what a YAML text means: None, a truth value, number, string, list or mapping.
+    """Return the value of a YAML text: None, a truth value, number, string, list or mapping.
 
     >>> parse("{rate: 1e-3, seeds: [1, 0x10], name: 2026-01-31, last: yesterday}")
     {'rate': 0.001, 'seeds': [1, 16], 'name': '2026-01-31', 'last': 'yesterday'}
@@ -74,7 +74,7 @@ def parse(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's, with the values of YAML 1.2."""
+    """PyYAML's loader, with the values of YAML 1.2."""
 
     depth = 0
 
@@ -122,7 +122,7 @@ def _error(node: yaml.Node, message: str) -> yaml.constructor.ConstructorError:
 
 
 def _kind(node: yaml.ScalarNode) -> str:
-    """Return the kind of value that plain text is."""
+    """Return the kind of value that a plain text stands for."""
     text = node.value
     for kind, form in (("null", NULL), ("bool", BOOL), ("float", FLOAT), ("int", INT)):
         if form.fullmatch(text) and not AMBIGUOUS.fullmatch(text):
@@ -155,7 +155,7 @@ def _construct(kind: str, loader: _Loader, node: yaml.Node) -> Any:
         return number
     if kind == "int":
         base = {"0x": 16, "0o": 8}.get(text[:2], 10)
-        if len(text) > 400:  # Of a float, 308 digits; Python refuses some more with an error
+        if len(text) > 400:  # A float has 308 digits at most; Python raises for 4,300
             raise _error(node, "a number of more than 400 digits")
         return int(text, base)
     return text
@@ -178,16 +178,16 @@ _Loader.add_constructor(None, _Loader.construct_undefined)  # type: ignore[type-
 
 
 class RecipeError(ConfigurationError):
-    """A recipe that cannot be run; the message names the place in the file."""
+    """A recipe that cannot be run; the message names the field in the file."""
 
 
-def refuse_unknown(given: Iterable[str], known: Sequence[str], what: str = "key") -> None:
-    """Check that all words are known. **Raises:** ValueError with the nearest known word."""
-    for word in given:
-        if word not in known:
-            near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
+def refuse_unknown(words: Iterable[str], allowed: Sequence[str], kind: str = "key") -> None:
+    """Check that all words are allowed. **Raises:** ValueError with the nearest allowed word."""
+    for word in words:
+        if word not in allowed:
+            near = difflib.get_close_matches(str(word), allowed, n=1, cutoff=0.5)
             hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"Unknown {what} {word!r}. {hint}Known: {', '.join(known)}.")
+            raise ValueError(f"Unknown {kind} {word!r}. {hint}Known: {', '.join(allowed)}.")
 
 
 class RecipePart(BaseModel):
@@ -197,15 +197,15 @@ class RecipePart(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_keys(cls, given: Any) -> Any:
-        if isinstance(given, Mapping):
-            refuse_unknown(given, list(cls.model_fields))
-        return given
+    def _known_keys(cls, settings: Any) -> Any:
+        if isinstance(settings, Mapping):
+            refuse_unknown(settings, list(cls.model_fields))
+        return settings
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would read as 0 or 1."""
+        """Refuse truth values, because pydantic would read them as 0 or 1."""
         types = _types(cls.model_fields[info.field_name or ""].annotation)
         values = value if isinstance(value, list | tuple) else [value]
         if (
@@ -223,14 +223,14 @@ class RecipePart(BaseModel):
 
 
 def _types(annotation: Any) -> set[Any]:
-    """Return all types that an annotation names."""
+    """Return an annotation and all types in it."""
     return {annotation}.union(*map(_types, get_args(annotation)))
 
 
 def member_of(
     table: Mapping[str, type[Any]],
     default: str,
-    own: type[BaseModel] | None = None,
+    user_class: type[BaseModel] | None = None,
     by_name: bool = False,
 ) -> PlainValidator:
     """Return the annotation of a field that holds one member of a family.
@@ -238,14 +238,14 @@ def member_of(
     In YAML it is a mapping with the member's `name` and its settings: `{name: sgd, momentum: 0}`.
 
     Args:
-        table: the members, `RecipePart`s, by name.
-        default: name of the member if the mapping has none.
-        own: class for a user's own name, `module:function`; None: such names are refused.
+        table: name -> member, a `RecipePart`.
+        default: name of the member for a mapping without `name`.
+        user_class: class for a user's `module:function`; None: such names are refused.
         by_name: whether to accept a bare name, for the member with default settings.
     """
 
     def read(value: Any) -> Any:
-        if isinstance(value, (*table.values(), *([own] if own else []))):
+        if isinstance(value, (*table.values(), *([user_class] if user_class else []))):
             return value
         if by_name and isinstance(value, str):
             value = {"name": value}
@@ -253,20 +253,20 @@ def member_of(
             raise ValueError(
                 f"A mapping such as {{name: {default}}} is required. Received {value!r}."
             )
-        name = str(value.get("name", default))  # A list, for one, has no place in a table
-        if own is not None and ":" in name:
-            kind: type[BaseModel] = own
+        name = str(value.get("name", default))  # str, because a list cannot be looked up in a table
+        if user_class is not None and ":" in name:
+            kind: type[BaseModel] = user_class
         else:
             refuse_unknown([name], list(table), "name")
             kind = table[name]
         try:
             return kind.model_validate(value)
         except ValidationError as error:
-            # `error_lines` describes each error with its place
+            # `error_lines` finds the cause, and describes each error in it with its field
             raise ValueError(str(error)) from error
 
-    # For the JSON schema: what `read` accepts
-    accepted: list[Any] = [*table.values(), *([own] if own else [])]
+    # Types that `read` accepts, for the JSON schema
+    accepted: list[Any] = [*table.values(), *([user_class] if user_class else [])]
     if by_name:
         accepted.append(Literal[tuple(table)])
     return PlainValidator(read, json_schema_input_type=functools.reduce(operator.or_, accepted))
@@ -276,13 +276,13 @@ def change(tree: dict[str, Any], setting: str) -> None:
     """Apply a setting such as `a.0.b=value` to the tree.
 
     Args:
-        tree: contents of the YAML file.
+        tree: the parsed YAML file, which is changed.
         setting: keys and positions joined by dots, `=`, and the new value as YAML.
 
-    **Raises:** RecipeError if the tree has no such place, or the value is not YAML.
+    **Raises:** RecipeError if the tree has no such field, or the value is not YAML.
     """
-    place, equals, text = setting.partition("=")
-    keys = [int(key) if key.isdecimal() else key for key in place.split(".")]
+    path, equals, text = setting.partition("=")
+    keys = [int(key) if key.isdecimal() else key for key in path.split(".")]
     if not equals or not all(str(key) for key in keys):
         raise RecipeError(
             "A setting needs the form place=value, such as phases.0.epochs=1. Received "
@@ -295,34 +295,34 @@ def change(tree: dict[str, Any], setting: str) -> None:
             inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner[key]
         inner[keys[-1]] = value
     except (IndexError, TypeError, AttributeError) as error:
-        raise RecipeError(f"The recipe has no place {place!r} for {setting!r}: {error}.") from error
+        raise RecipeError(f"The recipe has no place {path!r} for {setting!r}: {error}.") from error
     except (YamlError, ValueError, RecursionError) as error:
         raise RecipeError(
             f"The value in {setting!r} is not YAML: {' '.join(str(error).split())}."
         ) from error
 
 
-def error_lines(error: ValidationError, place: str = "") -> list[str]:
-    """Return a line `place: what was required. Received ...` for each wrong setting.
+def error_lines(error: ValidationError, prefix: str = "") -> list[str]:
+    """Return a line `field: requirement. Received ...` for each wrong setting.
 
     Args:
-        error: what pydantic raised.
-        place: of the part that it was raised for; empty: the whole recipe.
+        error: the error that pydantic raised.
+        prefix: field of the part that was validated; empty: the whole recipe.
     """
     lines: list[str] = []
     for detail in error.errors():
         keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"])
-        inner = (place + "".join(keys)).lstrip(".")
-        ours = detail.get("ctx", {}).get("error")
-        if isinstance(ours, Exception) and isinstance(ours.__cause__, ValidationError):
-            lines += error_lines(ours.__cause__, inner)
+        inner = (prefix + "".join(keys)).lstrip(".")
+        raised = detail.get("ctx", {}).get("error")
+        if isinstance(raised, Exception) and isinstance(raised.__cause__, ValidationError):
+            lines += error_lines(raised.__cause__, inner)
         else:
-            lines.append(f"{inner or 'recipe'}: {_what_is_wrong(detail)}")
+            lines.append(f"{inner or 'recipe'}: {_problem(detail)}")
     return lines
 
 
-def _what_is_wrong(detail: Mapping[str, Any]) -> str:
-    if detail["type"] == "value_error":  # Our own messages, complete as they are
+def _problem(detail: Mapping[str, Any]) -> str:
+    if detail["type"] == "value_error":  # Messages of this package, which are complete
         return str(detail["ctx"]["error"])
     if detail["type"] == "missing":
         return "required, and missing."

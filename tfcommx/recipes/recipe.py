@@ -43,7 +43,7 @@ def _scheme(value: Any) -> Scheme:
         )
     refuse_unknown(value, [field.name for field in dataclasses.fields(Scheme)])
     scheme = Scheme(**value)
-    # Checks names and combinations; those with the cluster follow when it is known
+    # Names and combinations only, because the cluster is not known yet
     check_scheme(scheme, Topology(1, 1))
     return scheme
 
@@ -51,18 +51,18 @@ def _scheme(value: Any) -> Scheme:
 class Phase(RecipePart):
     """Some epochs at one resolution and with one scheme."""
 
-    # Passes over the training data
+    # Number of passes over the training data
     epochs: int = Field(ge=1)
-    # Pixels a side; small pictures first are cheap (progressive resizing). For text, word pieces of
-    # the longest sentence
+    # Pixels of a side; small pictures in the first phases save time (progressive resizing). For
+    # text, word pieces of the longest sentence
     resolution: int = Field(ge=8)
-    # Samples per step and rank; None: the recipe's
+    # Samples per step and rank; None: the recipe's `batch_per_rank`
     batch: int | None = Field(None, ge=1)
-    # Multiplies the learning rate
+    # Factor of the learning rate in this phase
     learning_rate_factor: float = Field(1.0, gt=0, allow_inf_nan=False)
-    # How gradients travel; everything by Horovod's allreduce if it is left out
+    # Scheme of the gradient exchange; the default is Horovod's allreduce for all gradients
     scheme: Annotated[Scheme, PlainValidator(_scheme, json_schema_input_type=Scheme)] = Scheme()
-    # Densities of the phase's first epochs; the scheme's follows
+    # Densities of the phase's first epochs, before the scheme's
     warm_up: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
 
     @model_validator(mode="after")
@@ -81,17 +81,17 @@ class Phase(RecipePart):
 
 
 class LearningRate(RecipePart):
-    """Linear warm-up to a peak, then a schedule's decay to the end of the run."""
+    """Linear warm-up to a peak, then the decay of a schedule until the end of the run."""
 
-    # The peak; either this or peak_per_256
+    # Peak of the learning rate; either this or peak_per_256 is required
     peak: float | None = Field(None, gt=0, allow_inf_nan=False)
-    # The peak for 256 samples a step; it scales with the global batch
+    # Peak for 256 samples per step, scaled with the global batch
     peak_per_256: float | None = Field(None, gt=0, allow_inf_nan=False)
-    # Large batches diverge when they start at the peak
+    # Epochs of the warm-up, needed because large batches diverge if they start at the peak
     warm_up_epochs: float = Field(1, ge=0)
-    # In steps; replaces warm_up_epochs
+    # Steps of the warm-up; replaces warm_up_epochs
     warm_up_steps: int | None = Field(None, ge=0)
-    # Its name, or a mapping with its settings
+    # Schedule of the decay: its name, or a mapping with its settings
     decay: Annotated[Schedule, member_of(SCHEDULES, "cosine", by_name=True)] = Field(
         "cosine", validate_default=True
     )
@@ -109,10 +109,10 @@ class LearningRate(RecipePart):
         """Return the learning rate of a step.
 
         Args:
-            step: in [0, steps), counted over the whole run.
-            steps_per_epoch: >= 1.
-            steps: of the whole run, >= 1.
-            global_batch: samples a step over all ranks, >= 1.
+            step: step of the whole run, in [0, steps).
+            steps_per_epoch: number of steps of an epoch, >= 1.
+            steps: number of steps of the whole run, >= 1.
+            global_batch: samples per step over all ranks, >= 1.
         """
         peak = self.peak or (self.peak_per_256 or 0.0) * global_batch / 256
         warm_up: float | None = self.warm_up_steps
@@ -124,74 +124,74 @@ class LearningRate(RecipePart):
 
 
 class Target(RecipePart):
-    """A score that the evaluation should reach; the run goes on after that.
+    """A score that the evaluation should reach; the run continues after that.
 
     **Source:** DAWNBench's instructions for ImageNet (github.com/stanford-futuredata/
     dawn-bench-entries, README): the first epoch with a top-5 accuracy of at least 93 %.
     """
 
-    # As the task calls it, without `test_`: accuracy, top5, bleu
+    # Name of the score in the task, without `test_`: accuracy, top5, bleu
     score: str = Field("accuracy", min_length=1)
     at_least: float = Field(allow_inf_nan=False)
 
 
 class CheckpointSettings(RecipePart):
-    """Checkpoints besides those at each epoch's end, at the run's end, and when it is stopped."""
+    """Checkpoints in addition to those at the end of each epoch, of the run, and on a stop."""
 
-    # Steps of the whole run between two checkpoints; None: not by steps
+    # Steps between two checkpoints, over the whole run; None: not by steps
     every_steps: int | None = Field(None, ge=1)
     # Minutes between two checkpoints, by rank 0's clock; None: not by time
     every_minutes: float | None = Field(None, gt=0)
     # Steps between two snapshots in memory, in a supervised run (`--min-np`); None: only before a
     # host leaves or joins
     memory_every: int | None = Field(None, ge=1)
-    # Checkpoints that are kept
+    # Number of checkpoints to keep
     keep: int = Field(3, ge=1)
 
 
 class Recipe(RecipePart):
     """A whole training run."""
 
-    # Of the run's folder in runs/
+    # Name of the run's folder in runs/
     name: str = Field(min_length=1, pattern=r"^\w[\w.-]*$")
-    # The samples, and how they are read
+    # Data set and its settings
     data: Annotated[Dataset, member_of(DATASETS, "fashion_mnist", UserDataset)] = Field(
         {}, validate_default=True
     )
-    # The network
+    # Network and its sizes
     model: Annotated[Model, member_of(MODELS, "small_cnn", UserModel)] = Field(
         {}, validate_default=True
     )
-    # What the network learns
+    # Task: loss, metrics and scores
     task: Annotated[Task, member_of(TASKS, "classify", UserTask)] = Field({}, validate_default=True)
-    # Samples per step and rank; for text, word pieces. A phase may have its own
+    # Samples per step and rank, for text word pieces; a phase may override it
     batch_per_rank: int = Field(ge=1)
-    # One after the other
+    # Phases of the run, in order
     phases: tuple[Phase, ...] = Field(min_length=1)
-    # Except its learning rate, which follows
+    # Optimizer without its learning rate
     optimizer: Annotated[OptimizerRecipe, member_of(OPTIMIZERS, "sgd", UserOptimizer)] = Field(
         {}, validate_default=True
     )
-    # Over the whole run
+    # Learning rate over the whole run
     learning_rate: LearningRate
-    # Who updates the weights, and how often the ranks meet
+    # Strategy: how weights are updated, and how often ranks exchange
     strategy: Annotated[StrategyRecipe, member_of(STRATEGIES, "synchronous", by_name=True)] = Field(
         "synchronous", validate_default=True
     )
-    # A score whose time is reported; None: none
+    # Score whose time to reach is reported; None: no target
     target: Target | None = None
-    # When checkpoints are saved, and how many are kept
+    # Intervals of checkpoints, and the number to keep
     checkpoint: CheckpointSettings = CheckpointSettings()
-    # Type that the network computes in; weights are float32. Half precision is fast on GPUs with
+    # Type of the network's computations; weights are float32. Half precision is fast on GPUs with
     # tensor cores, and slow on CPUs
     precision: Literal["float32", "mixed_float16", "mixed_bfloat16"] = "float32"
-    # Decides the initial weights, the order of the samples and their augmentation
+    # Seed of the initial weights, the order of the samples and their augmentation
     seed: int = Field(0, ge=0, lt=2**32)
-    # File that `tfcommx probe` wrote, on every node; None: nominal prices
+    # File of `tfcommx probe`, on every node; None: nominal prices
     links: Path | None = None
-    # Ranks that count as a node; None: as the hosts are
+    # Number of ranks that count as a node; None: as on the hosts
     node_size: int | None = Field(None, ge=1)
-    # Threads of one operation in one process; None: TensorFlow's choice, all cores
+    # Threads of one operation in one process; None: TensorFlow's default, all cores
     threads: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
@@ -234,15 +234,15 @@ class Recipe(RecipePart):
     def rate(self, epoch: int, step: float, steps_per_epoch: int, ranks: int) -> float:
         """Return the learning rate of a step.
 
-        Phases may differ in batch, and so in steps per epoch: the whole run is counted in steps of
-        the first phase.
+        The whole run is counted in steps of the first phase, because phases may differ in batch and
+        therefore in steps per epoch.
 
         Args:
-            epoch: in [0, epochs).
-            step: of the epoch, in [0, steps_per_epoch); in a phase with other steps, the same share
-                of the epoch.
-            steps_per_epoch: of the first phase, >= 1.
-            ranks: >= 1.
+            epoch: epoch of the whole run, in [0, epochs).
+            step: step of the epoch, in [0, steps_per_epoch). In a phase with another number of
+                steps per epoch, the step of the first phase at the same share of the epoch.
+            steps_per_epoch: number of steps per epoch of the first phase, >= 1.
+            ranks: number of ranks, >= 1.
         """
         phase = self.phase_of_epoch()[epoch]
         counted = (epoch * steps_per_epoch + step, steps_per_epoch, self.epochs * steps_per_epoch)
@@ -250,7 +250,7 @@ class Recipe(RecipePart):
         return phase.learning_rate_factor * rate
 
     def build_model(self, objective: Objective) -> keras.Model:
-        """Build the network for an objective, in the recipe's precision."""
+        """Build the network for an objective, with the recipe's precision."""
         import keras
 
         before = keras.config.dtype_policy()
@@ -262,7 +262,7 @@ class Recipe(RecipePart):
 
     @property
     def epochs(self) -> int:
-        """Epochs of all phases."""
+        """Number of epochs of all phases."""
         return sum(phase.epochs for phase in self.phases)
 
     def scheme_of_epoch(self) -> list[Scheme]:
@@ -286,7 +286,7 @@ def read(path: Path, settings: Sequence[str] = ()) -> Recipe:
         path: a YAML file.
         settings: changes such as `phases.0.epochs=1`; values are YAML.
 
-    **Raises:** RecipeError that names the file, the place, what is wrong and the nearest key.
+    **Raises:** RecipeError with the file, the field, the problem and the nearest key.
     """
     try:
         tree = parse(Path(path).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""How the learning rate decays after the warm-up.
+"""Decay of the learning rate after the warm-up.
 
 To add a schedule: write a frozen `RecipePart` that satisfies `Schedule` (its settings, a `name` and
 `factor`, a pure function), and add a row to `SCHEDULES`.
@@ -21,10 +21,10 @@ class Schedule(Protocol):
         """Return the learning rate divided by its peak, in [0, 1].
 
         Args:
-            step: in [warm_up, steps), counted over the whole run.
-            warm_up: steps of the warm-up, >= 0.
-            steps: of the whole run.
-            steps_per_epoch: >= 1.
+            step: step of the whole run, in [warm_up, steps).
+            warm_up: number of steps of the warm-up, >= 0.
+            steps: number of steps of the whole run.
+            steps_per_epoch: number of steps of an epoch, >= 1.
         """
 
 
@@ -44,7 +44,7 @@ class Cosine(RecipePart):
 
 
 class Polynomial(RecipePart):
-    """(1 - end) (1 - progress) ** power + end; power 2 is usual with LARS.
+    """The polynomial (1 - end) (1 - progress) ** power + end; power 2 is usual with LARS.
 
     >>> Polynomial(power=2).factor(50, 0, 100, 10)
     0.25
@@ -55,7 +55,7 @@ class Polynomial(RecipePart):
 
     name: Literal["polynomial"] = "polynomial"
     power: float = Field(2.0, gt=0)
-    # Learning rate at the end over the peak
+    # Learning rate at the end of the run over the peak
     end: float = Field(0.0, ge=0, le=1)
 
     def factor(self, step: float, warm_up: float, steps: float, steps_per_epoch: float) -> float:
@@ -80,7 +80,7 @@ class StepDecay(RecipePart):
     """
 
     name: Literal["step"] = "step"
-    # Counted over the whole run; the decay comes at the beginning of the epoch
+    # Epochs of the whole run at whose beginning the rate decays
     at: tuple[Annotated[float, Field(gt=0)], ...] = Field((30, 60, 80), min_length=1)
     times: float = Field(0.1, gt=0, lt=1)
 
@@ -89,7 +89,7 @@ class StepDecay(RecipePart):
 
 
 class InverseSqrt(RecipePart):
-    """sqrt(warm_up / step): the peak at the end of the warm-up, half of it at four times that.
+    """The factor sqrt(warm_up / step): 1 at the end of the warm-up, 1/2 at four times that step.
 
     >>> InverseSqrt().factor(16000, 4000, 100000, 1000)
     0.5
@@ -114,5 +114,5 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def _progress(step: float, warm_up: float, steps: float) -> float:
-    """Return how much of the decay is done, in [0, 1)."""
+    """Return the completed share of the decay, in [0, 1)."""
     return (step - warm_up) / max(1.0, steps - warm_up)

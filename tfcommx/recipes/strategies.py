@@ -1,8 +1,8 @@
-"""Strategies of the recipes: who updates the weights, and how often ranks meet.
+"""Strategies of the recipes: how weights are updated, and how often ranks exchange.
 
 To add one: write a frozen `RecipePart` with a `name`, the strategy's options, and `build`; add a
-row to `STRATEGIES`. tfcommx's strategies load TensorFlow, so they are imported inside functions
-only.
+row to `STRATEGIES`. tfcommx's strategies are imported inside functions only, because they load
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class StrategyRecipe(Protocol):
 
     @property
     def overlapped_steps(self) -> int:
-        """Steps that are taken while all that an exchange sends travels, >= 0."""
+        """Number of steps during which the data of an exchange is in transit, >= 0."""
 
     @property
     def gathers_in_node(self) -> int:
         """All-gathers of whole vectors in a node beside a route by node, >= 0; a sum is two."""
 
     def build(self) -> Strategy:
-        """Build what `cx.DistributedOptimizer(strategy=)` takes."""
+        """Build the strategy for `cx.DistributedOptimizer(strategy=)`."""
 
 
 class SynchronousRecipe(RecipePart):
@@ -45,12 +45,12 @@ class SynchronousRecipe(RecipePart):
 
     @property
     def every(self) -> int:
-        """Ranks meet in every step."""
+        """1, because ranks exchange in every step."""
         return 1
 
     @property
     def overlapped_steps(self) -> int:
-        """Gradients arrive in the step that made them."""
+        """0, because gradients arrive in the step that computed them."""
         return 0
 
     @property
@@ -68,7 +68,7 @@ class SynchronousRecipe(RecipePart):
 class OuterSgd(RecipePart):
     """The outer optimizer of weight averaging: SGD with momentum, by default DiLoCo's."""
 
-    # Of the averaged updates; 1 without momentum is plain averaging
+    # Learning rate for the averaged updates; 1 without momentum is plain averaging
     learning_rate: float = Field(0.7, gt=0, allow_inf_nan=False)
     momentum: float = Field(0.9, ge=0, lt=1)
     nesterov: bool = True
@@ -85,18 +85,19 @@ class WeightAveragingRecipe(RecipePart):
     """Each rank applies its own gradients; every few steps the weights are averaged (local SGD)."""
 
     name: Literal["weight_averaging"] = "weight_averaging"
-    # Steps after which weights are averaged
+    # Number of steps from one average to the next
     every: int = Field(8, ge=1)
-    # The weights, by dense schemes; or the updates since the last average, by any scheme. With
-    # `outer` updates
+    # Values to send: the weights, by dense schemes, or the updates since the last average, by any
+    # scheme. With `outer`, updates are required
     sends: Literal["weights", "updates"] = "weights"
-    # Of the optimizer's state at an average: each rank keeps its own, all average, or all reset it
+    # Optimizer state at an average: each rank keeps its own, all ranks average it, or all reset it
     momentum: Literal["keep", "average", "reset"] = "keep"
-    # Moves the weights of the last average by the averaged updates; None: they become the average
+    # Optimizer that applies the averaged updates to the weights of the last average; None: weights
+    # become the average
     outer: OuterSgd | None = None
-    # Groups of variables whose averages are spread over the steps
+    # Number of groups of variables, whose averages are spread over the steps
     fragments: int = Field(1, ge=1)
-    # Steps for which training goes on while an average is in transit, at most every // fragments
+    # Steps of training while an average is in transit, at most every // fragments
     overlap: int = Field(0, ge=0)
 
     @model_validator(mode="after")
@@ -113,7 +114,7 @@ class WeightAveragingRecipe(RecipePart):
 
     @property
     def overlapped_steps(self) -> int:
-        """Fragments travel one after another, each while `overlap` steps are taken."""
+        """Sum of `overlap` over the fragments, because these are sent one after another."""
         return self.fragments * self.overlap
 
     @property
@@ -122,7 +123,7 @@ class WeightAveragingRecipe(RecipePart):
         return 0
 
     def build(self) -> Strategy:
-        """Build tfcommx's WeightAveraging. **Raises:** ConfigurationError for options at odds."""
+        """Build WeightAveraging. **Raises:** ConfigurationError for conflicting options."""
         from tfcommx.strategies import WeightAveraging as Built
 
         outer = None if self.outer is None else self.outer.build()

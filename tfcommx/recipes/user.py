@@ -1,7 +1,7 @@
 """A user's own model, data set, task or optimizer in a recipe, named `module:function`.
 
-The module is found on Python's path or in the folder where the run starts, and loaded when training
-starts: reading a recipe only checks that there is such a module.
+The module must be on Python's path or in the folder where the run starts. It is loaded when
+training starts; reading a recipe only checks that the module exists.
 
     model: {name: "shop.models:build_net", width: 64}
 
@@ -34,15 +34,15 @@ class UserFunction(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    # module:function
+    # Name of the function: module:function
     name: str
 
     @field_validator("name")
     @classmethod
-    def _is_there(cls, name: str) -> str:
+    def _exists(cls, name: str) -> str:
         if not FORM.fullmatch(name):
             raise ValueError(f"module:function is required. Received {name!r}.")
-        _look_here()
+        _add_current_folder()
         top = name.partition(":")[0].partition(".")[0]
         if importlib.util.find_spec(top) is None:
             raise ValueError(
@@ -51,19 +51,19 @@ class UserFunction(BaseModel):
             )
         return name
 
-    def call(self, **given: Any) -> Any:
-        """Call the function with what the run gives it and with the settings.
+    def call(self, **arguments: Any) -> Any:
+        """Call the function with the arguments of the run and with the settings.
 
-        **Raises:** RecipeError if there is no such function.
+        **Raises:** RecipeError if the module has no such function.
         """
-        _look_here()
+        _add_current_folder()
         module, _, name = self.name.partition(":")
         function: Callable[..., Any] | None = None
         if importlib.util.find_spec(module) is not None:
             function = getattr(importlib.import_module(module), name, None)
         if function is None:
             raise RecipeError(f"The module {module!r} has no function {name!r}.")
-        return function(**given, **(self.model_extra or {}))
+        return function(**arguments, **(self.model_extra or {}))
 
 
 class UserModel(UserFunction):
@@ -77,7 +77,7 @@ class UserDataset(UserFunction):
     """`function(place, **settings)` returns `recipes.families.Data`, as `open_arrays` does."""
 
     def fetch(self) -> None:
-        """Do nothing: the function downloads what it needs."""
+        """Do nothing, because the function downloads its own files."""
 
     def build(self, place: DataRank) -> Data:
         data: Data = self.call(place=place)
@@ -97,15 +97,15 @@ class UserOptimizer(UserFunction):
 
     @property
     def momentum(self) -> float:
-        """Momentum as the settings have it; 0 if they have none of this name."""
+        """The setting `momentum`; 0 if there is none."""
         return float((self.model_extra or {}).get("momentum", 0.0))
 
     def build(self) -> keras.optimizers.Optimizer:
         return self.call()
 
 
-def _look_here() -> None:
-    """Put the current folder at the end of Python's path."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+def _add_current_folder() -> None:
+    """Append the current folder to Python's path."""
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)

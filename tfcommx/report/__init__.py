@@ -1,6 +1,6 @@
-"""What people look at: progress while a run goes, its report, pictures, TensorBoard events.
+"""Output for people: the progress of a run, its report, figures, and TensorBoard events.
 
-No TensorFlow is imported until events are written, so `tfcommx report` is quick.
+`tfcommx report` is quick because TensorFlow is imported only when events are written.
 """
 
 from tfcommx.report.dry_run import read_alone, show_dry_run, write_dry_run

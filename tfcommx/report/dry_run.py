@@ -22,9 +22,9 @@ from tfcommx.report.summary import (
 FILE = "dry_run.json"
 
 
-def write_dry_run(found: dict[str, Any], folder: Path) -> None:
-    """Write the report of a dry run into a folder, which is made. **Ranks:** rank 0 only."""
-    write_json(found, Path(folder) / FILE)
+def write_dry_run(report: dict[str, Any], folder: Path) -> None:
+    """Write the report of a dry run into a folder, created if needed. **Ranks:** rank 0 only."""
+    write_json(report, Path(folder) / FILE)
 
 
 def read_alone(folder: Path) -> list[float]:
@@ -35,8 +35,8 @@ def read_alone(folder: Path) -> list[float]:
     path = Path(folder) / FILE
     remedy = f"Make it: tfcommx train CONFIG --dry-run --output {folder}."
     with reading("A dry run of one process", path, remedy, ReportError):
-        found = json.loads(path.read_text())
-        ranks, rates = found["ranks"], [phase["throughput"] for phase in found["phases"]]
+        report = json.loads(path.read_text())
+        ranks, rates = report["ranks"], [phase["throughput"] for phase in report["phases"]]
     if ranks != 1:
         raise ReportError(
             f"A dry run of one process is required. Received one of {ranks} in {path}. Make it "
@@ -45,15 +45,15 @@ def read_alone(folder: Path) -> list[float]:
     return rates
 
 
-def show_dry_run(found: dict[str, Any], console: Console | None = None) -> None:
+def show_dry_run(report: dict[str, Any], console: Console | None = None) -> None:
     """Print the report of a dry run."""
     console = console or Console(highlight=False, width=120)
-    table = Table(title=f"{found['name']}: dry run, made-up data", title_justify="left")
+    table = Table(title=f"{report['name']}: dry run, made-up data", title_justify="left")
     for heading in ("phase", "epochs", "size", "batch", "step", "of it waiting for gradients"):
         table.add_column(heading, justify="right")
-    for heading in (f"{found['counted']}/s", "bytes a step, one rank", "predicted"):
+    for heading in (f"{report['counted']}/s", "bytes a step, one rank", "predicted"):
         table.add_column(heading, justify="left" if "bytes" in heading else "right")
-    for number, phase in enumerate(found["phases"], 1):
+    for number, phase in enumerate(report["phases"], 1):
         sent = [
             f"{route}: {bytes_text(kinds['between'])} between nodes, "
             f"{bytes_text(kinds['inside'])} inside"
@@ -62,7 +62,7 @@ def show_dry_run(found: dict[str, Any], console: Console | None = None) -> None:
         table.add_row(
             str(number),
             str(phase["epochs"]),
-            size_text({**phase, **found}),
+            size_text({**phase, **report}),
             str(phase["global_batch"]),
             f"{1e3 * phase['step_seconds']:.1f} ms",
             f"{1e3 * phase['gradients_seconds']:.1f} ms",
@@ -71,20 +71,20 @@ def show_dry_run(found: dict[str, Any], console: Console | None = None) -> None:
             time_text(phase["predicted_seconds"]),
         )
     console.print(table)
-    for number, phase in enumerate(found["phases"], 1):
+    for number, phase in enumerate(report["phases"], 1):
         if densities := phase.get("warm_up"):
             listed = ", ".join(f"{density:g}" for density in densities)
             console.print(
                 f"phase {number}: its first epochs, of density {listed}, were not run: they count "
                 "as the others, though they send more"
             )
-    gpu = found.get("gpu_memory_bytes")
-    memory = f"{bytes_text(found['memory_bytes'])} of memory"
+    gpu = report.get("gpu_memory_bytes")
+    memory = f"{bytes_text(report['memory_bytes'])} of memory"
     memory += f", {bytes_text(gpu)} of the GPU's" if gpu else ""
     console.print(
-        f"{plural(found['ranks'], 'process')} on {plural(found['nodes'], 'node')}, "
-        f"{found['parameters']:,} parameters"
+        f"{plural(report['ranks'], 'process')} on {plural(report['nodes'], 'node')}, "
+        f"{report['parameters']:,} parameters"
         f"; the largest process takes {memory}\n"
-        f"the whole run: {time_text(found['predicted_seconds'])}, without waiting for data, "
+        f"the whole run: {time_text(report['predicted_seconds'])}, without waiting for data, "
         "evaluation and saving"
     )

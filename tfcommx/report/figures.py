@@ -1,4 +1,4 @@
-"""Figures of a run, of several runs side by side, of measured links, of machines to rent."""
+"""Figures of one run, of several runs, of measured links, and of machines to rent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PICTURES = ("learning_curve.png", "time_breakdown.png")
 
 
 def draw(summary: dict[str, Any], folder: Path) -> None:
-    """Draw the pictures of a run into its folder: how it learned, and where the time went."""
+    """Draw the pictures of a run into its folder: learning curve and time breakdown."""
     from matplotlib.figure import Figure  # Without pyplot: no display, no global state
 
     for name, plot in zip(PICTURES, (_learning_curve, _time_breakdown), strict=True):
@@ -72,10 +72,10 @@ def draw_links(links: Links, points: Mapping[str, Points], by_engine: bool, path
     """Draw measured times over the size of the message, and the fitted lines.
 
     Args:
-        links: as fitted to the times.
+        links: the links fitted to the times.
         points: "inside", "between" -> latency terms, bytes and seconds of every size.
-        by_engine: whether the engine's time is in the points.
-        path: of the picture.
+        by_engine: whether the measured times include the engine's.
+        path: the picture to write.
     """
     from matplotlib.figure import Figure
 
@@ -87,9 +87,10 @@ def draw_links(links: Links, points: Mapping[str, Points], by_engine: bool, path
             continue
         sizes = [size for _, size, _ in measured]
         seconds = [seconds for _, _, seconds in measured]
-        more = links.engine_s if by_engine else 0.0
+        engine_s = links.engine_s if by_engine else 0.0
         fitted = [
-            more + terms * link.alpha_s + size * link.beta_s_per_byte for terms, size, _ in measured
+            engine_s + terms * link.alpha_s + size * link.beta_s_per_byte
+            for terms, size, _ in measured
         ]
         text = f"{link.alpha_s * 1e6:.0f} us + {link.beta_s_per_byte * 1e9:.3g} ns per byte"
         axes.plot(sizes, seconds, "o", color=colour, label=f"{kind} nodes, measured")
@@ -103,12 +104,12 @@ def draw_links(links: Links, points: Mapping[str, Points], by_engine: bool, path
         figure.savefig(part, dpi=120)
 
 
-# By the name under which it is shown
+# Name shown in figures -> summary
 Runs = Mapping[str, dict[str, Any]]
 
 
 def curves(runs: Runs) -> Figure:
-    """Draw all panels of how the runs learned into one picture."""
+    """Draw all learning curves of the runs into one picture."""
     from matplotlib.figure import Figure  # Without pyplot: no display, no global state
 
     figure = Figure(figsize=(10, 7), layout="constrained")
@@ -120,17 +121,17 @@ def curves(runs: Runs) -> Figure:
 
 
 def panels(runs: Runs) -> dict[str, Figure]:
-    """Draw a figure for each panel of how the runs learned, by its title."""
+    """Draw a figure for each learning curve; return them by title."""
     from matplotlib.figure import Figure
 
-    found = {}
-    for what, draw in LEARNING.items():
-        found[what] = Figure(figsize=(5, 3.4), layout="constrained")
-        axes = found[what].subplots()
+    figures = {}
+    for title, draw in LEARNING.items():
+        figures[title] = Figure(figsize=(5, 3.4), layout="constrained")
+        axes = figures[title].subplots()
         draw(axes, runs)
         if len(runs) > 1:
             axes.legend(fontsize=8)
-    return found
+    return figures
 
 
 def _accuracy(axes: Axes, runs: Runs) -> None:
@@ -166,7 +167,7 @@ def _throughput(axes: Axes, runs: Runs) -> None:
     _by_whole_epochs(axes)
 
 
-# What a panel shows -> what draws it, in the order of the picture
+# Title of a panel -> function that draws it, in the order of the picture
 LEARNING: dict[str, Callable[[Axes, Runs], None]] = {
     "accuracy over epochs": _accuracy,
     "accuracy over time": _accuracy_over_time,
@@ -199,12 +200,12 @@ def time_spent(runs: Runs) -> Figure:
     figure = Figure(figsize=(5, 2.0 + 0.4 * len(runs)), layout="constrained")
     axes = figure.subplots()
     seconds = {name: seconds_by_part(summary["rows"]) for name, summary in runs.items()}
-    left = [0.0] * len(runs)
+    starts = [0.0] * len(runs)
     for part, meaning in PARTS.items():
-        widths = [found[part] for found in seconds.values()]
+        widths = [parts[part] for parts in seconds.values()]
         if any(widths):
-            axes.barh(range(len(runs)), widths, left=left, height=0.7, label=meaning)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
+            axes.barh(range(len(runs)), widths, left=starts, height=0.7, label=meaning)
+            starts = [a + b for a, b in zip(starts, widths, strict=True)]
     axes.set(xlabel="seconds on rank 0", yticks=range(len(runs)), yticklabels=list(runs))
     axes.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=2, fontsize=7)
@@ -212,7 +213,7 @@ def time_spent(runs: Runs) -> Figure:
 
 
 def bytes_sent(runs: Runs) -> Figure:
-    """Draw the bytes between nodes beside those of dense gradients."""
+    """Draw the bytes between nodes next to those of dense gradients."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 1.4 + 0.4 * len(runs)), layout="constrained")
@@ -230,7 +231,7 @@ def bytes_sent(runs: Runs) -> Figure:
 
 
 def between_nodes(runs: Runs) -> bool:
-    """Tell whether any of the runs had several nodes, and so bytes between them."""
+    """Return True if any of the runs had several nodes, and therefore bytes between them."""
     return any(summary["bytes_between_nodes_dense"] for summary in runs.values())
 
 
@@ -242,19 +243,19 @@ def draw_machines(rows: Sequence[Row], path: Path) -> None:
 
     Args:
         rows: the best scheme of each cell, as `tfcommx machines` writes them.
-        path: of the picture; its suffix, such as .svg or .png, says how it is written.
+        path: the picture to write; its suffix, such as .svg or .png, decides the format.
     """
     from matplotlib.figure import Figure  # Without pyplot: no display, no global state
 
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(9, 0.6 + 3.8 * len(models)), layout="constrained")
     panels = figure.subplots(len(models), 2, squeeze=False)
-    for model, (left, right) in zip(models, panels, strict=True):
-        mine = [row for row in rows if row["model"] == model]
-        for name, line in _lines(mine).items():
-            _draw_line(left, right, name, line)
-        ringed = [row for row in mine if row["unbeaten"]]
-        left.plot(
+    for model, (cost_axes, scaling_axes) in zip(models, panels, strict=True):
+        model_rows = [row for row in rows if row["model"] == model]
+        for name, line in _lines(model_rows).items():
+            _draw_line(cost_axes, scaling_axes, name, line)
+        ringed = [row for row in model_rows if row["unbeaten"]]
+        cost_axes.plot(
             *_minutes_and_costs(ringed),
             "o",
             markersize=11,
@@ -262,10 +263,10 @@ def draw_machines(rows: Sequence[Row], path: Path) -> None:
             markeredgecolor="0.3",
             label="nothing is both faster and cheaper",
         )
-        left.set(xlabel="minutes of an epoch", ylabel="cost of an epoch", title=model)
-        left.set_ylim(0, 1.1 * max(row["epoch_cost"] for row in mine))
-        right.set(xlabel="ranks", ylabel="scaling efficiency", ylim=(0, 1.05))
-        for axes in (left, right):
+        cost_axes.set(xlabel="minutes of an epoch", ylabel="cost of an epoch", title=model)
+        cost_axes.set_ylim(0, 1.1 * max(row["epoch_cost"] for row in model_rows))
+        scaling_axes.set(xlabel="ranks", ylabel="scaling efficiency", ylim=(0, 1.05))
+        for axes in (cost_axes, scaling_axes):
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
     handles, labels = panels[0][0].get_legend_handles_labels()
@@ -275,7 +276,7 @@ def draw_machines(rows: Sequence[Row], path: Path) -> None:
 
 
 def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each machine; where a file lists other values than nodes, of each value.
+    """Return rows by machine and by those of its settings, except nodes, with several values.
 
     >>> row = {"machine": "a", "model": "m", "nodes": 2, "slots": 1, "between_gbit": 10, "ranks": 2}
     >>> list(_lines([row, {**row, "nodes": 4}, {**row, "between_gbit": 25}]))
@@ -283,23 +284,23 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """
     names = list(rows[0])
     listed = [x for x in names[1 : names.index("ranks")] if x not in ("model", "nodes")]
-    found: dict[str, list[Row]] = {}
+    lines: dict[str, list[Row]] = {}
     for row in rows:
         values = {x: {o[x] for o in rows if o["machine"] == row["machine"]} for x in listed}
         several = [f"{x} {_in_words(row[x])}" for x in listed if len(values[x]) > 1]
-        found.setdefault(", ".join([row["machine"], *several]), []).append(row)
-    return found
+        lines.setdefault(", ".join([row["machine"], *several]), []).append(row)
+    return lines
 
 
 def _in_words(value: Any) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def _draw_line(left: Axes, right: Axes, name: str, rows: Sequence[Row]) -> None:
+def _draw_line(cost_axes: Axes, scaling_axes: Axes, name: str, rows: Sequence[Row]) -> None:
     minutes, costs = _minutes_and_costs(rows)
-    left.plot(minutes, costs, "o-", label=name)
+    cost_axes.plot(minutes, costs, "o-", label=name)
     for row, minute in zip(rows, minutes, strict=True):
-        left.annotate(
+        cost_axes.annotate(
             str(row["nodes"]),
             (minute, row["epoch_cost"]),
             xytext=(4, 5),
@@ -307,7 +308,7 @@ def _draw_line(left: Axes, right: Axes, name: str, rows: Sequence[Row]) -> None:
             fontsize=7,
         )
     ranks = [row["ranks"] for row in rows]
-    right.plot(ranks, [row["scaling_efficiency"] for row in rows], "o-")
+    scaling_axes.plot(ranks, [row["scaling_efficiency"] for row in rows], "o-")
 
 
 def _minutes_and_costs(rows: Sequence[Row]) -> tuple[list[float], list[float]]:

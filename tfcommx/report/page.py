@@ -1,4 +1,4 @@
-"""What a run writes at its end, and the report as one HTML page with its figures inside."""
+"""The files that a run writes at its end, and the report as one HTML page with its figures."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ th { font-weight: 600; border-bottom: 2px solid #999; white-space: normal; verti
 
 
 def write_report(summary: dict[str, Any], folder: Path) -> None:
-    """Write summary.json, the pictures and the page into a run's folder, which is made.
+    """Write summary.json, the pictures and the page into a run's folder, created if needed.
 
     Args:
-        summary: as `training.train` made it.
-        folder: of the run.
+        summary: the summary that `training.train` made.
+        folder: the folder of the run.
 
     **Ranks:** rank 0 only.
     """
@@ -71,11 +71,11 @@ def write_report(summary: dict[str, Any], folder: Path) -> None:
 
 
 def write_page(runs: Runs, folder: Path) -> list[Path]:
-    """Write the page, and its curves as a picture, into a folder, which is made.
+    """Write the page, and its curves as a picture, into a folder, created if needed.
 
     Args:
         runs: name -> summary, as `summary.read` returns it; at least one.
-        folder: of the page.
+        folder: the folder of the page.
 
     Returns:
         The files.
@@ -119,19 +119,19 @@ def page(runs: Runs) -> str:
 
 
 def _pictures(figures: Mapping[str, Figure]) -> str:
-    """Return figures beside each other where there is room."""
-    drawn = "\n".join(_picture(figure, what) for what, figure in figures.items())
+    """Return figures next to each other where the page is wide enough."""
+    drawn = "\n".join(_picture(figure, title) for title, figure in figures.items())
     return f'<div class="pictures">{drawn}</div>'
 
 
-def _picture(figure: Figure, what: str) -> str:
+def _picture(figure: Figure, title: str) -> str:
     import matplotlib
 
     drawn = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(drawn, format="svg")
     data = base64.b64encode(drawn.getvalue()).decode()
-    return f'<img alt="{what}" src="data:image/svg+xml;base64,{data}">'
+    return f'<img alt="{title}" src="data:image/svg+xml;base64,{data}">'
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -151,9 +151,9 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _scores(row: dict[str, Any]) -> str:
-    """Return the accuracy on the test set, and what else was scored."""
-    more = "".join(f", {name} {value:.4f}" for name, value in more_scores(row).items())
-    return f"{row['test_accuracy']:.4f}{more}"
+    """Return the accuracy on the test set, and the other test scores."""
+    further = "".join(f", {name} {value:.4f}" for name, value in more_scores(row).items())
+    return f"{row['test_accuracy']:.4f}{further}"
 
 
 def _runs_table(runs: Runs) -> str:
@@ -198,17 +198,17 @@ def _runs_table(runs: Runs) -> str:
 
 def _breakdown_table(runs: Runs) -> str:
     seconds = {name: seconds_by_part(summary["rows"]) for name, summary in runs.items()}
-    whole = {name: sum(found.values()) or 1.0 for name, found in seconds.items()}
+    totals = {name: sum(parts.values()) or 1.0 for name, parts in seconds.items()}
     rows = [
         (
             meaning,
             *(
-                f"{found[part]:.1f} s, {100 * found[part] / whole[name]:.0f} %"
-                for name, found in seconds.items()
+                f"{parts[part]:.1f} s, {100 * parts[part] / totals[name]:.0f} %"
+                for name, parts in seconds.items()
             ),
         )
         for part, meaning in PARTS.items()
-        if any(found[part] for found in seconds.values())
+        if any(parts[part] for parts in seconds.values())
     ]
     return _table(("on rank 0", *runs), rows)
 

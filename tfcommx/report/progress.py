@@ -1,4 +1,4 @@
-"""Shows the progress of a run: a bar on a terminal, else a line for each epoch."""
+"""Progress of a run: a bar on a terminal, otherwise a line for each epoch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfcommx.report.summary import more_scores, scheme_text, size_text
 
 # Without a terminal: seconds between two lines in long epochs
 LINE_SECONDS = 60.0
-# Columns of the bar: the fewest that it is shown in, and the most
+# Smallest and largest number of columns of the bar; with less space there is no bar
 BAR_COLUMNS = 8, 40
 
 
@@ -28,12 +28,12 @@ class ProgressDisplay:
     """One bar over all steps of a run on a terminal; elsewhere one plain line per epoch.
 
     Args:
-        steps: of the whole run, >= 1.
-        epochs: of the whole run, >= 1.
-        shown: whether anything is shown; on rank 0 only.
-        stream: where to; None: stdout.
-        terminal: device file of a terminal. Under horovodrun stdout is a pipe; the bar then goes
-            to this device, if it is a terminal that may be written to.
+        steps: the number of steps of the whole run, >= 1.
+        epochs: the number of epochs of the whole run, >= 1.
+        shown: whether anything is shown; True on rank 0 only.
+        stream: the output stream; None: stdout.
+        terminal: device file of a terminal, to which the bar is written if stdout is no terminal,
+            because under horovodrun stdout is a pipe. Used only if it is a writable terminal.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ProgressDisplay:
     ) -> None:
         width = None
         if shown and stream is None and terminal and not sys.stdout.isatty():
-            # No such device, or not ours: plain lines then
+            # Without such a device, or without the right to open it: plain lines
             with contextlib.suppress(OSError):
                 device = os.open(terminal, os.O_WRONLY | os.O_NOCTTY)
                 stream = os.fdopen(device, "w") if os.isatty(device) else None
@@ -76,16 +76,16 @@ class ProgressDisplay:
             self.bar.stop()
 
     def step(self, status: dict[str, Any] | None = None) -> None:
-        """Count one step, and show how the epoch goes.
+        """Count one step, and show the status of the epoch.
 
         Args:
             status: epoch and step, from 1; steps of the epoch; loss and accuracy so far;
-                throughput, of what is `counted`; data and gradients: shares of the time in steps
-                that were spent waiting for them. None: nothing is known.
+                throughput, in `counted` per second; data and gradients: shares of the time in steps
+                that were spent waiting for them. None: unknown.
         """
         self.done += 1
         if self.done == 1:
-            # Tracing came before it
+            # Restart the clock of plain lines, because the time before includes tracing
             self.last_line = time.monotonic()
         if self.bar:
             parts = [] if status is None else status_parts(status)
@@ -99,15 +99,15 @@ class ProgressDisplay:
             )
 
     def _print(self, line: str) -> None:
-        """Print a line with the time that remains, by the steps so far."""
+        """Print a line with the remaining time, extrapolated from the steps so far."""
         self.last_line = time.monotonic()
-        gone = self.last_line - self.started
-        remaining = gone / self.done * (self.steps - self.done) if self.done else 0.0
+        elapsed = self.last_line - self.started
+        remaining = elapsed / self.done * (self.steps - self.done) if self.done else 0.0
         percent = 100 * self.done // self.steps
-        self.console.print(f"{line}  {percent:3} %, {gone:.0f} s, {remaining:.0f} s remaining")
+        self.console.print(f"{line}  {percent:3} %, {elapsed:.0f} s, {remaining:.0f} s remaining")
 
     def epoch(self, row: dict[str, Any]) -> None:
-        """Show the row of an epoch that has ended."""
+        """Show the row of a finished epoch."""
         if not self.shown:
             return
         line = (
@@ -123,18 +123,18 @@ class ProgressDisplay:
             self._print(line)
 
     def say(self, line: str) -> None:
-        """Show a line of its own."""
+        """Show a separate line."""
         if self.shown:
             (self.bar.console if self.bar else self.console).print(line)
 
 
 class Line(ProgressColumn):
-    """The whole line of a running task, as much of it as the terminal has columns for.
+    """The line of a running task, cut to the columns of the terminal.
 
     epoch 6/11 ━━━━━━╺━━━━━ 530/990 1:04, 0:55 left  loss 0.500  accuracy 0.8100  1234 images/s ...
 
-    Count, times and loss are always shown. The bar and then the other parts of the status follow
-    as long as they fit; the bar takes what room remains.
+    Count, times and loss are always shown. The bar and then the other parts of the status are
+    added as long as they fit; the bar is widened to the remaining columns, up to its largest size.
     """
 
     def __init__(self, console: Console) -> None:
@@ -142,17 +142,17 @@ class Line(ProgressColumn):
         self.console = console
 
     def render(self, task: Task) -> Table:
-        """Make the line."""
+        """Return the line as a table of one row."""
         count = f"{int(task.completed):{len(f'{task.total:.0f}')}}/{task.total:.0f}"
         times = f"{clock(task.elapsed)}, {clock(task.time_remaining)} left"
         status: Sequence[str] = task.fields["status"]
-        loss, *more = [*status, ""]
+        loss, *optional = [*status, ""]
         shown = f"{count} {times}  {loss}".rstrip()
         least, most = BAR_COLUMNS
         room = self.console.width - len(task.description) - len(shown) - 1
         bar = room > least
         room -= (least + 1) * bar
-        for part in filter(None, more):
+        for part in filter(None, optional):
             if len(part) + 2 > room:
                 break
             shown, room = f"{shown}  {part}", room - len(part) - 2
@@ -168,7 +168,7 @@ class Line(ProgressColumn):
 
 
 def clock(seconds: float | None) -> str:
-    """Return seconds as a clock shows them.
+    """Return seconds in the form of a clock.
 
     >>> clock(64.2), clock(3665), clock(None)
     ('1:04', '1:01:05', '-:--')
@@ -181,7 +181,7 @@ def clock(seconds: float | None) -> str:
 
 
 def status_parts(status: dict[str, Any]) -> list[str]:
-    """Return how an epoch goes, in parts, the most important first.
+    """Return the status of an epoch in parts, the most important first.
 
     >>> status_parts({"loss": 0.5, "accuracy": 0.81, "throughput": 1234.5,
     ...               "counted": "images", "data": 0.02, "gradients": 0.3})

@@ -1,4 +1,4 @@
-"""summary.json: written at the end of a run, read by `tfcommx report`; and texts made from it."""
+"""summary.json, written at the end of a run and read by `tfcommx report`, and texts from it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PARTS = {
     "saving": "saving checkpoints",
     "other": "averaging, comparing, reporting",
 }
-# Of these, what a phase's throughput counts
+# The parts that a phase's throughput counts
 STEADY = ("data", "compute", "gradients", "update")
-# What a summary must hold so that it can be shown
+# Keys that a summary must have to be shown
 REQUIRED = (
     "test_accuracy",
     "ranks",
@@ -41,7 +41,7 @@ class ReportError(DataError):
 
 
 def scheme_text(row: dict[str, Any]) -> str:
-    """Return the route and, of a sparse scheme, the rule and density of an epoch's row."""
+    """Return the route of an epoch's row and, if its scheme is sparse, the rule and density."""
     sparse = "" if row["selection"] == "all" else f" {row['selection']} {row['density']:g}"
     return f"{row['route']}{sparse}"
 
@@ -70,15 +70,15 @@ def more_scores(row: dict[str, Any]) -> dict[str, float]:
 
 
 def time_to_target(rows: list[dict[str, Any]], score: str, at_least: float) -> dict[str, Any]:
-    """Return in which epoch, and after how many seconds, a score was reached; None if it was not.
+    """Return the epoch and the seconds at which a score was reached; both None if it was not.
 
     >>> rows = [{"epoch": n, "test_top5": n / 4, "clock_seconds": 10.0 * n} for n in (1, 2, 3)]
     >>> time_to_target(rows, "top5", 0.5)
     {'score': 'top5', 'at_least': 0.5, 'best': 0.75, 'epoch': 2, 'seconds': 20.0}
 
     Args:
-        rows: of the epochs that have ended. Rows of an earlier process may lack score and clock.
-        score: its name, without `test_`.
+        rows: rows of the finished epochs. Rows of an earlier process may lack score and clock.
+        score: the name of the score, without `test_`.
         at_least: the value to reach.
     """
     name = f"test_{score}"
@@ -113,7 +113,7 @@ def target_text(target: dict[str, Any]) -> str:
 
 
 def snapshots_text(cost: dict[str, Any]) -> str:
-    """Return a sentence on what snapshots in memory have cost.
+    """Return a sentence on the cost of snapshots in memory.
 
     >>> snapshots_text(dict(count=12, copy_seconds=0.0041, write_seconds=0.21, bytes=2_000_000))
     '12 of 2 MB; for each one steps waited 4.1 ms, and it was written within 0.21 s beside them'
@@ -126,21 +126,21 @@ def snapshots_text(cost: dict[str, Any]) -> str:
 
 
 def seconds_by_part(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the seconds of all epochs' rows, by part; 0 for what was not measured."""
+    """Return the seconds of all epochs' rows by part; 0 for a part that was not measured."""
     return {part: sum(row["seconds"].get(part, 0.0) for row in rows) for part in PARTS}
 
 
 def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each phase with a finished epoch, as in the paper's table 4.
 
-    Throughput counts steps and waiting for data, but not first steps, which trace. Scaling
+    Throughput counts steps and waiting for data, but not first steps, because these trace. Scaling
     efficiency is the throughput divided by that of one process times the number of processes; None
-    if one process was not measured.
+    if the throughput of one process was not measured.
 
     **Source:** Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
     Clusters" (2021), section 5.6, table 4.
     """
-    found = []
+    phases = []
     for phase in sorted({row["phase"] for row in summary["rows"]}):
         rows = [row for row in summary["rows"] if row["phase"] == phase]
         samples = busy = processes = 0.0
@@ -151,7 +151,7 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
             processes += seconds * row["ranks"]
         rate = samples / busy if busy else 0.0
         alone = dict(enumerate(summary.get("alone", ()), 1)).get(phase)
-        found.append(
+        phases.append(
             {
                 "phase": phase,
                 "epochs": len(rows),
@@ -164,7 +164,7 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
                 "efficiency": samples / (alone * (processes or 1.0)) if alone else None,
             }
         )
-    return found
+    return phases
 
 
 def phase_cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -202,7 +202,7 @@ def epoch_cells(row: dict[str, Any], test: str) -> tuple[str, ...]:
 
 
 def plural(count: int, word: str) -> str:
-    """Return a count with its noun, plural if need be.
+    """Return a count with its noun, in the plural unless it is 1.
 
     >>> plural(2, "node"), plural(1, "process")
     ('2 nodes', '1 process')
@@ -230,19 +230,21 @@ def time_text(seconds: float) -> str:
     >>> time_text(12.3), time_text(150), time_text(4000)
     ('12 s', '2 min 30 s', '1 h 6 min')
     """
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes == 0:
-        return f"{rest} s"
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+        return f"{remainder} s"
+    return (
+        f"{minutes} min {remainder} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    )
 
 
-def write_json(found: dict[str, Any], path: Path) -> None:
-    """Write a JSON file atomically; make its folder."""
-    write_text(path, json.dumps(found, indent=1) + "\n")
+def write_json(contents: dict[str, Any], path: Path) -> None:
+    """Write a JSON file atomically; create its folder."""
+    write_text(path, json.dumps(contents, indent=1) + "\n")
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read the summary.json of a run's folder, as `training.train` made it.
+    """Read the summary.json that `training.train` made in a run's folder.
 
     **Raises:** ReportError if there is none, or if it lacks a key.
     """

@@ -1,4 +1,4 @@
-"""TensorBoard events, written while a run goes on."""
+"""TensorBoard events, written during a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tfcommx.report.summary import more_scores
 
-# Of an epoch's row
+# Fields of an epoch's row that become scalars
 SCALARS = (
     "loss",
     "train_accuracy",
@@ -25,7 +25,7 @@ class TensorBoardEvents:
     """Writes the numbers of epochs and steps as TensorBoard scalars.
 
     Args:
-        folder: where the event files go.
+        folder: the folder of the event files.
 
     **Ranks:** rank 0 only.
     """
@@ -37,7 +37,12 @@ class TensorBoardEvents:
         self.written_at = 0.0
 
     def step(self, number: int, status: dict[str, Any]) -> None:
-        """Write what `Progress.step` shows, about once a second; steps count from 1."""
+        """Write the status that `ProgressDisplay.step` shows, about once a second.
+
+        Args:
+            number: the step of the run, counted from 1.
+            status: as `ProgressDisplay.step` takes it.
+        """
         import tensorflow as tf
 
         if time.monotonic() - self.written_at < STEP_SECONDS:
@@ -50,7 +55,7 @@ class TensorBoardEvents:
                 tf.summary.scalar(f"step/waiting_for_{name}", status[name])
 
     def epoch(self, row: dict[str, Any]) -> None:
-        """Write an epoch's row, at its number."""
+        """Write an epoch's row at the number of the epoch."""
         import tensorflow as tf
 
         with self.writer.as_default(step=row["epoch"]):

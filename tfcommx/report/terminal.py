@@ -27,7 +27,7 @@ from tfcommx.report.summary import (
     time_text,
 )
 
-# Columns if the output is a pipe or a file, which has no width of its own: the widest table fits
+# Columns if the output is a pipe or a file, which have no width: enough for the widest table
 WIDE = 120
 
 
@@ -43,9 +43,9 @@ def show_run(folder: Path) -> None:
     """
     show(read(folder))
     pictures = [str(folder / name) for name in PICTURES if (folder / name).exists()]
-    for what, paths in (("pictures", pictures), ("all files", [str(folder)])):
+    for label, paths in (("pictures", pictures), ("all files", [str(folder)])):
         if paths:
-            print(f"{what}: {', '.join(paths)}")
+            print(f"{label}: {', '.join(paths)}")
 
 
 def show(summary: dict[str, Any], console: Console | None = None) -> None:
@@ -58,7 +58,7 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
 
 
 def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
-    """Print the totals and the breakdown of several runs beside each other.
+    """Print the totals and the time breakdown of several runs, one column for each run.
 
     Args:
         runs: name -> summary.
@@ -76,9 +76,9 @@ def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
     ):
         table.add_row(heading, *map(text, runs.values()))
     for part, meaning in PARTS.items():
-        found = [seconds_by_part(run["rows"])[part] for run in runs.values()]
-        if any(found):
-            table.add_row(meaning, *(f"{seconds:.1f} s" for seconds in found))
+        part_seconds = [seconds_by_part(run["rows"])[part] for run in runs.values()]
+        if any(part_seconds):
+            table.add_row(meaning, *(f"{seconds:.1f} s" for seconds in part_seconds))
     terminal_console().print(table)
 
 
@@ -136,16 +136,16 @@ def _totals(summary: dict[str, Any]) -> Table:
 def _breakdown(summary: dict[str, Any]) -> Table:
     table = Table(title="where rank 0's time went", title_justify="left", show_header=False)
     seconds = seconds_by_part(summary["rows"])
-    whole = sum(seconds.values()) or 1
+    total = sum(seconds.values()) or 1
     for part, meaning in PARTS.items():
         if not seconds[part]:
             continue
-        table.add_row(meaning, f"{seconds[part]:.1f} s", f"{100 * seconds[part] / whole:.0f} %")
+        table.add_row(meaning, f"{seconds[part]:.1f} s", f"{100 * seconds[part] / total:.0f} %")
     return table
 
 
 def _loader(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Describe how the cache served rank 0; nothing if no cache did."""
+    """Return the rows on rank 0's data cache; none if the run had no cache."""
     seen = [row["loader"] for row in rows if row.get("loader")]
     if not seen:
         return []

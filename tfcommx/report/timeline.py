@@ -19,9 +19,10 @@ MEANINGS = {
     "inside": "port inside",
     "between": "port between",
 }
-# Of a trace, from above
+# Tracks of a trace, from top to bottom
 TRACKS = ("host", "compute", "selection", "beside it", "port inside", "port between")
-# In the text; a message and a selection are drawn as the last digit of their bucket's number.
+# Kind of span -> its character in the text. A message or a selection is drawn as the last digit of
+# its bucket's number.
 SIGNS = {"load": "l", "forward": "f", "backward": "b", "update": "u"}
 COLOURS = {
     "load": "tab:gray",
@@ -34,7 +35,7 @@ COLOURS = {
 
 
 def draw_text(timeline: Timeline, width: int = 80) -> str:
-    """Draw a lane for each resource that does something, from the start of the step to its end.
+    """Draw a lane for each resource in use, from the start of the step to its end.
 
     >>> spans = (Span("compute", "forward", "f", 0, 1), Span("compute", "backward", "w", 1, 3),
     ...          Span("between", "message", "w", 3, 4, 0))
@@ -43,7 +44,7 @@ def draw_text(timeline: Timeline, width: int = 80) -> str:
     port between |      00|
     0 to 4000.00 ms; f forward, b backward; digits: messages and selections of buckets
 
-    A cell shows what takes most of its time; it is empty if nothing takes half of it.
+    A cell shows the span that takes most of its time, or a blank if it is idle for more than half.
     """
     lines = []
     for resource in _lanes(timeline):
@@ -62,7 +63,7 @@ def _lanes(timeline: Timeline) -> list[str]:
 
 
 def _cells(spans: list[Span], step_s: float, width: int) -> str:
-    """Draw what takes most of each of `width` equal parts of the step."""
+    """Return a character for each of `width` equal parts of the step."""
     if step_s <= 0:
         return " " * width
     cell = step_s / width
@@ -71,10 +72,10 @@ def _cells(spans: list[Span], step_s: float, width: int) -> str:
         sign = SIGNS.get(span.kind) or str(span.bucket % 10)
         first = min(int(span.start_s / cell), width - 1)
         last = min(int(span.end_s / cell), width - 1)
-        for place in range(first, last + 1):
-            start, end = max(span.start_s, place * cell), min(span.end_s, (place + 1) * cell)
+        for position in range(first, last + 1):
+            start, end = max(span.start_s, position * cell), min(span.end_s, (position + 1) * cell)
             if end > start:
-                parts[place][sign] += end - start  # type: ignore[assignment]
+                parts[position][sign] += end - start  # type: ignore[assignment]
     return "".join(_sign(part, cell) for part in parts)
 
 
@@ -109,12 +110,12 @@ def draw_timelines(timelines: dict[str, Timeline], path: Path) -> None:
 def _draw_lanes(axes: Axes, timeline: Timeline, title: str, longest_s: float) -> None:
     lanes = _lanes(timeline)
     for kind, colour in COLOURS.items():
-        found = [span for span in timeline.spans if span.kind == kind]
-        if found:
+        spans = [span for span in timeline.spans if span.kind == kind]
+        if spans:
             axes.barh(
-                [lanes.index(span.resource) for span in found],
-                [1e3 * (span.end_s - span.start_s) for span in found],
-                left=[1e3 * span.start_s for span in found],
+                [lanes.index(span.resource) for span in spans],
+                [1e3 * (span.end_s - span.start_s) for span in spans],
+                left=[1e3 * span.start_s for span in spans],
                 height=0.7,
                 color=colour,
                 edgecolor="white",
@@ -134,8 +135,8 @@ def _draw_lanes(axes: Axes, timeline: Timeline, title: str, longest_s: float) ->
 def trace_events(timelines: dict[str, Timeline]) -> str:
     """Write timelines in the trace-event format, which chrome://tracing and Perfetto read.
 
-    Each is a process of its own there, under its title. Its threads are the resources, and
-    selections, which pause the compute stream where they take place on it.
+    Each timeline becomes a process under its title. Its threads are the resources, and one of
+    selections, because a selection on the compute stream pauses the backward pass there.
 
     Source: Google, "Trace Event Format": complete events (ph X), microseconds.
     """
@@ -164,26 +165,26 @@ def _track(span: Span) -> str:
     return "selection" if span.kind == "select" else MEANINGS[span.resource]
 
 
-def _named(what: str, name: str, process: int, thread: int) -> dict[str, Any]:
+def _named(kind: str, name: str, process: int, thread: int) -> dict[str, Any]:
     """Return the event that names a process or a thread."""
     args = {"name": name}
-    return {"name": f"{what}_name", "ph": "M", "pid": process, "tid": thread, "args": args}
+    return {"name": f"{kind}_name", "ph": "M", "pid": process, "tid": thread, "args": args}
 
 
 def draw_sweep(rows: list[dict[str, Any]], swept: str, path: Path) -> None:
-    """Draw the throughput of simulated steps over the swept setting, beside perfect scaling."""
+    """Draw the throughput of simulated steps over the swept setting, next to perfect scaling."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    rate_axes, efficiency_axes = figure.subplots(1, 2)
     values = [row[swept] for row in rows]
-    whole = [row["throughput"] / row["scaling_efficiency"] for row in rows]
-    left.plot(values, whole, "--", color="0.7", label="without exchange")
-    left.plot(values, [row["throughput"] for row in rows], "o-", label="simulated")
+    perfect = [row["throughput"] / row["scaling_efficiency"] for row in rows]
+    rate_axes.plot(values, perfect, "--", color="0.7", label="without exchange")
+    rate_axes.plot(values, [row["throughput"] for row in rows], "o-", label="simulated")
     scale = "linear" if any(isinstance(value, str) for value in values) else "log"
-    left.set(xlabel=swept, ylabel="samples per second", xscale=scale, yscale="log")
-    left.legend()
-    right.plot(values, [row["scaling_efficiency"] for row in rows], "o-")
-    right.set(xlabel=swept, ylabel="scaling efficiency", xscale=scale, ylim=(0, 1.05))
+    rate_axes.set(xlabel=swept, ylabel="samples per second", xscale=scale, yscale="log")
+    rate_axes.legend()
+    efficiency_axes.plot(values, [row["scaling_efficiency"] for row in rows], "o-")
+    efficiency_axes.set(xlabel=swept, ylabel="scaling efficiency", xscale=scale, ylim=(0, 1.05))
     with replacing(path) as part:
         figure.savefig(part, dpi=120)

@@ -1,10 +1,10 @@
 """Assumptions of a simulated step besides profile, plan and links.
 
-Selecting from a vector takes a time that is a function of its entries: a formula, or measured. A
-node may be slow, and ports may vary: all ranks wait for the slowest.
+The time of a selection is a function of the entries of the vector: a formula, or a measured curve.
+A node may be slow, and the rates of ports may vary; all ranks wait for the slowest.
 
-    port of node 0   |==========|          rates are new in each step: uniform, from (1 - jitter)
-    port of node 1   |=======|             of a port's rate to all of it
+    port of node 0   |==========|          each step has new rates, uniform between (1 - jitter)
+    port of node 1   |=======|             times a port's full rate and the full rate
     port of node 2   |================|    a collective ends when this one has carried its part
 
 A step depends on the slowest port alone, whose rate r has a known distribution. With u uniform,
@@ -12,9 +12,9 @@ A step depends on the slowest port alone, whose rate r has a known distribution.
     P(slowest port >= r) = P(slow_port (1 - jitter u) >= r) P(1 - jitter u >= r)^(m - 1)
 
 so the step at a quantile is simulated at that quantile of r, and no random numbers are drawn. A
-port keeps its rate during a step. The plan is made before: it knows nothing of all this. Where an
-engine sleeps for a cycle and fuses what waits, a slower port may fuse more, so that a quantile of
-the steps is met to within a cycle only.
+port keeps its rate during a step. The plan does not take this into account, because it is made
+before. If an engine sleeps for a cycle and then fuses the waiting messages, quantiles of the steps
+are exact only to within a cycle, because a slower port may fuse more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from statistics import NormalDist
 from tfcommx import engines
 from tfcommx.core import Calibration, ConfigurationError, Links, Profile, Topology, check_name
 
-# Entries of a vector -> seconds of selecting from it.
+# Entries of a vector -> seconds of a selection from it
 SelectionTime = Callable[[int], float]
 
 
@@ -41,7 +41,7 @@ def sorting_time(gamma: float, density: float = 1.0) -> SelectionTime:
 
     Source: Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient
     Sparsification on GPUs" (2020), equation 10. The base of its logarithm is not stated; the
-    authors' code has 2, and no density.
+    authors' code has base 2, and no density.
     """
     return lambda entries: gamma * density * entries * math.log2(entries) if entries > 1 else 0.0
 
@@ -57,19 +57,19 @@ def interpolated_time(points: Sequence[tuple[int, float]]) -> SelectionTime:
 
     **Raises:** ConfigurationError without any point.
     """
-    known = sorted(dict(points).items())
-    if not known or known[0][0] < 1:
+    curve = sorted(dict(points).items())
+    if not curve or curve[0][0] < 1:
         raise ConfigurationError(
             f"Times of vectors of >= 1 entry are required. Received {list(points)}."
         )
-    sizes = [size for size, _ in known]
+    sizes = [size for size, _ in curve]
 
     def seconds(entries: int) -> float:
-        place = bisect.bisect_left(sizes, entries)
-        if place in (0, len(known)):
-            size, time = known[min(place, len(known) - 1)]
+        position = bisect.bisect_left(sizes, entries)
+        if position in (0, len(curve)):
+            size, time = curve[min(position, len(curve) - 1)]
             return time * entries / size
-        (low, low_time), (high, high_time) = known[place - 1], known[place]
+        (low, low_time), (high, high_time) = curve[position - 1], curve[position]
         return low_time + (high_time - low_time) * (entries - low) / (high - low)
 
     return seconds
@@ -87,39 +87,38 @@ def measured_time(profile: Profile) -> SelectionTime | None:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a step is simulated under; the defaults disturb nothing.
+    """Conditions of a simulated step; the defaults disturb nothing.
 
     >>> Assumptions(spread=0.1).slowest(1), round(Assumptions(spread=0.1).slowest(16), 3)
     (1.0, 1.177)
     """
 
-    # Seconds of selecting from a vector of so many entries; None: at the link's gamma per byte, as
-    # the price of hitopk counts it (equation 8 of CommLib).
+    # Seconds of a selection by the entries of the vector; None: the links' gamma for each byte, as
+    # in the price of hitopk (equation 8 of CommLib)
     selection: SelectionTime | None = None
-    # Where it runs: "compute" delays the backward pass; "beside" it has a stream of its own.
+    # Stream of selections: "compute" delays the backward pass; "beside" is a separate stream
     selection_on: str = "compute"
-    # Seconds that the engine needs for each collective besides its price, >= 0: negotiation, cycle.
-    # None: as the links say.
+    # Seconds that the engine adds to the price of each collective, >= 0: negotiation and cycle.
+    # None: the links' value
     engine_s: float | None = None
-    # Whether the ports inside and between carry two messages at once. Horovod's engine carries out
-    # one collective after the other.
+    # Whether the ports inside and between nodes carry messages at the same time. The default is
+    # False because Horovod's engine carries out one collective after the other
     ports_together: bool = False
-    # Of the compute times of the ranks: standard deviation / mean, >= 0. All ranks wait for the
-    # slowest one.
+    # Standard deviation / mean of the ranks' compute times, >= 0. All ranks wait for the slowest
     spread: float = 0.0
-    # By how much longer a message takes while the backward pass runs: 0.5 is half as long again.
-    # None: as the links say.
+    # Extra time of a message during the backward pass, as a share of its time, >= 0: 0.5 is half as
+    # long again. None: the links' value
     contention: float | None = None
-    # Whether the engine negotiates at once for all that waits, and fuses the allreduces among them,
-    # as Horovod does, up to the bytes of its buffer. None: as the links say.
+    # Whether the engine negotiates for all waiting messages together and fuses their allreduces, up
+    # to the size of its buffer, as Horovod does. None: the links' value
     fuses: bool | None = None
-    # Seconds of loading a batch on the cores of the host, >= 0, during the step before.
+    # Seconds to load a batch on the cores of the host during the step before, >= 0
     loading_s: float = 0.0
-    # Compute time of one node over that of the others, >= 1.
+    # Compute time of one node over that of the others, >= 1
     slow_node: float = 1.0
-    # Rate of one node's port over that of the others, in (0, 1].
+    # Rate of one node's port over that of the others, in (0, 1]
     slow_port: float = 1.0
-    # Largest share of a port's rate that is missing in a step, in [0, 1); see `disturbed_links`.
+    # Largest share of a port's rate that can be missing in a step, in [0, 1); see `disturbed_links`
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
@@ -138,7 +137,7 @@ class Assumptions:
             )
 
     def on(self, links: Links) -> Assumptions:
-        """Return these assumptions, with what the links say where these say nothing.
+        """Return these assumptions, with the links' values in place of None.
 
         >>> from tfcommx.core import NOMINAL
         >>> Assumptions(contention=0.5).on(NOMINAL._replace(engine_s=1e-3, contention=2.0))
@@ -146,23 +145,26 @@ class Assumptions:
                    spread=0.0, contention=0.5, fuses=False, loading_s=0.0, slow_node=1.0,
                    slow_port=1.0, jitter=0.0)
         """
-        own = {name: getattr(self, name) for name in ("engine_s", "contention", "fuses")}
+        values = {name: getattr(self, name) for name in ("engine_s", "contention", "fuses")}
         return dataclasses.replace(
             self,
-            **{name: getattr(links, name) if one is None else one for name, one in own.items()},
+            **{
+                name: getattr(links, name) if value is None else value
+                for name, value in values.items()
+            },
         )
 
     def slowest(self, ranks: int) -> float:
-        """Return the compute time of the slowest of some ranks over the mean.
+        """Return the compute time of the slowest of `ranks` ranks over the mean.
 
-        It is the expected largest of as many normal numbers, after Blom (1958).
+        It is the expected maximum of that many normal variables, after Blom (1958).
         """
         if self.spread == 0 or ranks == 1:
             return 1.0
         return 1 + self.spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
     def slowest_on(self, topology: Topology) -> float:
-        """Return the same over the ranks of a cluster: one of the slow node, or any other.
+        """Return the compute time of a cluster's slowest rank, slow node included, over the mean.
 
         >>> Assumptions(slow_node=1.5).slowest_on(Topology(4, 2))
         1.5
@@ -173,28 +175,28 @@ class Assumptions:
 IDEAL = Assumptions()
 
 
-# Halvings of the range in which the slowest rate lies: below the rounding of a float
+# Bisections for the slowest rate: enough to reach the rounding of a float
 HALVINGS = 60
 
 
 def slowest_rate(nodes: int, assumptions: Assumptions, quantile: float = 0.5) -> float:
-    """Return the rate of the slowest port in a step, over the rate that the links give a port.
+    """Return the rate of the slowest port in a step over the links' rate.
 
     >>> slowest_rate(1, Assumptions(jitter=0.5)), slowest_rate(4, Assumptions(slow_port=0.4))
     (0.75, 0.4)
 
     Args:
-        nodes: of the cluster, >= 1.
-        assumptions: `slow_port` and `jitter` of them.
-        quantile: of the steps, from the fastest ports to the slowest ones, in [0, 1].
+        nodes: the number of nodes, >= 1.
+        assumptions: their `slow_port` and `jitter` are used.
+        quantile: quantile of the steps, from fastest to slowest ports, in [0, 1].
     """
     slow, jitter = assumptions.slow_port, assumptions.jitter
     if not jitter:
         return slow
 
     def chance(rate: float) -> float:
-        others = min((1 - rate) / jitter, 1.0) ** (nodes - 1)
-        return (1 - rate / slow) / jitter * others
+        ordinary_ports = min((1 - rate) / jitter, 1.0) ** (nodes - 1)
+        return (1 - rate / slow) / jitter * ordinary_ports
 
     low, high = slow * (1 - jitter), slow
     for _ in range(HALVINGS):
@@ -208,7 +210,7 @@ def disturbed_links(
 ) -> Links:
     """Return links whose port between nodes is the slowest one of a step.
 
-    What short allreduces took in the probe grows by what the engine's price of them does.
+    The probe's times of short allreduces grow by as much as the engine's price of them.
     """
     rate = slowest_rate(topology.nodes, assumptions, quantile)
     if rate == 1 or topology.nodes == 1:

@@ -1,7 +1,7 @@
-"""Where samples come from: one source a file.
+"""Sources of samples, one a file.
 
-To add one: write a class with the members of `source.Source` in a file of its own, and name it
-here. `find_source` makes a source of a path or a name.
+To add one: write a class with the members of `source.Source` in a separate file, and name it here.
+`find_source` makes a source from a path or a name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tfcommx.core import local_path
 if TYPE_CHECKING:
     from tfcommx.data.sources.source import Source
 
-# Where each public name lives. Loaded on first use, because reading TFRecords needs TensorFlow.
+# Public name -> module, imported on first use because reading TFRecords needs TensorFlow
 _PUBLIC = {
     "Arrays": "arrays",
     "Folder": "folder",
@@ -41,15 +41,16 @@ def __dir__() -> list[str]:
 
 
 def find_source(text: str | os.PathLike[str], split: str = "train") -> Source:
-    """Return the samples that a path or a name stands for.
+    """Return the source for a path or a name.
 
     Args:
         text: a folder of class folders, a folder of ImageNet's shards, or the name of a TensorFlow
-            data set, such as `imagenette/160px-v2`. What begins with `/`, `.` or `~` is a path.
-        split: of shards and of TensorFlow data sets.
+            data set, such as `imagenette/160px-v2`. A text that begins with `/`, `.` or `~` is a
+            path.
+        split: split of shards and of TensorFlow data sets.
 
-    **Raises:** DataError if there is no such folder or data set, or nothing in it that can be read,
-    and for an address such as gs://bucket/folder.
+    **Raises:** DataError if there is no such folder or data set, or no readable sample in it, and
+    for an address such as gs://bucket/folder.
     """
     from tfcommx.data.sources.folder import Folder, check_folder
     from tfcommx.data.sources.tfrecord import imagenet, tfds
@@ -57,7 +58,7 @@ def find_source(text: str | os.PathLike[str], split: str = "train") -> Source:
     path = local_path("source", text)
     if isinstance(text, os.PathLike) or text.startswith((os.sep, ".", "~")):
         check_folder(path)
-    elif not path.is_dir():  # Names of data sets have a slash too, before the configuration
+    elif not path.is_dir():  # A name of a data set may have a slash too
         return tfds(text, split)
     shards = next(path.glob(f"{split}-*-of-*"), None)
     return imagenet(path, split) if shards is not None else Folder(path)

@@ -1,4 +1,4 @@
-"""Samples from arrays that are in memory already."""
+"""Samples from arrays in memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Arrays:
 
     Args:
         images: uint8 [n, h, w, c], or [n, h, w] for one channel.
-        labels: whole numbers [n].
+        labels: integers [n].
         classes: names of the labels.
-        name: for people.
+        name: name in messages.
 
     **Cost:** one hash over the images.
     """
@@ -66,5 +66,5 @@ class Arrays:
         return self.images[sample], int(self.labels[sample])
 
     def where(self, sample: int) -> str:
-        """Say where a sample comes from."""
+        """Return the origin of a sample, for messages."""
         return f"{self.name}[{sample}]"

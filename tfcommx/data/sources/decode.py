@@ -1,10 +1,10 @@
-"""Decode images, and shrink them to the size at which they are kept, as records.
+"""Decode images, shrink them to the size at which they are kept, and pack them into records.
 
-The heads of image files are checked before they are decoded. A file of some hundred kilobytes can
+The headers of image files are checked before decoding, because a file of some hundred kilobytes can
 decode to gigabytes, and some files decode without an error to pixels that are not those of the
 image.
 
-A record is one decoded sample as bytes, as a slab holds it and as nodes send it to each other.
+A record is one decoded sample as bytes, in a slab and in messages between nodes.
 
     64 bytes of header: sample, label, bytes, height, width, channels, CRC, zeros | pixels | zeros
 
@@ -22,18 +22,18 @@ from tfcommx.data.sources.source import MAX_PIXELS, SampleError
 from tfcommx.kernels import loader
 from tfcommx.kernels.augment import Window, augment_definition
 
-# How the files of these formats begin.
+# First bytes of files of these formats
 JPEG, PNG, BMP, GIF = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", (b"GIF87a", b"GIF89a")
 
 
 def check_head(data: bytes, max_pixels: int) -> None:
-    """Refuse a PNG, BMP or GIF that would be too large or decoded to other pixels.
+    """Refuse a PNG, BMP or GIF that is too large or would be decoded to other pixels.
 
     Args:
         data: the file.
         max_pixels: as in `check_pixels`.
 
-    **Cost:** some bytes; of a GIF a walk over its blocks of 255 bytes.
+    **Cost:** some bytes; for a GIF a walk over its blocks of 255 bytes.
     **Raises:** SampleError.
     """
     if data.startswith(PNG) and len(data) > 24:
@@ -47,7 +47,7 @@ def check_head(data: bytes, max_pixels: int) -> None:
         width, height = (
             int.from_bytes(data[at : at + 4], "little", signed=True) for at in (18, 22)
         )
-        # Rows from top to bottom have a height < 0
+        # The height is negative if rows run from top to bottom
         check_pixels(abs(width), abs(height), max_pixels)
         _check_bitmap(data)
     elif data.startswith(GIF):
@@ -55,7 +55,7 @@ def check_head(data: bytes, max_pixels: int) -> None:
 
 
 def check_pixels(width: int, height: int, max_pixels: int) -> None:
-    """Refuse an image with more than `max_pixels` pixels, animations with all their frames."""
+    """Refuse an image with more than `max_pixels` pixels, counting all frames of an animation."""
     if width * height > max_pixels:
         raise SampleError(
             f"an image of at most {max_pixels:,} pixels is required; this one has "
@@ -64,9 +64,9 @@ def check_pixels(width: int, height: int, max_pixels: int) -> None:
 
 
 def _check_bitmap(data: bytes) -> None:
-    """Refuse a BMP of a kind that TensorFlow decodes as if it were of another.
+    """Refuse a BMP of a kind that TensorFlow decodes as another kind.
 
-    It takes indices into a table of colours and run lengths for greys, and ignores masks of bits.
+    TensorFlow decodes colour table indices and run lengths as greys, and ignores bit masks.
 
     **Source:** Microsoft, BITMAPINFOHEADER and BITMAPV4HEADER.
     """
@@ -76,7 +76,7 @@ def _check_bitmap(data: bytes) -> None:
             "a BMP of 24 or 32 bits, or of 256 greys, is required; this one has a table of "
             "colours. Convert it"
         )
-    # Blue, green and red in the order of the bytes; 3: masks say which bits they have.
+    # Compression 3 has bit masks; these are for blue, green and red in the order of the bytes
     masks = tuple(_little(data, at) for at in (54, 58, 62))
     if packing != 0 and (packing, bits, masks) != (3, 32, (0xFF0000, 0xFF00, 0xFF)):
         raise SampleError(
@@ -86,7 +86,7 @@ def _check_bitmap(data: bytes) -> None:
 
 
 def _has_colours(bitmap: bytes) -> bool:
-    """Return True if a BMP has a colour table that is not a plain ramp of greys."""
+    """Return True if a BMP has a colour table other than a linear ramp of greys."""
     pixels_at, head = _little(bitmap, 10), _little(bitmap, 14)
     table = bitmap[14 + head : max(14 + head, pixels_at)]
     colours = np.frombuffer(table[: len(table) // 4 * 4], np.uint8).reshape(-1, 4)[:, :3]
@@ -96,7 +96,7 @@ def _has_colours(bitmap: bytes) -> bool:
 
 
 def _gif_pixels(data: bytes) -> int:
-    """Return the pixels of a GIF's frames and its screen: the decoder keeps all of them."""
+    """Return the pixels of a GIF's frames and screen, all of which the decoder keeps."""
 
     def after_table(flags: int, at: int) -> int:
         return at + (3 << (flags % 8 + 1) if flags & 0x80 else 0)
@@ -130,19 +130,19 @@ def _little(data: bytes, at: int) -> int:
     return int.from_bytes(data[at : at + 4], "little")
 
 
-# Bytes of the header, and what all records are padded to a multiple of.
+# Bytes of the header; the length of each record is a multiple of it
 RECORD = 64
-# Sample, label, bytes of the pixels, height, width, channels, CRC of all that and of the pixels.
+# Sample, label, bytes of the pixels, height, width, channels, CRC of these fields and the pixels
 HEAD = struct.Struct("<qqqiiiI")
 
 
 def record_bytes(pixel_bytes: int) -> int:
-    """Return the bytes that a sample with `pixel_bytes` bytes of pixels takes in a slab."""
+    """Return the bytes of the record of a sample with `pixel_bytes` bytes of pixels."""
     return RECORD + -(-pixel_bytes // RECORD) * RECORD
 
 
 def record_head(sample: int, label: int, pixels: np.ndarray) -> bytes:
-    """Return the 64 bytes that stand before a sample's pixels (uint8 [h, w, c], contiguous)."""
+    """Return the 64 bytes before a sample's pixels (uint8 [h, w, c], contiguous)."""
     head = struct.pack("<qqqiii", sample, label, pixels.nbytes, *pixels.shape)
     return head + struct.pack("<I24x", zlib.crc32(pixels.data, zlib.crc32(head)))
 
@@ -175,7 +175,7 @@ def sample_of(records: np.ndarray, at: int) -> int:
 
 
 def is_record(records: np.ndarray, at: int) -> bool:
-    """Tell whether a record is at byte `at` of uint8 [m]; zeros are none."""
+    """Return True if a record is at byte `at` of uint8 [m]; zeros are none."""
     return at + RECORD <= len(records) and bool(records[at + 16 : at + 24].view(np.int64)[0])
 
 
@@ -188,20 +188,21 @@ def decode(
     """Decode an image to uint8 [h, w, channels], at `stored_size`.
 
     The format (JPEG, PNG, GIF, BMP) is recognised by the bytes and not by a name. JPEGs are decoded
-    by TensorFlow at 1/2, 1/4 or 1/8 of their size if that is still large enough: less work. Grey
-    and CMYK become RGB, transparency is dropped, and of an animation the first frame is taken.
-    EXIF orientation is not applied, as in TensorFlow's and torchvision's pipelines. Pixels pass
-    through. Files that TensorFlow would decode to other pixels are refused: PNGs of 16 bits, and
-    BMPs with a table of colours, run lengths or masks.
+    by TensorFlow at 1/2, 1/4 or 1/8 of their size if that is still large enough, because that is
+    less work. Grey and CMYK become RGB, transparency is dropped, and the first frame of an
+    animation is taken. EXIF orientation is not applied, as in TensorFlow's and torchvision's
+    pipelines. Pixels that are decoded already are only shrunk. Files that TensorFlow would decode
+    to other pixels are refused: PNGs of 16 bits, and BMPs with a colour table, run lengths or bit
+    masks.
 
     Args:
         data: the file, or pixels uint8 [h, w, channels].
-        channels: of the result, in [1, 4].
-        store: short side at which images are kept, pixels; None: their own size.
+        channels: channels of the result, in [1, 4].
+        store: short side of the kept images, in pixels; None: their original size.
         max_pixels: as in `Options`.
 
-    **Raises:** SampleError if the bytes are no whole image, or one with more than `max_pixels`
-    pixels; the caller adds where they come from.
+    **Raises:** SampleError if the bytes are no complete image, or one with more than `max_pixels`
+    pixels; the caller adds the origin of the sample.
     """
     if isinstance(data, np.ndarray):
         if data.dtype != np.uint8 or data.ndim != 3 or data.shape[2] != channels or 0 in data.shape:
@@ -236,7 +237,7 @@ def _decoded(data: bytes, channels: int, store: int | None, max_pixels: int) -> 
 
 
 def stored_size(height: int, width: int, store: int | None) -> tuple[int, int]:
-    """Return the size at which an image is kept: its short side `store` pixels, never enlarged.
+    """Return the size of a kept image: its short side has `store` pixels, never more than before.
 
     >>> stored_size(400, 533, 160)
     (160, 213)
@@ -252,7 +253,7 @@ def stored_size(height: int, width: int, store: int | None) -> tuple[int, int]:
 def shrink(image: np.ndarray, store: int | None) -> np.ndarray:
     """Shrink an image, uint8 [h, w, c], to `stored_size`.
 
-    By halvings first, then by bilinear interpolation with a factor below 2.
+    It is halved first, then resized by bilinear interpolation with a factor below 2.
     """
     height, width = image.shape[:2]
     size = stored_size(height, width, store)
@@ -264,7 +265,7 @@ def shrink(image: np.ndarray, store: int | None) -> np.ndarray:
 
 
 def _halve(image: np.ndarray) -> np.ndarray:
-    """Average 2 x 2 pixels, rounded; an odd last row or column is left out."""
+    """Average 2 x 2 pixels, rounded; an odd last row or column is dropped."""
     even = image[: image.shape[0] // 2 * 2, : image.shape[1] // 2 * 2].astype(np.uint16)
     total = even[::2, ::2] + even[1::2, ::2] + even[::2, 1::2] + even[1::2, 1::2]
     return ((total + 2) >> 2).astype(np.uint8)

@@ -14,8 +14,8 @@ from tfcommx.core import DataError, local_path
 from tfcommx.data.sources.source import key_of
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
-# Folders and files, in lower case, that systems put beside a user's own: thumbnails, waste, the
-# second halves of files that were copied from a Mac. Those that begin with a dot are hidden.
+# Folders and files, in lower case, that operating systems add: thumbnails, deleted files, resource
+# forks of files that were copied from a Mac. Names that begin with a dot are hidden anyway
 JUNK_FOLDERS = {
     "__macosx",
     "__pycache__",
@@ -34,10 +34,10 @@ JUNK_FILES = {"desktop.ini", "ehthumbs.db", "thumbs.db"}
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a path that is no folder."""
+    """Refuse a path that is not a folder."""
     if not path.is_dir():
-        what = f"{path} is no folder" if path.exists() else f"The folder {path} does not exist"
-        raise DataError(f"{what}. Check the path and its mount.")
+        problem = f"{path} is no folder" if path.exists() else f"The folder {path} does not exist"
+        raise DataError(f"{problem}. Check the path and its mount.")
 
 
 def _refuse(error: OSError) -> NoReturn:
@@ -62,18 +62,18 @@ def _is_junk(name: str, junk: set[str]) -> bool:
 
 
 def _images(top: Path, passed_over: Counter[str]) -> list[tuple[str, os.stat_result]]:
-    """Return path and facts of the images below a folder, in alphabetical order.
+    """Return the paths and file attributes of the images below a folder, in alphabetical order.
 
     Linked folders are followed, each once.
 
     Args:
         top: the folder.
-        passed_over: counts the other files, by ending.
+        passed_over: number of ignored files by ending, which is updated.
     """
-    found, visited = [], set()
+    images, visited = [], set()
     for folder, below, files in os.walk(top, onerror=_refuse, followlinks=True):
         facts = _facts(folder)
-        # A link has led here: a circle, or the same images again.
+        # Reached again by a link: a cycle, or the same images
         if (facts.st_dev, facts.st_ino) in visited:
             below.clear()
             continue
@@ -84,21 +84,21 @@ def _images(top: Path, passed_over: Counter[str]) -> list[tuple[str, os.stat_res
                 continue
             path = os.path.join(folder, file)
             is_image = file.lower().endswith(ENDINGS)
-            # Of a link also if it has another ending: it may have been a folder, and lead nowhere.
+            # Links with any ending, because a broken one may have been a folder
             if is_image or os.path.islink(path):
                 facts = _facts(path)
-                # Reading a pipe would wait forever.
+                # Regular files only, because reading a pipe would wait forever
                 if not stat.S_ISREG(facts.st_mode):
                     continue
                 if is_image:
-                    found.append((path, facts))
+                    images.append((path, facts))
                     continue
             passed_over[Path(file).suffix.lower() or "no ending"] += 1
-    return found
+    return images
 
 
 def _warn(source: Folder, passed_over: Counter[str]) -> None:
-    """Warn of the files that are not read."""
+    """Warn about the files that are not read."""
     listed = ", ".join(f"{number:,} {ending}" for ending, number in sorted(passed_over.items()))
     warnings.warn(
         f"{passed_over.total():,} files in {source.path} are passed over, because only "
@@ -110,28 +110,28 @@ def _warn(source: Folder, passed_over: Counter[str]) -> None:
 
 
 def listed_names(names: Sequence[str], most: int = 10) -> str:
-    """Return the first names, and how many more there are.
+    """Return the first names, and the number of the others.
 
     >>> listed_names(["a", "b", "c"], 2)
     'a, b and 1 more'
     """
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    tail = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + tail
 
 
 class Folder:
     """One folder per class, images anywhere below it.
 
     Labels number the class folders in alphabetical order. An empty class folder is a class without
-    samples. Links are followed. Anything but regular files is skipped, and so are hidden files and
-    folders, and those that systems make (`__MACOSX`, `@eaDir`, `lost+found`, `Thumbs.db`). Files
-    with other endings, and images beside the class folders, are passed over with one warning, which
-    has their number by ending. The key is made of the files' relative paths, sizes and times of
-    change: a file that is replaced makes new caches.
+    samples. Links are followed. Only regular files are read; hidden files and folders, and those of
+    operating systems (`__MACOSX`, `@eaDir`, `lost+found`, `Thumbs.db`), are skipped. Files with
+    other endings, and images next to the class folders, are ignored with one warning, which has
+    their number by ending. A replaced file leads to new caches, because the key is made of the
+    files' relative paths, sizes and times of change.
 
     Args:
-        path: of the folder that holds the class folders.
-        classes: names of the class folders to take, in the order of their labels; by default all.
+        path: the folder that holds the class folders.
+        classes: names of the class folders to use, in the order of their labels; by default all.
 
     **Cost:** one walk over the folder with one stat per file.
     **Raises:** DataError if there is no class folder or no image, a folder cannot be listed, or a
@@ -152,33 +152,33 @@ class Folder:
         except OSError as error:
             _refuse(error)
         names = [name for name in names if not _is_junk(name, JUNK_FOLDERS)]
-        found = tuple(
+        folders = tuple(
             name for name in names if stat.S_ISDIR(_facts(os.path.join(self.path, name)).st_mode)
         )
         passed_over = Counter(
             f"{Path(name).suffix.lower()} beside the class folders"
             for name in names
-            if name not in found and name.lower().endswith(ENDINGS)
+            if name not in folders and name.lower().endswith(ENDINGS)
         )
-        self.classes = tuple(classes) if classes is not None else found
+        self.classes = tuple(classes) if classes is not None else folders
         self._files: list[tuple[str, int]] = []
         self.contents: dict[str, str] = {}
         facts: list[object] = ["folder", *self.classes]
         for label, kind in enumerate(self.classes):
             images = _images(self.path / kind, passed_over)
-            # Without the times of change: a copy has others
+            # Without the times of change, because a copy has others
             sizes: list[object] = []
-            for file, known in images:
+            for file, status in images:
                 self._files.append((file, label))
                 name = os.path.relpath(file, self.path)
-                facts += (name, known.st_size, known.st_mtime_ns)
-                sizes += (name, known.st_size)
+                facts += (name, status.st_size, status.st_mtime_ns)
+                sizes += (name, status.st_size)
             self.contents[f"class {kind!r}"] = f"{len(images)} files ({key_of(sizes)[:8]})"
         self.count = len(self._files)
         if not self.count:
             raise DataError(
                 f"Images ({', '.join(ENDINGS)}) in class folders are required. {self.path} has "
-                f"{len(found)} folders and no such image in them. Give the folder that holds the "
+                f"{len(folders)} folders and no such image in them. Give the folder that holds the "
                 "class folders."
             )
         if passed_over:

@@ -1,11 +1,12 @@
 """The interface of a source of samples.
 
-A source numbers its samples 0 to count - 1 and never renumbers them, gives the encoded bytes of any
-of them in any order and from any thread, and names its contents by a key that changes when they do.
+A source numbers its samples 0 to count - 1 and never renumbers them. It returns the encoded bytes
+of any of them in any order and from any thread, and identifies its contents by a key that changes
+when they do.
 
-It may also have `contents`, a dictionary of what a copy on another node must have equally: a class
-or a file -> its samples, bytes, and the start of a digest. The key will not do for that, because it
-has the times at which files were copied.
+It may also have `contents`, a dictionary that must be equal for a copy on another node: a class or
+a file -> its samples, bytes, and the start of a digest. The key cannot serve for that, because it
+contains the times at which files were copied.
 """
 
 from __future__ import annotations
@@ -18,40 +19,40 @@ import numpy as np
 
 from tfcommx.core import DataError
 
-# Most pixels of an image, unless the user allows more: 512 MiB of red, green and blue. Pillow opens
-# no larger ones either. Each of the threads that fill the cache may decode such an image.
+# Default of the largest number of pixels of an image: 512 MiB of red, green and blue, as in Pillow.
+# Each of the threads that fill the cache may decode such an image
 MAX_PIXELS = 178_956_970
 
 
 class SampleError(DataError):
-    """A sample that cannot be read or decoded; the message names where it comes from."""
+    """A sample that cannot be read or decoded; the message names its origin."""
 
 
 class Source(Protocol):
     """Numbered samples, each encoded bytes (or pixels) and an integer label."""
 
-    # For people.
+    # Name in messages
     name: str
-    # Number of samples.
+    # Number of samples
     count: int
-    # Names of the labels 0, 1, ...; empty if unknown.
+    # Names of the labels 0, 1, ...; empty if unknown
     classes: tuple[str, ...]
-    # Of the decoded pixels, in [1, 4].
+    # Channels of the decoded pixels, in [1, 4]
     channels: int
-    # Height and width, pixels, if all samples have the same; else None.
+    # Height and width in pixels if equal for all samples, otherwise None
     shape: tuple[int, int] | None
-    # Hexadecimal hash of what identifies the contents.
+    # Hexadecimal hash that identifies the contents
     key: str
 
     def read(self, sample: int) -> tuple[bytes | np.ndarray, int]:
-        """Return (encoded image, label); pixels uint8 [h, w, c] if nothing is encoded.
+        """Return (encoded image, label), or (pixels uint8 [h, w, c], label) for decoded images.
 
         **Raises:** OSError, SampleError.
         """
         ...
 
     def where(self, sample: int) -> str:
-        """Say where a sample comes from: a path, a record of a file."""
+        """Return the origin of a sample, for messages: a path, or a record of a file."""
         ...
 
 
@@ -64,7 +65,7 @@ def key_of(parts: Iterable[object]) -> str:
 
 
 def contents_of(source: Source) -> dict[str, str]:
-    """Return item -> value of all that copies of a source on several nodes must have equally."""
+    """Return item -> value for all items that must be equal in all copies of a source."""
     contents: Mapping[str, str] = getattr(source, "contents", {})
     return {
         "samples": f"{source.count}",

@@ -18,7 +18,7 @@ from tfcommx.core import DataError
 from tfcommx.data.sources.source import SampleError, key_of
 from tfcommx.kernels.crc32c import crc32c
 
-# Length of the record, its masked CRC; then follow the record and the masked CRC of the record.
+# Length of the record and its masked CRC, before the record and the masked CRC of the record
 _FRAME = struct.Struct("<QI")
 
 
@@ -28,11 +28,11 @@ def _masked_crc(data: bytes) -> int:
 
 
 def scan(path: str | os.PathLike[str]) -> np.ndarray:
-    """Return int64 [n, 2]: byte offset and length of every record of a TFRecord file.
+    """Return byte offset and length of every record of a TFRecord file, int64 [n, 2].
 
     **Cost:** one read of 12 bytes per record, and their CRC.
     **Raises:** SampleError if the CRC of a length is wrong, if the file ends inside a record,
-    or is no TFRecord file.
+    or is not a TFRecord file.
     """
     rows, at = [], 0
     with open(path, "rb", buffering=0) as file:
@@ -57,41 +57,41 @@ def scan(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def _digest(table: np.ndarray) -> str:
-    """Return the start of a digest of a file's records: where they begin, and their lengths."""
+    """Return the start of a digest of the offsets and lengths of a file's records."""
     return hashlib.sha256(np.ascontiguousarray(table).data).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """Where an image and its label stand in a tf.train.Example; the defaults are ImageNet's."""
+    """Features of an image and its label in a tf.train.Example; the defaults are ImageNet's."""
 
-    # Name of the feature with the encoded image.
+    # Name of the feature with the encoded image
     image: str = "image/encoded"
-    # Name of the feature with the label.
+    # Name of the feature with the label
     label: str = "image/class/label"
-    # What the files call class 0; ImageNet's files count from 1.
+    # Label of class 0 in the files; ImageNet's files count from 1
     first_label: int = 1
-    # Names of the labels; empty if unknown.
+    # Names of the labels; empty if unknown
     classes: tuple[str, ...] = ()
-    # Of the decoded pixels, in [1, 4].
+    # Channels of the decoded pixels, in [1, 4]
     channels: int = 3
 
 
 class TFRecords:
     """Records with an encoded image and an integer label, in uncompressed TFRecord files.
 
-    A record with a label below `first_label`, or beyond the classes if they are known, is a
-    SampleError when it is read. The key is made of the files' names, sizes and times of change, the
-    features and the classes. Every record is checked against its CRC when it is read.
+    Reading a record with a label below `first_label`, or beyond the classes if they are known,
+    raises SampleError. The key is made of the files' names, sizes and times of change, the features
+    and the classes. Every record is checked against its CRC when it is read.
 
     Args:
-        files: one, or several in the order that numbers the samples.
-        features: where images and labels stand in a record.
-        skip: whether files that are cut off or have a damaged length are left out, and listed in
-            `broken`; else they are an error.
+        files: one file, or several in the order that numbers the samples.
+        features: features of images and labels in a record.
+        skip: whether files that are cut off or have a damaged length are left out and listed in
+            `broken`; otherwise they are an error.
 
-    **Cost:** a scan over all records' frames, 16 files at a time, when it is made.
-    **Raises:** SampleError for a broken file, without `skip`; DataError if there is no record.
+    **Cost:** at creation, a scan over all records' frames, 16 files at a time.
+    **Raises:** SampleError for a broken file without `skip`; DataError if there is no record.
     """
 
     shape: tuple[int, int] | None = None
@@ -127,7 +127,7 @@ class TFRecords:
         }
 
     def _scanned(self, file: str, skip: bool) -> np.ndarray:
-        """Scan a file; with `skip`, a broken one has no records and is noted."""
+        """Scan a file; with `skip`, a broken one has no records and is added to `broken`."""
         try:
             return scan(file)
         except OSError as error:
@@ -142,15 +142,22 @@ class TFRecords:
             return np.zeros((0, 2), np.int64)
 
     def _key(self) -> str:
-        """Return the hash of what identifies the contents."""
+        """Return the hash that identifies the contents."""
         stats = [os.stat(file) for file in self.files]
         facts = [
             (Path(file).name, stat.st_size, stat.st_mtime_ns)
             for file, stat in zip(self.files, stats, strict=True)
         ]
-        known = self.features
+        features = self.features
         return key_of(
-            ("tfrecords", known.image, known.label, known.first_label, *self.classes, *facts)
+            (
+                "tfrecords",
+                features.image,
+                features.label,
+                features.first_label,
+                *self.classes,
+                *facts,
+            )
         )
 
     def _find(self, sample: int) -> tuple[str, int]:
@@ -164,7 +171,7 @@ class TFRecords:
         data = self._record(sample)
         try:
             features = tf.train.Example.FromString(data).features.feature
-        except Exception as error:  # Protobuf's own class differs between its implementations
+        except Exception as error:  # Protobuf's class differs between its implementations
             raise SampleError(f"no tf.train.Example: {error}") from error
         names = self.features
         image = features[names.image].bytes_list.value
@@ -196,7 +203,7 @@ class TFRecords:
         return data
 
     def where(self, sample: int) -> str:
-        """Say where a sample comes from: a record of a file."""
+        """Return the origin of a sample, for messages: a record of a file."""
         file, record = self._find(sample)
         return f"{file} record {record}"
 
@@ -205,31 +212,31 @@ def imagenet(folder: str | os.PathLike[str], split: str = "train", skip: bool = 
     """Return ImageNet's samples from a folder of shards such as `train-00000-of-01024`.
 
     Args:
-        folder: with all shards of the split.
-        split: how their names begin, `train` or `validation`.
+        folder: the folder of all shards of the split.
+        split: prefix of their names, `train` or `validation`.
         skip: as in TFRecords.
 
     Returns:
         A source with labels 0 to 999.
 
-    **Raises:** as TFRecords; DataError if a shard is missing.
+    **Raises:** errors of TFRecords; DataError if a shard is missing.
     """
     name = re.compile(rf"{re.escape(split)}-(\d+)-of-(\d+)")
-    found = sorted(Path(folder).glob(f"{split}-*-of-*"))
-    matches = {file: match for file in found if (match := name.fullmatch(file.name))}
+    paths = sorted(Path(folder).glob(f"{split}-*-of-*"))
+    matches = {file: match for file in paths if (match := name.fullmatch(file.name))}
     files = list(matches)
     numbers = [tuple(map(int, match.groups())) for match in matches.values()]
     total = numbers[0][1] if numbers else 0
     if numbers != [(n, total) for n in range(len(files))] or len(files) != total:
         missing = next((n for n in range(total) if (n, total) not in numbers), None)
-        what = (
+        problem = (
             "Not all are of the same set"
             if missing is None
             else f"{split}-{missing:05d}-of-{total:05d} is missing"
         )
         raise DataError(
             f"All shards of one set, {total}, are required. {folder} has {len(files)} of {split}. "
-            f"{what}. Bring what is missing, remove what does not belong, or name the files "
+            f"{problem}. Bring what is missing, remove what does not belong, or name the files "
             "yourself: TFRecords(files)."
         )
     return TFRecords(files, skip=skip)
@@ -241,21 +248,22 @@ def tfds(
     """Return a split of an image classification data set of TensorFlow Datasets.
 
     Args:
-        name: of the builder, with its configuration and version if wanted: `imagenette/160px-v2`.
-        split: a whole split, such as `train`.
-        data_dir: where it is, or will be, prepared; None: TensorFlow Datasets' own choice.
+        name: name of the builder, optionally with configuration and version:
+            `imagenette/160px-v2`.
+        split: a complete split, such as `train`.
+        data_dir: folder of prepared data sets; None: the default of TensorFlow Datasets.
 
-    **Cost:** if it has not been prepared, it is downloaded and prepared, by every process that
-    asks: prepare it first.
-    **Raises:** DataError for unknown data sets and splits, data sets that are no images with
-    labels, and other file formats than TFRecord.
+    **Cost:** an unprepared data set is downloaded and prepared by every process that calls this;
+    prepare it first.
+    **Raises:** DataError for unknown data sets and splits, data sets without images and labels, and
+    file formats other than TFRecord.
     """
     try:
         import tensorflow_datasets
 
         builder = tensorflow_datasets.builder(name, data_dir=data_dir)
     except (ImportError, ValueError, AssertionError) as error:
-        # An unknown version is an AssertionError. Below the first line stand hundreds of names.
+        # An unknown version is an AssertionError. Only the first line, because names follow it
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise DataError(
             f"A data set that TensorFlow Datasets can load is required. Received {name!r}: "
@@ -267,7 +275,7 @@ def tfds(
 
 
 def _image_features(builder: Any, name: str) -> ImageFeatures:
-    """Return where a prepared data set has its images and labels, or refuse it."""
+    """Return the features of the images and labels of a prepared data set, or refuse it."""
     import tensorflow_datasets
 
     keys, features = builder.info.supervised_keys, builder.info.features

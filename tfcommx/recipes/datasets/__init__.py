@@ -3,7 +3,7 @@
 To add one: write a frozen `RecipePart` that satisfies `recipes.families.Dataset` (its own settings,
 a `name`, `fetch` and `build`), and add a row here. Data sets of pictures derive from
 `PictureDataset` and build `Pictures` from two sources. TensorFlow is imported inside functions
-only: reading a recipe must not load it.
+only, because reading a recipe must not load it.
 """
 
 from tfcommx.recipes.datasets.fashion_mnist import FashionMnist

@@ -11,15 +11,15 @@ from tfcommx.recipes.reader import RecipePart
 
 def main(names: list[str]) -> int:
     """Fetch the data sets; return the exit status."""
-    # Data sets without required settings
-    known = [
+    # Data sets without required settings, which can be fetched by name alone
+    fetchable = [
         name
         for name, kind in DATASETS.items()
         if issubclass(kind, RecipePart)
         and not any(field.is_required() for field in kind.model_fields.values())
     ]
-    if not names or not set(names) <= set(known):
-        print(f"Names are required, of {', '.join(known)}. Received {names}.", file=sys.stderr)
+    if not names or not set(names) <= set(fetchable):
+        print(f"Names are required, of {', '.join(fetchable)}. Received {names}.", file=sys.stderr)
         return 2
     for name in names:
         try:

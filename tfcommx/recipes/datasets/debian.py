@@ -1,4 +1,4 @@
-"""Downloads and unpacks Debian packages, without root and without installing them."""
+"""Download and unpack Debian packages, without root and without installing them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from tfcommx.core import DataError
 from tfcommx.launch.commands import run_to_end
 
-# Longest wait for one command that downloads, seconds
+# Time limit of one download command, in seconds
 DOWNLOAD_SECONDS = 120
 
 
 def unpack(packages: Sequence[str], work: Path) -> Path:
     """Download packages, and unpack them in the empty folder `work`.
 
-    The machine's package lists are tried first, then fresh ones.
+    The machine's package lists are tried first, then newly downloaded ones.
 
     Returns:
-        The folder that stands for `/`.
+        The folder of the unpacked files, whose paths in it are those below `/`.
 
-    **Raises:** DataError if that fails.
+    **Raises:** DataError if a download or an unpacking fails.
     """
     for tool in ("apt-get", "dpkg"):
         if shutil.which(tool) is None:
@@ -30,7 +30,7 @@ def unpack(packages: Sequence[str], work: Path) -> Path:
     for needed in (lists / "partial", cache / "archives" / "partial"):
         needed.mkdir(parents=True)
     private = ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}"]
-    # As root, apt would download as the user _apt, which cannot write here
+    # No sandbox, because as root apt would download as the user _apt, who cannot write here
     download = ["apt-get", "-q", "-o", "APT::Sandbox::User=root"]
     try:
         run([*download, "download", *packages], work)
@@ -38,10 +38,10 @@ def unpack(packages: Sequence[str], work: Path) -> Path:
         run([*download, *private, "update"], work)
         run([*download, *private, "download", *packages], work)
     for package in packages:
-        found = list(work.glob(f"{package}_*.deb"))
-        if not found:
+        archives = list(work.glob(f"{package}_*.deb"))
+        if not archives:
             raise DataError(f"apt-get downloaded no {package}_*.deb")
-        run(["dpkg", "-x", str(found[0]), str(unpacked)], work)
+        run(["dpkg", "-x", str(archives[0]), str(unpacked)], work)
     return unpacked
 
 

@@ -1,8 +1,8 @@
 """Fashion-MNIST in a recipe, from its original files.
 
-The files are IDX: arrays of unsigned bytes behind a short header, gzipped. They come from the cache
-folder, else from Debian's package if it is installed, else from that package by `apt-get download`
-(which needs no root), else from TensorFlow Datasets' download.
+The files are IDX: arrays of unsigned bytes after a short header, gzipped. They are taken from the
+first of these: the cache folder, Debian's package if it is installed, that package by `apt-get
+download` (which needs no root), the download of TensorFlow Datasets.
 
 **Source:** H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking
 machine learning algorithms", 2017. 60,000 training and 10,000 test images of 10 kinds of clothing;
@@ -33,7 +33,7 @@ from tfcommx.recipes.families import Data, DataRank
 if TYPE_CHECKING:
     import tensorflow as tf
 
-# The command that fetches the files of the only data set in this format
+# Command that fetches the files of the only data set in this format
 FETCH = "python -m tfcommx.recipes.datasets fashion_mnist"
 
 
@@ -45,17 +45,18 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
     Args:
         path: the file.
-        shape: sizes that the file must have.
+        shape: the required sizes.
 
     Returns:
         uint8 array of `shape`.
 
-    **Raises:** DataError that names the file, what was required and what came.
+    **Raises:** DataError with the file, the requirement and the received value.
     """
     start = 4 + 4 * len(shape)
     try:
         with gzip.open(path) as file:
-            # One byte more tells that there are more: some bytes can decompress to gigabytes.
+            # One extra byte shows that the file is too long. The read is limited because some bytes
+            # can decompress to gigabytes
             content = file.read(start + math.prod(shape) + 1)
     except FileNotFoundError:
         raise DataError(f"{path} is missing. Run `{FETCH}` to fetch it.") from None
@@ -116,18 +117,18 @@ DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 def fetch(folder: Path | None = None) -> Path:
     """Return a folder that holds the four files; download them first if no folder does.
 
-    Files appear by a rename: a killed download leaves no half file, and several processes may call
-    at once.
+    Several processes may call at once, and a killed download leaves no partial file, because files
+    are renamed into the folder when they are complete.
 
     Args:
-        folder: where to keep the files; None: `~/.cache/tfcommx/fashion-mnist`.
+        folder: folder to keep the files in; None: `~/.cache/tfcommx/fashion-mnist`.
 
-    **Raises:** DataError that lists what was tried and the command that installs the package.
+    **Raises:** DataError with the failed attempts and the command that installs the package.
     """
     target = Path(folder or Path.home() / ".cache" / "tfcommx" / "fashion-mnist")
-    for there in (target, DEBIAN_FOLDER):
-        if _complete(there):
-            return there
+    for candidate in (target, DEBIAN_FOLDER):
+        if _complete(candidate):
+            return candidate
     tried = []
     for source, get in (
         ("Debian's package", _from_debian),
@@ -152,14 +153,14 @@ def _complete(folder: Path) -> bool:
     return all((folder / name).is_file() for name in FILES)
 
 
-def _put_in_place(found: Path, target: Path) -> None:
-    """Check the files in `found`, on the same file system, and rename each into `target`."""
-    if missing := [name for name in FILES if not (found / name).is_file()]:
+def _put_in_place(source: Path, target: Path) -> None:
+    """Check the files in `source`, on the same file system, and rename each into `target`."""
+    if missing := [name for name in FILES if not (source / name).is_file()]:
         raise DataError(f"{', '.join(missing)} missing in what was downloaded")
-    load(found)
+    load(source)
     target.mkdir(exist_ok=True)
     for name in FILES:
-        os.replace(found / name, target / name)
+        os.replace(source / name, target / name)
 
 
 def _from_debian(work: Path) -> Path:
@@ -167,7 +168,7 @@ def _from_debian(work: Path) -> Path:
 
 
 def _from_tensorflow_datasets(work: Path) -> Path:
-    """Let TensorFlow Datasets download its copy; keep the IDX files."""
+    """Download the IDX files with TensorFlow Datasets; return their folder."""
     code = (
         "import shutil, sys, tensorflow_datasets as tfds\n"
         "manager = tfds.download.DownloadManager(download_dir=sys.argv[1])\n"
@@ -176,7 +177,7 @@ def _from_tensorflow_datasets(work: Path) -> Path:
         "f'{sys.argv[2]}/{name}')\n"
     )
     (work / "named").mkdir()
-    # In a process of its own: it imports TensorFlow, and can be ended if the network does not
+    # In a separate process, because it imports TensorFlow and must be ended if the network does not
     # answer
     debian.run(
         [sys.executable, "-c", code, str(work / "downloads"), str(work / "named"), *FILES], work
@@ -193,14 +194,14 @@ def load(
     """Read the four files.
 
     Args:
-        folder: holds the four files.
-        train_images, test_images: how many there must be; other numbers are for tests.
+        folder: the folder of the four files.
+        train_images, test_images: required numbers of images; other values are for tests.
 
     Returns:
         Train images uint8 [60000, 28, 28, 1], train labels uint8 [60000] in [0, 9], test images
         uint8 [10000, 28, 28, 1], test labels uint8 [10000].
 
-    **Raises:** DataError that names a file which is missing, truncated or of another kind.
+    **Raises:** DataError with the name of a file that is missing, truncated or of another kind.
     """
     arrays: list[np.ndarray] = []
     for images, labels, count in (
@@ -223,17 +224,17 @@ def load(
 class FashionMnist(PictureDataset):
     """60,000 + 10,000 pictures of clothes, 28 x 28 pixels in grey, and their augmentation.
 
-    At a resolution above 28 they are enlarged.
+    They are enlarged for resolutions above 28.
     """
 
     name: Literal["fashion_mnist"] = "fashion_mnist"
-    # Where its files are; None: found or fetched
+    # Folder of the four files; None: the cache folder or Debian's, filled by a download if needed
     folder: Path | None = None
-    # Pictures to train with, the first ones; None: all 60,000
+    # Number of training pictures, from the first; None: all 60,000
     limit: int | None = Field(None, ge=1)
-    # Pictures to evaluate with, the first ones; None: all 10,000
+    # Number of test pictures, from the first; None: all 10,000
     test_limit: int | None = Field(None, ge=1)
-    # Largest random shift of a batch, pixels of the full picture; 0 for none
+    # Largest random shift of a batch, in pixels of the full picture; 0: no shift
     shift: int = Field(1, ge=0, le=8)
 
     def fetch(self) -> Path:

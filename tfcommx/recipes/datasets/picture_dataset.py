@@ -1,4 +1,4 @@
-"""Settings of every data set of pictures: how the data cache keeps and serves them."""
+"""Settings of every data set of pictures, for storage in the data cache and for batches."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from tfcommx.recipes.reader import RecipePart
 if TYPE_CHECKING:
     from tfcommx.data.options import BatchSpec
 
-# Red, green and blue of ImageNet's training pixels, in parts of 255, as in torchvision
+# Mean and standard deviation of red, green and blue in ImageNet's training pixels, in parts of
+# 255, as in torchvision
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class PictureDataset(RecipePart):
-    """How the data cache keeps pictures, and how it makes batches of them."""
+    """Settings for keeping pictures in the data cache and for making batches of them."""
 
     # Folder of shared memory that holds one copy for all ranks of a node
     memory: Path = Path("/dev/shm")
-    # Folder on a local disk that keeps what came from a slow file system; None: none
+    # Folder on a local disk that keeps copies of files from a slow file system; None: no copies
     disk: Path | None = None
-    # Short side at which pictures are kept, pixels: the largest resolution to come, divided by the
-    # crop's part of the side. None: their own size
+    # Short side of the kept pictures, in pixels: the largest resolution of the run divided by the
+    # crop's share of the side. None: their original size
     store: int | None = Field(None, ge=1)
-    # Most pixels of a picture: a small file can decode to more than the memory has
+    # Largest number of pixels of a picture, limited because a small file can decode to more than
+    # the memory holds
     max_pixels: int = Field(MAX_PIXELS, ge=1)
     # Share of each node's images that is redistributed before each epoch except the first, sent
-    # from memory to memory. Then nothing is loaded ahead over the end of an epoch.
+    # from memory to memory. If > 0, no batch is loaded ahead across the end of an epoch
     reshuffle_fraction: float = Field(0.0, ge=0, le=1)
-    # An unreadable picture ends the run, or ("skip") is left out
+    # Unreadable pictures: "raise" ends the run, "skip" leaves them out
     on_error: Literal["raise", "skip"] = "raise"
-    # For training: "random" (random-resized-crop), "center" or "whole"
+    # Crop in training: "random" (random-resized-crop), "center" or "whole"
     crop: Literal["random", "center", "whole"] = "whole"
     # Area of the random crop over that of the picture
     area: tuple[float, float] = (0.08, 1.0)
@@ -42,22 +44,22 @@ class PictureDataset(RecipePart):
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
     # Mirror each image left to right with probability 1/2
     flip: bool = True
-    # For evaluation: "center" or "whole"
+    # Crop in evaluation: "center" or "whole"
     test_crop: Literal["center", "whole"] = "whole"
     # Side of the centre crop over the short side of the picture
     test_center: float = Field(0.875, gt=0, le=1)
-    # Pixels a side in evaluation over those in training: a network that learnt from random crops
-    # sees things smaller in whole pictures
+    # Resolution in evaluation over that in training; > 1 suits random crops in training, because
+    # objects are smaller in whole pictures than in these crops
     test_scale: float = Field(1.0, gt=0)
-    # Of the pixels in parts of 255, one number for all channels or one each; served is
-    # (pixel / 255 - mean) / std
+    # Normalization: pixels are served as (pixel / 255 - mean) / std. One number for all channels,
+    # or one for each; empty: none
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = (1 / 255,)
-    # Type of the served pixels: float16 halves the bytes for mixed precision
+    # Type of the served pixels; float16 and bfloat16 halve the bytes for mixed precision
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
 
     def train_spec(self, batch: int, resolution: int, channels: int) -> BatchSpec:
-        """Return how the cache makes batches for training."""
+        """Return the specification of training batches."""
         from tfcommx.data.options import BatchSpec
 
         return BatchSpec(
@@ -73,7 +75,7 @@ class PictureDataset(RecipePart):
         )
 
     def test_spec(self, batch: int, resolution: int, channels: int) -> BatchSpec:
-        """Return how the cache makes batches for evaluation: every picture once, in order."""
+        """Return the specification of evaluation batches: every picture once, in order."""
         from tfcommx.data.options import BatchSpec
 
         return BatchSpec(

@@ -20,10 +20,10 @@ ENTRIES = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 class ArrayPictures(PictureDataset):
-    """Pictures in memory: how they are kept and served."""
+    """Pictures in memory, and their settings."""
 
     name: Literal["arrays"] = "arrays"
-    # Names of the classes by number; empty: the numbers
+    # Names of the classes by number; empty: the numbers themselves
     classes: tuple[str, ...] = ()
 
 
@@ -63,12 +63,12 @@ def open_arrays(
     place: DataRank,
     **options: Any,
 ) -> Data:
-    """Open pictures that are in memory: what a user's own data set can return.
+    """Open pictures that are in memory, such as those of a user's own data set.
 
     Args:
         train: images uint8 [n, h, w, c] or [n, h, w], and labels [n].
         test: the same for evaluation.
-        place: as the function received it.
+        place: the argument `place` that the user's function received.
         options: fields of `PictureDataset` such as `flip=True`, and `classes`, the label names.
 
     **Ranks:** every rank opens the same arrays; the node keeps one copy.
@@ -83,7 +83,7 @@ def _open(
     settings: ArrayPictures,
     origin: str = "",
 ) -> Data:
-    """Open arrays on this rank; `origin` stands before the errors about them."""
+    """Open arrays on this rank; error messages about them begin with `origin`."""
     from tfcommx.recipes.datasets.pictures import Pictures
 
     names = f"{origin}training arrays", f"{origin}test arrays"
@@ -102,7 +102,7 @@ def _open(
 
 
 def _source(images: np.ndarray, labels: np.ndarray, name: str) -> Arrays:
-    """Return the source of some pictures. **Raises:** DataError if there are none, or no labels."""
+    """Return a source of these pictures. **Raises:** DataError without pictures or labels."""
     from tfcommx.data.sources.arrays import Arrays
 
     try:
@@ -118,7 +118,7 @@ IMAGENET_CLASSES = 1000
 
 
 class Photos(PictureDataset):
-    """Usual settings of photographs: random crops in training, centre crops in evaluation."""
+    """Default settings of photographs: random crops in training, centre crops in evaluation."""
 
     crop: Literal["random", "center", "whole"] = "random"
     test_crop: Literal["center", "whole"] = "center"
@@ -128,7 +128,7 @@ class Photos(PictureDataset):
     def open(
         self, train: Source, test: Source, place: DataRank, classes: tuple[str, ...] = ()
     ) -> Data:
-        """Open two sources on this rank, with these names of the classes or their own."""
+        """Open two sources on this rank; without `classes` the sources name the classes."""
         from tfcommx.recipes.datasets.pictures import Pictures
 
         return Pictures(self, train, test, place, classes=classes)
@@ -138,11 +138,11 @@ class ImageNet(Photos):
     """ImageNet 2012 in its usual shards, train-00000-of-01024 and validation-00000-of-00128."""
 
     name: Literal["imagenet"] = "imagenet"
-    # Holds all shards
+    # Folder of all shards
     folder: Path
 
     def fetch(self) -> Path:
-        """Return the folder; under ImageNet's licence you download it yourself."""
+        """Return the folder, which you download yourself because of ImageNet's licence."""
         return self.folder
 
     def build(self, place: DataRank) -> Data:
@@ -150,16 +150,16 @@ class ImageNet(Photos):
         from tfcommx.data.sources.tfrecord import imagenet
 
         train, test = (imagenet(self.folder, split) for split in ("train", "validation"))
-        # The shards hold numbers only
+        # Numbers as names, because the shards hold no others
         return self.open(train, test, place, tuple(map(str, range(IMAGENET_CLASSES))))
 
 
 class ClassFolders(Photos):
-    """A folder with one folder for each split, and in these one for each class."""
+    """A folder with a folder for each split, each of which has a folder for each class."""
 
     name: Literal["folder"] = "folder"
     folder: Path
-    # Names of the two folders inside
+    # Names of the folders of the two splits
     train: str = "train"
     test: str = "test"
 
@@ -176,18 +176,18 @@ class ClassFolders(Photos):
 class TensorFlowDataset(Photos):
     """A data set of TensorFlow Datasets by name, such as imagenette/160px-v2.
 
-    Prepare it before a run: otherwise every rank would download it.
+    Prepare it before a run, because otherwise every rank downloads it.
     """
 
     name: Literal["tfds"] = "tfds"
     dataset: str = Field(min_length=1)
     train: str = "train"
     test: str = "test"
-    # Where it is prepared; None: the library's own choice
+    # Folder of prepared data sets; None: the library's default
     folder: Path | None = None
 
     def fetch(self) -> Path | None:
-        """Download and prepare the data set, unless that has been done."""
+        """Download and prepare the data set, unless it is prepared already."""
         from tfcommx.data.sources.tfrecord import tfds
 
         tfds(self.dataset, self.train, self.folder)

@@ -1,4 +1,4 @@
-"""Pictures that are open on one rank: a data cache for training and one for evaluation."""
+"""Pictures, open on one rank: a data cache for training and one for evaluation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tfcommx.data.sources.source import Source
 from tfcommx.recipes.datasets.picture_dataset import PictureDataset
 from tfcommx.recipes.families import DataRank
 
-# Augments a batch of pictures [b, h, w, c]: batch, seed, resolution in pixels -> batch. The seed is
-# an integer [2], another one for every epoch, step and rank
+# Augmentation of a batch of pictures [b, h, w, c]: (batch, seed, resolution in pixels) -> batch.
+# The seed is an integer [2] that differs for every epoch, step and rank
 Augment = Callable[[tf.Tensor, tf.Tensor, int], tf.Tensor]
 
 
@@ -23,14 +23,14 @@ class Pictures:
     """Training and test pictures, served from the node's memory.
 
     Args:
-        settings: how they are kept and served.
+        settings: settings of the data cache and of the batches.
         train: source of the training pictures.
         test: source of the test pictures, with the same channels.
-        place: the ranks, and which of them this is.
-        augment: changes the training batches further; None: nothing does.
-        classes: their names; empty: those of the source.
+        place: this rank, and the topology.
+        augment: further augmentation of the training batches; None: no further one.
+        classes: names of the classes; empty: those of the source.
 
-    **Ranks:** every rank makes one; none waits for another.
+    **Ranks:** every rank creates one; none waits for another.
     **Raises:** DataError if the sources differ in channels, or their classes have other names.
     """
 
@@ -48,8 +48,8 @@ class Pictures:
         self.classes = tuple(classes or train.classes)
         _check_sources(train, test, self.classes)
         if place.rank == 0:
-            # Of folders, because their files decide which classes there are
-            for source in (one for one in (train, test) if isinstance(one, Folder)):
+            # Printed for folders only, because their files decide the classes
+            for source in (source for source in (train, test) if isinstance(source, Folder)):
                 print(
                     f"{source.name}: {source.count:,} pictures in {len(self.classes):,} classes: "
                     + listed_names(self.classes),
@@ -71,7 +71,7 @@ class Pictures:
             max_pixels=settings.max_pixels,
             disk=settings.disk,
             on_error=settings.on_error,
-            # Samples that find no room in memory can still be read from the source
+            # Samples that do not fit into memory are read from the source in each epoch
             partial=True,
             reshuffle_fraction=reshuffle_fraction,
             threads=place.threads,
@@ -92,7 +92,7 @@ class Pictures:
             first = epochs.start * self.cache.steps(spec) + step
             batches = self._augmented(batches, self.augment, resolution, first)
         options = tf.data.Options()
-        # The pipeline must not take the cores of the other ranks' training
+        # A private pool, because the pipeline must not use the cores of other ranks' training
         if self.place.threads:
             options.threading.private_threadpool_size = self.place.threads
         return batches.with_options(options)
@@ -100,7 +100,7 @@ class Pictures:
     def _augmented(
         self, batches: tf.data.Dataset, augment: Augment, resolution: int, first: int
     ) -> tf.data.Dataset:
-        """Augment each batch with a seed of its own; the first batch is step `first` of the run."""
+        """Augment each batch with its own seed; the first batch is step `first` of the run."""
         place = self.place
 
         def finish(
@@ -128,7 +128,7 @@ class Pictures:
 
 
 def _check_sources(train: Source, test: Source, classes: tuple[str, ...]) -> None:
-    """Refuse test pictures that do not fit the training pictures, and classes without names."""
+    """Refuse test pictures of other channels or classes, and classes without names."""
     if train.channels != test.channels:
         raise DataError(
             f"Test pictures need as many channels as training pictures. {test.name} has "
@@ -152,10 +152,10 @@ def _check_sources(train: Source, test: Source, classes: tuple[str, ...]) -> Non
 def shifted(images: tf.Tensor, seed: tf.Tensor, most: int) -> tf.Tensor:
     """Shift a batch of pictures [n, h, w, c] by up to `most` pixels each way, around the edges.
 
-    The same seed, an integer [2], gives the same shift.
+    The shift is a function of the seed, an integer [2].
     """
-    # One shift for the batch: a gather per picture would cost as much as the training step of a
-    # network this small.
+    # One shift for the whole batch, because a gather per picture would cost as much as the training
+    # step of a network this small
     return tf.roll(
         images, tf.random.stateless_uniform([2], seed, -most, most + 1, tf.int32), axis=[1, 2]
     )

@@ -1,4 +1,4 @@
-"""Pairs of sentences that are open on one rank."""
+"""Pairs of sentences, open on one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tfcommx.recipes.text.corpus import Corpus, Pairs, open_corpora
 from tfcommx.recipes.text.vocabulary import BEGIN
 
 WORDS = tf.TensorSpec([None, None], tf.int32)
-# Words of each language that ranks compare
+# Number of words of each language whose digest the ranks compare
 DIGESTED = 1_000_000
 INPUTS = {"source": WORDS, "target": WORDS}
 
@@ -32,18 +32,19 @@ class SentencePairs:
     Args:
         train: pairs for training, from which the vocabulary is learnt.
         test: pairs for evaluation.
-        size: of the vocabulary, at most.
-        folder: where vocabulary and numbers are kept.
-        place: the ranks, and which of them this is.
+        size: largest size of the vocabulary.
+        folder: folder of the vocabulary and the encoded pairs.
+        place: this rank, and the topology.
 
-    **Ranks:** every rank makes one; those of a node wait for its first one, which encodes.
+    **Ranks:** every rank creates one; the ranks of a node wait for the first one there, which
+    encodes.
     """
 
     redistributes = False
 
     def __init__(self, train: Pairs, test: Pairs, size: int, folder: Path, place: DataRank) -> None:
         self.vocabulary, self.corpus, self.tests = open_corpora(train, test, size, folder)
-        # As they were written: BLEU compares texts, not word pieces
+        # Original texts, because BLEU compares texts and not word pieces
         self.references = [translation for _, translation in test]
         self.classes = self.vocabulary.words
         self.inputs, self.count, self.place = self.vocabulary.size, len(self.corpus.source), place
@@ -52,7 +53,7 @@ class SentencePairs:
             "test pairs": _described(self.tests),
             "vocabulary": f"{self.inputs} word pieces ({key_of(self.classes)[:8]})",
         }
-        # By batch and resolution: sorting millions of pairs takes seconds
+        # (batch, resolution) -> batches, kept because sorting millions of pairs takes seconds
         self._batches: dict[tuple[int, int], LengthBatches] = {}
 
     def batches(self, batch: int, resolution: int) -> LengthBatches:
@@ -68,14 +69,14 @@ class SentencePairs:
         return self.batches(batch, resolution).steps
 
     def train(self, batch: int, resolution: int, epochs: range, step: int = 0) -> tf.data.Dataset:
-        """Return the training batches of some epochs, from a step of the first on."""
+        """Return the training batches of some epochs, from step `step` of the first epoch."""
         batches = self.batches(batch, resolution)
 
         def served() -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
             for epoch in epochs:
-                own = batches.epoch(epoch, self.place.rank)
-                for one in own[step if epoch == epochs.start else 0 :]:
-                    yield _example(self.corpus, one)
+                rank_batches = batches.epoch(epoch, self.place.rank)
+                for rank_batch in rank_batches[step if epoch == epochs.start else 0 :]:
+                    yield _example(self.corpus, rank_batch)
 
         count = len(epochs) * batches.steps - step
         return _dataset(served, (INPUTS, WORDS), count)
@@ -87,36 +88,39 @@ class SentencePairs:
         of the pairs int64 [b]); `references` has the translations.
         """
         topology = self.place.topology
-        mine = in_order(_lengths(self.tests), batch, self.place.rank, topology.size)
+        rank_batches = in_order(_lengths(self.tests), batch, self.place.rank, topology.size)
 
         def served() -> Iterator[Any]:
-            for one in mine:
-                inputs, labels = _example(self.tests, one)
-                yield inputs, (labels, one.sentences)
+            for rank_batch in rank_batches:
+                inputs, labels = _example(self.tests, rank_batch)
+                yield inputs, (labels, rank_batch.sentences)
 
         numbers = tf.TensorSpec([None], tf.int64)
-        return _dataset(served, (INPUTS, (WORDS, numbers)), len(mine))
+        return _dataset(served, (INPUTS, (WORDS, numbers)), len(rank_batches))
 
     def redistribute(self, epoch: int, comm: Comm) -> None:
-        """Do nothing: every rank has all pairs."""
+        """Do nothing, because every rank has all pairs."""
 
     def report(self, epoch: int) -> dict[str, float]:
-        """Return nothing: the pairs are in memory."""
+        """Return no statistics, because the pairs are in memory."""
         return {}
 
     def close(self) -> None:
-        """Do nothing: the files stay for the next run."""
+        """Do nothing, because the next run uses the files again."""
 
 
 def _described(corpus: Corpus) -> str:
-    """Return the pairs, words and start of a digest.
+    """Return the numbers of pairs and words, and the start of a digest.
 
-    The digest is of all sentences' lengths and of the first words: all words are many times more
-    bytes, and pairs that are missing, added or in another order change the lengths.
+    The digest covers the lengths of all sentences and the first words. It does not cover all words,
+    because these have many times more bytes, and missing, added or reordered pairs already change
+    the lengths.
     """
     sides = corpus.source, corpus.target
-    digest = key_of(part.tobytes() for one in sides for part in (one.starts, one.words[:DIGESTED]))
-    words = sum(int(one.starts[-1]) for one in sides)
+    digest = key_of(
+        part.tobytes() for side in sides for part in (side.starts, side.words[:DIGESTED])
+    )
+    words = sum(int(side.starts[-1]) for side in sides)
     return f"{len(corpus.source)} pairs of {words} words ({digest[:8]})"
 
 
@@ -130,12 +134,12 @@ def _example(corpus: Corpus, batch: Batch) -> tuple[dict[str, np.ndarray], np.nd
     """Return inputs and labels of a batch."""
     source = padded([corpus.source[n] for n in batch.sentences], batch.length)
     labels = padded([corpus.target[n] for n in batch.sentences], batch.length)
-    # What the network reads when it predicts each label: the words before it
+    # Input of the decoder: at each position the word before the label
     target = np.concatenate([np.full((len(labels), 1), BEGIN, np.int32), labels[:, :-1]], axis=1)
     return {"source": source, "target": target}, labels
 
 
 def _dataset(served: Any, signature: Any, count: int) -> tf.data.Dataset:
     batches = tf.data.Dataset.from_generator(served, output_signature=signature)
-    known = tf.data.experimental.assert_cardinality(count)
-    return without_autotune(batches.apply(known).prefetch(8))
+    with_length = tf.data.experimental.assert_cardinality(count)
+    return without_autotune(batches.apply(with_length).prefetch(8))

@@ -1,8 +1,8 @@
 """Data sets of translations: text files, TensorFlow Datasets, and messages of programs.
 
-The messages are English ones with German translations, from Debian packages. Gettext catalogues
-hold messages that people wrote and translated: labels, errors, help. They do not teach general
-German, but they are real text, and available where nothing else is.
+The messages are English, with German translations, from the gettext catalogues of Debian packages:
+labels, errors and help that people wrote and translated. They do not teach general German, but they
+are real text, and available where no other data set is.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class Translations(RecipePart):
-    """Settings of every data set of translations: the vocabulary, and where it is kept."""
+    """Settings of every data set of translations: the vocabulary and its folder."""
 
-    # Word pieces of both languages together, four marks included
+    # Word pieces of both languages together, including the four marks
     vocabulary: int = Field(8000, ge=32)
-    # Folder on a disk of each node for vocabulary and encoded sentences
+    # Folder for the vocabulary and the encoded sentences, on a disk of each node
     kept: Path = Path("~/.cache/tfcommx/text")
 
     def open(self, train: Pairs, test: Pairs, place: DataRank) -> Data:
@@ -44,7 +44,7 @@ class Translations(RecipePart):
 
 
 class LinePairs:
-    """Two files of equally many lines: line n of the second translates line n of the first."""
+    """Two files of equal length in lines; line n of the second translates line n of the first."""
 
     def __init__(self, source: Path, target: Path) -> None:
         from tfcommx.data.sources.source import key_of
@@ -57,9 +57,9 @@ class LinePairs:
         self.key = key_of(("lines", *facts))
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Return the pairs; those with an empty side are left out.
+        """Return the pairs without those that have an empty side.
 
-        **Raises:** DataError for files of unequal length, and for one that is no UTF-8.
+        **Raises:** DataError for files of unequal length, or a file that is not UTF-8.
         """
         sides = (_lines(file) for file in self.files)
         for number, (source, target) in enumerate(itertools.zip_longest(*sides), 1):
@@ -75,14 +75,14 @@ class LinePairs:
 def _lines(file: Path) -> Iterator[str]:
     """Return the lines of a UTF-8 file, without white space around them.
 
-    Lines end in a line feed and nothing else: a carriage return, a form feed or one of Unicode's
-    line separators can stand inside a sentence, and would shift all pairs after it.
+    Only a line feed ends a line, because a carriage return, a form feed or one of Unicode's line
+    separators can occur inside a sentence, and would shift all later pairs.
     """
     try:
         with open(file, "rb") as content:
             for number, line in enumerate(content, 1):
                 try:
-                    # With the mark of UTF-8 that some editors put before the text
+                    # Some editors write a byte order mark before the text
                     yield line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 except UnicodeDecodeError as error:
                     raise DataError(
@@ -97,13 +97,13 @@ class TextFiles(Translations):
     """Pairs in line-aligned text files, UTF-8."""
 
     name: Literal["text_files"] = "text_files"
-    # Sentences of one language, one a line
+    # Sentences of the source language, one per line
     source: Path
-    # Their translations: line n belongs to line n
+    # Their translations: line n translates line n
     target: Path
-    # The same for the evaluation
+    # Source sentences of the evaluation
     test_source: Path
-    # The same for the evaluation
+    # Their translations
     test_target: Path
 
     def fetch(self) -> Path:
@@ -139,7 +139,7 @@ class TensorFlowTranslations(Translations):
     """Translations of TensorFlow Datasets by name, such as wmt17_translate/de-en.
 
     Prepare it before a run, `python -c "import tensorflow_datasets as tfds;
-    tfds.load('wmt17_translate/de-en')"`: otherwise every rank would download it.
+    tfds.load('wmt17_translate/de-en')"`, because otherwise every rank downloads it.
     """
 
     name: Literal["tfds_translate"] = "tfds_translate"
@@ -148,11 +148,11 @@ class TensorFlowTranslations(Translations):
     target: str = "de"
     train: str = "train"
     test: str = "validation"
-    # Where it is prepared; None: the library's own choice
+    # Folder of prepared data sets; None: the library's default
     folder: Path | None = None
 
     def fetch(self) -> Path | None:
-        """Download and prepare the data set, unless that has been done."""
+        """Download and prepare the data set, unless it is prepared already."""
         self._builder().download_and_prepare()
         return self.folder
 
@@ -196,20 +196,20 @@ PACKAGES = (
     "iso-codes",
 )
 LOCALES = Path("usr/share/locale/de/LC_MESSAGES")
-# One message in 40 is for evaluation, chosen by a hash of the English text
+# One message in 40 is for evaluation; a hash of the English text selects it
 ONE_IN = 40
 
 
 def catalogue_pairs(path: Path) -> Iterator[tuple[str, str]]:
     """Return the messages of one catalogue with their translations, cleaned.
 
-    Messages without translation, without letters or with several lines are left out.
+    Messages without a translation, without letters or with several lines are omitted.
     """
     with open(path, "rb") as file:
         try:
-            # The module has no public list of messages
+            # Private, because the module has no public list of messages
             messages = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
-        # A damaged file ends it anywhere: in struct, in a codec, in the rule of plural forms
+        # Any exception, because a damaged file can fail in struct, a codec or the plural rule
         except Exception as error:
             raise DataError(
                 f"{path} is no catalogue: {error}. Delete it and fetch again."
@@ -217,7 +217,7 @@ def catalogue_pairs(path: Path) -> Iterator[tuple[str, str]]:
     for key, translation in messages.items():
         if isinstance(key, tuple) and key[1]:
             continue  # (message, number): plural forms; the singular is number 0
-        # A context stands before the message
+        # A message may be preceded by a context
         message = str(key[0] if isinstance(key, tuple) else key).rpartition("\x04")[2]
         source, target = (_cleaned(text) for text in (message, str(translation)))
         if source and target and source != target and re.search("[a-z]{2}", source):
@@ -225,12 +225,12 @@ def catalogue_pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _cleaned(text: str) -> str:
-    """Return one line; empty if there are several."""
+    """Return the text as one line; empty if it has several lines."""
     text = text.strip()
     if "\n" in text:
         return ""
     if text.count("_") == 1:
-        # Marks a menu's shortcut; identifiers have more
+        # A single underscore marks a menu's shortcut; identifiers have several
         text = text.replace("_", "")
     return " ".join(text.split())
 
@@ -244,7 +244,7 @@ class CataloguePairs:
         pairs = {
             source: target
             for path in sorted(folder.glob("*.mo"))
-            # Hidden files, such as the second half (._de.mo) of a file that was copied from a Mac
+            # Not hidden files, such as the resource fork (._de.mo) of a file copied from a Mac
             if not path.name.startswith(".")
             for source, target in catalogue_pairs(path)
         }
@@ -260,16 +260,16 @@ def _is_test(source: str) -> bool:
 
 
 class Catalogues(Translations):
-    """Messages of programs, English to German, out of some of Debian's packages."""
+    """Messages of programs, English to German, from some of Debian's packages."""
 
     name: Literal["catalogues"] = "catalogues"
-    # Of the catalogues; None: they are downloaded
+    # Folder of the catalogues; None: they are downloaded
     folder: Path | None = None
 
     def fetch(self) -> Path:
         """Return the folder of the catalogues; download them if they are not on this machine.
 
-        **Raises:** DataError if that fails.
+        **Raises:** DataError if the download fails.
         """
         target = self.folder or Path.home() / ".cache" / "tfcommx" / "catalogues-de"
         if target.is_dir():
@@ -277,16 +277,16 @@ class Catalogues(Translations):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".catalogues-", dir=target.parent) as work:
             try:
-                found = debian.unpack(PACKAGES, Path(work)) / LOCALES
+                unpacked = debian.unpack(PACKAGES, Path(work)) / LOCALES
             except (DataError, OSError) as error:
                 raise DataError(
                     f"Catalogues are required in {target}, and could not be fetched: {error}. Put "
                     f".mo files there, such as those of {LOCALES} of a Debian machine."
                 ) from error
             try:
-                os.replace(found, target)
+                os.replace(unpacked, target)
             except OSError:
-                # Another process was faster
+                # Not an error if another process has put the folder there first
                 if not target.is_dir():
                     raise
         return target

@@ -1,9 +1,9 @@
 """Models of the recipes: one a file.
 
 To add one: write a file with a frozen `RecipePart` that satisfies `recipes.families.Model` (its
-sizes, a `name` and `build`), and add a row here; give its published number of parameters in
-tests/recipes/test_models.py. Keras is imported inside its functions only: reading a recipe must not
-load it.
+sizes, a `name` and `build`), and add a row here; add its published number of parameters to
+tests/recipes/test_models.py. Keras is imported inside its functions only, because reading a recipe
+must not load it.
 """
 
 from tfcommx.recipes.families import Model

@@ -1,4 +1,4 @@
-"""Residual networks, version 1.5, in the five published depths and in miniature."""
+"""Residual networks, version 1.5, in the five published depths and smaller ones."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ EXPANSION = 4
 class ResNet(RecipePart):
     """A residual network that takes pictures of any size.
 
-    Version 1.5: the 3x3 convolution of a bottleneck has the stride, not the 1x1 before it.
+    In version 1.5 the stride of a bottleneck is in its 3x3 convolution, not in the 1x1 before it.
 
     **Source:** He et al., "Deep Residual Learning for Image Recognition" (2016), table 1; initial
-    weights as Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 5.1. The stem of stride
+    weights of Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 5.1. The stem of stride
     1 is that of section 4.2 of He et al., for CIFAR.
     """
 
     name: Literal["resnet"] = "resnet"
     depth: Literal[18, 34, 50, 101, 152] = 50
-    # Blocks of each stage; None: those of the depth. Fewer of them make a miniature
+    # Blocks of each stage; None: those of the depth. Fewer make a smaller network
     blocks: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(None, min_length=1)
     # Filters of the first convolution and of the first stage; each stage doubles them
     width: int = Field(64, ge=1)
-    # Pixels of the picture for one at the first stage, a side: 4 is a 7x7 convolution of stride 2
-    # and a pooling, 2 the convolution alone, 1 a 3x3 convolution for small pictures
+    # Factor by which the stem shrinks the sides: 4 is a 7x7 convolution of stride 2 and a pooling,
+    # 2 the convolution alone, 1 a 3x3 convolution for small pictures
     stem_stride: Literal[1, 2, 4] = 4
-    # Begin the last scale of each block at zero: the block is the identity then, which large
-    # batches need
+    # Initialize the last scale of each block with zero. Large batches need this, because each block
+    # then starts as the identity
     zero_gamma: bool = True
     # Share of the running statistics that a step keeps; 0.9 suits short runs
     batch_norm_momentum: float = Field(0.9, ge=0, lt=1)
@@ -65,7 +65,7 @@ class ResNet(RecipePart):
                 flow = self._block(flow, self.width << stage, stride, bottleneck, block)
         flow = layers.GlobalAveragePooling2D(name="pool")(flow)
         start = keras.initializers.RandomNormal(stddev=0.01)
-        # Float32 also in mixed precision: the loss needs its range
+        # Float32 also in mixed precision, because the loss needs its range
         logits = layers.Dense(outputs, kernel_initializer=start, dtype="float32", name="logits")
         return keras.Model(pictures, logits(flow), name=f"resnet{self.depth}")
 

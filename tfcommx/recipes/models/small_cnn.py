@@ -17,12 +17,12 @@ MEAN, DEVIATION = 0.286, 0.353
 
 
 class SmallCnn(RecipePart):
-    """A small convolutional network for any resolution: it ends in an average over positions."""
+    """A small convolutional network for any resolution; it ends in a global average."""
 
     name: Literal["small_cnn"] = "small_cnn"
     # Filters of the 3x3 convolutions; after each of the first two, pooling halves the sides
     filters: tuple[Annotated[int, Field(ge=1)], ...] = Field((16, 32, 64), min_length=1)
-    # 3x3 convolutions with a shortcut that follow, with as many filters as the last
+    # Number of 3x3 convolutions with a shortcut after these, with as many filters as the last
     residual: int = Field(1, ge=0)
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
@@ -37,7 +37,7 @@ def small_cnn(
     Args:
         filters, residual: as in `SmallCnn`.
         classes: number of outputs, which are logits.
-        channels: of the pictures.
+        channels: channels of the pictures.
 
     Returns:
         A model of float32 [n, h, w, channels] in [0, 255] -> float32 [n, classes].
@@ -50,7 +50,7 @@ def small_cnn(
     for position, count in enumerate(filters):
         flow = layers.Conv2D(count, 3, padding="same", use_bias=False)(flow)
         if position < 2:
-            # Before the normalisation, which then has a quarter of the work
+            # Pool first, because the normalisation then has a quarter of the work
             flow = layers.MaxPooling2D()(flow)
         flow = layers.ReLU()(_normalised(flow))
     for _ in range(residual):
@@ -61,7 +61,7 @@ def small_cnn(
 
 
 def _normalised(flow: keras.KerasTensor) -> keras.KerasTensor:
-    """Normalise with a momentum for short runs: Keras's 0.99 would lag an epoch behind."""
+    """Normalise with a momentum for short runs, because Keras's 0.99 would lag an epoch behind."""
     from keras import layers
 
     return layers.BatchNormalization(momentum=0.9)(flow)

@@ -1,4 +1,4 @@
-"""The Transformer: an encoder and a decoder, base, big and in miniature."""
+"""The Transformer, an encoder and a decoder, in the published sizes and smaller ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfcommx.recipes.reader import RecipePart
 if TYPE_CHECKING:
     import keras
 
-# Of table 3: width, inner width, heads, dropout
+# Sizes of table 3: width, inner width, heads, dropout
 SIZES = {
     "base": {"width": 512, "inner": 2048, "heads": 8, "dropout": 0.1},
     "big": {"width": 1024, "inner": 4096, "heads": 16, "dropout": 0.3},
@@ -22,33 +22,33 @@ class Transformer(RecipePart):
     """A Transformer for translation; both languages and the output share one embedding.
 
     It takes {"source": int [n, words], "target": int [n, words]}, padded with 0, and returns the
-    logits of the word that follows each of the target's: float32 [n, words, vocabulary].
+    logits of the word after each word of the target: float32 [n, words, vocabulary].
 
     **Source:** Vaswani et al., "Attention Is All You Need" (2017), section 3 and table 3.
     """
 
     name: Literal["transformer"] = "transformer"
-    # Decides width, inner, heads and dropout unless they are given
+    # Default of width, inner, heads and dropout
     size: Literal["base", "big"] = "base"
-    # Blocks of the encoder, and of the decoder
+    # Number of blocks of the encoder, and of the decoder
     blocks: int = Field(6, ge=1)
-    # Of the embeddings and of each block's output
+    # Width of the embeddings and of each block's output
     width: int = Field(512, ge=2)
-    # Of the hidden layer in each block
+    # Width of the hidden layer in each block
     inner: int = Field(2048, ge=1)
     heads: int = Field(8, ge=1)
-    # Part of each block's output, and of the embeddings, that is set to zero in training
+    # Share of each block's output, and of the embeddings, that is set to zero in training
     dropout: float = Field(0.1, ge=0, lt=1)
-    # Place of the normalisation: "post", after each sum, as published, or "pre", before each part,
-    # which tolerates larger learning rates
+    # Position of the normalisation: "post", after each sum, as published, or "pre", before each
+    # part, which tolerates larger learning rates
     norm: Literal["post", "pre"] = "post"
 
     @model_validator(mode="before")
     @classmethod
-    def _sizes(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            return {**SIZES.get(str(given.get("size")), {}), **given}
-        return given
+    def _sizes(cls, settings: Any) -> Any:
+        if isinstance(settings, dict):
+            return {**SIZES.get(str(settings.get("size")), {}), **settings}
+        return settings
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Transformer:
@@ -76,7 +76,7 @@ class Transformer(RecipePart):
             embeddings_initializer=keras.initializers.RandomNormal(stddev=self.width**-0.5),
             name="words",
         )
-        # Padding is 0, and masked
+        # Mask of the source without its padding, which is 0
         seen = ops.expand_dims(ops.not_equal(source, 0), 1)
         encoded = self._embedded(words, source, "encoder")
         for number in range(1, self.blocks + 1):
@@ -141,7 +141,7 @@ class Transformer(RecipePart):
         return norm(layers.Add(name=f"{name}_add")([flow, drop(part(flow))]))
 
     def _ended(self, flow: keras.KerasTensor, name: str) -> keras.KerasTensor:
-        """End a stack with a layer of this name; `pre` needs a last normalisation."""
+        """End a stack with a layer of this name: a last normalisation if `norm` is "pre"."""
         from keras import layers
 
         if self.norm == "pre":

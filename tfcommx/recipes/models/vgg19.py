@@ -19,18 +19,18 @@ class Vgg19(RecipePart):
     """VGG-19, configuration E.
 
     **Source:** Simonyan, Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
-    Recognition" (2015), table 1; initial weights of He et al. (2015), so that no part needs
-    pre-training.
+    Recognition" (2015), table 1; initial weights of He et al. (2015), which make
+    pre-training of parts unnecessary.
     """
 
     name: Literal["vgg19"] = "vgg19"
-    # Pixels a side in every phase: the dense layers have weights for each position
+    # Pixels of a side in every phase, fixed because the dense layers have weights for each position
     resolution: int = Field(224, ge=32)
-    # Filters of the first stage
+    # Number of filters of the first stage
     width: int = Field(64, ge=1)
-    # Outputs of each of the two hidden dense layers
+    # Number of outputs of each of the two hidden dense layers
     hidden: int = Field(4096, ge=1)
-    # Part of the hidden outputs that is set to zero in training
+    # Share of the hidden outputs that is set to zero in training
     dropout: float = Field(0.5, ge=0, lt=1)
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
@@ -59,6 +59,6 @@ class Vgg19(RecipePart):
             )(flow)
             flow = layers.Dropout(self.dropout, name=f"drop{number}")(flow)
         start = keras.initializers.RandomNormal(stddev=0.01)
-        # Float32 also in mixed precision: the loss needs its range
+        # Float32 also in mixed precision, because the loss needs its range
         logits = layers.Dense(outputs, kernel_initializer=start, dtype="float32", name="logits")
         return keras.Model(pictures, logits(flow), name="vgg19")

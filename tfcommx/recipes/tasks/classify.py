@@ -20,7 +20,7 @@ class Classify(RecipePart):
     """Classify pictures."""
 
     name: Literal["classify"] = "classify"
-    # Part of the target that is spread over all classes: keeps the network from overconfidence
+    # Share of the target that is spread over all classes, against overconfidence
     label_smoothing: float = Field(0.0, ge=0, lt=1)
 
     def build(self, data: Data) -> Classification:
@@ -35,12 +35,12 @@ class Classification:
     inputs: int
     # Number of classes, which is the number of logits
     outputs: int
-    # In [0, 1)
+    # Share of the target that is spread over all classes, in [0, 1)
     label_smoothing: float = 0.0
 
     @property
     def counted(self) -> str:
-        """Unit of a batch's size."""
+        """Unit of the batch size."""
         return "images"
 
     @property
@@ -69,8 +69,8 @@ class Classification:
     def scorer(self, model: keras.Model) -> Scorer:
         """Return a function that computes `test_accuracy` and, above 5 classes, `test_top5`.
 
-        It counts the pictures whose label has the largest logit, or one of the five largest. Counts
-        are summed exactly.
+        It counts the pictures whose label has the largest logit, or one of the five largest. The
+        sums over the ranks are exact, because counts are integers.
         """
         import numpy as np
         import tensorflow as tf
@@ -83,7 +83,7 @@ class Classification:
         traced: dict[tuple[tf.TensorSpec, ...], tf.types.experimental.PolymorphicFunction] = {}
 
         def counting(batch: Any) -> tf.types.experimental.PolymorphicFunction:
-            """Return `count`, traced once for whole batches and the last, which may be smaller."""
+            """Return `count`, traced once for full batches and a smaller last one."""
             like = tf.nest.map_structure(
                 lambda part: tf.TensorSpec([None, *part.shape[1:]], part.dtype), batch
             )
@@ -93,11 +93,11 @@ class Classification:
             return traced[key]
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
-            # A rank may have no samples: fewer than ranks, or a data set of the user
-            mine = np.zeros(len(self.scores) + 1, np.int64)
+            # A rank may have no samples, for example with fewer samples than ranks
+            counts = np.zeros(len(self.scores) + 1, np.int64)
             for batch in batches:
-                mine += counting(batch)(*batch).numpy()
-            *right, seen = np.sum(gather(mine), axis=0)
+                counts += counting(batch)(*batch).numpy()
+            *right, seen = np.sum(gather(counts), axis=0)
             parts = zip(self.scores, right, strict=True)
             return {name: float(part / max(1, seen)) for name, part in parts}
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class HasSentences(Protocol):
-    """What data of sentences have besides the members of `Data`."""
+    """Members of sentence data in addition to those of `Data`."""
 
     vocabulary: Vocabulary
-    # Of the test pairs, by their numbers
+    # Reference translations of the test pairs, by number
     references: Sequence[str]
 
 
@@ -36,18 +36,18 @@ class Translate(RecipePart):
     """Translate sentences; measure BLEU on the test pairs."""
 
     name: Literal["translate"] = "translate"
-    # Part of the target that is spread over the vocabulary
+    # Share of the target that is spread over the vocabulary
     label_smoothing: float = Field(0.1, ge=0, lt=1)
-    # Test pairs that are translated for BLEU after each epoch, over all ranks; 0: none. Accuracy is
-    # of all pairs
+    # Number of test pairs translated for BLEU after each epoch, over all ranks; 0: none. Accuracy
+    # covers all pairs
     bleu_sentences: int = Field(2000, ge=0)
     # Width of beam search; 1: greedy
     beam: int = Field(1, ge=1)
-    # Of beam search; 0 compares probabilities, which favours short translations
+    # Length penalty of beam search; 0 compares probabilities, which favours short translations
     length_penalty: float = Field(0.6, ge=0, allow_inf_nan=False)
 
     def build(self, data: Data) -> Translation:
-        """Return the objective. **Raises:** ConfigurationError for data that are no sentences."""
+        """Return the objective. **Raises:** ConfigurationError for data without sentences."""
         if not isinstance(data, HasSentences):
             raise ConfigurationError(
                 "The task translate needs pairs of sentences. Choose the data set text_files, "
@@ -82,7 +82,7 @@ class Translation:
 
     @property
     def counted(self) -> str:
-        """Unit of a batch's size."""
+        """Unit of the batch size."""
         return "word pieces"
 
     @property
@@ -109,8 +109,8 @@ class Translation:
     def scorer(self, model: keras.Model) -> Scorer:
         """Return a function that computes `test_accuracy` and `test_bleu`.
 
-        `test_accuracy` is the share of words that are predicted right from all words before them;
-        `test_bleu`, in [0, 100], is of translations by beam search or greedy decoding.
+        `test_accuracy` is the share of words that are predicted correctly from all words before
+        them; `test_bleu`, in [0, 100], scores translations by beam search or greedy decoding.
         """
         import numpy as np
         import tensorflow as tf
@@ -131,29 +131,31 @@ class Translation:
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
             counts = np.zeros(2)
-            said: dict[int, str] = {}
+            translations: dict[int, str] = {}
             for inputs, (labels, numbers) in batches:
                 counts += count(inputs, labels).numpy()
                 chosen = numbers.numpy() < self.bleu_sentences
                 if chosen.any():
                     translated = decode(inputs["source"][chosen]).numpy()
                     texts = map(self.data.vocabulary.decode, translated)
-                    said |= dict(zip(numbers.numpy()[chosen].tolist(), texts, strict=True))
-            parts = gather((counts, said))
+                    translations |= dict(zip(numbers.numpy()[chosen].tolist(), texts, strict=True))
+            parts = gather((counts, translations))
             right, seen = np.sum([counts for counts, _ in parts], axis=0)
             scores = {"test_accuracy": float(right / max(1.0, seen))}
             if self.bleu_sentences:
-                scores["test_bleu"] = self._bleu({n: t for _, one in parts for n, t in one.items()})
+                scores["test_bleu"] = self._bleu(
+                    {n: t for _, by_number in parts for n, t in by_number.items()}
+                )
             return scores
 
         return score
 
     def _bleu(self, translations: dict[int, str]) -> float:
-        """Return BLEU of translations by the numbers of their pairs, in [0, 100]."""
+        """Return BLEU, in [0, 100], of translations by the numbers of their pairs."""
         numbers = sorted(translations)
         references = [self.data.references[number] for number in numbers]
-        said = [translations[number] for number in numbers]
-        return float(sacrebleu().corpus_bleu(said, [references]).score)
+        texts = [translations[number] for number in numbers]
+        return float(sacrebleu().corpus_bleu(texts, [references]).score)
 
 
 def sacrebleu() -> Any:

@@ -1,4 +1,4 @@
-"""What translation needs: vocabulary, batches, layers, loss, decoding.
+"""Building blocks of translation: vocabulary, batches, layers, loss, decoding.
 
 Batches and vocabulary load no TensorFlow.
 """

@@ -3,10 +3,10 @@
     lengths up to    8 |######|######|###          a global batch: as many sentences on every rank,
                     16     |#####|#####|##         padded to the same length
                     24        |####|####|.  dropped
-    What does not fill a batch moves to the next length; the last remainder is dropped.
+    Sentences that do not fill a batch move to the next length; the last remainder is dropped.
 
-The number of batches depends on the lengths only: it is the same in every epoch and on every rank.
-Which sentences share a batch, and the order of the batches, change with the epoch.
+The number of batches is the same in every epoch and on every rank, because it depends only on the
+lengths. The sentences of each batch, and the order of the batches, change with the epoch.
 
 **Source:** Vaswani et al., "Attention Is All You Need" (2017), section 5.1: batches by approximate
 length, with about 25,000 words of each language.
@@ -25,24 +25,25 @@ from tfcommx.core import ConfigurationError
 class Batch:
     """The sentences of one step on one rank."""
 
-    # Padded to it, words
+    # Number of words to which each sentence is padded
     length: int
-    # int64 [b], their numbers
+    # Numbers of the sentences, int64 [b]
     sentences: np.ndarray
 
 
 def bounds(longest: int) -> list[int]:
     """Return the lengths to which batches are padded, each at least a quarter above the last.
 
-    All but the longest are multiples of 8, which suit half precision.
+    The longest may be closer to the one before. All others are multiples of 8, because these suit
+    half precision.
 
     >>> bounds(60)
     [8, 16, 24, 32, 40, 56, 60]
     """
-    found = [min(8, longest)]
-    while found[-1] < longest:
-        found.append(min(longest, -(-found[-1] * 5 // 4 // 8) * 8 or 8))
-    return found
+    lengths = [min(8, longest)]
+    while lengths[-1] < longest:
+        lengths.append(min(longest, -(-lengths[-1] * 5 // 4 // 8) * 8 or 8))
+    return lengths
 
 
 class LengthBatches:
@@ -56,11 +57,11 @@ class LengthBatches:
     [(8, 3), (16, 1), (16, 1), (24, 1)]
 
     Args:
-        lengths: whole numbers [n], words of the longer side of each pair.
-        words: of a batch on one rank, padding included, >= longest.
-        longest: pairs with more words are left out.
-        ranks: >= 1.
-        seed: of the order.
+        lengths: integers [n], words of the longer side of each pair.
+        words: words of a batch on one rank, including padding, >= longest.
+        longest: largest length; pairs with more words are omitted.
+        ranks: number of ranks, >= 1.
+        seed: seed of the order.
 
     **Raises:** ConfigurationError if `words` is less than `longest`.
     """
@@ -77,53 +78,54 @@ class LengthBatches:
         self.bounds = bounds(longest)
         bucket = np.searchsorted(self.bounds, lengths)
         self.members = [np.flatnonzero(bucket == number) for number in range(len(self.bounds))]
-        # Sentences of a global batch of each bucket
+        # Number of sentences of a global batch, by bucket
         self.sizes = [words // bound * ranks for bound in self.bounds]
         self.steps = 0
         carried = 0
         for members, size in zip(self.members, self.sizes, strict=True):
-            whole, carried = divmod(len(members) + carried, size)
-            self.steps += whole
+            full, carried = divmod(len(members) + carried, size)
+            self.steps += full
 
     def epoch(self, epoch: int, rank: int) -> list[Batch]:
         """Return the batches of a rank in an epoch, in order."""
         random = np.random.default_rng([self.seed, epoch])
-        found: list[Batch] = []
+        batches: list[Batch] = []
         carried = np.zeros(0, np.int64)
         for length, members, size in zip(self.bounds, self.members, self.sizes, strict=True):
             pool = random.permutation(np.concatenate([carried, members]))
-            whole = len(pool) // size
-            mine = size // self.ranks
-            for start in range(0, whole * size, size):
-                found.append(Batch(length, pool[start + rank * mine :][:mine]))
-            carried = pool[whole * size :]
-        return [found[number] for number in random.permutation(len(found))]
+            full = len(pool) // size
+            share = size // self.ranks
+            for start in range(0, full * size, size):
+                batches.append(Batch(length, pool[start + rank * share :][:share]))
+            carried = pool[full * size :]
+        return [batches[number] for number in random.permutation(len(batches))]
 
 
 def in_order(lengths: np.ndarray, words: int, rank: int, ranks: int) -> list[Batch]:
     """Return a rank's share of all sentences, each once, shortest first: for evaluation.
 
     Args:
-        lengths: whole numbers [n], of the longer side of each pair.
-        words: of a batch, padding included; a longer sentence gets a batch of its own.
-        rank: in [0, ranks).
-        ranks: >= 1.
+        lengths: integers [n], words of the longer side of each pair.
+        words: largest number of words of a batch, including padding; a longer sentence is alone in
+            its batch.
+        rank: this rank, in [0, ranks).
+        ranks: number of ranks, >= 1.
     """
-    mine = np.argsort(lengths, kind="stable")[rank::ranks]
-    found: list[Batch] = []
+    share = np.argsort(lengths, kind="stable")[rank::ranks]
+    batches: list[Batch] = []
     start = 0
-    while start < len(mine):
+    while start < len(share):
         end = start + 1
-        while end < len(mine) and lengths[mine[end]] * (end + 1 - start) <= words:
+        while end < len(share) and lengths[share[end]] * (end + 1 - start) <= words:
             end += 1
-        found.append(Batch(int(lengths[mine[end - 1]]), mine[start:end]))
+        batches.append(Batch(int(lengths[share[end - 1]]), share[start:end]))
         start = end
-    return found
+    return batches
 
 
 def padded(rows: list[np.ndarray], length: int) -> np.ndarray:
-    """Return int32 [n, length]: rows of words, cut or filled with 0."""
-    found = np.zeros((len(rows), length), np.int32)
-    for row, words in zip(found, rows, strict=True):
+    """Return int32 [n, length]: rows of words, cut or padded with 0."""
+    result = np.zeros((len(rows), length), np.int32)
+    for row, words in zip(result, rows, strict=True):
         row[: min(length, len(words))] = words[:length]
-    return found
+    return result

@@ -18,29 +18,29 @@ from tfcommx.core import DataError, reading, replacing
 from tfcommx.data.sources.source import key_of
 from tfcommx.recipes.text.vocabulary import Vocabulary, learn
 
-# Pairs that are encoded together
+# Number of pairs that are encoded together
 CHUNK = 10_000
-# Version of the files
+# Version of the file format
 FORMAT = 3
 
 
 class Pairs(Protocol):
     """Pairs of sentences, each a text and its translation."""
 
-    # Hexadecimal hash of what identifies the contents
+    # Hexadecimal hash that identifies the contents
     key: str
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Return the pairs, in the same order each time."""
+        """Iterate over the pairs, in the same order each time."""
 
 
 @dataclass(frozen=True)
 class Sentences:
-    """Sentences of different length, one after the other in one array."""
+    """Sentences of different lengths, concatenated in one array."""
 
-    # int32, the word numbers of all sentences
+    # Word numbers of all sentences, int32
     words: np.ndarray
-    # int64 [n + 1], where each sentence begins, and the end of the last
+    # Start of each sentence, and the end of the last, int64 [n + 1]
     starts: np.ndarray
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Sentences:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return int64 [n], words of each sentence."""
+        """Number of words of each sentence, int64 [n]."""
         return np.diff(self.starts)
 
 
@@ -69,38 +69,38 @@ def open_corpora(
     """Learn the vocabulary and encode all pairs, or open the files of an earlier run.
 
     Args:
-        train: the vocabulary is learnt from both of its languages.
+        train: pairs for training; the vocabulary is learnt from both of their languages.
         test: pairs for evaluation.
-        size: of the vocabulary.
-        folder: of vocabulary and encoded pairs, on a disk of the node.
+        size: size of the vocabulary.
+        folder: folder of vocabulary and encoded pairs, on a disk of the node.
 
     **Ranks:** all; the first one of a node does the work while the others wait.
-    **Raises:** DataError if there are no pairs.
+    **Raises:** DataError without pairs.
     """
-    kept = folder / key_of((FORMAT, train.key, test.key, size))[:20]
-    kept.mkdir(parents=True, exist_ok=True)
-    with _alone(kept):
-        if not (kept / "vocabulary").exists():
+    cached = folder / key_of((FORMAT, train.key, test.key, size))[:20]
+    cached.mkdir(parents=True, exist_ok=True)
+    with _alone(cached):
+        if not (cached / "vocabulary").exists():
             lines = (line for pair in train for line in pair)
             first = next(lines, None)
             if first is None:
                 raise DataError("Pairs of sentences are required. There are none.")
-            _write(kept / "vocabulary", learn(itertools.chain([first], lines), size))
-        path = kept / "vocabulary"
+            _write(cached / "vocabulary", learn(itertools.chain([first], lines), size))
+        path = cached / "vocabulary"
         with reading(
-            "A vocabulary", path, f"Delete the folder {kept}: it is learnt anew.", DataError
+            "A vocabulary", path, f"Delete the folder {cached}: it is learnt anew.", DataError
         ):
             vocabulary = Vocabulary(path.read_bytes())
         for name, pairs in (("train", train), ("test", test)):
-            if not (kept / name).exists():
-                _encode(pairs, vocabulary, kept, name)
-    return vocabulary, _open(kept / "train"), _open(kept / "test")
+            if not (cached / name).exists():
+                _encode(pairs, vocabulary, cached, name)
+    return vocabulary, _open(cached / "train"), _open(cached / "test")
 
 
 def _encode(
-    pairs: Iterable[tuple[str, str]], vocabulary: Vocabulary, kept: Path, name: str
+    pairs: Iterable[tuple[str, str]], vocabulary: Vocabulary, cached: Path, name: str
 ) -> None:
-    """Encode all pairs into files; their folder appears whole, by a rename."""
+    """Encode all pairs into files of a folder, which is renamed into `cached` when complete."""
     words: tuple[list[np.ndarray], ...] = ([], [])
     lengths: tuple[list[int], ...] = ([], [])
     remaining = iter(pairs)
@@ -109,20 +109,20 @@ def _encode(
             rows = vocabulary.encode([pair[side] for pair in chunk])
             words[side].append(np.fromiter(itertools.chain(*rows), np.int32))
             lengths[side].extend(map(len, rows))
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=kept) as work:
-        whole = Path(work, name)
-        whole.mkdir()
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cached) as work:
+        complete = Path(work, name)
+        complete.mkdir()
         for side, language in enumerate(("source", "target")):
             np.save(
-                whole / f"{language}.npy", np.concatenate([*words[side], np.zeros(0, np.int32)])
+                complete / f"{language}.npy", np.concatenate([*words[side], np.zeros(0, np.int32)])
             )
             starts = np.cumsum([0, *lengths[side]], dtype=np.int64)
-            np.save(starts_of(whole / f"{language}.npy"), starts)
-        os.replace(whole, kept / name)
+            np.save(starts_of(complete / f"{language}.npy"), starts)
+        os.replace(complete, cached / name)
 
 
 def starts_of(words: Path) -> Path:
-    """Return the file that says where each sentence of a file of words begins."""
+    """Return the path of the sentence starts that belong to a file of words."""
     return words.with_name(f"{words.stem}_starts.npy")
 
 
@@ -158,14 +158,14 @@ def _require(holds: bool, otherwise: str) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file that appears whole, by a rename."""
+    """Write a file atomically, by a rename."""
     with replacing(path) as part:
         part.write_bytes(content)
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock that one process of the machine can have."""
+    """Hold a lock that excludes the other processes of the machine."""
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfcommx.recipes.text.vocabulary import BEGIN, END, PADDING
 
-# Words that a translation may have beyond its source's (Vaswani et al. 2017, section 6.1)
+# Largest number of words of a translation beyond its source's (Vaswani et al. 2017, section 6.1)
 MORE = 50
 
 
@@ -21,32 +21,33 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
         model: maps {"source", "target"} to logits [n, words, vocabulary]. If it has the layers
             `decoded` and `words` (as `recipes.models.transformer`), only the last word's logits are
             computed.
-        more: words that a translation may have beyond its source's, >= 0; longer ones are cut.
-            Padding does not count, so a translation does not depend on the rest of its batch.
+        more: largest number of words of a translation beyond its source's, >= 0; longer ones are
+            cut. A translation does not depend on the rest of its batch, because padding does not
+            count.
 
     Returns:
         A function of source int32 [n, words] to translations int32 [n, longest], filled with END.
 
-    **Cost:** the model once for each word of the longest translation, on all words before it.
+    **Cost:** one call of the model for each word of the longest translation, on all words before.
     """
     logits_of = next_logits(model)
 
     def decode(source: tf.Tensor) -> tf.Tensor:
         limits = most_words(source, more)
-        said = tf.fill([tf.shape(source)[0], 1], BEGIN)
+        prefix = tf.fill([tf.shape(source)[0], 1], BEGIN)
 
-        def go_on(said: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
+        def continues(prefix: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
             return ~tf.reduce_all(ended)
 
-        def say(said: tf.Tensor, ended: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            word = tf.argmax(logits_of(source, said), axis=-1, output_type=tf.int32)
+        def extend(prefix: tf.Tensor, ended: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            word = tf.argmax(logits_of(source, prefix), axis=-1, output_type=tf.int32)
             word = tf.where(ended, END, word)
-            cut = tf.shape(said)[1] >= limits
-            return tf.concat([said, word[:, None]], axis=1), ended | (word == END) | cut
+            cut = tf.shape(prefix)[1] >= limits
+            return tf.concat([prefix, word[:, None]], axis=1), ended | (word == END) | cut
 
         shapes = [tf.TensorShape([None, None]), tf.TensorShape([None])]
-        said, _ = tf.while_loop(go_on, say, [said, limits < 1], shape_invariants=shapes)
-        return said[:, 1:]
+        prefix, _ = tf.while_loop(continues, extend, [prefix, limits < 1], shape_invariants=shapes)
+        return prefix[:, 1:]
 
     return _traced(decode)
 
@@ -64,21 +65,21 @@ def most_words(source: tf.Tensor, more: int) -> tf.Tensor:
 
 
 def next_logits(model: keras.Model) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """Return a function of (source, words so far) to the next word's logits [n, vocabulary]."""
+    """Return a function of (source, previous words) to the next word's logits [n, vocabulary]."""
     if not {"decoded", "words"} <= {layer.name for layer in model.layers}:
 
-        def of_whole(source: tf.Tensor, said: tf.Tensor) -> tf.Tensor:
-            return model({"source": source, "target": said}, training=False)[:, -1]
+        def of_whole(source: tf.Tensor, prefix: tf.Tensor) -> tf.Tensor:
+            return model({"source": source, "target": prefix}, training=False)[:, -1]
 
         return of_whole
-    # A model that begins at the encoder's output would be faster, but building it adds nodes to the
-    # graph of layers, and Keras can no longer save the whole model
+    # A model that begins at the encoder's output would be faster. It is not used because its
+    # construction adds nodes to the graph of layers, and Keras could no longer save the whole model
     inputs = {tensor.name: tensor for tensor in model.inputs}
     body = keras.Model(inputs, model.get_layer("decoded").output)
     words = model.get_layer("words")
 
-    def of_last(source: tf.Tensor, said: tf.Tensor) -> tf.Tensor:
-        decoded = body({"source": source, "target": said}, training=False)
+    def of_last(source: tf.Tensor, prefix: tf.Tensor) -> tf.Tensor:
+        decoded = body({"source": source, "target": prefix}, training=False)
         return words(decoded[:, -1], reverse=True)
 
     return of_last
@@ -97,14 +98,14 @@ def beam_decoder(
     as a word. A beam of 1 is greedy decoding.
 
     Args:
-        model, more: as `greedy_decoder` takes them.
-        beam: translations that are kept for each sentence, >= 1.
+        model, more: as in `greedy_decoder`.
+        beam: number of translations that are kept for each sentence, >= 1.
         length_penalty: >= 0; 0 compares probabilities, which favours short translations.
 
     Returns:
-        A function as `greedy_decoder` returns.
+        A function like that of `greedy_decoder`.
 
-    **Cost:** the model once for each word of the longest translation, on `beam` times the
+    **Cost:** one call of the model for each word of the longest translation, on `beam` times the
     sentences and all words before.
     **Source:** Wu et al., "Google's Neural Machine Translation System" (2016), section 7, without
     the coverage penalty; Vaswani et al. (2017), section 6.1: a beam of 4, a penalty of 0.6.
@@ -118,43 +119,45 @@ def beam_decoder(
         sentences, limits = tf.shape(source)[0], most_words(source, more)[:, None]
         sources = tf.repeat(source, beam, axis=0)
 
-        def go_on(
-            said: tf.Tensor, logs: tf.Tensor, lengths: tf.Tensor, ended: tf.Tensor
+        def continues(
+            prefixes: tf.Tensor, logs: tf.Tensor, lengths: tf.Tensor, ended: tf.Tensor
         ) -> tf.Tensor:
-            # Log-probabilities only fall: this bounds what an unfinished translation can reach
+            # Upper bound of an unfinished translation, because log-probabilities only fall
             hope = tf.where(ended, -math.inf, goodness(logs, limits))
-            found = tf.where(ended, goodness(logs, lengths), -math.inf)
-            open_ones = tf.reduce_max(found, axis=1) < tf.reduce_max(hope, axis=1)
+            finished = tf.where(ended, goodness(logs, lengths), -math.inf)
+            open_ones = tf.reduce_max(finished, axis=1) < tf.reduce_max(hope, axis=1)
             return tf.reduce_any(open_ones)
 
-        def say(said: tf.Tensor, logs: tf.Tensor, lengths: tf.Tensor, ended: tf.Tensor) -> State:
-            rows = tf.reshape(said, [sentences * beam, -1])
+        def extend(
+            prefixes: tf.Tensor, logs: tf.Tensor, lengths: tf.Tensor, ended: tf.Tensor
+        ) -> State:
+            rows = tf.reshape(prefixes, [sentences * beam, -1])
             words = tf.nn.log_softmax(tf.cast(logits_of(sources, rows), tf.float32))
             vocabulary = tf.shape(words)[1]
             words = tf.reshape(words, [sentences, beam, vocabulary])
-            # A finished one repeats END, at no cost
+            # A finished translation is extended by END, at no cost
             silence = tf.one_hot(END, vocabulary, on_value=0.0, off_value=-math.inf)
             grown = logs[..., None] + tf.where(ended[..., None], silence, words)
             lengths += tf.cast(~ended, tf.int32)
             ranked = tf.reshape(goodness(grown, lengths[..., None]), [sentences, -1])
             chosen = tf.math.top_k(ranked, beam).indices
             word, parents = chosen % vocabulary, chosen // vocabulary
-            said, lengths, ended = (
-                tf.gather(one, parents, batch_dims=1) for one in (said, lengths, ended)
+            prefixes, lengths, ended = (
+                tf.gather(state, parents, batch_dims=1) for state in (prefixes, lengths, ended)
             )
             logs = tf.gather(tf.reshape(grown, [sentences, -1]), chosen, batch_dims=1)
             ended |= (word == END) | (lengths >= limits)
-            return tf.concat([said, word[..., None]], 2), logs, lengths, ended
+            return tf.concat([prefixes, word[..., None]], 2), logs, lengths, ended
 
         begin = (
             tf.fill([sentences, beam, 1], BEGIN),
-            # All are equal at first: only one counts
+            # Only the first of the beam counts, because all are equal at the start
             tf.tile([[0.0] + [-math.inf] * (beam - 1)], [sentences, 1]),
             tf.zeros([sentences, beam], tf.int32),
             tf.tile(limits < 1, [1, beam]),
         )
         shapes = [tf.TensorShape([None, beam, None]), *[tf.TensorShape([None, beam])] * 3]
-        said, *_ = tf.while_loop(go_on, say, begin, shape_invariants=tuple(shapes))
-        return said[:, 0, 1:]
+        prefixes, *_ = tf.while_loop(continues, extend, begin, shape_invariants=tuple(shapes))
+        return prefixes[:, 0, 1:]
 
     return _traced(decode)

@@ -1,4 +1,4 @@
-"""Position encoding, which Keras does not have, and loss and accuracy of words without padding."""
+"""Position encoding, which Keras lacks, and loss and accuracy of words without padding."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from keras import ops
 
 @keras.saving.register_keras_serializable("tfcommx")
 class Positions(keras.layers.Layer):
-    """Scales embeddings by the square root of their width, and adds a wave for each position.
+    """Scales embeddings by the square root of their width, and adds a wave to each position.
 
-    >>> [round(float(one), 3) for one in Positions()(ops.zeros([1, 2, 2]))[0, 1]]
+    >>> [round(float(value), 3) for value in Positions()(ops.zeros([1, 2, 2]))[0, 1]]
     [0.841, 0.54]
 
     **Source:** Vaswani et al., "Attention Is All You Need" (2017), sections 3.4 and 3.5. There
-    sines and cosines alternate; here all sines come first.
+    sines and cosines alternate; here all sines precede the cosines.
     """
 
     def call(self, embeddings: keras.KerasTensor) -> keras.KerasTensor:
@@ -42,17 +42,17 @@ class WordLoss(keras.losses.Loss):
     1.3863
 
     Args:
-        label_smoothing: part of the target that is spread over the vocabulary, in [0, 1).
-        name: as Keras's.
+        label_smoothing: share of the target that is spread over the vocabulary, in [0, 1).
+        name: name of the loss in Keras.
         keras_options: dtype.
 
-    **Ranks:** each averages over its own words; batches of a fixed number of words differ little.
+    **Ranks:** each averages over its own words, whose number differs little between ranks.
     """
 
     def __init__(
         self, label_smoothing: float = 0.0, name: str = "word_loss", **keras_options: Any
     ) -> None:
-        # `call` reduces: it divides by the words of the batch
+        # No reduction by Keras, because `call` divides by the words of the batch
         super().__init__(name=name, reduction=None, **keras_options)
         self.label_smoothing = label_smoothing
 
@@ -81,7 +81,7 @@ class WordAccuracy(keras.metrics.Mean):
 
 
 def count_right(labels: Any, logits: Any) -> tuple[Any, Any]:
-    """Return the number of words with the right prediction, and of all words; float32."""
+    """Return the number of correctly predicted words, and of all words; float32."""
     labels = ops.cast(labels, "int32")
     real = ops.cast(ops.not_equal(labels, 0), "float32")
     right = ops.cast(ops.equal(ops.cast(ops.argmax(logits, axis=-1), "int32"), labels), "float32")

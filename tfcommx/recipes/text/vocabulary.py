@@ -1,4 +1,4 @@
-"""A vocabulary of word pieces, which SentencePiece learns from text."""
+"""A vocabulary of word pieces, learnt from text by SentencePiece."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def learn(lines: Iterable[str], size: int) -> bytes:
     """Learn a vocabulary, and return it in SentencePiece's format; deterministic.
 
     Args:
-        lines: of all languages that share it.
-        size: word pieces, the four marks included; fewer if the text has fewer.
+        lines: text of all languages that share the vocabulary.
+        size: number of word pieces, including the four marks; fewer if the text has fewer.
 
     **Source:** Sennrich, Haddow, Birch, "Neural Machine Translation of Rare Words with Subword
     Units" (2016): byte pair encoding.
@@ -42,13 +42,13 @@ def learn(lines: Iterable[str], size: int) -> bytes:
         hard_vocab_limit=False,
         model_type="bpe",
         character_coverage=1.0,
-        # BLEU compares with the sentences as they were written
+        # No normalization, because BLEU compares with the original sentences
         normalization_rule_name="identity",
         pad_id=PADDING,
         unk_id=UNKNOWN,
         bos_id=BEGIN,
         eos_id=END,
-        # Enough to learn from; WMT has several million
+        # A million sentences are enough; WMT has several million
         input_sentence_size=1_000_000,
         shuffle_input_sentence=False,
         num_threads=1,
@@ -61,18 +61,18 @@ class Vocabulary:
     """Word pieces and their numbers.
 
     Args:
-        model: as `learn` returned it.
+        model: the vocabulary in the format of `learn`.
     """
 
     def __init__(self, model: bytes) -> None:
         self._pieces = sentencepiece().SentencePieceProcessor()
-        # Not by the constructor, which passes over an empty model.
+        # Not by the constructor, because that ignores an empty model
         self._pieces.load_from_serialized_proto(model)
         self.size: int = self._pieces.vocab_size()
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return the word pieces in the order of their numbers."""
+        """Word pieces in the order of their numbers."""
         return tuple(self._pieces.id_to_piece(number) for number in range(self.size))
 
     def encode(self, texts: list[str]) -> list[list[int]]:

@@ -1,7 +1,7 @@
-"""Models by name, as tables of layers: one family a file, and the table of them.
+"""Models by name, as tables of layers: one family a file, and the table of all models.
 
-A table says how many multiply-adds each layer takes and which variables it has, so that a profile
-follows from one measured throughput (`Profile.from_throughput`) without the model.
+A table lists the multiply-adds and the variables of each layer. `Profile.from_throughput` makes a
+profile from such a table and one measured throughput, without the model.
 
 To add one: write a function from the size of a sample to a `LayerTable`, from the architecture, in
 the file of its family, which names its paper; add it to `_ALL` below; add the published numbers of
@@ -41,10 +41,10 @@ def get(name: str, size: int | None = None) -> LayerTable:
 
     Args:
         name: a name of the table.
-        size: of a sample: pixels of a side, or words; None: the model's usual one.
+        size: size of a sample, in pixels of a side or in words; None: the model's usual size.
 
-    **Raises:** ConfigurationError for an unknown name, with the nearest one, and a size that is too
-    small.
+    **Raises:** ConfigurationError for an unknown name, with the nearest known one, or a size
+    that is too small.
     """
     make = MODELS[check_name("model", name, MODELS)]
     if size is None:

@@ -1,4 +1,4 @@
-"""Builder: writes down the layers of a model as its architecture describes them."""
+"""Builder: lists the layers of a model in the terms of its architecture."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from tfcommx.core import ConfigurationError, Layer, LayerTable
 
-# (name, shape) of the variables of a layer.
+# (name, shape) of the variables of a layer
 Variables = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Builder:
-    """Follows the shape of one sample through a model of images, and lists its layers.
+    """Follows the shape of one image through a model, and lists the layers.
 
     >>> model = Builder(8, 3)
     >>> model.convolve("conv", 16, 3, stride=2, bias=True)
@@ -73,18 +73,18 @@ class Builder:
         self.channels = units
 
     def branch(self) -> Builder:
-        """Return a builder that goes on from here; its layers are those of this one."""
+        """Return a builder that continues from here and adds to the same list of layers."""
         copy = Builder(1, self.channels, self.layers)
         copy.height, copy.width = self.height, self.width
         return copy
 
     def join(self, branches: Sequence[Builder]) -> None:
-        """Go on with the channels of all branches, one after another."""
+        """Continue with the channels of all branches, concatenated."""
         self.height, self.width = branches[0].height, branches[0].width
         self.channels = sum(branch.channels for branch in branches)
 
     def table(self, name: str, sample: str) -> LayerTable:
-        """Return the layers."""
+        """Return the layers as a table."""
         return LayerTable(name, tuple(self.layers), sample)
 
     def _shrink(self, high: int, wide: int, stride: int, valid: bool) -> None:

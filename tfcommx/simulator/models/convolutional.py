@@ -47,7 +47,7 @@ def vgg19(pixels: int = 224) -> LayerTable:
 def vgg16_cifar(pixels: int = 32) -> LayerTable:
     """Return the layers of VGG-16 on CIFAR-10, with normalization and one dense layer.
 
-    Nobody trains the three dense layers of 4,096 on CIFAR-10: its usual form has one, and
+    The usual form on CIFAR-10 has one dense layer instead of the three of 4,096 units, and a
     normalization after each convolution. Shi et al. (2020), table V, count its 54 tensors.
     """
     model = _convolutions((2, 2, 3, 3, 3), pixels, norm=True)
@@ -72,7 +72,7 @@ def _convolutions(counts: tuple[int, ...], pixels: int, norm: bool) -> Builder:
     return model
 
 
-# Filters of a module: 1x1; 3x3 after a reduction; 5x5 after a reduction; 1x1 after pooling.
+# Filters of a module: 1x1; 3x3 after a reduction; 5x5 after a reduction; 1x1 after pooling
 MODULES = {
     "3a": (64, 96, 128, 16, 32, 32),
     "3b": (128, 128, 192, 32, 96, 64),
@@ -84,7 +84,7 @@ MODULES = {
     "5a": (256, 160, 320, 32, 128, 128),
     "5b": (384, 192, 384, 48, 128, 128),
 }
-# After these modules the image is halved, or an auxiliary classifier looks at it.
+# Modules after which pooling halves the image, and modules with an auxiliary classifier
 HALVED, CLASSIFIED = ("3b", "4e"), ("4a", "4d")
 
 
@@ -111,9 +111,9 @@ def googlenet(pixels: int = 224) -> LayerTable:
 
 
 def _module(model: Builder, name: str, filters: tuple[int, ...]) -> None:
-    one, three_reduced, three, five_reduced, five, pooled = filters
+    one_by_one, three_reduced, three, five_reduced, five, pooled = filters
     a, b, c, d = (model.branch() for _ in range(4))
-    a.convolve(f"{name}/1x1", one, 1, bias=True)
+    a.convolve(f"{name}/1x1", one_by_one, 1, bias=True)
     b.convolve(f"{name}/3x3_reduce", three_reduced, 1, bias=True)
     b.convolve(f"{name}/3x3", three, 3, bias=True)
     c.convolve(f"{name}/5x5_reduce", five_reduced, 1, bias=True)

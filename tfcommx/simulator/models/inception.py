@@ -5,8 +5,8 @@ from __future__ import annotations
 from tfcommx.core import LayerTable
 from tfcommx.simulator.models.builder import Builder
 
-# A convolution of a branch: filters and kernel; "/2": of stride 2, without padding; "V": without
-# padding. "pool" and "pool/2" are no layers.
+# A convolution of a branch: filters and kernel; "/2": with stride 2, without padding; "V": without
+# padding. "pool" and "pool/2" add no layer.
 Step = tuple[int, int | tuple[int, int]] | tuple[int, int | tuple[int, int], str] | str
 FLAT, TALL = (1, 7), (7, 1)
 
@@ -66,18 +66,18 @@ def inception_v4(pixels: int = 299) -> LayerTable:
 
 
 def module(model: Builder, name: str, branches: list[list[Step]]) -> None:
-    """Add a module: its branches go on from the same image, and are joined."""
+    """Add a module: its branches start from the same image, and are joined."""
     ends = []
     for number, steps in enumerate(branches, start=1):
         branch = model.branch()
-        for place, step in enumerate(steps):
+        for position, step in enumerate(steps):
             if isinstance(step, str):
                 halves = step.endswith("/2")
                 branch.pool(3, 2 if halves else 1, valid=halves)
                 continue
             filters, kernel, kind = (*step, "")[:3]
             branch.convolve(
-                f"{name}/{number}{'abcde'[place]}",
+                f"{name}/{number}{'abcde'[position]}",
                 filters,
                 kernel,
                 stride=2 if kind == "/2" else 1,
@@ -89,15 +89,15 @@ def module(model: Builder, name: str, branches: list[list[Step]]) -> None:
 
 
 def _module_c(model: Builder, name: str) -> None:
-    """Add a module whose two last branches part once more."""
-    one, pooled, short, long = (model.branch() for _ in range(4))
+    """Add a module whose last two branches split again."""
+    single, pooled, short, long = (model.branch() for _ in range(4))
     pooled.convolve(f"{name}/1", 256, 1, norm=True)
-    one.convolve(f"{name}/2", 256, 1, norm=True)
+    single.convolve(f"{name}/2", 256, 1, norm=True)
     short.convolve(f"{name}/3a", 384, 1, norm=True)
     long.convolve(f"{name}/4a", 384, 1, norm=True)
     long.convolve(f"{name}/4b", 448, (1, 3), norm=True)
     long.convolve(f"{name}/4c", 512, (3, 1), norm=True)
-    ends = [pooled, one]
+    ends = [pooled, single]
     for number, branch in ((3, short), (4, long)):
         for kind, kernel in (("flat", (1, 3)), ("tall", (3, 1))):
             end = branch.branch()
@@ -116,7 +116,7 @@ REDUCTION_B_3: list[list[Step]] = [
     [(192, 1), (192, FLAT), (192, TALL), (192, 3, "/2")],
     ["pool/2"],
 ]
-# Of the modules: filters after pooling, and inside the branches of seven
+# Per module: filters after pooling, and filters inside the branches of 7-wide kernels
 POOLED, SEVENS = (32, 64, 64), (128, 160, 160, 192)
 
 
@@ -159,14 +159,14 @@ def _b(inner: int) -> list[list[Step]]:
 
 
 def _module_c_3(model: Builder, name: str) -> None:
-    """Add a module whose two middle branches part at their ends."""
-    one, short, long, pooled = (model.branch() for _ in range(4))
-    one.convolve(f"{name}/1", 320, 1, norm=True)
+    """Add a module whose two middle branches split at their ends."""
+    single, short, long, pooled = (model.branch() for _ in range(4))
+    single.convolve(f"{name}/1", 320, 1, norm=True)
     short.convolve(f"{name}/2a", 384, 1, norm=True)
     long.convolve(f"{name}/3a", 448, 1, norm=True)
     long.convolve(f"{name}/3b", 384, 3, norm=True)
     pooled.convolve(f"{name}/4", 192, 1, norm=True)
-    ends = [one, pooled]
+    ends = [single, pooled]
     for number, branch in ((2, short), (3, long)):
         for kind, kernel in (("flat", (1, 3)), ("tall", (3, 1))):
             end = branch.branch()

@@ -31,10 +31,10 @@ BERT_VOCABULARY, POSITIONS, SEGMENTS = 30522, 512, 2
 def bert_base(words: int = 128) -> LayerTable:
     """Return the layers of BERT-Base for sentences of `words` word pieces.
 
-    Both heads of its pre-training are there; the decoder of the words shares their embedding.
+    The table has both heads of its pre-training; the decoder of the words shares their embedding.
 
     Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2019), section
-    3. The words predicted are all words of a sentence.
+    3. All words of a sentence are predicted.
     """
     return _bert("bert_base", 12, 768, words)
 
@@ -81,7 +81,7 @@ WMT_VOCABULARY, BLOCKS = 37000, 6
 def transformer_base(words: int = 32) -> LayerTable:
     """Return the layers of the base model for pairs of sentences of `words` word pieces each.
 
-    There is one embedding for both languages and the output.
+    Both languages and the output share one embedding.
 
     Source: Vaswani et al., "Attention Is All You Need" (2017), sections 3 and 5.1, table 3: about
     37,000 word pieces, projections of attention without bias.
