@@ -52,7 +52,7 @@ class InformAuto(keras.callbacks.Callback):
         self.run = context.run
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Set the run that the plan of this epoch's scheme, made by its first step, is chosen for."""
+        """Set the expected run of the scheme; the first step of a new scheme makes its plan."""
         accumulated = steps_of_update(self.model.optimizer)
         exchanger_of(self.model).requested.expected_run = self.run.expected_run(epoch, accumulated)
 

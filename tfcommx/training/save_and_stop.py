@@ -19,7 +19,7 @@ from tfcommx import checkpoint
 from tfcommx.training.context import RunContext
 from tfcommx.training.steps import Position
 
-# Seconds between two requests of the ranks to each other, about: much less than 5, because
+# Approximate seconds between two requests of the ranks to each other. Much less than 5, because
 # horovodrun kills the ranks 5 s after it was asked to end
 ASK_SECONDS = 0.5
 # Largest number of steps between two requests
