@@ -163,10 +163,10 @@ class Links(NamedTuple):
             _calibration(fields.get("calibration", {"ranks": 0, "points": ()})),
         )
         numbers = [*dataclasses.astuple(links.inside), *dataclasses.astuple(links.between)]
-        costs = [links.engine_s, links.contention, links.spread]
+        non_negative = [links.engine_s, links.contention, links.spread]
         if (
-            not all(math.isfinite(number) for number in [*numbers, *costs])
-            or min(costs) < 0
+            not all(math.isfinite(number) for number in [*numbers, *non_negative])
+            or min(non_negative) < 0
             or not isinstance(links.block_bytes, int)
             or links.block_bytes < 8
             or not isinstance(links.fuses, bool)
