@@ -77,12 +77,12 @@ class TrialQueue:
 
 
 LARGEST_COUNT = 2**31 - 1  # Entries; Gloo and NCCL count in int32
-# Bytes of each rank in an all-gather, because Horovod computes them in int32 for NCCL
+# Bytes of each rank in an all-gather; for NCCL, Horovod computes them in int32
 LARGEST_GATHERED_BYTES = 2**31 - 1
 
 
 class _OpenScope(threading.local):
-    """The scope of a thread. Each thread has one, because one may exchange while another traces."""
+    """The scope of each thread; one may exchange while another traces or computes."""
 
     name = ""
 
@@ -356,7 +356,7 @@ class WatchedSum:
 
     def __init__(self, comm: Comm, name: str, summed: str) -> None:
         self._comm, self._name = comm, name
-        # Set by the first sum, because all ranks compute it; one rank alone may make an optimizer
+        # Set by the first sum, which all ranks compute; one rank alone may make an optimizer
         self._scope = ""
         self._waits = comm.progress.of_exchange([summed], counted=False)
 

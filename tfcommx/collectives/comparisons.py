@@ -3,9 +3,9 @@
     rank 0   DataCache states its samples         gather_objects -> equal: they are forgotten
     rank 1         DataCache states its samples   gather_objects -> unequal: ConfigurationError
 
-Stating a fact exchanges nothing, because a data set may be opened at any time, and by a single rank
-without making the others wait. The digests travel with the next objects that all ranks exchange.
-This is before the first step of a training, when the plans of all ranks are compared.
+Stating a fact exchanges nothing. A data set can therefore be opened at any time, and by a single
+rank without making the others wait. The digests travel with the next objects that all ranks
+exchange. This is before the first step of a training, when the plans of all ranks are compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from tfcommx.core import ConfigurationError
 
-# Largest number of facts that wait; the oldest are dropped, because only one rank has stated them
+# Largest number of facts that wait; the oldest, which only one rank has stated, are dropped
 MOST = 64
 # Number of differences that an error names
 NAMED = 3

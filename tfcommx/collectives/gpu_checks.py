@@ -59,7 +59,7 @@ def _uuid(number: int) -> str:
     return "" if failed else bytes(uuid).hex()
 
 
-# Entries of the tensors that are summed. There are several, because Horovod merges no single one.
+# Entries of the summed tensors; several, or Horovod would not merge them
 LENGTHS = (1, 1000, 33, 257)
 
 

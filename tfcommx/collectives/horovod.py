@@ -26,7 +26,7 @@ from tfcommx.launch.launcher import Launcher
 
 T = TypeVar("T")
 
-# The tested release, because its private functions are used
+# The tested release; its private functions are used
 HOROVOD = "0.28."
 # Milliseconds of Horovod's cycle if NCCL carries the collectives. It is shorter than Horovod's
 # default, 1 ms, because three collectives in a chain wait up to a cycle each. On one GPU that two
@@ -64,7 +64,7 @@ def import_horovod() -> tuple[ModuleType, ModuleType]:
 def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:
     """Serve the rendezvous of ranks under Gloo, as horovodrun would.
 
-    It replaces horovodrun's server, because that listens at all addresses, accepts values of any
+    It replaces horovodrun's server, which listens at all addresses, accepts values of any
     size, and reveals the files in its working directory by HEAD.
 
     Args:
@@ -98,7 +98,7 @@ def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:
         request_queue_size = 1024  # All ranks connect at once
 
         def server_bind(self) -> None:
-            # Not HTTPServer's, because it asks the resolver for the address's name
+            # Not HTTPServer's, which asks the resolver for the address's name
             socketserver.TCPServer.server_bind(self)
 
     server = Server((address, 0), Handler, verbose=0)
@@ -222,7 +222,7 @@ class HorovodComm(Comm):
                 f"Horovod counts rank {hvd.rank()} of {hvd.size()}, the launcher rank "
                 f"{launch.rank} of {size}. Start the script with horovodrun (or mpirun)."
             )
-        # Not the topology's, because `node_size` may define other nodes
+        # Not the topology's; `node_size` may define other nodes
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
 
     def _gather_objects(self, item: T) -> list[T]:

@@ -45,7 +45,7 @@ def init(
 
     **Ranks:** all, with equal `node_size`.
     **Cost:** one exchange of host names before Horovod starts, and on GPUs a small sum that is
-    verified. None per step, because process sets are static.
+    verified. None per step; process sets are static.
     **Raises:** ConfigurationError for seconds that are not > 0, for a node_size that does not
     divide the number of ranks, and for ranks of a host that are not consecutive; LaunchError for
     more ranks than GPUs on a host, for a GPU that the native library was not built for or on which
@@ -92,7 +92,7 @@ def init(
             launcher.on_one_host(),
         )
         if launch.centre:
-            # Before the end of the watch, because that may end the process
+            # Before the end of the watch, which may end the process
             exit_message.tell_the_centre_at_exit()
         # After the start of the watch, because it is the first collective on GPUs
         gpu_checks.check_fused_sum(comm, gpus)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 # Seconds without a message after which a rank warns, and without a watch gives up; more than Gloo's
 # limit, 30. launcher.message_timeout changes the time until it gives up.
 TIMEOUT_SECONDS = 50.0
-# The same with a watch; longer, because the watch reports missing ranks, and a late one is busy
+# The same with a watch, which reports missing ranks; a late rank is then only busy
 WATCHED_SECONDS = 6 * 3600.0
 # Seconds until all ranks have started MPI; TFCOMMX_RENDEZVOUS_SECONDS overrides it
 START_SECONDS = 600.0
@@ -158,7 +158,7 @@ class MpiPointToPoint:
             if done:
                 return position
             turns += 1
-            # Polls often at first, because messages arrive in bursts
+            # Polls often at first; messages arrive in bursts
             time.sleep(0 if turns < 100 else 5e-5)
             waited = time.monotonic() - start if turns % 1000 == 0 else 0.0
             awaited = sorted({rank for _, rank in requests}) if waited else []
@@ -202,6 +202,6 @@ class MpiPointToPoint:
         return None
 
     def close(self) -> None:
-        """Free the communicator, because MPI has a limited number of them."""
+        """Free the communicator; MPI has a limited number of them."""
         if not self._shared:
             self._world.Free()

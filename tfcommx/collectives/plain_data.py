@@ -105,7 +105,7 @@ class _Arrays:
         start, self.position = self.position, self.position + count * dtype.itemsize
         if self.position > len(self.data):
             raise ValueError("fewer bytes than the arrays have")
-        # A copy, because an array on `data` would be read-only
+        # A copy; an array on `data` would be read-only
         return np.frombuffer(self.data[start : self.position], dtype).reshape(shape).copy()
 
 

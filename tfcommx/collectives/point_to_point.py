@@ -91,4 +91,4 @@ class Channel:
         return self._messages.take(self._first + tag)
 
     def close(self) -> None:
-        """Do nothing, because other channels continue."""
+        """Do nothing; other channels continue."""

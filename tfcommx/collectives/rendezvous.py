@@ -133,14 +133,14 @@ def _gather(
             raise LaunchError(problem)
         address = _address_of_rank_0(arrivals.values())
         hosts = [socket.gethostname(), *(arrivals[rank].host for rank in range(1, cluster.size))]
-        # Now, because later rank 0 would end with its rendezvous before others know why
+        # Checked here; later, rank 0 would end with its rendezvous before others know why
         if not any_order:
             Topology.of_hosts(hosts)
         answers = _serve(cluster, arrivals, hosts, address)
         for rank, arrival in arrivals.items():
             _answer(arrival, answers[rank])
         return _settings(cluster, socket.gethostname(), answers[0]), address
-    except Exception as error:  # Any exception, because waiting ranks must be told
+    except Exception as error:  # Any exception; waiting ranks must be told
         for arrival in everyone:
             _answer(arrival, {"problem": shortened(f"Rank 0: {error}")})
         raise
@@ -362,7 +362,7 @@ def interface_of(address: str) -> str:
     >>> interface_of("127.0.0.1")
     'lo'
     """
-    import psutil  # Installed, because Horovod requires it
+    import psutil  # A requirement of Horovod
 
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):

@@ -78,7 +78,7 @@ class UnwrappedOptimizers:
         self._named: weakref.WeakSet[Any] = weakref.WeakSet()
         self._eager: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # Traced optimizers that were not reported: id -> name, optimizer, its count, first count.
-        # The count is separate, because its optimizer may not exist at the end of the process.
+        # The count may outlive its optimizer, until the end of the process.
         self._traced: dict[int, tuple[str, weakref.ref[Any], Any, int]] = {}
         self._lock = threading.Lock()
         self._ends = threading.Event()
@@ -170,8 +170,8 @@ _watching: UnwrappedOptimizers | None = None
 def _noted(optimizer: Any) -> Iterator[None]:
     """Record the optimizer that takes the step in this block.
 
-    It is the innermost one, because optimizers call others, as LossScaleOptimizer does. None is
-    recorded if one of them exchanges.
+    It is the innermost one; optimizers call others, as LossScaleOptimizer does. None is recorded if
+    one of them exchanges.
     """
     outer = _call.get()
     call = outer or _Call()

@@ -33,7 +33,7 @@ BASE = 2 * LARGEST + 1
 BLOCK = 128
 # A rank's range, relative to the mean of all ranks' largest entries
 RANGE = 2.0
-# Power of two by which largest entries are divided, because their sum must be finite if they are
+# Power of two by which largest entries are divided; their sum is then finite if they are
 SCALE = 128.0
 
 
@@ -101,7 +101,7 @@ def _unpacked(sums: Tensor) -> Tensor:
     import tensorflow as tf
 
     shift = LARGEST * (1 + BASE + BASE**2)
-    # Shifted, because the remainder by BASE gives the digits only of numbers >= 0
+    # The shift makes every digit >= 0
     rest = tf.cast(sums, tf.int32) + shift
     digits = []
     for _ in range(DIGITS):

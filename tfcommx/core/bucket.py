@@ -107,7 +107,7 @@ class Bucket(Generic[Options]):
     selection: str = "all"
     # Entries that one rank selects, >= 1; None on dense routes.
     k: int | None = None
-    # Zeros appended to the vector, >= 0, because the route cuts it into equal shards.
+    # Zeros appended to the vector, which the route cuts into equal shards, >= 0.
     padding: int = 0
     # Seed of rules that choose at random.
     seed: int = 0
@@ -164,7 +164,7 @@ class Bucket(Generic[Options]):
     def selected(self) -> int:
         """The k of a bucket on a sparse route.
 
-        **Raises:** ValueError on a dense route, because it selects nothing.
+        **Raises:** ValueError on a dense route, which selects nothing.
         """
         if self.k is None:
             raise ValueError(

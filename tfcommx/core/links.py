@@ -226,7 +226,7 @@ class Traffic(NamedTuple):
     between: float
 
 
-# Seconds per byte, faster than any memory; a lower limit, because noise must not make a link free
+# Lower limit of seconds per byte, faster than any memory; noise must not make a link free
 SMALLEST_BETA = 1e-13
 
 

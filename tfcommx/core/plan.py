@@ -76,7 +76,7 @@ class Plan:
 
         Args:
             text: result of `to_json`.
-            read_options: makes the options of a route, because this module knows no routes.
+            read_options: makes the options of a route, which this module does not know.
 
         **Raises:** PlanError for anything else.
         """
@@ -89,7 +89,7 @@ class Plan:
             )
             buckets = tuple(_bucket(row, read_options) for row in read["buckets"])
             return Plan(buckets, topology, read["operation"])
-        except Exception as error:  # Any exception, because the text may have any content
+        except Exception as error:  # Any exception; the text may have any content
             if isinstance(error, PlanError):
                 raise
             raise PlanError(

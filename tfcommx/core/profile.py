@@ -169,7 +169,7 @@ class Profile:
                 f"Each variable must be in a profile once. Received twice: {twice}."
             )
         for variable in self.variables:
-            # With a tolerance, because a sum of many parts has rounding errors
+            # With a tolerance for the rounding errors of a sum of many parts
             if variable.ready_s > self.backward_s * (1 + 1e-9):
                 raise ConfigurationError(
                     "Each gradient is ready before the backward pass ends. Received "
@@ -225,7 +225,7 @@ class Profile:
                 for row in read["variables"]
             )
             return Profile(**{**read, "variables": rows})
-        except Exception as error:  # Any exception, because the text may have any content
+        except Exception as error:  # Any exception; the text may have any content
             if isinstance(error, ConfigurationError):
                 raise
             raise ConfigurationError(

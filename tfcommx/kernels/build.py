@@ -33,7 +33,7 @@ def digest(folder: Path) -> str:
     return total.hexdigest()[:16]
 
 
-# Horovod's name, because one variable must hold for both
+# Horovod's name; one variable holds for both
 VARIABLE = "HOROVOD_BUILD_CUDA_CC_LIST"
 # Volta, because the table of tensors that norms and LARS pass to their kernels has up to 31 kB, and
 # older GPUs, and CUDA before 12.1, allow only 4 kB of parameters
@@ -72,7 +72,7 @@ def capability(architecture: int) -> str:
 def toolkit_architectures(nvcc: str) -> list[int]:
     """Return the architectures that a CUDA toolkit can build for, ascending.
 
-    **Raises:** ValueError if nvcc does not list them, because it is older than CUDA 11.
+    **Raises:** ValueError if nvcc is older than CUDA 11 and does not list them.
     """
     ended = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
     listed = sorted({int(number) for number in re.findall(r"^compute_(\d+)$", ended.stdout, re.M)})

@@ -209,7 +209,7 @@ def _numbered(name: str, variables: list[tf.Variable]) -> Iterator[tuple[str, tf
 
 def _many_strips(device: str) -> dict[str, np.ndarray]:
     """Select from a vector so long that each warp of a GPU takes several strips."""
-    # Repeated numbers, because drawing so many would take seconds
+    # Repeated numbers; drawing so many would take seconds
     old, gradient = (np.resize(vector, MANY_STRIPS) for vector in _normal(2))
     with tf.device(device):
         residual = tf.Variable(old)

@@ -201,7 +201,7 @@ def _steps(values: tf.Tensor, counts: tf.Tensor, wire: str) -> tf.Tensor:
         size = tf.reduce_max(tf.abs(values), axis=2, keepdims=True)
         step = size / largest
     else:
-        # Divided before they are added, because the sum could overflow; by halves, as GPUs add
+        # Divided before the sum, which could overflow; by halves, as GPUs add
         terms = tf.abs(values) * (1 / DENSE_CODE_BLOCK)
         while terms.shape[2] > 1:
             half = terms.shape[2] // 2

@@ -239,6 +239,6 @@ def _choose_mstopk(key: tf.Tensor, k: tf.Tensor, seed: int) -> tf.Tensor:
     above = tf.cast(tf.where(bins > tf.cast(band, tf.int32))[:, 0], tf.int32)
     inside = tf.cast(tf.where(tf.equal(bins, tf.cast(band, tf.int32)))[:, 0], tf.int32)
     need = k - tf.size(above)
-    # If non-finite entries alone reach k, the lowest indices are chosen, because all are equal
+    # All non-finite keys are equal; if they alone reach k, the lowest indices are chosen
     offset = tf.where(band == BANDS - 1, 0, below(seed, tf.size(inside) - need + 1))
     return tf.sort(tf.concat([above, inside[offset : offset + need]], 0))

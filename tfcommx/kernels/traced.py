@@ -64,7 +64,7 @@ def after(number: tf.Tensor, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     with tf.control_dependencies([tf.group(*tensors)]):
         entry = tf.reshape(entries[0], [-1])[0]
     with tf.device("/cpu:0"):
-        is_finite = tf.math.is_finite(tf.cast(entry, tf.float32))  # At most 1, because it is a bool
+        is_finite = tf.math.is_finite(tf.cast(entry, tf.float32))  # A bool, at most 1
         # Computed from the entry, because TensorFlow would replace an op that only waits for the
         # copy by one that waits for the GPU's op
         return tf.maximum(number, tf.cast(is_finite, number.dtype))

@@ -30,7 +30,7 @@ def pack(numbers: tf.Tensor, width: int) -> tf.Tensor:
     count = 32 // width
     padded = tf.pad(numbers, [[0, -traced.length(numbers) % count]])
     low = tf.bitwise.bitwise_and(tf.reshape(padded, [-1, count]), _mask(width))
-    # The sum is their union, because no two have a bit in common; it may be negative
+    # No two have a bit in common, and the sum is their union; it may be negative
     return tf.reduce_sum(tf.bitwise.left_shift(low, tf.range(0, 32, width)), axis=1)
 
 
@@ -134,7 +134,7 @@ def _codes(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
     finite = tf.math.is_finite(parts)
     clean = tf.where(finite, parts, tf.zeros_like(parts))
     most = tf.reduce_max(tf.abs(clean), axis=1, keepdims=True)
-    # Upper limit of a step, because largest * step must be finite
+    # Largest step with a finite largest * step
     limit = tf.bitcast(
         tf.bitwise.bitwise_and(tf.bitcast(tf.constant(tf.float32.max / largest), tf.int32), -65536),
         tf.float32,

@@ -69,7 +69,7 @@ def where_carried(comm: Comm) -> str:
 
 
 def finish(result: Any) -> None:
-    """Wait until tensors exist, because a GPU's op or collective may end once it is queued.
+    """Wait until tensors exist; a GPU's op or collective may end once it is queued.
 
     Args:
         result: any nest; only tensors outside of the host's memory are waited for.
@@ -96,7 +96,7 @@ def latency_terms(engine: str, ranks: int, group: str) -> float:
     Args:
         engine: name in the table of `tfcommx.engines`.
         ranks: ranks of the group, >= 2.
-        group: "node" or "peers"; they differ, because NCCL's trees are chains inside a node.
+        group: "node" or "peers"; NCCL's trees are chains inside a node.
     """
     unit = Link(1.0, 1e-30)
     topology = Topology(1, ranks) if group == "node" else Topology(ranks, 1)

@@ -37,8 +37,8 @@ def measure_exchange(
     """Measure the steps of a model whose gradients travel by a plan; weights are not updated.
 
     The start of a message is not measured, but assumed: the last gradient of its bucket is ready,
-    and the previous message has ended. Make a new optimizer for training, because residuals change
-    as in any step.
+    and the previous message has ended. Residuals change as in any step; make a new optimizer
+    for training.
 
     Args:
         model: compiled and built model.

@@ -46,7 +46,7 @@ from tfcommx.measure.engine import (
 from tfcommx.routes import pipeline
 from tfcommx.routes.messages import MessageOptions, tag_of
 
-# Bytes of a vector on a GPU, because the time of shorter ones is that of a launch
+# Bytes of a vector on a GPU; the time of shorter ones is that of a launch
 BYTES_ON_GPU = 2**24
 # Number of additions timed together; launch and copy to the host would hide the time of one
 ADDITIONS = 32
@@ -347,7 +347,7 @@ def _exchange(comm: Comm, group: str) -> Iterator[Callable[[int, str, int], obje
         return None
 
     yield exchange
-    if point_to_point is not None:  # Not after an exception, because closing waits for the others
+    if point_to_point is not None:  # Not after an exception; closing waits for the others
         point_to_point.close()
 
 

@@ -107,7 +107,7 @@ class StepTiming:
         """Check the model, and take batches for `steps` steps; see `profile`."""
         self._model, self._variables = model, _check(model, steps)
         self._batches = batches_of(data, steps + WARM_UP)
-        # Positions of the variables that have a gradient, because Keras exchanges no others
+        # Positions of the variables that have a gradient, the only ones that Keras exchanges
         self._connected: list[int] = []
         self._stamped = _step(model, self._connected, stamps=True)
         self._plain = _step(model, self._connected, stamps=False)
@@ -243,7 +243,7 @@ def _profile(
 ) -> dict[str, Any]:
     """Turn stamps [steps, 1 + variables], in seconds from the start, into fields of a profile."""
     entries = sum(int(np.prod(variable.shape)) for variable in variables)
-    # The stamp of the loss may be late, because the backward pass does not wait for it
+    # The stamp of the loss may be late; the backward pass does not wait for it
     forward = stamps.min(axis=1, keepdims=True)
     ready = stamps[:, 1:] - forward
     mean, spread = ready.mean(axis=0), ready.std(axis=0)

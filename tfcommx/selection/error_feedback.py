@@ -36,7 +36,7 @@ class Selector(Protocol):
 class Rule:
     """A selector with error feedback and momentum correction around it, as the runtime uses it."""
 
-    # Has no access to residuals, because this class applies them to any selector
+    # Has no access to residuals, which this class adds to any selector
     selector: Selector
 
     def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:

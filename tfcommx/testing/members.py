@@ -30,7 +30,7 @@ from tfcommx.testing import laws
 from tfcommx.testing.laws import require
 from tfcommx.wire import codec, formats
 
-# Tolerance relative to the largest entry, because products of float32 are rounded
+# Tolerance relative to the largest entry, for rounded products of float32
 ROUNDING = 2e-5
 
 

@@ -85,7 +85,7 @@ class Evaluation(keras.callbacks.Callback):
     def start_phase(self, model: keras.Model, phase: Phase) -> None:
         """Evaluate at this phase's batch and resolution from now on."""
         self.test = self.run.data.test(self.run.recipe.batch(phase), phase.resolution)
-        # Created again, because it must be traced for the new resolution
+        # A new scorer, traced for the new resolution
         self.score = self.run.objective.scorer(model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:

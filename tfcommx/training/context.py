@@ -25,7 +25,7 @@ class Totals:
     ) -> None:
         self.before = {key: notes.get(key, 0) for key in self.KEYS}
         self.exchanger, self.start = optimizer.exchanger, start
-        # Subtracted, because a process may train twice
+        # A process may train twice; earlier traffic does not count
         self.at_start = self.exchanger.traffic()
 
     def seconds(self) -> float:

@@ -87,7 +87,7 @@ class Run:
 
     def batches(self, call: FitCall) -> tf.data.Dataset:
         """Return the batches of this rank for a call of `fit`."""
-        # Prepares one batch during each step, because tf.data adds no such stage (`data.pipeline`)
+        # Prepares one batch during each step; tf.data adds no such stage (`data.pipeline`)
         return self.objective.targets(self.samples_of(call)).prefetch(1)
 
     def samples_of(self, call: FitCall) -> tf.data.Dataset:
@@ -156,8 +156,8 @@ def _require_equal(comm: Comm, kind: str, name: str, values: dict[str, str], rem
 def _settings(value: Any, name: str = "") -> dict[str, str]:
     """Return name -> value of the settings in a part of a recipe that all ranks must share.
 
-    Paths are left out, because they may differ between nodes, and objects of other types, because
-    they cannot be compared.
+    Paths, which may differ between nodes, and objects of other types, which cannot be compared, are
+    left out.
     """
     above = f"{name}." if name else ""
     if isinstance(value, BaseModel):

@@ -78,7 +78,7 @@ class SaveAndStop(keras.callbacks.Callback):
         seconds = self.context.timing.seconds
         before = seconds["saving"]
         self._patience.save(lambda: self._save(Position(epoch + 1)))
-        # Added here, because the row was made before the save
+        # The row was made before the save
         self.context.rows[-1]["seconds"]["saving"] += round(seconds["saving"] - before, 3)
 
     def _due(self, after: Position) -> bool:

@@ -51,7 +51,7 @@ def fit_calls(phases: Sequence[int], start: Position, one_by_one: bool = False) 
     Args:
         phases: epochs of each phase, >= 1.
         start: the first step.
-        one_by_one: make a call for each epoch, because data must not be read ahead over its end.
+        one_by_one: make a call for each epoch; data is then not read ahead over its end.
     """
     calls, end = [], 0
     for number, epochs in enumerate(phases):
@@ -183,7 +183,7 @@ class Timing(keras.callbacks.Callback):
         self._epoch_start = time.time()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        # The step is traced again, because a change of scheme drops the plans
+        # A change of scheme drops the plans, and the step is traced again
         self.first |= not exchanger_of(self.model).runs
         self.batch_start = time.time()
 
@@ -197,7 +197,7 @@ class Timing(keras.callbacks.Callback):
             self.first_steps += 1
         else:
             seconds["data"] += arrived - self.batch_start
-            # Old times are ignored, because only some steps exchange accumulated gradients
+            # Only some steps exchange accumulated gradients; times of earlier steps are ignored
             ready, exchanged = max(ready, arrived), max(exchanged, arrived)
             if exchanged == arrived:
                 ready = exchanged = end

@@ -47,7 +47,7 @@ class StopRequests:
         """Return True if this rank was asked to stop."""
         if self.file is not None and self.file.exists():
             self.reason = self.reason or f"the file {self.file}"
-            # Removed, because it would stop the next run, too
+            # It would stop the next run, too
             with contextlib.suppress(OSError):
                 self.file.unlink()
         return bool(self.reason)

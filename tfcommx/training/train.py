@@ -93,7 +93,7 @@ def train(
         snapshots = checkpoint.Snapshots(model, run.checkpoint, recipe.checkpoint.memory_every)
         snapshots.load()
         if run.comm.rank == 0:
-            # Removed, because `tfcommx report` would show an earlier run's summary as this one's
+            # An earlier run's summary, which `tfcommx report` would show as this one's
             with contextlib.suppress(OSError):
                 (output_folder / "summary.json").unlink()
         totals = Totals(saved.notes if saved else {}, optimizer, start)
@@ -251,7 +251,7 @@ def make_callbacks(
     changes = {at: new for at, (old, new) in schemes if new != old and at > first.epoch}
     saving = SaveAndStop(context)
     return [
-        # First, because the others read them
+        # First; the others read them
         context.counter,
         context.timing,
         SetLearningRate(context),

@@ -1,6 +1,6 @@
 """Bytes and dtypes of wire formats.
 
-This is pure arithmetic, because prices must not need TensorFlow. `WireFormat` is the contract of a
+They are pure arithmetic, because prices must not load TensorFlow. `WireFormat` is the contract of a
 format in another package, `Scheme(wire="module:MEMBER")`.
 """
 
