@@ -1,20 +1,20 @@
-"""Comm and its collectives: how tensors travel between ranks.
+"""Comm and its collectives, by which tensors travel between ranks.
 
-init            init(): from what the launcher says to a running Horovod
+init            init(): starts Horovod with the launcher's settings
 process         the process's own Comm: rank(), size(), ...
 comm            Comm, the contract; turns of plans under trial; sums that the watch can name
 horovod         Comm on Horovod: NCCL, MPI or Gloo (the only `import horovod`)
-threads         Comm and PointToPoint for p ranks as threads of one process: the law tests
+threads         Comm and PointToPoint for p ranks as threads of one process, for law tests
 point_to_point  PointToPoint, the contract of messages between two ranks
-messages        how a Comm's ranks open and end such messages
+messages        opens and closes the PointToPoints of a Comm
 mpi             PointToPoint on MPI (the only `import mpi4py`)
-plain_data      what ranks tell each other, as bytes and back, without pickle
+plain_data      data between ranks to bytes and back, without pickle
 comparisons     facts that must be equal on all ranks
-rendezvous      make a Gloo launch of processes that srun, torchrun or others have started
+rendezvous      a Gloo launch of processes that srun, torchrun or others have started
 gloo_hosts      every rank's host, before Horovod starts under Gloo
-gpu_checks      a GPU for each rank, code that was built for it, right sums of Horovod
+gpu_checks      a GPU for each rank, code that was built for it, correct sums of Horovod
 exit_message    a rank's last message to the process that holds the centres of EASGD
-unwrapped       warn of optimizers that take steps without an exchange
+unwrapped       warnings of optimizers that take steps without an exchange
 
 Only this package, `launch`, `watch`, `cli`, `ray`, `strategies.easgd.process` and `kernels.loader`
 read the environment.
@@ -26,7 +26,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Return `current`, loaded at its first use: the launcher's part needs no TensorFlow."""
+    """Return `current`, loaded at its first use, because the launcher must not load TensorFlow."""
     if name == "current":
         from tfcommx.collectives.process import current
 

@@ -1,21 +1,21 @@
-"""Comm: the collectives of one rank, whatever library carries them out.
+"""Comm: the collectives of one rank, independent of the library that carries them out.
 
 Every collective takes a group (`world`, `node` or `peers`) and a name that is equal on all members
-and not in flight twice. All members call it, with equal dtype and shape. A group of one rank
+and not in flight twice. All members call it, with equal dtype and shape. In a group of one rank it
 returns its input. Each call counts the bytes that the collective's ring sends for its buffer.
 
-What a Comm has beside its collectives, by life:
+Other members of a Comm, by lifetime:
 
     the launch     rank, topology, local_rank, local_size
     the process    messages (between two ranks), membership, progress, trials, comparisons
-    a collective   the scope that it is named after
+    a collective   the scope of its name
 
-To add a library, write a subclass of `Comm` in a file of its own: the abstract methods, which begin
-with `_`. `collectives/horovod.py` is the one that trains, `collectives/threads.py`
-the one for tests; tests/laws run every route on the latter.
+To add a library, write a subclass of `Comm` in a separate file, with the abstract methods, whose
+names begin with `_`. `collectives/horovod.py` is used in training, `collectives/threads.py` in
+tests; tests/laws run every route on the latter.
 
-`TrialQueue` says which of several plans under trial on one rank is measured now. `WatchedSum` is a
-small sum over the ranks within a step, which the stall watch can name.
+`TrialQueue` chooses the plan that is measured, of several under trial on one rank. `WatchedSum` is
+a small sum over the ranks within a step, which the stall watch can name.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from tfcommx.watch.membership import Membership
 from tfcommx.watch.progress import Progress
 
 T = TypeVar("T")
-# Times that others go on; after so many a member that does not is not waited for
+# Number of calls of other members after which an inactive member is skipped
 IDLE = 8
 
 
 class TrialQueue:
-    """Members in the order in which they came; those that do not go on are passed over.
+    """Members in the order of their first call; inactive members are skipped.
 
     >>> class Trial:
     ...     pass
@@ -59,15 +59,17 @@ class TrialQueue:
     """
 
     def __init__(self) -> None:
-        # Member -> when it went on last, in the order in which they came
+        # Member -> number of its last call, in the order of their first calls
         self._last: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._now = 0
 
     def is_first(self, member: object) -> bool:
-        """Note that a member, perhaps a new one, goes on; tell whether it is the first of these."""
+        """Record that a member, perhaps a new one, is active; return True if it is the first."""
         self._now += 1
         self._last[member] = self._now
-        return member is next(one for one, last in self._last.items() if self._now - last < IDLE)
+        return member is next(
+            candidate for candidate, last in self._last.items() if self._now - last < IDLE
+        )
 
     def leave(self, member: object) -> None:
         """Forget a member."""
@@ -75,12 +77,12 @@ class TrialQueue:
 
 
 LARGEST_COUNT = 2**31 - 1  # Entries; Gloo and NCCL count in int32
-# Bytes of each rank in an all-gather: Horovod multiplies entries by their size in int32 for NCCL
+# Bytes of each rank in an all-gather; for NCCL, Horovod computes them in int32
 LARGEST_GATHERED_BYTES = 2**31 - 1
 
 
 class _OpenScope(threading.local):
-    """The scope that a thread is in: one may exchange while another traces or computes."""
+    """The scope of each thread; one may exchange while another traces or computes."""
 
     name = ""
 
@@ -89,27 +91,27 @@ class Comm(abc.ABC):
     """One rank's view of the ranks that it exchanges with.
 
     Args:
-        rank: this process's, in [0, topology.size).
+        rank: rank of this process, in [0, topology.size).
         topology: all ranks and their nodes.
-        messages: between this rank and others.
+        messages: messages between this rank and others.
     """
 
     def __init__(self, rank: int, topology: Topology, messages: Messages) -> None:
         self.rank, self.topology, self.messages = rank, topology, messages
-        # This rank's number among those of its host, and how many they are
-        nodes = [topology.node_of(other) for other in range(topology.size)]
+        # This rank's number on its host, and the number of ranks of the host
+        nodes = [topology.node_of(number) for number in range(topology.size)]
         self.local_rank = nodes[:rank].count(nodes[rank])
         self.local_size = nodes.count(nodes[rank])
-        # Whether NCCL carries collectives of tensors on this rank's GPU
+        # True if NCCL carries collectives of tensors on this rank's GPU
         self.by_nccl = False
-        # Which ranks have left; what this one is doing, for its watcher; its trials of plans
+        # Ranks that have left; this rank's activity, for its watcher; its trials of plans
         self.membership, self.progress, self.trials = Membership(), Progress(), TrialQueue()
-        # What must be equal on all ranks, compared when they next exchange objects
+        # Facts that must be equal on all ranks, compared when they next exchange objects
         self.comparisons = Comparisons()
         self._scopes, self._open_scope = 0, _OpenScope()
 
     def own_scope(self) -> str:
-        """Return a name that nobody else has, for `scope`.
+        """Return a unique name for `scope`.
 
         **Ranks:** all, in the same order.
         """
@@ -117,17 +119,17 @@ class Comm(abc.ABC):
         return f"tfcommx{self._scopes}/"
 
     @contextlib.contextmanager
-    def scope(self, own: str) -> Iterator[None]:
-        """Name the collectives inside after `own`, and after no other scope.
+    def scope(self, name: str) -> Iterator[None]:
+        """Name the collectives inside after `name`, and after no other scope.
 
-        Horovod identifies a tensor in a graph by its name, and the scopes around it are not equal
-        on all ranks: Keras numbers its optimizers, so one that is made on some ranks only would
+        Horovod identifies a tensor in a graph by its name. Surrounding scopes may differ between
+        ranks, because Keras numbers its optimizers: an optimizer that only some ranks make would
         make all ranks wait.
         """
-        before, self._open_scope.name = self._open_scope.name, own
+        before, self._open_scope.name = self._open_scope.name, name
         try:
-            # A name that ends in a slash is taken as it is; equal names inside it get numbers.
-            with tf.name_scope(own):
+            # TensorFlow does not change a name that ends in a slash; it numbers equal names inside
+            with tf.name_scope(name):
                 yield
         finally:
             self._open_scope.name = before
@@ -149,9 +151,9 @@ class Comm(abc.ABC):
         Returns:
             The sum, on every member; same dtype and shape.
 
-        **Ranks:** all members. **Cost:** 2 (p - 1)/p of the buffer sent.
+        **Ranks:** all members. **Cost:** sends 2 (p - 1)/p of the buffer.
         **Raises:** PlanError for an unknown shape and for more than 2^31 - 1 entries, as all
-        collectives.
+        collectives do.
         """
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
@@ -163,7 +165,8 @@ class Comm(abc.ABC):
     def allreduce_list(self, tensors: list[tf.Tensor], name: str, average: bool) -> list[tf.Tensor]:
         """Sum or average each tensor over the world, as plain Horovod does.
 
-        Horovod merges the tensors, and averages them, in a buffer of its own.
+        Horovod merges the tensors, and averages them, in an internal buffer.
+
         **Ranks:** all. **Cost:** as one allreduce of them all, without a flat copy.
         """
         for tensor in tensors:
@@ -177,7 +180,7 @@ class Comm(abc.ABC):
     def reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         """Sum over the group; member i receives the i-th of p equal shards.
 
-        **Ranks:** all members. **Cost:** (p - 1)/p of the buffer sent.
+        **Ranks:** all members. **Cost:** sends (p - 1)/p of the buffer.
         **Raises:** PlanError if the first dimension cannot be cut into p equal shards.
         """
         ranks = self._check_shards("reduce_scatter", tensor, group, name)
@@ -191,9 +194,9 @@ class Comm(abc.ABC):
     ) -> tf.Tensor:
         """Concatenate the members' tensors, in rank order, on every member; `counted` as traffic.
 
-        **Ranks:** all members. **Cost:** p - 1 times the rank's own buffer sent.
+        **Ranks:** all members. **Cost:** sends p - 1 times the rank's own buffer.
         **Raises:** PlanError if the result has more entries than MPI can count, or a rank's tensor
-        more bytes than Horovod can count for NCCL; on every engine, so that a plan fits them all.
+        more bytes than Horovod can count for NCCL; on every engine, because a plan must fit all.
         """
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
@@ -217,7 +220,7 @@ class Comm(abc.ABC):
     def alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         """Send the i-th of p equal shards to member i; return those for this rank, in rank order.
 
-        **Ranks:** all members. **Cost:** (p - 1)/p of the buffer sent, each shard directly to its
+        **Ranks:** all members. **Cost:** sends (p - 1)/p of the buffer, each shard directly to its
         rank.
         **Raises:** PlanError if the first dimension cannot be cut into p equal shards.
         """
@@ -236,7 +239,7 @@ class Comm(abc.ABC):
             tensor: of equal dtype and shape on all ranks.
             root: the rank whose tensor counts.
             name: equal on all ranks.
-            counted: whether it is part of the training steps, and so of their traffic.
+            counted: True if it is part of the training steps, and therefore of their traffic.
 
         **Ranks:** all. **Cost:** every other rank receives it once, as along a chain.
         """
@@ -250,7 +253,7 @@ class Comm(abc.ABC):
         """Return the items of all ranks, in rank order.
 
         Args:
-            item: plain data, as plain_data.py takes it: no object of a class.
+            item: plain data, as plain_data.py encodes it; no object of a class.
 
         **Ranks:** all, outside of traced code. **Raises:** TypeError for other data; PlanError, on
         every rank, if facts that were stated by `comparisons` differ between ranks.
@@ -258,14 +261,14 @@ class Comm(abc.ABC):
         if self.topology.size == 1:
             return [decode(encode(item))]
         everyone = self._gather_objects((item, self.comparisons.digests()))
-        digests = [theirs for _, theirs in everyone]
+        digests = [received for _, received in everyone]
         self.comparisons.settle(self.rank, digests, self._gather_objects)
-        return [theirs for theirs, _ in everyone]
+        return [received for received, _ in everyone]
 
     def traffic(self) -> Traffic:
         """Return the bytes that this rank has sent so far, inside its node and to other nodes.
 
-        For collectives it is the mean over the ranks, for messages what this rank itself has sent.
+        For collectives it is the mean over the ranks, for messages the bytes of this rank.
         """
         pairs = zip(self._counted(), self.messages.traffic(), strict=True)
         return Traffic(*(collectives + messages for collectives, messages in pairs))
@@ -274,17 +277,19 @@ class Comm(abc.ABC):
     def _counted(self) -> Traffic:
         """Return the bytes of collectives so far."""
 
-    def _check_shards(self, what: str, tensor: tf.Tensor, group: str, name: str) -> tuple[int, ...]:
+    def _check_shards(
+        self, collective: str, tensor: tf.Tensor, group: str, name: str
+    ) -> tuple[int, ...]:
         ranks = self._check(tensor, group)
         if len(ranks) > 1 and tensor.shape[0] % len(ranks):
             raise PlanError(
-                f"{what} {name!r} needs a length that {len(ranks)} ranks divide. Received "
+                f"{collective} {name!r} needs a length that {len(ranks)} ranks divide. Received "
                 f"{tensor.shape[0]} on rank {self.rank}. Pad the buffer."
             )
         return ranks
 
     def _check(self, tensor: tf.Tensor, group: str) -> tuple[int, ...]:
-        """Refuse what no collective can carry; return the ranks of the group."""
+        """Refuse tensors that no collective can carry; return the ranks of the group."""
         self.membership.require_all()
         ranks, entries = self.members(group), tensor.shape.num_elements()
         if entries is None and len(ranks) > 1:
@@ -300,8 +305,8 @@ class Comm(abc.ABC):
             )
         return ranks
 
-    # What a library must provide. The arguments are checked, the group has more than one rank, and
-    # the traffic is counted; results are as the public methods say.
+    # Methods that a library must provide. The arguments are checked, the group has more than one
+    # rank, and the traffic is counted; results are those of the public methods.
 
     @abc.abstractmethod
     def _count(self, sent: Traffic) -> None:
@@ -336,30 +341,30 @@ def _bytes(tensor: tf.Tensor) -> int:
 
 
 def _sent(tensors: list[tf.Tensor], ranks: tuple[int, ...]) -> float:
-    """Count the bytes that a rank sends if it keeps its own one of p shards of these tensors."""
+    """Count the bytes that a rank sends if it keeps one of p shards of these tensors."""
     return (len(ranks) - 1) / len(ranks) * sum(map(_bytes, tensors))
 
 
 class WatchedSum:
-    """One sum over all ranks, in a scope of its own.
+    """A sum over all ranks, in a separate scope.
 
     Args:
-        comm: of this rank.
-        name: of the collective.
-        what: is summed, for people.
+        comm: Comm of this rank.
+        name: name of the collective.
+        summed: description of the sum, for messages.
     """
 
-    def __init__(self, comm: Comm, name: str, what: str) -> None:
+    def __init__(self, comm: Comm, name: str, summed: str) -> None:
         self._comm, self._name = comm, name
-        # Taken by the first sum, which all ranks compute; one rank alone may make an optimizer
+        # Set by the first sum, which all ranks compute; one rank alone may make an optimizer
         self._scope = ""
-        self._waits = comm.progress.of_exchange([what], counted=False)
+        self._waits = comm.progress.of_exchange([summed], counted=False)
 
-    def __call__(self, mine: tf.Tensor) -> tf.Tensor:
+    def __call__(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the sum over all ranks. **Ranks:** all. **Cost:** one allreduce."""
-        number = self._waits.begin([mine])
+        number = self._waits.begin([tensor])
         self._scope = self._scope or self._comm.own_scope()
         with self._comm.scope(self._scope):
-            total = self._comm.allreduce(mine, "world", self._name)
+            total = self._comm.allreduce(tensor, "world", self._name)
         self._waits.end(0, [total], number)
         return total

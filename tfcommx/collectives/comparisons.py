@@ -1,12 +1,11 @@
 """Facts that must be equal on all ranks, compared when the ranks next exchange objects.
 
-    rank 0   DataCache states its samples       gather_objects -> equal: nothing happens rank 1
-    DataCache states its samples  gather_objects -> unequal: ConfigurationError, on every rank
+    rank 0   DataCache states its samples         gather_objects -> equal: they are forgotten
+    rank 1         DataCache states its samples   gather_objects -> unequal: ConfigurationError
 
-To state a fact exchanges nothing, so that a data set can be opened at any time, and one that a
-single rank opens for itself makes no rank wait. The digests travel with the next objects that all
-ranks exchange anyway: before the first step of a training, because every rank's plan is compared
-there.
+Stating a fact exchanges nothing. A data set can therefore be opened at any time, and by a single
+rank without making the others wait. The digests travel with the next objects that all ranks
+exchange. This is before the first step of a training, when the plans of all ranks are compared.
 """
 
 from __future__ import annotations
@@ -20,46 +19,47 @@ from typing import Any, NamedTuple, NoReturn
 
 from tfcommx.core import ConfigurationError
 
-# Facts that wait to be compared, at most; the oldest are dropped, which one rank alone has stated
+# Largest number of facts that wait; the oldest, which only one rank has stated, are dropped
 MOST = 64
-# Differences that an error names
+# Number of differences that an error names
 NAMED = 3
 
 
 class Facts(NamedTuple):
-    """What a rank knows of something that all ranks must have equally."""
+    """Facts of a rank that must be equal on all ranks."""
 
-    # Of facts: only those of one kind are compared, such as "samples"
+    # Kind of the facts, such as "samples"; only facts of the same kind are compared
     kind: str
-    # For people: which ones they are on this rank
+    # Name of the facts on this rank, for messages
     name: str
     # Item -> value, in the order in which differences are named
     values: Mapping[str, str]
-    # What to do if they differ; a sentence
+    # Remedy if they differ; a sentence
     remedy: str
 
     @property
     def digest(self) -> str:
-        """SHA-256 of kind and values, hexadecimal: equal for equal facts."""
+        """SHA-256 of kind and values, hexadecimal; equal for equal facts."""
         return hashlib.sha256(repr((self.kind, sorted(self.values.items()))).encode()).hexdigest()
 
 
-def differences(one: Facts, other: Facts) -> list[tuple[str, str, str]]:
-    """Return (item, value in `one`, value in `other`) of each item that differs.
+def differences(first: Facts, second: Facts) -> list[tuple[str, str, str]]:
+    """Return (item, value in `first`, value in `second`) of each item that differs.
 
-    >>> cats, more = (Facts("samples", "", {"cat": n}, "") for n in ("3 files", "4 files"))
-    >>> differences(cats, more)
+    >>> three, four = (Facts("samples", "", {"cat": n}, "") for n in ("3 files", "4 files"))
+    >>> differences(three, four)
     [('cat', '3 files', '4 files')]
     """
-    items = dict.fromkeys([*one.values, *other.values])
+    items = dict.fromkeys([*first.values, *second.values])
     pairs = [
-        (item, one.values.get(item, "missing"), other.values.get(item, "missing")) for item in items
+        (item, first.values.get(item, "missing"), second.values.get(item, "missing"))
+        for item in items
     ]
     return [row for row in pairs if row[1] != row[2]]
 
 
 class Comparisons:
-    """The facts that this rank has stated, and that were not compared yet."""
+    """Facts that this rank has stated and that were not compared yet."""
 
     def __init__(self) -> None:
         self._stated: list[Facts] = []
@@ -69,7 +69,7 @@ class Comparisons:
         self._stated = [*self._stated[1 - MOST :], facts]
 
     def forget(self) -> None:
-        """Forget what was not compared yet."""
+        """Forget the facts that were not compared yet."""
         self._stated = []
 
     def digests(self) -> list[tuple[str, str]]:
@@ -82,14 +82,14 @@ class Comparisons:
         everyone: Sequence[list[tuple[str, str]]],
         gather: Callable[[Any], list[Any]],
     ) -> None:
-        """Compare what all ranks have stated; forget what is equal.
+        """Compare the facts of all ranks; forget equal ones.
 
-        What only some ranks have stated so far waits for the others.
+        Facts that only some ranks have stated so far wait for the other ranks.
 
         Args:
-            rank: this process's.
+            rank: rank of this process.
             everyone: `digests` of all ranks, in rank order.
-            gather: returns what all ranks give it, in rank order; called on all ranks or none.
+            gather: returns the arguments of all ranks, in rank order; called on all ranks or none.
 
         **Ranks:** all. **Raises:** ConfigurationError, on every rank, if a rank has facts that rank
         0 lacks, and lacks facts of the same kind that rank 0 has.
@@ -99,37 +99,42 @@ class Comparisons:
         counts = [Counter(digests) for digests in everyone]
         for digest in functools.reduce(operator.and_, counts).elements():
             del self._stated[self.digests().index(digest)]
-        for other, count in enumerate(counts):
+        for other_rank, count in enumerate(counts):
             lacking, added = counts[0] - count, {kind for kind, _ in count - counts[0]}
             for kind in [kind for kind, _ in lacking if kind in added][:1]:
-                own = [facts for facts in self._stated if facts.kind == kind]
+                own_facts = [facts for facts in self._stated if facts.kind == kind]
                 self.forget()  # One error is enough
-                rows = [(*facts[:2], dict(facts.values), facts.remedy) for facts in own]
-                gathered = gather(rows if rank in (0, other) else [])
-                roots, theirs = ([Facts(*row) for row in gathered[at]] for at in (0, other))
-                _refuse(roots, other, theirs)
+                rows = [(*facts[:2], dict(facts.values), facts.remedy) for facts in own_facts]
+                gathered = gather(rows if rank in (0, other_rank) else [])
+                roots, others_facts = (
+                    [Facts(*row) for row in gathered[at]] for at in (0, other_rank)
+                )
+                _refuse(roots, other_rank, others_facts)
 
 
-def _beyond(some: Sequence[Facts], others: Sequence[Facts]) -> list[Facts]:
-    """Return the facts in `some` that are not in `others`, or less often."""
-    known, beyond = Counter(facts.digest for facts in others), []
-    for facts in some:
-        known[facts.digest] -= 1
-        if known[facts.digest] < 0:
+def _beyond(stated: Sequence[Facts], reference: Sequence[Facts]) -> list[Facts]:
+    """Return the facts in `stated` that are missing in `reference`, or less frequent there."""
+    counts, beyond = Counter(facts.digest for facts in reference), []
+    for facts in stated:
+        counts[facts.digest] -= 1
+        if counts[facts.digest] < 0:
             beyond.append(facts)
     return beyond
 
 
-def _refuse(roots: Sequence[Facts], rank: int, theirs: Sequence[Facts]) -> NoReturn:
-    """Raise how facts of `rank` differ from those of rank 0 that are most like them."""
-    facts = _beyond(theirs, roots)[0]
-    root = min(_beyond(roots, theirs), key=lambda one: len(differences(one, facts)))
+def _refuse(roots: Sequence[Facts], rank: int, others_facts: Sequence[Facts]) -> NoReturn:
+    """Raise the difference between facts of `rank` and the most similar facts of rank 0."""
+    facts = _beyond(others_facts, roots)[0]
+    root = min(
+        _beyond(roots, others_facts), key=lambda candidate: len(differences(candidate, facts))
+    )
     rows = differences(root, facts)
     named = "; ".join(
-        f"{item}: {there} on rank 0, {here} on rank {rank}" for item, there, here in rows[:NAMED]
+        f"{item}: {expected} on rank 0, {received} on rank {rank}"
+        for item, expected, received in rows[:NAMED]
     )
-    more = f"; and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
+    remaining = f"; and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
     raise ConfigurationError(
         f"Every rank must have the same {facts.kind}. Received {root.name} on rank 0 and "
-        f"{facts.name} on rank {rank}, which differ in {named}{more}. {facts.remedy}"
+        f"{facts.name} on rank {rank}, which differ in {named}{remaining}. {facts.remedy}"
     )

@@ -12,16 +12,16 @@ from tfcommx.collectives import mpi
 from tfcommx.launch.interpreter import ExitStatus
 from tfcommx.launch.launcher import launcher
 
-# The tag of the message, on no centre's channel
+# Tag of the message, on no centre's channel
 END = 0
-# For it to be on its way
+# Seconds to wait until the message is sent
 END_SECONDS = 2.0
-# Between two looks whether it has left
+# Seconds between two checks whether it is sent
 POLL_SECONDS = 0.0005
 
 
 def tell_the_centre_at_exit() -> None:
-    """Tell the process that holds the centres, at this rank's end, how it ends. **Ranks:** each."""
+    """Send this rank's exit status to the process that holds the centres. **Ranks:** each."""
     status = ExitStatus()
     status.watch()
     atexit.register(_say_end, os.getpid(), status)

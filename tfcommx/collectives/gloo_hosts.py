@@ -5,12 +5,12 @@
     rank 0   PUT /tfcommx_hosts/all  ["node0", "node1"]     -->
     rank r   GET /tfcommx_hosts/all                         <--
 
-The store is Horovod's: an HTTP server without authentication, to which whoever reaches its port can
-write. So answers are read up to a limit, as JSON, and used only if they are names of hosts.
-Horovod's own client would unpickle them, which runs whatever their sender wants, and would go
-through the proxy of `http_proxy`.
+Answers are read up to a limit, as JSON, and used only if they are names of hosts, because the store
+is Horovod's: an HTTP server without authentication, to which any program that reaches its port can
+write. Horovod's own client would unpickle answers, which can run any code of their sender, and
+would use the proxy of `http_proxy`.
 
-Needs neither TensorFlow nor Horovod.
+It needs neither TensorFlow nor Horovod.
 """
 
 from __future__ import annotations
@@ -25,49 +25,52 @@ from tfcommx.core import LaunchError
 from tfcommx.launch.hosts import check_host_name, is_host_name
 from tfcommx.launch.launcher import Launcher, rendezvous_seconds
 
-# How long ranks wait for each other before Horovod starts; TFCOMMX_RENDEZVOUS_SECONDS overrides it
+# Seconds that ranks wait for each other before Horovod starts, unless TFCOMMX_RENDEZVOUS_SECONDS
+# is set
 RENDEZVOUS_SECONDS = 60
 SCOPE = "tfcommx_hosts"
 # Bytes of a host's name in JSON: 253 characters, quotes, comma and space
 LARGEST_NAME = 257
-# For the store to answer one request
+# Seconds for the store to answer one request
 REQUEST_SECONDS = 10.0
-# Of a store that has taken this rank's name and then answers no request: it has ended, because one
-# that is busy answers some of them
+# Seconds without an answer after which a store that has taken this rank's name has ended, because a
+# busy store answers some requests
 GONE_SECONDS = 15.0
-# What http.client raises if the store, or what listens in its place, does not answer as it should
+# Exceptions of http.client if the store, or another server at its port, does not answer correctly
 NO_STORE = (OSError, http.client.HTTPException)
 
 
-def gloo_hosts(here: Launcher) -> list[str]:
+def gloo_hosts(launch: Launcher) -> list[str]:
     """Return every rank's host, in rank order, through the store of a Gloo launch.
 
-    Needed before Horovod starts, because its static process sets must be the same on every rank.
-    Rank 0 reads what each rank has written, and writes the list for all: with p squared reads,
-    each took the store, a single Python process, 0.65 ms, which makes 11 s at 128 ranks.
+    They are needed before Horovod starts, because its static process sets must be the same on every
+    rank. Rank 0 reads the name of each rank and writes the list for all, because p squared reads
+    would take 11 s at 128 ranks: the store, a single Python process, needs 0.65 ms for each.
 
     **Ranks:** all.
-    **Raises:** LaunchError that names the first missing rank after RENDEZVOUS_SECONDS, what the
-    store holds in place of a rank's host, or a store that has ended.
+    **Raises:** LaunchError that names the first missing rank after RENDEZVOUS_SECONDS, the content
+    of the store in place of a rank's host, or a store that has ended.
     """
     store = Store(*(os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT")))
     seconds = rendezvous_seconds(RENDEZVOUS_SECONDS)
     deadline = time.monotonic() + seconds
-    own = check_host_name(os.environ["HOROVOD_HOSTNAME"], "HOROVOD_HOSTNAME")
+    own_host = check_host_name(os.environ["HOROVOD_HOSTNAME"], "HOROVOD_HOSTNAME")
     hosts: list[str] = []
-    # What the last request has failed with, such as a refused connection
+    # Failure of the last request, such as a refused connection
     reason, written = "", False
     answered = time.monotonic()
-    while len(hosts) < here.size:
+    while len(hosts) < launch.size:
         late = time.monotonic() > deadline
         if not written:
-            reason = store.put(str(here.rank), own, deadline)
+            reason = store.put(str(launch.rank), own_host, deadline)
             written = not reason
-        one_by_one = here.rank == 0 or late
+        one_by_one = launch.rank == 0 or late
         key = str(len(hosts)) if one_by_one else "all"
-        answer, problem = store.get(key, LARGEST_NAME * (1 if one_by_one else here.size), deadline)
+        answer, problem = store.get(
+            key, LARGEST_NAME * (1 if one_by_one else launch.size), deadline
+        )
         if answer is not None:
-            hosts += _checked(answer, key, here.size)
+            hosts += _checked(answer, key, launch.size)
             continue
         reason = problem or reason
         if not problem:
@@ -75,22 +78,22 @@ def gloo_hosts(here: Launcher) -> list[str]:
         if written and time.monotonic() > answered + GONE_SECONDS:
             raise LaunchError(
                 f"Horovod's rendezvous at {store} is required until all ranks know their hosts. "
-                f"Rank {here.rank} of {here.size} received for {GONE_SECONDS:g} s: {reason}. "
+                f"Rank {launch.rank} of {launch.size} received for {GONE_SECONDS:g} s: {reason}. "
                 "The output of rank 0, or of the launcher, says why it has ended."
             )
         if late:
             raise LaunchError(
-                f"Rank {len(hosts)} of {here.size} has not called init() within {seconds:g} s "
-                f"(seen from rank {here.rank}). Does every rank call tfcommx.init()?"
+                f"Rank {len(hosts)} of {launch.size} has not called init() within {seconds:g} s "
+                f"(seen from rank {launch.rank}). Does every rank call tfcommx.init()?"
                 + (f" Horovod's rendezvous at {store} answers: {reason}." if reason else "")
             )
-        time.sleep(max(0.02, here.size / 500))  # All together at most 500 reads a second
-    if hosts[here.rank] != own:
+        time.sleep(max(0.02, launch.size / 500))  # At most 500 reads per second in total
+    if hosts[launch.rank] != own_host:
         raise LaunchError(
-            f"Horovod's rendezvous at {store} must name {own} as the host of rank {here.rank}, as "
-            f"this rank has written. Received {hosts[here.rank]!r}. {_REMEDY}"
+            f"Horovod's rendezvous at {store} must name {own_host} as the host of rank "
+            f"{launch.rank}, as this rank has written. Received {hosts[launch.rank]!r}. {_REMEDY}"
         )
-    if here.rank == 0 and (reason := store.put("all", hosts, deadline)):
+    if launch.rank == 0 and (reason := store.put("all", hosts, deadline)):
         raise LaunchError(
             f"Horovod's rendezvous at {store} must take the list of hosts. Received: {reason}. "
             "Does the launcher still run?"
@@ -105,7 +108,7 @@ _REMEDY = (
 
 
 def _checked(answer: bytes, key: str, size: int) -> list[str]:
-    """Return the hosts of an answer. **Raises:** LaunchError that shows what is none."""
+    """Return the hosts of an answer. **Raises:** LaunchError that shows an invalid answer."""
     try:
         value: Any = json.loads(answer)
     except (ValueError, RecursionError):
@@ -125,8 +128,8 @@ class Store:
     """Horovod's key-value store, over HTTP without a proxy.
 
     Args:
-        address: of its server.
-        port: likewise.
+        address: address of its server.
+        port: port of its server.
     """
 
     def __init__(self, address: str, port: str) -> None:
@@ -136,23 +139,23 @@ class Store:
         return f"{self.address}:{self.port}"
 
     def put(self, key: str, value: Any, deadline: float) -> str:
-        """Write a value as JSON; return why it was not written, empty if it was.
+        """Write a value as JSON; return the reason of a failure, or "".
 
         Args:
-            key: of SCOPE.
-            value: as JSON has it.
-            deadline: monotonic clock.
+            key: key in SCOPE.
+            value: a value that JSON can write.
+            deadline: seconds of the monotonic clock.
         """
         status, _, reason = self._ask("PUT", key, 0, deadline, json.dumps(value).encode())
         return reason or ("" if status == http.client.OK else f"HTTP status {status}")
 
     def get(self, key: str, most: int, deadline: float) -> tuple[bytes | None, str]:
-        """Return the bytes of a key, None if there are none, and why.
+        """Return the bytes of a key, or None, and the reason of a failure, or "".
 
         Args:
-            key: of SCOPE.
-            most: bytes that are read, and one to see that there are more.
-            deadline: monotonic clock.
+            key: key in SCOPE.
+            most: bytes to read; one more is read to detect longer values.
+            deadline: seconds of the monotonic clock.
         """
         status, body, reason = self._ask("GET", key, most + 1, deadline)
         if status == http.client.OK:
@@ -163,7 +166,7 @@ class Store:
     def _ask(
         self, method: str, key: str, most: int, deadline: float, body: bytes | None = None
     ) -> tuple[int, bytes, str]:
-        """Return the status, at most so many bytes of the answer, and what went wrong."""
+        """Return the status, at most `most` bytes of the answer, and the reason of a failure."""
         seconds = min(max(deadline - time.monotonic(), 0.5), REQUEST_SECONDS)
         connection = http.client.HTTPConnection(self.address, self.port, timeout=seconds)
         try:

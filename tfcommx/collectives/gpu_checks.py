@@ -1,8 +1,8 @@
-"""Check the ranks' GPUs in `init()`, before anything is trained on them.
+"""Check the ranks' GPUs in `init()`, before any training on them.
 
-Each rank must have a GPU to itself, of which ranks compare the UUID; the native library must be
-built for it; and a sum of several tensors must be right, because Horovod does not check the
-launches of its own CUDA kernels.
+Each rank must have a separate GPU, for which ranks compare UUIDs; the native library must be built
+for it; and a sum of several tensors must be correct, because Horovod does not check the launches of
+its CUDA kernels.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 
 def of(number: int) -> str:
-    """Return what two processes of a host have in common if they see the same GPU.
+    """Return an identity of a GPU, which is equal for processes of a host that see the same GPU.
 
-    The UUID, as CUDA's driver gives it; a launcher that confines each process to its own GPUs may
-    call all of them 0. Without the driver, the number and the variable that says which are visible.
+    It is the UUID from CUDA's driver, because a launcher that confines each process to its own GPUs
+    may number all of them 0. Without the driver, it is the number and the variable that lists the
+    visible GPUs.
 
     Args:
-        number: of the GPU among those that this process sees, >= 0.
+        number: number of the GPU among those that this process sees, >= 0.
 
-    **Ranks:** local. **Cost:** none on the GPU: no context is made.
+    **Ranks:** local. **Cost:** none on the GPU; no context is created.
     """
     if uuid := _uuid(number):
         return f"the GPU {uuid}"
@@ -42,10 +43,10 @@ def of(number: int) -> str:
 
 
 def _uuid(number: int) -> str:
-    """Return the UUID in hexadecimal digits; empty if there is no driver of CUDA."""
+    """Return the UUID in hexadecimal digits; "" without a CUDA driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
-        # The second form names the slice of a GPU that MIG has divided
+        # The second version returns the UUID of the slice of a GPU that MIG has divided
         get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
         device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
         failed = (
@@ -58,34 +59,34 @@ def _uuid(number: int) -> str:
     return "" if failed else bytes(uuid).hex()
 
 
-# Entries of the tensors that are summed: more than one, or Horovod would not merge them
+# Entries of the summed tensors; several, or Horovod would not merge them
 LENGTHS = (1, 1000, 33, 257)
 
 
 class RankGpu(NamedTuple):
-    """The GPU that a rank keeps, and what was built for it."""
+    """The GPU that a rank keeps, and the code that was built for it."""
 
     host: str
-    # As `of` returns it; empty: the rank computes on the CPU
+    # Result of `of`; "": the rank computes on the CPU
     identity: str = ""
-    # As TensorFlow calls it, such as "Tesla V100-SXM2-16GB"
+    # TensorFlow's name of it, such as "Tesla V100-SXM2-16GB"
     name: str = ""
-    # Ten times its compute capability; 0 if TensorFlow does not say it, as for an AMD GPU
+    # Ten times its compute capability; 0 if TensorFlow does not know it, as for an AMD GPU
     architecture: int = 0
-    # What the rank's native library was built for; None: it has no GPU kernels, or is not used
+    # Architectures of the rank's native library; None: it has no GPU kernels, or is not used
     built: Sequence[int] | None = None
-    # Whether Horovod adds tensors on it by CUDA
+    # True if Horovod adds tensors on it by CUDA
     sums: bool = False
 
     def __str__(self) -> str:
-        known = f" (compute capability {capability(self.architecture)})" * bool(self.architecture)
-        return f"{self.name} on {self.host}{known}"
+        suffix = f" (compute capability {capability(self.architecture)})" * bool(self.architecture)
+        return f"{self.name} on {self.host}{suffix}"
 
 
 def keep_one_gpu(local_rank: int) -> RankGpu:
     """Keep one of the GPUs that this process sees, with memory growth; return it.
 
-    A launcher may bind one to each process, or some to each: they are then counted from 0 in each.
+    If a launcher binds one or more to each process, they are numbered from 0 in each process.
 
     **Ranks:** local, before TensorFlow has used a GPU.
     """
@@ -107,27 +108,28 @@ def keep_one_gpu(local_rank: int) -> RankGpu:
     )
 
 
-def check_gpus(comm: Comm, mine: RankGpu) -> list[RankGpu]:
-    """Refuse ranks that keep the same GPU of a host, and GPUs that nothing was built for.
+def check_gpus(comm: Comm, own_gpu: RankGpu) -> list[RankGpu]:
+    """Refuse ranks that keep the same GPU of a host, and GPUs without code that was built for them.
 
     A GPU that the native library was not built for is refused, not left to plain TensorFlow with a
     warning, because a Horovod user who has launched on GPUs expects their speed: a whole run that
     selects on processors would cost many times as much, and one warning is lost in the output of
-    many ranks. Set-up also builds Horovod for the same GPUs, so its sums would be wrong there.
+    many ranks. Horovod's sums would be wrong on it, too, because set-up builds Horovod for the same
+    GPUs.
 
     Args:
-        comm: of all ranks; Horovod has started.
-        mine: this rank's.
+        comm: Comm of this rank; Horovod has started.
+        own_gpu: GPU of this rank.
 
     Returns:
         The GPUs of all ranks, in rank order.
 
-    **Ranks:** all; the same error on all. **Cost:** one exchange of objects, on the CPU: NCCL would
-    fail at two ranks on a GPU before it could be said why.
+    **Ranks:** all; the same error on all. **Cost:** one exchange of objects, on the CPU, because
+    NCCL would fail with two ranks on a GPU before the reason could be reported.
     **Raises:** LaunchError.
     """
     with tf.device("/cpu:0"):
-        everyone = [RankGpu._make(row) for row in comm.gather_objects(tuple(mine))]
+        everyone = [RankGpu._make(row) for row in comm.gather_objects(tuple(own_gpu))]
     places = [(gpu.host, gpu.identity) for gpu in everyone]
     for rank, gpu in enumerate(everyone):
         first = places.index(places[rank])
@@ -151,18 +153,18 @@ def check_gpus(comm: Comm, mine: RankGpu) -> list[RankGpu]:
 def check_fused_sum(comm: Comm, everyone: Sequence[RankGpu], device: str = "/gpu:0") -> None:
     """Add several tensors in one collective on the GPUs, and refuse a wrong sum.
 
-    Horovod copies the tensors of a group into one buffer, and out of it, by a CUDA kernel of its
-    own. On a GPU that it was not built for the launch fails, Horovod does not look, and every sum
-    of several tensors is whatever was in memory.
+    Horovod copies the tensors of a group into one buffer, and out of it, by its own CUDA kernel. On
+    a GPU that it was not built for, the launch fails and every sum of several tensors is arbitrary
+    memory, because Horovod does not check the launch.
 
     Args:
-        comm: of all ranks.
-        everyone: their GPUs, in rank order.
-        device: on which each rank adds.
+        comm: Comm of this rank.
+        everyone: GPUs of all ranks, in rank order.
+        device: device on which each rank adds.
 
     **Ranks:** all; the same error on all.
-    **Cost:** nothing unless Horovod adds on the GPU of every rank; then one allreduce of 5 kB and
-    one exchange of objects.
+    **Cost:** none unless Horovod adds on the GPU of every rank; then one allreduce of 5 kB and one
+    exchange of objects.
     **Raises:** LaunchError.
     """
     if comm.topology.size == 1 or not all(gpu.sums for gpu in everyone):
@@ -186,15 +188,15 @@ def check_fused_sum(comm: Comm, everyone: Sequence[RankGpu], device: str = "/gpu
 
 
 def wrong_sum(comm: Comm, device: str) -> str:
-    """Add tensors of several lengths over all ranks; return what is wrong with the sums, or "".
+    """Add tensors of several lengths over all ranks; return the error of the sums, or "".
+
+    Sums are exact in float32 for up to 5000 ranks, because rank r adds r + i + j to entry i of
+    tensor j. The correct sums are computed on the host, because a result could get freed memory of
+    a GPU that held them.
 
     Args:
-        comm: of all ranks.
-        device: on which each rank adds, such as "/gpu:0".
-
-    Rank r adds r + i + j to entry i of tensor j, so that sums are exact in float32 for up to 5000
-    ranks. The right ones are computed on the host: memory of a GPU that held them, and was freed,
-    might be given to the result.
+        comm: Comm of this rank.
+        device: device on which each rank adds, such as "/gpu:0".
 
     **Ranks:** all. **Cost:** waits for one allreduce.
     """

@@ -26,11 +26,11 @@ from tfcommx.launch.launcher import Launcher
 
 T = TypeVar("T")
 
-# The release that is tested; its private functions are used.
+# The tested release; its private functions are used
 HOROVOD = "0.28."
-# ms, of Horovod's cycle where NCCL carries the collectives: three in a chain wait up to a cycle
-# each, and Horovod's own is 1 ms. On one GPU that two ranks share both take the same time; between
-# GPUs it was not measured.
+# Milliseconds of Horovod's cycle if NCCL carries the collectives. It is shorter than Horovod's
+# default, 1 ms, because three collectives in a chain wait up to a cycle each. On one GPU that two
+# ranks share, both take the same time; between GPUs it was not measured.
 CYCLE_ON_GPUS = "0.1"
 # Names of the collectives of `gather_objects`
 _GATHERED_SIZES, _GATHERED = {"name": "tfcommx.sizes"}, {"name": "tfcommx.objects"}
@@ -62,14 +62,14 @@ def import_horovod() -> tuple[ModuleType, ModuleType]:
 
 
 def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:
-    """Serve, as horovodrun would, what ranks under Gloo need to find each other.
+    """Serve the rendezvous of ranks under Gloo, as horovodrun would.
 
-    In place of horovodrun's server, which listens at all addresses, takes values of any size, and
-    tells by HEAD which files are in its working directory.
+    It replaces horovodrun's server, which listens at all addresses, accepts values of any
+    size, and reveals the files in its working directory by HEAD.
 
     Args:
-        slots: host -> its ranks, in rank order.
-        address: of this host, at which all ranks reach it.
+        slots: host -> number of its ranks, in rank order.
+        address: address of this host at which all ranks reach it.
 
     Returns:
         The port. The server lives in a thread of this process.
@@ -79,7 +79,7 @@ def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     size = sum(slots.values())
-    # Gloo's ranks write an address, of less than 256 bytes, for each of the others
+    # Each of Gloo's ranks writes an address of less than 256 bytes for each of the others
     largest = 65536 + 256 * size
 
     class Handler(RendezvousHandler):
@@ -109,7 +109,7 @@ def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:
 
 @contextlib.contextmanager
 def without_mpi() -> Iterator[None]:
-    """Let Horovod start without MPI in a single process.
+    """Make Horovod start without MPI in a single process.
 
     **Raises:** LaunchError if another launcher has started several processes.
     """
@@ -119,14 +119,14 @@ def without_mpi() -> Iterator[None]:
 
 
 def settings_on_gpus(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return what is set for Horovod where NCCL carries the collectives.
+    """Return the environment variables for Horovod if NCCL carries the collectives.
 
     >>> settings_on_gpus({"HOROVOD_CYCLE_TIME": "5"})
     {}
 
     Args:
-        variables: of the environment; what the user has set in it stays. Autotune would tune no
-            cycle that was set.
+        variables: variables of the environment; the user's settings have priority. The cycle is
+            not set with autotune, which would not tune it.
     """
     if {"HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"} & variables.keys():
         return {}
@@ -139,7 +139,7 @@ def nccl_carries(hvd: ModuleType) -> bool:
 
 
 def smaller_groups(topology: Topology) -> list[tuple[int, ...]]:
-    """Return the groups that need a process set: some ranks, but neither one nor all."""
+    """Return the groups that need a process set, which are neither one rank nor all."""
     if topology.uneven:
         return []
     groups = {
@@ -149,7 +149,7 @@ def smaller_groups(topology: Topology) -> list[tuple[int, ...]]:
 
 
 def nccl_scatters(hvd: ModuleType) -> bool:
-    """Return True if Horovod reduce-scatters on a GPU: built without NCCL's, it uses the CPU."""
+    """Return True if Horovod reduce-scatters on a GPU; built without NCCL's, it uses the CPU."""
     return nccl_carries(hvd) and _runs_on_gpus("HorovodReducescatter")
 
 
@@ -170,9 +170,9 @@ class HorovodComm(Comm):
     """Horovod's collectives on static process sets, over NCCL, MPI or Gloo.
 
     Args:
-        here: what the launcher says.
+        launch: settings of the launcher.
         topology: all ranks and their nodes.
-        make_messages: makes a PointToPoint of this rank; None if there can be none.
+        make_messages: makes a PointToPoint of this rank; None if messages are impossible.
 
     **Ranks:** all, with equal topologies. It starts Horovod.
     **Raises:** LaunchError if Horovod is missing, runs already, or counts other ranks.
@@ -180,18 +180,18 @@ class HorovodComm(Comm):
 
     def __init__(
         self,
-        here: Launcher,
+        launch: Launcher,
         topology: Topology,
         make_messages: Callable[..., PointToPoint] | None = None,
     ) -> None:
         hvd, mpi_ops = import_horovod()
-        centre_rank = here.size if here.centre else None
-        messages = Messages(here.rank, topology, make_messages, centre_rank)
-        super().__init__(here.rank, topology, messages)
+        centre_rank = launch.size if launch.centre else None
+        messages = Messages(launch.rank, topology, make_messages, centre_rank)
+        super().__init__(launch.rank, topology, messages)
         self._hvd, self._ops = hvd, mpi_ops
         sets = {ranks: hvd.ProcessSet(ranks) for ranks in smaller_groups(topology)}
-        self._start(here, list(sets.values()))
-        self._gloo_scatters = here.kind != "mpi" and not nccl_scatters(hvd)
+        self._start(launch, list(sets.values()))
+        self._gloo_scatters = launch.kind != "mpi" and not nccl_scatters(hvd)
         self._sets = {tuple(range(topology.size)): hvd.global_process_set, **sets}
         with tf.device("/cpu:0"):
             self._sent = {
@@ -199,7 +199,7 @@ class HorovodComm(Comm):
                 for kind in Traffic._fields
             }
 
-    def _start(self, here: Launcher, sets: list[Any]) -> None:
+    def _start(self, launch: Launcher, sets: list[Any]) -> None:
         hvd, size = self._hvd, self.topology.size
         if hvd.is_initialized():
             raise ConfigurationError(
@@ -209,30 +209,30 @@ class HorovodComm(Comm):
         self.by_nccl = nccl_carries(hvd)
         settings = settings_on_gpus(os.environ) if self.by_nccl else {}
         with (
-            without_mpi() if here.kind == "none" else contextlib.nullcontext(),
+            without_mpi() if launch.kind == "none" else contextlib.nullcontext(),
             environment(settings),
         ):
-            # The ranks that train; None: all processes of the launch
-            hvd.init(comm=list(range(size)) if here.centre else None, process_sets=sets)
+            # `comm` is the ranks that train; None: all processes of the launch
+            hvd.init(comm=list(range(size)) if launch.centre else None, process_sets=sets)
             self.progress.ends_when_queued = self.by_nccl and _is_on(
                 os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0")
             )
-        if (hvd.rank(), hvd.size()) != (here.rank, size):
+        if (hvd.rank(), hvd.size()) != (launch.rank, size):
             raise LaunchError(
-                f"Horovod counts rank {hvd.rank()} of {hvd.size()}, the launcher rank {here.rank} "
-                f"of {size}. Start the script with horovodrun (or mpirun)."
+                f"Horovod counts rank {hvd.rank()} of {hvd.size()}, the launcher rank "
+                f"{launch.rank} of {size}. Start the script with horovodrun (or mpirun)."
             )
-        # Not the topology's: `node_size` may say what stands for a node
+        # Not the topology's; `node_size` may define other nodes
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
 
     def _gather_objects(self, item: T) -> list[T]:
         self.membership.require_all()
         data = np.frombuffer(encode(item), np.uint8)
-        # Horovod's allgather_object would unpickle what arrives (plain_data.py)
+        # Horovod's allgather_object would unpickle the data (plain_data.py)
         with tf.init_scope():
             sizes = self._hvd.allgather(tf.constant([data.size], tf.int64), **_GATHERED_SIZES)
             ends = np.cumsum(sizes.numpy())
-            if ends[-1] > LARGEST_COUNT:  # Of bytes, so of entries: refused by all ranks
+            if ends[-1] > LARGEST_COUNT:  # Bytes, and therefore entries; all ranks refuse it
                 raise PlanError(
                     f"Objects of all ranks that are gathered have at most {LARGEST_COUNT} bytes "
                     f"together. Received {ends[-1]}, {data.size} of them from rank {self.rank}. "
@@ -252,11 +252,11 @@ class HorovodComm(Comm):
     def _named(self, name: str) -> dict[str, str | bool]:
         """Return the arguments that name a collective.
 
-        Horovod reads only what follows the last slash, because TensorFlow puts more before it when
-        it inlines functions; so the name has none. It stands in HOROVOD_TIMELINE, too.
+        The name has no slash, because Horovod ignores the part before the last slash, which
+        TensorFlow extends when it inlines functions. It is also the name in HOROVOD_TIMELINE.
         """
         scope = self._open_scope.name
-        if scope:  # Which begins with the package's name
+        if scope:  # It begins with the package's name
             name = name.removeprefix("tfcommx/")
         return {"name": (scope + name).replace("/", "."), "ignore_name_scope": True}
 
@@ -277,8 +277,8 @@ class HorovodComm(Comm):
 
     def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         ranks = len(self.members(group))
-        # Gloo's own sometimes gives wrong sums for large vectors, without an error
-        # (tests/bugs/test_bugs.py).
+        # Gloo's own sometimes returns wrong sums for large vectors, without an error
+        # (tests/bugs/test_bugs.py)
         if self._gloo_scatters:
             shards = tf.reshape(self._alltoall(tensor, group, name), [ranks, -1, *tensor.shape[1:]])
             return tf.ensure_shape(
@@ -309,7 +309,7 @@ class HorovodComm(Comm):
 
 
 def _is_on(value: str) -> bool:
-    """Return True for a variable that Horovod takes as on: one that begins with a number > 0."""
+    """Return True if Horovod takes the value as on, which begins with a number > 0."""
     number = re.match(r"\s*\+?(\d+)", value)
     return number is not None and int(number[1]) > 0
 
@@ -317,8 +317,8 @@ def _is_on(value: str) -> bool:
 def _sized(result: tf.Tensor, tensor: tf.Tensor, factor: float) -> tf.Tensor:
     """Restore the first dimension, which Horovod's shape functions forget.
 
-    Not by an op: TensorFlow's would take int32, which wire buffers are, from a GPU to the host and
-    back.
+    It uses no op, because TensorFlow's would move int32, the dtype of wire buffers, from a GPU to
+    the host and back.
     """
     result.set_shape([round(tensor.shape[0] * factor), *tensor.shape[1:]])
     return result

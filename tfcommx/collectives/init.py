@@ -1,4 +1,4 @@
-"""init(): from what the launcher says to a running Horovod with its node and peer groups."""
+"""init(): start Horovod with its node and peer groups, by the launcher's settings."""
 
 from __future__ import annotations
 
@@ -22,35 +22,34 @@ def init(
 ) -> base.Comm:
     """Start Horovod with the groups that the routes need; call it instead of `hvd.init()`.
 
-    Works under horovodrun (Gloo or MPI), mpirun, srun, torchrun and whatever sets torchrun's
-    variables, and in a single process without a launcher.
-    On GPUs each process keeps the one with the number of its local rank, with memory growth. A
-    second call returns the same Comm.
+    It works under horovodrun (Gloo or MPI), mpirun, srun, torchrun and other launchers that set
+    torchrun's variables, and in a single process without a launcher. On GPUs each process keeps the
+    one with the number of its local rank, with memory growth. A second call returns the same Comm.
 
     Args:
-        node_size: ranks that stand for one node, if that is not what the hosts say (>= 1, divides
-            the number of ranks); None: as the launcher placed them.
-        watch_seconds: a rank that does not respond for this long (> 0) makes all others end with an
-            error that names it, also if they wait for it in a collective; None: nothing watches.
-            See watch/liveness.py.
-        stall_seconds: if ranks have waited this long (> 0) for others that are alive, every rank
-            logs who waits for whom, where, and what the others do; None: it does not. See
-            watch/stalls.py. The environment variable TFCOMMX_STALL_SECONDS overrides it; 0 turns it
-            off.
-        stall_limit_seconds: if they have waited this long (> 0), all end with that message; None:
-            they wait on. TFCOMMX_STALL_LIMIT_SECONDS overrides it. Nothing watches for stalls
-            without `watch_seconds`.
+        node_size: ranks that count as one node (>= 1, divides the number of ranks); None: the ranks
+            of each host, as the launcher placed them.
+        watch_seconds: seconds (> 0) without a response of a rank after which all others end with an
+            error that names it, even if they wait for it in a collective; None: no watch. See
+            watch/liveness.py.
+        stall_seconds: seconds (> 0) of waiting for ranks that are alive after which every rank logs
+            the waiting ranks, the ranks and collectives that they wait for, and the activity of the
+            others; None: no log. See watch/stalls.py. The environment variable
+            TFCOMMX_STALL_SECONDS overrides it; 0 turns it off.
+        stall_limit_seconds: seconds (> 0) of such waiting after which all end with that message;
+            None: they continue to wait. TFCOMMX_STALL_LIMIT_SECONDS overrides it. Without
+            `watch_seconds` there is no watch for stalls.
 
     Returns:
-        The Comm of this rank; `tfcommx.collectives.current()` returns it too.
+        The Comm of this rank; `tfcommx.collectives.current()` returns it, too.
 
     **Ranks:** all, with equal `node_size`.
     **Cost:** one exchange of host names before Horovod starts, and on GPUs a small sum that is
-    verified; static process sets, so nothing per step.
+    verified. None per step; process sets are static.
     **Raises:** ConfigurationError for seconds that are not > 0, for a node_size that does not
     divide the number of ranks, and for ranks of a host that are not consecutive; LaunchError for
     more ranks than GPUs on a host, for a GPU that the native library was not built for or on which
-    Horovod adds wrongly, if Horovod is missing, and if a rank does not come.
+    Horovod's sums are wrong, if Horovod is missing, and if a rank is missing.
     """
     for name, seconds in (
         ("watch_seconds", watch_seconds),
@@ -67,35 +66,37 @@ def init(
     )
     if process.started():
         return _started_before(node_size)
-    here = launcher.launcher()
-    if here.kind == "environment" and (found := known_launchers.cluster_environment()):
-        rendezvous.join(found, any_order=node_size is not None)
-        here = launcher.launcher()
-    if here.kind == "mpi":
+    launch = launcher.launcher()
+    if launch.kind == "environment" and (cluster := known_launchers.cluster_environment()):
+        rendezvous.join(cluster, any_order=node_size is not None)
+        launch = launcher.launcher()
+    if launch.kind == "mpi":
         mpi.start()
-    topology = _topology(here, node_size)
-    gpu = gpu_checks.keep_one_gpu(here.local_rank)
+    topology = _topology(launch, node_size)
+    gpu = gpu_checks.keep_one_gpu(launch.local_rank)
     watched = watch_seconds is not None
     # Messages between two ranks need MPI
-    make_messages = functools.partial(mpi.MpiPointToPoint, watched) if here.kind == "mpi" else None
-    comm = horovod.HorovodComm(here, topology, make_messages)
+    make_messages = (
+        functools.partial(mpi.MpiPointToPoint, watched) if launch.kind == "mpi" else None
+    )
+    comm = horovod.HorovodComm(launch, topology, make_messages)
     process.set_current(comm)
     sums = gpu.architecture > 0 and horovod.sums_on_gpus()
     gpus = gpu_checks.check_gpus(comm, gpu._replace(sums=sums))
-    if here.size > 1:
+    if launch.size > 1:
         liveness.start(
             comm,
             launcher.launch_interfaces(),
             liveness.Limits(watch_seconds, stall_seconds, stall_limit_seconds),
-            mpi.gather_with_centre if here.centre else comm.gather_objects,
+            mpi.gather_with_centre if launch.centre else comm.gather_objects,
             launcher.on_one_host(),
         )
-        if here.centre:
+        if launch.centre:
             # Before the end of the watch, which may end the process
             exit_message.tell_the_centre_at_exit()
-        # Under the watch, because it is the first collective on GPUs
+        # After the start of the watch, because it is the first collective on GPUs
         gpu_checks.check_fused_sum(comm, gpus)
-        UnwrappedOptimizers(here.rank).watch()
+        UnwrappedOptimizers(launch.rank).watch()
     return comm
 
 
@@ -109,14 +110,14 @@ def _started_before(node_size: int | None) -> base.Comm:
     return comm
 
 
-def _topology(here: launcher.Launcher, node_size: int | None) -> Topology:
+def _topology(launch: launcher.Launcher, node_size: int | None) -> Topology:
     if node_size is not None:
-        if not isinstance(node_size, int) or node_size < 1 or here.size % node_size:
+        if not isinstance(node_size, int) or node_size < 1 or launch.size % node_size:
             raise ConfigurationError(
                 f"`node_size` must divide the number of ranks. Received node_size={node_size} "
-                f"with {here.size} ranks."
+                f"with {launch.size} ranks."
             )
-        return Topology(here.size // node_size, node_size)
-    if here.size == 1:
+        return Topology(launch.size // node_size, node_size)
+    if launch.size == 1:
         return Topology(1, 1)
-    return Topology.of_hosts(gloo_hosts(here) if here.kind == "gloo" else mpi.mpi_hosts())
+    return Topology.of_hosts(gloo_hosts(launch) if launch.kind == "gloo" else mpi.mpi_hosts())

@@ -1,4 +1,4 @@
-"""Messages between two ranks, as a Comm has them: opened when first needed, there until the end."""
+"""Messages of a Comm between two ranks, opened at their first use and kept until the end."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ NEED_MPI = (
 
 
 class Messages:
-    """What one rank sends to single ranks.
+    """Messages of one rank to and from single ranks.
 
     Args:
-        rank: this process's.
+        rank: rank of this process.
         topology: all ranks and their nodes.
-        make: makes a PointToPoint, on all ranks together; None if there can be none. `lasting`:
-            all ranks take part to the end; `with_centre`: so does the process that holds centres.
-        centre_rank: the number of that process of elastic averaging; None: there is none.
+        make: makes a PointToPoint, on all ranks together; None if messages are impossible. Its
+            `lasting`: all ranks take part until the end; `with_centre`: it reaches the process that
+            holds centres.
+        centre_rank: number of that process of elastic averaging; None if there is none.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Messages:
     ) -> None:
         self.centre_rank = centre_rank
         self._rank, self._topology, self._make = rank, topology, make
-        # For the steps of training; to the centres; all whose bytes count as traffic
+        # PointToPoint of training steps; that of the centres; those whose bytes count as traffic
         self._of_steps: PointToPoint | None = None
         self._to_centres: PointToPoint | None = None
         self._counted: list[PointToPoint] = []
@@ -47,11 +48,11 @@ class Messages:
 
     @property
     def possible(self) -> bool:
-        """Whether ranks can send messages here; a single rank needs none."""
+        """True if ranks can send messages in this launch, or one rank needs none."""
         return self._make is not None or self._topology.size == 1
 
     def open(self) -> PointToPoint | None:
-        """Get ready for `run`; return None for a single rank, which sends none.
+        """Prepare for `run`; return None for a single rank, which sends no messages.
 
         **Ranks:** all, outside of traced code. **Raises:** ConfigurationError without an MPI
         launch.
@@ -67,10 +68,10 @@ class Messages:
         return self._make(**options)
 
     def open_own(self, counted: bool = True) -> PointToPoint:
-        """Return messages that nobody else sends or takes, for ranks that do not meet in steps.
+        """Return separate messages, for ranks that do not meet in steps.
 
         Args:
-            counted: whether they are part of the training, and so of its traffic.
+            counted: True if they are part of the training, and therefore of its traffic.
 
         **Ranks:** all, more than one, in the same order, outside of traced code, under MPI.
         """
@@ -80,9 +81,9 @@ class Messages:
         return opened
 
     def open_to_centre(self) -> PointToPoint:
-        """Return messages of one more centre, to and from the process that holds them.
+        """Return the messages of one more centre, to and from the process that holds centres.
 
-        **Ranks:** all, in the same order, where `centre_rank` is one.
+        **Ranks:** all, in the same order, if `centre_rank` is not None.
         """
         if self._to_centres is None:
             self._to_centres = self._new(lasting=False, with_centre=True)
@@ -95,24 +96,24 @@ class Messages:
     ) -> tf.Tensor:
         """Run `work(array, messages)` on the host, eagerly or as part of a graph.
 
-        In traced code the calls follow each other in the order in which they were traced, which is
-        the plan's and so the same on every rank, also from one `tf.cond` to the next: TensorFlow
-        orders what changes a variable, and each call changes one. Without that order, one rank's
-        threads could all wait in one bucket while another's wait in the next one, or take the
-        messages of another optimizer for their own.
+        In traced code the calls run in the order in which they were traced, also from one `tf.cond`
+        to the next, because each call changes a variable and TensorFlow orders such ops. This is
+        the order of the plan, equal on every rank. Without it, all threads of one rank could wait
+        in one bucket while another's wait in the next one, or receive the messages of another
+        optimizer.
 
         Args:
             work: takes the tensor as an array, and this rank's PointToPoint; returns an array of
                 the same dtype and shape.
-            tensor: its shape must be known while tracing.
-            name: of the operation in the graph.
+            tensor: a tensor whose shape is known while tracing.
+            name: name of the operation in the graph.
 
         **Ranks:** as the messages need, after `open`. **Cost:** on GPUs a copy to the host and
         back.
         """
 
         def call(array: np.ndarray) -> np.ndarray:
-            # A single rank has none, and its work sends nothing
+            # A single rank has no messages, and its work sends none
             return work(array, cast(PointToPoint, self._of_steps))
 
         if tf.executing_eagerly():
@@ -134,14 +135,16 @@ class Messages:
     def traffic(self) -> Traffic:
         """Return the bytes that this rank has sent, inside its node and to other nodes.
 
-        A process that holds a centre counts as one of the last rank's node.
+        A process that holds a centre counts as part of the last rank's node.
         """
         inside = between = 0
-        mine, last = self._topology.node_of(self._rank), self._topology.size - 1
-        for rank, amount in [pair for one in self._counted for pair in list(one.sent.items())]:
+        own_node, last = self._topology.node_of(self._rank), self._topology.size - 1
+        for rank, amount in [
+            pair for messages in self._counted for pair in list(messages.sent.items())
+        ]:
             if rank == self._rank:  # It may be worker and server
                 continue
-            if self._topology.node_of(min(rank, last)) == mine:
+            if self._topology.node_of(min(rank, last)) == own_node:
                 inside += amount
             else:
                 between += amount

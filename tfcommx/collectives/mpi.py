@@ -23,29 +23,29 @@ log = logging.getLogger("tfcommx")
 
 T = TypeVar("T")
 
-# Seconds without a message after which a rank warns, and gives up if nothing watches the ranks:
-# more than Gloo's own limit, 30. launcher.message_timeout changes when it gives up.
+# Seconds without a message after which a rank warns, and without a watch gives up; more than Gloo's
+# limit, 30. launcher.message_timeout changes the time until it gives up.
 TIMEOUT_SECONDS = 50.0
-# With a watch it gives up later: the watch reports missing ranks, so a late one is only busy.
+# The same with a watch, which reports missing ranks; a late rank is then only busy
 WATCHED_SECONDS = 6 * 3600.0
-# Until all ranks have started MPI; TFCOMMX_RENDEZVOUS_SECONDS overrides it
+# Seconds until all ranks have started MPI; TFCOMMX_RENDEZVOUS_SECONDS overrides it
 START_SECONDS = 600.0
 
 
 @functools.cache
 def _communicators() -> tuple[Any, Any]:
-    """Return that of the ranks that train, and theirs with the process that holds a centre.
+    """Return the communicators of the training ranks, without and with the process of centres.
 
-    **Ranks:** all processes of the launch, once. One that others wait for longer than
-    START_SECONDS makes them end, and is named.
+    **Ranks:** all processes of the launch, once. If one is missing for longer than START_SECONDS,
+    the others name it and end.
     """
-    here = launcher()
-    with limited(here.rank, here.local_rank, here.size, rendezvous_seconds(START_SECONDS)):
+    launch = launcher()
+    with limited(launch.rank, launch.local_rank, launch.size, rendezvous_seconds(START_SECONDS)):
         from mpi4py import MPI
 
-    if not here.centre:
+    if not launch.centre:
         return MPI.COMM_WORLD, None
-    return MPI.COMM_WORLD.Split(here.rank == here.size), MPI.COMM_WORLD.Dup()
+    return MPI.COMM_WORLD.Split(launch.rank == launch.size), MPI.COMM_WORLD.Dup()
 
 
 def start() -> None:
@@ -68,10 +68,10 @@ def mpi_hosts() -> list[str]:
 
 
 def gather_with_centre(item: T) -> list[T]:
-    """Return the items of all ranks, and behind them that of the process that holds a centre.
+    """Return the items of all ranks, followed by that of the process that holds a centre.
 
     Args:
-        item: plain data, as plain_data.py takes it.
+        item: plain data, as plain_data.py encodes it.
 
     **Ranks:** all, and that process.
     """
@@ -81,7 +81,7 @@ def gather_with_centre(item: T) -> list[T]:
 def _gather(communicator: Any, item: T) -> list[T]:
     """Return plain data of all processes of a communicator, in their order.
 
-    mpi4py's own allgather would unpickle what arrives (plain_data.py).
+    mpi4py's own allgather would unpickle the data (plain_data.py).
     """
     data = np.frombuffer(encode(item), np.uint8)
     sizes = np.empty(communicator.size, np.int64)
@@ -92,23 +92,23 @@ def _gather(communicator: Any, item: T) -> list[T]:
 
 
 class MpiPointToPoint:
-    """Non-blocking messages on a communicator of our own, so none is mistaken for Horovod's.
+    """Non-blocking messages on a separate communicator, which keeps them apart from Horovod's.
 
-    mpi4py starts MPI with full thread support, so Horovod's background thread may use MPI at the
-    same time.
+    Horovod's background thread may use MPI at the same time, because mpi4py starts MPI with full
+    thread support.
 
-    With `lasting`, an exception that nothing catches ends the launch from then on: the other ranks
-    may be waiting for this one's messages, and Horovod's orderly shutdown would wait for them.
+    With `lasting`, an uncaught exception ends the launch from then on, because the other ranks may
+    be waiting for this one's messages, and Horovod's orderly shutdown would wait for them.
 
     Args:
-        watched: whether liveness.py watches the ranks.
-        lasting: whether all ranks take part to the end; False: one that fails or dies leaves the
-            others to themselves.
-        with_centre: whether they reach the process that holds a centre; those share a
+        watched: True if liveness.py watches the ranks.
+        lasting: True if all ranks take part until the end; False: the others continue without one
+            that fails or dies.
+        with_centre: True if they reach the process that holds a centre; all such messages share a
             communicator.
 
-    **Ranks:** all make it together, in the same order.
-    **Raises:** LaunchError if MPI supports threads at a lower level.
+    **Ranks:** all, together and in the same order.
+    **Raises:** LaunchError if MPI supports only a lower level of threads.
     """
 
     def __init__(self, watched: bool, lasting: bool = True, with_centre: bool = False) -> None:
@@ -122,11 +122,11 @@ class MpiPointToPoint:
         self._mpi = MPI
         ranks, all_processes = _communicators()
         self._world = all_processes if with_centre else ranks.Dup()
-        # With all centres: nobody may free it
+        # The centres share it, and no object may free it
         self._shared = with_centre
         self.sent: dict[int, int] = {}
         self._counting = threading.Lock()  # A rank may be worker and server, in two threads
-        # Tag -> messages that have begun to arrive: who sends, where to, and the request
+        # Tag -> messages that have begun to arrive: source, array and request of each
         self._arriving: dict[int, list[tuple[int, np.ndarray, Any]]] = {}
         self._timeout = message_timeout(WATCHED_SECONDS if watched else TIMEOUT_SECONDS)
         if lasting:
@@ -150,7 +150,7 @@ class MpiPointToPoint:
         return self._world.Irecv([array.view(np.uint8), self._mpi.BYTE], source, tag), source
 
     def wait_any(self, requests: list[Request]) -> int:
-        """As PointToPoint has it; other threads of this process run meanwhile."""
+        """Wait as PointToPoint defines it, without blocking other threads of this process."""
         pending = [request for request, _ in requests]
         start, turns, late = time.monotonic(), 0, TIMEOUT_SECONDS
         while True:
@@ -158,7 +158,8 @@ class MpiPointToPoint:
             if done:
                 return position
             turns += 1
-            time.sleep(0 if turns < 100 else 5e-5)  # Messages come in bursts: look often at first.
+            # Polls often at first; messages arrive in bursts
+            time.sleep(0 if turns < 100 else 5e-5)
             waited = time.monotonic() - start if turns % 1000 == 0 else 0.0
             awaited = sorted({rank for _, rank in requests}) if waited else []
             if waited > late:
@@ -183,7 +184,7 @@ class MpiPointToPoint:
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:
         """Receive a message that has arrived from any rank; None if there is none.
 
-        It never waits: a rank that dies while it sends leaves a message that never ends.
+        It never waits, because a rank that dies while it sends leaves a message that never ends.
         """
         status, arriving = self._mpi.Status(), self._arriving.setdefault(tag, [])
         message = self._world.Improbe(self._mpi.ANY_SOURCE, tag, status)
@@ -192,15 +193,15 @@ class MpiPointToPoint:
             request = message.Irecv([array, self._mpi.BYTE])
             arriving.append((status.Get_source(), array, request))
         waits_for: set[int] = set()
-        for place, (source, array, request) in enumerate(arriving):
-            # Those of a rank in their order
+        for position, (source, array, request) in enumerate(arriving):
+            # Messages of a rank are received in their order
             if source not in waits_for and request.Test():
-                del arriving[place]
+                del arriving[position]
                 return source, array
             waits_for.add(source)
         return None
 
     def close(self) -> None:
-        """Free the communicator: an MPI has a limited number of them."""
+        """Free the communicator; MPI has a limited number of them."""
         if not self._shared:
             self._world.Free()

@@ -1,7 +1,7 @@
-"""Plain data as bytes and back, for what ranks tell each other.
+"""Plain data to bytes and back, for data that ranks exchange.
 
-Not by pickle, because whoever reaches the port of a rank may send in its place, and to load a
-pickle is to run its sender's code. Here bytes become values of the types below, whoever sent them.
+It does not use pickle, because any program that reaches the port of a rank may send data, and
+loading a pickle runs code of its sender. Here bytes can only become values of the types below.
 
     8 bytes                  length of the text, little-endian
     text                     JSON; each container but a list is an object with one key, its type
@@ -9,7 +9,7 @@ pickle is to run its sender's code. Here bytes become values of the types below,
 
     [1, ("a", b"b")]    ->   [1, {"tuple": ["a", {"bytes": "Yg=="}]}]
 
-Needs neither TensorFlow nor Horovod.
+It needs neither TensorFlow nor Horovod.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from typing import Any
 
 import numpy as np
 
-# Names of the dtypes that an array may have; TensorFlow's, such as bfloat16, once it is loaded
+# Names of the dtypes of arrays; those of TensorFlow, such as bfloat16, require that it is loaded
 _DTYPES = re.compile(r"bool|u?int\d+|b?float\d+|complex\d+|float8_\w+")
 _LENGTH = struct.Struct("<Q")
 
 
 def encode(item: object) -> bytes:
-    """Return an item as bytes, which `decode` turns into an equal one.
+    """Return an item as bytes, which `decode` turns into an equal item.
 
     >>> decode(encode({("a", 1): [None, True, 0.1, (b"b",)]}))
     {('a', 1): [None, True, 0.1, (b'b',)]}
 
     Args:
         item: None, bool, int, float, str, bytes, an array of numbers, or a list, tuple or dict of
-            such. Numbers of NumPy become Python's.
+            these. NumPy's numbers become Python's.
 
-    **Cost:** a copy of each array. **Raises:** TypeError for any other type, also a named tuple:
-    give its values, and make it again from those received.
+    **Cost:** a copy of each array. **Raises:** TypeError for any other type, including named
+    tuples: pass their values, and make them again from the received ones.
     """
     arrays: list[bytes] = []
     text = json.dumps(_to_json(item, arrays)).encode()
@@ -47,9 +47,9 @@ def encode(item: object) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return the item that `encode` has made these bytes of.
+    """Return the item that `encode` turned into these bytes.
 
-    **Raises:** ValueError for bytes that it has not made.
+    **Raises:** ValueError for other bytes.
     """
     try:
         end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
@@ -82,7 +82,7 @@ def _to_json(item: Any, arrays: list[bytes]) -> Any:
     if kind is bytes:
         return {"bytes": base64.b64encode(item).decode()}
     if isinstance(item, np.ndarray) and _DTYPES.fullmatch(item.dtype.name):
-        # The name says nothing of the order of the bytes
+        # In native byte order, because the name does not include the order
         arrays.append(item.astype(item.dtype.newbyteorder("="), copy=False).tobytes())
         return {"array": [item.dtype.name, list(item.shape)]}
     raise TypeError(
@@ -92,7 +92,7 @@ def _to_json(item: Any, arrays: list[bytes]) -> Any:
 
 
 class _Arrays:
-    """The bytes behind the text, from which one array after another is taken."""
+    """The bytes after the text, from which one array after another is taken."""
 
     def __init__(self, data: bytes, position: int) -> None:
         self.data, self.position = data, position
@@ -105,20 +105,20 @@ class _Arrays:
         start, self.position = self.position, self.position + count * dtype.itemsize
         if self.position > len(self.data):
             raise ValueError("fewer bytes than the arrays have")
-        # A copy, because an array of `data` itself could not be written to
+        # A copy; an array on `data` would be read-only
         return np.frombuffer(self.data[start : self.position], dtype).reshape(shape).copy()
 
 
 def _from_json(value: Any, arrays: _Arrays) -> Any:
     if isinstance(value, list):
-        return [_from_json(one, arrays) for one in value]
+        return [_from_json(part, arrays) for part in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tuple":
-        return tuple(_from_json(one, arrays) for one in content)
+        return tuple(_from_json(part, arrays) for part in content)
     if kind == "dict":
-        return {_from_json(key, arrays): _from_json(one, arrays) for key, one in content}
+        return {_from_json(key, arrays): _from_json(part, arrays) for key, part in content}
     if kind == "bytes":
         return base64.b64decode(content, validate=True)
     if kind == "array":

@@ -6,39 +6,39 @@ from typing import Any, Protocol
 
 import numpy as np
 
-# What `send` and `receive` return: only the object that has made it knows what it is
+# Result of `send` and `receive`, whose type only the object that made it knows
 Request = Any
 
 
 class PointToPoint(Protocol):
     """Messages between two ranks.
 
-    The array of a request must live, and not be changed, until the request is done. Messages from
-    one rank to another with one tag arrive in the order in which they were sent.
+    The array of a request must exist, unchanged, until the request is done. Messages from one rank
+    to another with one tag arrive in the order in which they were sent.
     """
 
     # Rank -> bytes sent to it so far
     sent: dict[int, int]
 
     def send(self, array: np.ndarray, target: int, tag: int) -> Request:
-        """Start to send an array, without waiting.
+        """Start sending an array, without waiting.
 
         Args:
             array: any dtype and shape, contiguous.
             target: a rank of the world.
-            tag: >= 0; the receiver gives the same.
+            tag: >= 0, equal to the receiver's.
 
         Returns:
             The request.
         """
 
     def receive(self, array: np.ndarray, source: int, tag: int) -> Request:
-        """Start to receive into an array, without waiting.
+        """Start receiving into an array, without waiting.
 
         Args:
-            array: contiguous, of as many bytes as are sent.
+            array: contiguous, with as many bytes as are sent.
             source: a rank of the world.
-            tag: >= 0, as the sender gives it.
+            tag: >= 0, equal to the sender's.
 
         Returns:
             The request.
@@ -47,33 +47,33 @@ class PointToPoint(Protocol):
     def wait_any(self, requests: list[Request]) -> int:
         """Wait until one of the requests is done; return its position in the list.
 
-        **Raises:** RuntimeError that names the ranks awaited if nothing comes in time.
+        **Raises:** RuntimeError that names the awaited ranks if no message arrives in time.
         """
 
     def done(self, request: Request) -> bool:
-        """Tell whether a request is done, without waiting. Once done, it is not asked again."""
+        """Return True if a request is done, without waiting; not called again once it is."""
 
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:
         """Receive a message that has arrived from any rank; None if there is none. It never waits.
 
         Returns:
-            Who sent it, and its bytes: uint8, as many as were sent.
+            The rank that sent it, and its bytes, uint8.
         """
 
     def close(self) -> None:
-        """Free what the messages needed; no request may be open. **Ranks:** all, once."""
+        """Free the resources of the messages; no request may be open. **Ranks:** all, once."""
 
 
-# Tags of one channel
+# Number of tags of one channel
 TAGS = 16
 
 
 class Channel:
-    """Messages that share another object's and are not taken for its own, by tags of their own.
+    """Messages over the connections of another object, with separate tags.
 
     Args:
-        messages: whose connections it uses.
-        number: of the channel, >= 1, the same on all ranks; 0 are the messages themselves.
+        messages: object whose connections it uses.
+        number: number of the channel, >= 1, equal on all ranks; 0 is that of `messages`.
     """
 
     def __init__(self, messages: PointToPoint, number: int) -> None:
@@ -91,4 +91,4 @@ class Channel:
         return self._messages.take(self._first + tag)
 
     def close(self) -> None:
-        """Do nothing: other channels go on."""
+        """Do nothing; other channels continue."""

@@ -1,4 +1,4 @@
-"""The process's own Comm, as init() made it."""
+"""The Comm of this process, which init() made."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def current() -> Comm:
 
 
 def started() -> bool:
-    """Tell whether init() was called."""
+    """Return True if init() was called."""
     return _current is not None
 
 
 def set_current(comm: Comm | None) -> None:
-    """Make `comm` the process's own; None forgets it."""
+    """Make `comm` the Comm of this process; None forgets it."""
     global _current
     _current = comm
 
@@ -43,8 +43,8 @@ def size() -> int:
 def local_rank() -> int:
     """Return this process's number on its host, in [0, local_size()).
 
-    The host's, also where `init(node_size=...)` says that another number of ranks stands for a
-    node. For what is done once on a host, such as unpacking a data set: GPUs are given by init().
+    It refers to the host even if `init(node_size=...)` counts another number of ranks as a node.
+    Use it for work that is done once per host, such as unpacking a data set; init() assigns GPUs.
     """
     return current().local_rank
 
@@ -55,5 +55,5 @@ def local_size() -> int:
 
 
 def is_chief() -> bool:
-    """Tell whether this is rank 0, which prints and saves."""
+    """Return True on rank 0, which prints and saves."""
     return rank() == 0

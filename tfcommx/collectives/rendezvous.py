@@ -1,16 +1,16 @@
 """A Gloo launch without horovodrun: ranks that srun, torchrun or others started find each other.
 
     rank r                         rank 0, at the address and port of its environment
-      who I am ------------------>   ... until all ranks have come, or the time is over
-      <---- where Horovod's rendezvous is, slots on hosts; or why there will be none
+      rank, host, local rank ---->   ... until all ranks have called, or the time is over
+      <---- address of Horovod's rendezvous and slots; or the reason of a failure
 
-Rank 0 hears them side by side (entrance.py). It then serves what horovodrun would serve, and every
-rank sets the variables that horovodrun would have set; from there on it is a launch like any other
-under Gloo.
+Rank 0 serves all calls in parallel (launch/handshake.py). It then starts the rendezvous that
+horovodrun would serve, and every rank sets the variables that horovodrun would have set. After that
+it is a normal launch under Gloo.
 
 With TFCOMMX_SECRET in the environment of all ranks, both sides prove that they know it
-(challenge.py). Horovod's rendezvous and Gloo's connections are not secured, as under horovodrun:
-the ports between the hosts belong into a private network.
+(launch/handshake.py). The ports between the hosts must be in a private network, because Horovod's
+rendezvous and Gloo's connections are not secured, as under horovodrun.
 """
 
 from __future__ import annotations
@@ -36,50 +36,50 @@ from tfcommx.launch.launcher import rendezvous_seconds
 
 log = logging.getLogger("tfcommx")
 
-# How long ranks wait for each other; TFCOMMX_RENDEZVOUS_SECONDS counts more
+# Seconds that ranks wait for each other; TFCOMMX_RENDEZVOUS_SECONDS overrides it
 SECONDS = 300.0
-# Of one message: a process that connects and says nothing is then sent away
+# Seconds for one message, after which a silent process is disconnected
 MESSAGE_SECONDS = 5.0
-# Callers that have not proven themselves, at once, beside the ranks
+# Largest number of simultaneous callers without proof, in addition to the ranks
 STRANGERS = 64
-# The form of the messages: other versions, and other programs, are refused
+# Version of the messages; other versions, and other programs, are refused
 PROTOCOL = "tfcommx rendezvous 3"
 
 
 class Arrival(NamedTuple):
-    """A rank that has come to rank 0."""
+    """A rank that has called rank 0."""
 
     rank: int
     host: str
     local_rank: int | None
-    # Address of rank 0 as this rank reaches it, and its own
+    # Address at which this rank reaches rank 0, and its own address
     reached: str
     own: str
     caller: Caller
 
 
-def join(here: ClusterEnvironment, any_order: bool = False) -> None:
-    """Bring all ranks together, and make this process one of a Gloo launch.
+def join(cluster: ClusterEnvironment, any_order: bool = False) -> None:
+    """Connect all ranks, and make this process part of a Gloo launch.
 
     Args:
-        here: what the launcher says of this process.
-        any_order: whether ranks of a host need not be consecutive.
+        cluster: environment that the launcher gave this process.
+        any_order: True if ranks of a host need not be consecutive.
 
     **Ranks:** all, before Horovod starts. **Cost:** one connection of every rank to rank 0.
-    **Raises:** LaunchError, on all ranks that have come, that names ranks which did not come or
-    came twice, or are not in the order of their hosts; a port that is in use; an address that does
+    **Raises:** LaunchError, on all ranks that have called, that names ranks which are missing,
+    exist twice, or are not in the order of their hosts; a port that is in use; an address that does
     not answer.
     """
     seconds = rendezvous_seconds(SECONDS)
     log.info(
         "Rank %d of %d, started by %s, meets the others at %s, port %d, within %g s.",
-        *(here.rank, here.size, here.launcher, here.address, here.port, seconds),
+        *(cluster.rank, cluster.size, cluster.launcher, cluster.address, cluster.port, seconds),
     )
     deadline = time.monotonic() + seconds
-    if here.rank == 0:
-        settings, address = _gather(here, deadline, seconds, any_order)
+    if cluster.rank == 0:
+        settings, address = _gather(cluster, deadline, seconds, any_order)
     else:
-        settings, address = _ask(here, deadline, seconds)
+        settings, address = _ask(cluster, deadline, seconds)
     interface = os.environ.get("HOROVOD_GLOO_IFACE") or interface_of(address)
     os.environ |= settings | {"HOROVOD_GLOO_IFACE": interface}
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -89,55 +89,58 @@ def join(here: ClusterEnvironment, any_order: bool = False) -> None:
 
 
 def _gather(
-    here: ClusterEnvironment, deadline: float, seconds: float, any_order: bool = False
+    cluster: ClusterEnvironment, deadline: float, seconds: float, any_order: bool = False
 ) -> tuple[dict[str, str], str]:
     """Wait for all ranks, and answer them; return this rank's settings and address."""
     check_host_name(socket.gethostname(), "this host")
-    handshake = _handshake(here)
+    handshake = _handshake(cluster)
     try:
-        server = _listen(here)
+        server = _listen(cluster)
     except OSError as error:
         raise LaunchError(
-            f"Rank 0 needs TCP port {here.port} to bring the ranks of {here.launcher} together. "
-            f"Received: {error}. Set TFCOMMX_PORT to a free one, equal on all ranks."
+            f"Rank 0 needs TCP port {cluster.port} to bring the ranks of {cluster.launcher} "
+            f"together. Received: {error}. Set TFCOMMX_PORT to a free one, equal on all ranks."
         ) from error
-    came: queue.SimpleQueue[Caller] = queue.SimpleQueue()
-    entrance = Entrance(server, handshake, MESSAGE_SECONDS, came.put, most=here.size + STRANGERS)
+    callers: queue.SimpleQueue[Caller] = queue.SimpleQueue()
+    entrance = Entrance(
+        server, handshake, MESSAGE_SECONDS, callers.put, most=cluster.size + STRANGERS
+    )
     arrivals: dict[int, Arrival] = {}
-    everyone: list[Arrival] = []  # Also those that there is no place for
+    everyone: list[Arrival] = []  # Including ranks that are refused
     problem = ""
-    while len(arrivals) < here.size - 1 and not problem:
+    while len(arrivals) < cluster.size - 1 and not problem:
         try:
-            arrival = _arrival(came.get(timeout=max(deadline - time.monotonic(), 0.001)))
+            arrival = _arrival(callers.get(timeout=max(deadline - time.monotonic(), 0.001)))
         except queue.Empty:
-            missing = sorted(set(range(1, here.size)) - arrivals.keys())
+            missing = sorted(set(range(1, cluster.size)) - arrivals.keys())
             problem = (
-                f"{_ranks(missing)} of {here.size} did not come to rank 0 on "
-                f"{socket.gethostname()}, port {here.port}, within {seconds:g} s. Did "
-                f"{here.launcher} start them, and do they call tfcommx.init()? Are ports "
+                f"{_ranks(missing)} of {cluster.size} did not come to rank 0 on "
+                f"{socket.gethostname()}, port {cluster.port}, within {seconds:g} s. Did "
+                f"{cluster.launcher} start them, and do they call tfcommx.init()? Are ports "
                 "between the hosts open? TFCOMMX_RENDEZVOUS_SECONDS changes the time."
             )
             break
         if arrival is not None:
-            problem = _problem(here, arrivals, arrival)
+            problem = _problem(cluster, arrivals, arrival)
             arrivals.setdefault(arrival.rank, arrival)
             everyone.append(arrival)
     entrance.close()
-    while not came.empty():
-        if (arrival := _arrival(came.get())) is not None:
+    while not callers.empty():
+        if (arrival := _arrival(callers.get())) is not None:
             everyone.append(arrival)
     try:
         if problem:
             raise LaunchError(problem)
-        own = _address_of_rank_0(arrivals.values())
-        hosts = [socket.gethostname(), *(arrivals[rank].host for rank in range(1, here.size))]
-        if not any_order:  # Later, rank 0 would end with its rendezvous before others know why
+        address = _address_of_rank_0(arrivals.values())
+        hosts = [socket.gethostname(), *(arrivals[rank].host for rank in range(1, cluster.size))]
+        # Checked here; later, rank 0 would end with its rendezvous before others know why
+        if not any_order:
             Topology.of_hosts(hosts)
-        answers = _serve(here, arrivals, hosts, own)
+        answers = _serve(cluster, arrivals, hosts, address)
         for rank, arrival in arrivals.items():
             _answer(arrival, answers[rank])
-        return _settings(here, socket.gethostname(), answers[0]), own
-    except Exception as error:  # Whatever it is, ranks that wait must hear of it
+        return _settings(cluster, socket.gethostname(), answers[0]), address
+    except Exception as error:  # Any exception; waiting ranks must be told
         for arrival in everyone:
             _answer(arrival, {"problem": shortened(f"Rank 0: {error}")})
         raise
@@ -146,36 +149,36 @@ def _gather(
             arrival.caller.connection.close()
 
 
-def _listen(here: ClusterEnvironment) -> socket.socket:
-    """Listen at rank 0's port: at the address that is given if all ranks are on this host."""
-    backlog = min(here.size + STRANGERS, 1024)
-    if here.one_host:
+def _listen(cluster: ClusterEnvironment) -> socket.socket:
+    """Listen at rank 0's port, at the given address if all ranks are on this host."""
+    backlog = min(cluster.size + STRANGERS, 1024)
+    if cluster.one_host:
         with contextlib.suppress(OSError):  # The port is in use, or the address is a router's
-            return socket.create_server((here.address, here.port), backlog=backlog)
-    return socket.create_server(("", here.port), backlog=backlog)
+            return socket.create_server((cluster.address, cluster.port), backlog=backlog)
+    return socket.create_server(("", cluster.port), backlog=backlog)
 
 
 def _arrival(caller: Caller) -> Arrival | None:
-    """Return the rank that has called; None, and the end of its connection, if it is none."""
+    """Return the rank that has called; close the connection and return None if it is not a rank."""
     try:
         rank, host, local_rank = caller.said
         numbers = rank, 0 if local_rank is None else local_rank
         if not is_host_name(host) or {type(number) for number in numbers} != {int}:
             raise ValueError("a stranger")
         connection = caller.connection
-        reached, own = connection.getsockname()[0], connection.getpeername()[0]
-        return Arrival(rank, host, local_rank, reached, own, caller)
+        reached, caller_address = connection.getsockname()[0], connection.getpeername()[0]
+        return Arrival(rank, host, local_rank, reached, caller_address, caller)
     except NO_PARTNER:
         caller.connection.close()
         return None
 
 
-def _problem(here: ClusterEnvironment, arrivals: dict[int, Arrival], new: Arrival) -> str:
-    """Return why this rank cannot be one of the launch; empty if it can."""
-    if not 0 < new.rank < here.size:
+def _problem(cluster: ClusterEnvironment, arrivals: dict[int, Arrival], new: Arrival) -> str:
+    """Return the reason why this rank cannot be part of the launch, or ""."""
+    if not 0 < new.rank < cluster.size:
         return (
-            f"Ranks must be numbered from 0 to {here.size - 1}. Received another rank {new.rank}, "
-            f"on {new.host}. Give each process its own number."
+            f"Ranks must be numbered from 0 to {cluster.size - 1}. Received another rank "
+            f"{new.rank}, on {new.host}. Give each process its own number."
         )
     if new.rank in arrivals:
         return (
@@ -188,25 +191,30 @@ def _problem(here: ClusterEnvironment, arrivals: dict[int, Arrival], new: Arriva
 def _address_of_rank_0(arrivals: Collection[Arrival]) -> str:
     """Return the address at which ranks on other hosts reach rank 0.
 
-    On rank 0's own host its name may mean a loopback address, as Debian's /etc/hosts has it.
+    Ranks on other hosts have priority, because on rank 0's own host its name may mean a loopback
+    address, as in Debian's /etc/hosts.
     """
-    remote = [one.reached for one in arrivals if not _on_this_host(one.own, one.reached)]
-    return (remote or [one.reached for one in arrivals])[0]
+    remote = [
+        arrival.reached for arrival in arrivals if not _on_this_host(arrival.own, arrival.reached)
+    ]
+    return (remote or [arrival.reached for arrival in arrivals])[0]
 
 
-def _on_this_host(one: str, other: str) -> bool:
-    """Tell whether a connection between two addresses stays on one host.
+def _on_this_host(first: str, second: str) -> bool:
+    """Return True if a connection between two addresses stays on one host.
 
-    A connection to 127.0.1.1 comes from 127.0.0.1.
+    The addresses may differ: a connection to 127.0.1.1 is from 127.0.0.1.
     """
-    return one == other or one.startswith("127.")
+    return first == second or first.startswith("127.")
 
 
 def _serve(
-    here: ClusterEnvironment, arrivals: dict[int, Arrival], hosts: list[str], address: str
+    cluster: ClusterEnvironment, arrivals: dict[int, Arrival], hosts: list[str], address: str
 ) -> dict[int, dict[str, Any]]:
     """Start Horovod's rendezvous; return the answer to each rank."""
-    slots = _slots(hosts, [here.local_rank, *(arrivals[r].local_rank for r in range(1, here.size))])
+    slots = _slots(
+        hosts, [cluster.local_rank, *(arrivals[r].local_rank for r in range(1, cluster.size))]
+    )
     port = serve_rendezvous(Counter(hosts), address)
     return {
         rank: {"slot": slot, "address": address, "port": port} for rank, slot in enumerate(slots)
@@ -214,7 +222,7 @@ def _serve(
 
 
 def _slots(hosts: list[str], local_ranks: list[int | None]) -> list[list[int]]:
-    """Return local rank and size, cross rank and size of each rank, as Horovod counts them.
+    """Return local rank and size, cross rank and size of each rank, in Horovod's sense.
 
     >>> _slots(["a", "a", "b"], [None, None, None])
     [[0, 2, 0, 2], [1, 2, 0, 1], [0, 1, 1, 2]]
@@ -223,7 +231,7 @@ def _slots(hosts: list[str], local_ranks: list[int | None]) -> list[list[int]]:
     """
     names = list(dict.fromkeys(hosts))
     sizes = Counter(hosts)
-    found = []
+    slots = []
     for rank, host in enumerate(hosts):
         local = hosts[:rank].count(host)
         if local_ranks[rank] not in (None, local):
@@ -233,76 +241,78 @@ def _slots(hosts: list[str], local_ranks: list[int | None]) -> list[list[int]]:
                 "(srun --distribution=block)."
             )
         across = [name for name in names if sizes[name] > local]
-        found.append([local, sizes[host], across.index(host), len(across)])
-    return found
+        slots.append([local, sizes[host], across.index(host), len(across)])
+    return slots
 
 
 def _answer(arrival: Arrival, text: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # It may have gone; the watch, or Gloo, will say so
+    with contextlib.suppress(OSError):  # It may have ended, which the watch, or Gloo, will report
         arrival.caller.answer(text)
 
 
 # --- the other ranks ----------------------------------------------------------------------------
 
 
-def _ask(here: ClusterEnvironment, deadline: float, seconds: float) -> tuple[dict[str, str], str]:
-    """Tell rank 0 who this is, and wait for its answer; return settings and own address."""
+def _ask(
+    cluster: ClusterEnvironment, deadline: float, seconds: float
+) -> tuple[dict[str, str], str]:
+    """Introduce this rank to rank 0, and wait for its answer; return settings and own address."""
     reason: object = "no process listens there"
-    # Before the loop, because a LaunchError is a ValueError, after which it would call again
-    host, handshake = check_host_name(socket.gethostname(), "this host"), _handshake(here)
-    addresses = (here.address, *here.others)
+    # Before the loop, because a LaunchError is a ValueError, after which the loop would call again
+    host, handshake = check_host_name(socket.gethostname(), "this host"), _handshake(cluster)
+    addresses = (cluster.address, *cluster.others)
     for address in itertools.cycle(addresses):
         if time.monotonic() > deadline:
             break
         try:
-            with socket.create_connection((address, here.port), MESSAGE_SECONDS) as connection:
-                own, peer = connection.getsockname()[0], connection.getpeername()[0]
-                said = (here.rank, host, here.local_rank)
-                # Rank 0 answers when all have come, or when its own time is over
-                answer = handshake.call(connection, said, deadline + 2 * MESSAGE_SECONDS)
+            with socket.create_connection((address, cluster.port), MESSAGE_SECONDS) as connection:
+                own_address, peer = connection.getsockname()[0], connection.getpeername()[0]
+                introduction = (cluster.rank, host, cluster.local_rank)
+                # Rank 0 answers when all ranks have called, or when its own time is over
+                answer = handshake.call(connection, introduction, deadline + 2 * MESSAGE_SECONDS)
         except NO_PARTNER as error:
             reason = error
             time.sleep(0.2 / len(addresses))
             continue
         if isinstance(answer, dict) and "problem" in answer:
             raise LaunchError(_printable(answer["problem"]))
-        settings = _settings(here, host, answer)
-        # On rank 0's host, the address that other hosts know
-        return settings, answer["address"] if _on_this_host(own, peer) else own
+        settings = _settings(cluster, host, answer)
+        # On rank 0's host, the address that other hosts use
+        return settings, answer["address"] if _on_this_host(own_address, peer) else own_address
     raise LaunchError(
-        f"Rank {here.rank} of {here.size} could not join rank 0 at {' or '.join(addresses)}, port "
-        f"{here.port}, within {seconds:g} s: {reason}. Does rank 0 run and call tfcommx.init()? Is "
-        "the port open between the hosts, and TFCOMMX_SECRET equal on all ranks? "
-        "TFCOMMX_RENDEZVOUS_SECONDS changes the time."
+        f"Rank {cluster.rank} of {cluster.size} could not join rank 0 at "
+        f"{' or '.join(addresses)}, port {cluster.port}, within {seconds:g} s: "
+        f"{reason}. Does rank 0 run and call tfcommx.init()? Is the port open between the hosts, "
+        "and TFCOMMX_SECRET equal on all ranks? TFCOMMX_RENDEZVOUS_SECONDS changes the time."
     )
 
 
 # --- both ---------------------------------------------------------------------------------------
 
 
-def _handshake(here: ClusterEnvironment) -> Handshake:
+def _handshake(cluster: ClusterEnvironment) -> Handshake:
     secret = os.environ.get("TFCOMMX_SECRET")
     if secret is not None and not secret.strip():
         raise LaunchError(
             f"TFCOMMX_SECRET must be a text that only the ranks know. Received {secret!r} on rank "
-            f"{here.rank} of {here.size}, which every process knows. Set it to the same random "
-            "text on all ranks, or unset it in a network that is yours alone."
+            f"{cluster.rank} of {cluster.size}, which every process knows. Set it to the same "
+            "random text on all ranks, or unset it in a network that is yours alone."
         )
-    return Handshake(secret or "", PROTOCOL, (here.launch, here.size))
+    return Handshake(secret or "", PROTOCOL, (cluster.launch, cluster.size))
 
 
-def _settings(here: ClusterEnvironment, host: str, answer: Any) -> dict[str, str]:
+def _settings(cluster: ClusterEnvironment, host: str, answer: Any) -> dict[str, str]:
     """Return the variables that horovodrun would have set for this rank.
 
-    Rank 0 says four numbers, an address and a port, and no names of variables, because another
-    process may answer in its place: it could have this one load a library.
+    Rank 0 sends four numbers, an address and a port, and no names of variables, because another
+    process that answers in its place could use variables to make this one load a library.
 
     Args:
-        here: what the launcher says of this process.
-        host: its name.
-        answer: of rank 0.
+        cluster: environment that the launcher gave this process.
+        host: name of this host.
+        answer: answer of rank 0.
 
-    **Raises:** LaunchError for an answer that rank 0 does not give.
+    **Raises:** LaunchError for an answer that rank 0 cannot have sent.
     """
     try:
         (local_rank, local_size, cross_rank, cross_size), port = answer["slot"], answer["port"]
@@ -311,23 +321,23 @@ def _settings(here: ClusterEnvironment, host: str, answer: Any) -> dict[str, str
         right = (
             all(type(number) is int for number in numbers)
             and isinstance(answer["address"], str)
-            and 0 <= local_rank < local_size <= here.size
-            and 0 <= cross_rank < cross_size <= here.size
-            and here.local_rank in (None, local_rank)
+            and 0 <= local_rank < local_size <= cluster.size
+            and 0 <= cross_rank < cross_size <= cluster.size
+            and cluster.local_rank in (None, local_rank)
             and 0 < port < 65536
         )
     except (LookupError, TypeError, ValueError):
         right = False
     if not right:
         raise LaunchError(
-            f"Rank 0 at {here.address}, port {here.port}, must answer rank {here.rank} of "
-            f"{here.size} with its place among the ranks, and with the address and port of "
+            f"Rank 0 at {cluster.address}, port {cluster.port}, must answer rank {cluster.rank} of "
+            f"{cluster.size} with its place among the ranks, and with the address and port of "
             f"Horovod's rendezvous. Received {_printable(answer)}. Is it another program's port? "
             "Set TFCOMMX_PORT, and a TFCOMMX_SECRET, equal on all ranks."
         )
     return {
-        "HOROVOD_RANK": str(here.rank),
-        "HOROVOD_SIZE": str(here.size),
+        "HOROVOD_RANK": str(cluster.rank),
+        "HOROVOD_SIZE": str(cluster.size),
         "HOROVOD_LOCAL_RANK": str(local_rank),
         "HOROVOD_LOCAL_SIZE": str(local_size),
         "HOROVOD_CROSS_RANK": str(cross_rank),
@@ -347,15 +357,15 @@ def _printable(answer: object) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface that has an address.
+    """Return the name of the network interface with an address.
 
     >>> interface_of("127.0.0.1")
     'lo'
     """
-    import psutil  # Horovod needs it
+    import psutil  # A requirement of Horovod
 
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
+        if any(entry.address == address for entry in addresses):
             return name
     if address.startswith("127."):  # The loopback interface has the whole range
         return interface_of("127.0.0.1")

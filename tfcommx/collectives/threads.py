@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """Through which the threads of ThreadComm give each other their tensors."""
+    """Shared state by which the threads of ThreadComm exchange their tensors."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.lock = threading.Condition()
-        # (ranks, their turn) -> rank -> (the collective, what the rank gives)
+        # (ranks, their turn) -> rank -> (label of the collective, item of the rank)
         self.rooms: dict[tuple[tuple[int, ...], int], dict[int, tuple[str, Any]]] = {}
         # (source, target, tag) -> messages that were sent and not received, oldest first
         self.mailbox: dict[tuple[int, int, int], deque[np.ndarray]] = {}
@@ -34,7 +34,7 @@ class _Meeting:
     def exchange(
         self, ranks: tuple[int, ...], turn: int, rank: int, label: str, item: T
     ) -> list[T]:
-        """Wait until all of `ranks` are here for the same turn; return their items by rank."""
+        """Wait until all of `ranks` have called for the same turn; return their items by rank."""
         with self.lock:
             room = self.rooms.setdefault((ranks, turn), {})
             room[rank] = (label, item)
@@ -50,7 +50,7 @@ class _Meeting:
         return [room[member][1] for member in ranks]
 
     def wait(self, rank: int, ready: Callable[[], object], awaited: Callable[[], str]) -> None:
-        """Wait, with the lock, until it is ready, a rank has failed, or it takes too long."""
+        """Wait, with the lock, until `ready` is true, a rank has failed, or the time is over."""
         if not self.lock.wait_for(lambda: self.failure is not None or ready(), timeout=60):
             self.failure = TimeoutError(f"Rank {rank} waited for {awaited()}.")
         if self.failure is not None:
@@ -62,8 +62,8 @@ class _Meeting:
 class _ThreadPointToPoint:
     """Messages between threads.
 
-    A send puts a copy into the mailbox and is done at once: its request is None. A request to
-    receive is (array, source, the messages of this pair and tag).
+    A send puts a copy into the mailbox and is done at once; its request is None. A request to
+    receive is (array, source, messages of this pair and tag).
     """
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
@@ -123,10 +123,10 @@ class _ThreadPointToPoint:
 
 
 class ThreadComm(Comm):
-    """p ranks as p threads of one process, in eager mode: for tests of laws, not for speed.
+    """p ranks as p threads of one process, in eager mode, for tests of laws and not for speed.
 
-    Sums are taken in rank order, in the tensor's own dtype. Ranks that meet in collectives of
-    different names are an error.
+    Sums are computed in rank order, in the tensor's own dtype. It is an error if ranks meet in
+    collectives of different names.
     """
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
@@ -171,7 +171,7 @@ class ThreadComm(Comm):
         return [results[rank] for rank in range(topology.size)]
 
     def _gather_objects(self, item: T) -> list[T]:
-        # As bytes: what ranks of other processes could not receive fails here, too
+        # As bytes, because items that other processes could not receive must fail here, too
         return [decode(data) for data in self._meet("world", "gather_objects", encode(item))]
 
     def _counted(self) -> Traffic:
@@ -186,9 +186,9 @@ class ThreadComm(Comm):
         self._sent = Traffic(*(a + b for a, b in zip(self._sent, sent, strict=True)))
 
     def _sum(self, tensor: tf.Tensor, group: str, label: str) -> tf.Tensor:
-        total, *rest = self._meet(group, label, tensor)
-        for other in rest:
-            total = total + other
+        total, *summands = self._meet(group, label, tensor)
+        for summand in summands:
+            total = total + summand
         return total
 
     def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
@@ -215,11 +215,11 @@ class ThreadComm(Comm):
 
     def _alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         ranks = self.members(group)
-        mine = ranks.index(self.rank)
+        position = ranks.index(self.rank)
         return tf.concat(
             [
-                tf.split(other, len(ranks))[mine]
-                for other in self._meet(group, f"alltoall {name}", tensor)
+                tf.split(received, len(ranks))[position]
+                for received in self._meet(group, f"alltoall {name}", tensor)
             ],
             axis=0,
         )

@@ -1,9 +1,9 @@
 """Warn of Keras optimizers that take steps without an exchange in a launch of several ranks.
 
 A model that is loaded, copied or unpickled has a plain optimizer, and trains on each rank alone if
-nobody wraps it again. So the calls that take Keras's steps are noted. A traced step calls them once
-only, while it is traced: from then on a thread looks at the optimizer's own count of steps, often
-enough for short runs, and once more at the end of the process.
+the user does not wrap it again. Therefore the calls that take Keras's steps are recorded. Because a
+traced step calls them only once, while it is traced, a thread then polls the optimizer's count of
+steps, often enough for short runs, and once more at the end of the process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import tensorflow as tf
 
 log = logging.getLogger("tfcommx")
 
-# A first step may only make an optimizer's state, before somebody restores it from a checkpoint
+# Steps before a warning. The first may only make the optimizer's state, to restore a checkpoint.
 STEPS = 2
-# Between two looks at the counts of traced steps
+# Seconds between two polls of the counts of traced steps
 LOOK_SECONDS = 0.5
 
 _allowed = contextvars.ContextVar("tfcommx_allowed", default=False)
@@ -32,10 +32,10 @@ _allowed = contextvars.ContextVar("tfcommx_allowed", default=False)
 
 @contextlib.contextmanager
 def allow_plain_optimizers() -> Iterator[None]:
-    """Let optimizers that are not wrapped take steps in this block without a warning.
+    """Allow steps of optimizers that are not wrapped in this block, without a warning.
 
-    For a model that one rank trains by itself, or whose gradients the script exchanges by its own
-    means. Wrapped optimizers exchange in the block as they do elsewhere.
+    Use it for a model that one rank trains alone, or whose gradients the script itself exchanges.
+    Wrapped optimizers exchange in the block as elsewhere.
 
     >>> import keras
     >>> import numpy as np
@@ -47,7 +47,7 @@ def allow_plain_optimizers() -> Iterator[None]:
     ...     with cx.allow_plain_optimizers():
     ...         _ = probe.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
 
-    **Ranks:** any; nothing is exchanged. It holds for this thread, and for step functions whose
+    **Ranks:** any; nothing is exchanged. It applies to this thread, and to step functions whose
     first call is in the block.
     """
     before = _allowed.set(True)
@@ -59,7 +59,7 @@ def allow_plain_optimizers() -> Iterator[None]:
 
 @dataclasses.dataclass
 class _Call:
-    """The outermost call of an optimizer that is under way, and what it called in turn."""
+    """The current outermost call of an optimizer, and its inner calls."""
 
     plain: list[Any] = dataclasses.field(default_factory=list)
     exchanges: bool = False
@@ -74,22 +74,22 @@ class UnwrappedOptimizers:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        # What has been named, and what has taken eager steps: optimizer -> how many
+        # Optimizers that were reported, and number of eager steps by optimizer
         self._named: weakref.WeakSet[Any] = weakref.WeakSet()
         self._eager: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        # What was traced and is not named: id -> name, optimizer, its count, the count at first.
-        # The count outlives its optimizer, which may be gone at the end of the process.
+        # Traced optimizers that were not reported: id -> name, optimizer, its count, first count.
+        # The count may outlive its optimizer, until the end of the process.
         self._traced: dict[int, tuple[str, weakref.ref[Any], Any, int]] = {}
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
 
     def watch(self) -> None:
-        """Note from now on what takes steps, also by optimizers that were made before.
+        """Record steps from now on, also of optimizers that were made before.
 
-        Optimizers aren't found by the garbage collector's lists (gc.get_objects, gc.get_referrers),
-        from a thread: they show what other threads are only just making, which ended ranks by a
-        SystemError, and by a segmentation fault.
+        The thread does not use the garbage collector's lists (gc.get_objects, gc.get_referrers) to
+        find optimizers, because these include unfinished objects of other threads, which ended
+        ranks by a SystemError and by a segmentation fault.
         """
         from tfcommx.keras_internals import surround_steps  # Loads Keras
 
@@ -99,7 +99,7 @@ class UnwrappedOptimizers:
         atexit.register(self.end)
 
     def note(self, optimizer: Any) -> None:
-        """Take note of one step of a plain optimizer, or of the tracing of its steps."""
+        """Record one step of a plain optimizer, or the tracing of its steps."""
         if optimizer in self._named:
             return
         if tf.executing_eagerly():
@@ -108,12 +108,14 @@ class UnwrappedOptimizers:
                 self._warn(optimizer.name, optimizer)
             return
         with self._lock, tf.init_scope():
-            _, known, *_ = self._traced.get(id(optimizer), ("", lambda: None))
-            if known() is optimizer:
+            _, traced, *_ = self._traced.get(id(optimizer), ("", lambda: None))
+            if traced() is optimizer:
                 return
             try:
-                count = {one.name: one for one in optimizer.variables}.get("iteration")
-            except TypeError:  # Horovod's own wrapper calls it as a method, as in Keras 2
+                count = {variable.name: variable for variable in optimizer.variables}.get(
+                    "iteration"
+                )
+            except TypeError:  # In Horovod's wrapper it is a method, as in Keras 2
                 count = optimizer.iterations
             if count is None:  # A class that keeps its steps elsewhere
                 return
@@ -138,7 +140,7 @@ class UnwrappedOptimizers:
                     self._warn(name, optimizer())
 
     def end(self) -> None:
-        """Look for the last time."""
+        """Stop the thread, and look for the last time."""
         self._ends.set()
         if self._thread is not None:
             self._thread.join()
@@ -166,10 +168,10 @@ _watching: UnwrappedOptimizers | None = None
 
 @contextlib.contextmanager
 def _noted(optimizer: Any) -> Iterator[None]:
-    """Note who takes the step in this block.
+    """Record the optimizer that takes the step in this block.
 
-    Optimizers call others (LossScaleOptimizer does): it is the innermost that is noted, unless one
-    of them exchanges.
+    It is the innermost one; optimizers call others, as LossScaleOptimizer does. None is recorded if
+    one of them exchanges.
     """
     outer = _call.get()
     call = outer or _Call()

@@ -1,26 +1,26 @@
-"""What changes gradients around a dense sum: the table of compressions.
+"""Transform gradients before and after a dense sum: the table of compressions.
 
     powersgd/R   each matrix as a product of two of rank R, warm-started
     packed       three entries as whole numbers in one float32
 
 A selection chooses entries, and a wire format writes them in fewer bits. A compression turns a
 bucket's gradients into other, shorter vectors, which any dense route sums, and turns the sums back.
-Error feedback is around any: what a rank did not send stays in its residual
-(`runtime.bucket_runner`). A compression may keep state, equal on all ranks, which is saved and
-follows its variables as residuals do.
+`runtime.bucket_runner` puts error feedback around any compression: the part of a gradient that a
+rank did not send stays in its residual. A compression may keep state, equal on all ranks, which is
+saved and follows its variables as residuals do.
 
-Laws: what all ranks sent plus what they keep is what came, to float32 rounding; all ranks get the
-same bits; NaN and Inf reach all ranks, and enter neither a residual nor a state.
+Laws: the sum of all sent parts and residuals equals the sum of the gradients, to float32 rounding;
+all ranks get the same bits; NaN and Inf reach all ranks, and enter neither a residual nor a state.
 
 To add one:
     1. A file here with a frozen class derived from `compression.Compression`, and `read`, which
-       makes one from what follows the slash in a name, "" if nothing does.
+       makes one from the part of a name after the slash, "" if there is none.
     2. A row of COMPRESSIONS below.
-    `cx.testing.check_compression` holds it to the laws; a test of its own calls that. The planner
-    and the simulator price what `sums` says.
+    `cx.testing.check_compression` checks the laws; call it from a test. The planner and the
+    simulator price the entries that `sums` counts.
     From outside of this package: `Scheme(compression="module:MEMBER")`.
 
-Importing this loads no TensorFlow, because plans and prices need only sizes.
+Importing this package loads no TensorFlow, because plans and prices need only sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from __future__ import annotations
 from tfcommx.compression.compression import Compression, CompressionResult
 from tfcommx.core import check_name, is_member, load_member
 
-# Name -> what makes it from the part of its name after the slash, as module:member
+# Name -> module:member of the function that makes it from the part of its name after the slash
 COMPRESSIONS = {
     "powersgd": "tfcommx.compression.powersgd:read",
     "packed": "tfcommx.compression.packed:read",
@@ -43,12 +43,12 @@ def get(name: str) -> Compression:
     >>> get("powersgd/2").sums([(100, 50), (50,)])
     (250, 100)
 
-    **Raises:** PlanError for an unknown name, with the nearest one, and for an unfit argument.
+    **Raises:** PlanError for an unknown name, with the nearest one, and for an invalid argument.
     """
     if is_member(name):
         outside: Compression = load_member("compression", name, Compression)
         return outside
     kind, _, argument = name.partition("/")
     read = load_member("compression", COMPRESSIONS[check_name("compression", kind, COMPRESSIONS)])
-    found: Compression = read(argument)
-    return found
+    result: Compression = read(argument)
+    return result

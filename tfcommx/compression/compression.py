@@ -1,4 +1,4 @@
-"""What a compression is."""
+"""Define the contract of a compression."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-# Of TensorFlow, which plans and prices do not load
+# A tf.Tensor; Any, because plans and prices do not load TensorFlow
 Tensor = Any
 Shape = tuple[int, ...]
 # float32 [n] of this rank -> its sum over all ranks, with the same bits on each
@@ -17,24 +17,24 @@ Add = Callable[[Tensor], Tensor]
 
 
 class CompressionResult(NamedTuple):
-    """What one step of a compression gives."""
+    """The result of one step of a compression."""
 
-    # The sum over the ranks of what each sent, by variable, in its shape; equal on all ranks
+    # Sum over the ranks of the parts sent, by variable, in its shape; equal on all ranks
     totals: Sequence[Tensor]
-    # What this rank sent, by variable, in its shape
+    # Part that this rank sent, by variable, in its shape
     sent: Sequence[Tensor]
-    # float32 [sum of `state_sizes`]: for the next step; equal on all ranks
+    # State for the next step: float32 [sum of `state_sizes`]; equal on all ranks
     state: Tensor
 
 
 class Compression(abc.ABC):
     """Sends other, shorter vectors than the gradients, which a dense route sums.
 
-    It knows nothing of residuals, routes or plans: error feedback is put around it, and any dense
-    route adds its vectors.
+    It has no access to residuals, routes or plans, because the runtime puts error feedback around
+    it and any dense route adds its vectors.
     """
 
-    # It works on at most so many
+    # Largest number of ranks on which it works
     most_ranks: ClassVar[float] = math.inf
 
     @abc.abstractmethod
@@ -45,8 +45,8 @@ class Compression(abc.ABC):
             shapes: of a bucket's variables.
 
         Returns:
-            Static numbers, so that the engine's cache stays valid: their sum is what travels in
-            place of all entries. Empty if nothing is gained: then the bucket travels as it is.
+            Static numbers, because the engine's cache must stay valid: as many entries travel in
+            place of all. Empty if nothing is gained; then the bucket travels uncompressed.
         """
 
     def state_sizes(self, shapes: Sequence[Shape]) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class Compression(abc.ABC):
         return np.zeros(sum(self.state_sizes(shapes)), np.float32)
 
     def passes(self) -> float:
-        """Return how often a step goes through the gradients' bytes: its price beside the sums."""
+        """Return the passes of a step over the gradients' bytes: its price without the sums."""
         return 4.0
 
     @abc.abstractmethod
@@ -73,6 +73,6 @@ class Compression(abc.ABC):
             state: float32 [sum of `state_sizes`].
             add: called once for each number of `sums`, in that order, with float32 of that length.
 
-        **Ranks:** all; `totals` and `state` may depend on `state` and on what `add` returned, and
+        **Ranks:** all; `totals` and `state` may depend on `state` and on the results of `add`, and
         on nothing else that differs between ranks.
         """

@@ -6,9 +6,9 @@
 
 A rank's numbers are in [-levels, levels] with levels = 160 // ranks, so sums over the ranks are in
 [-160, 160], and any sum of such floats is a whole number below 2^24: exact, in whatever order a
-route adds. What rounding takes stays in the residual. So does what is beyond a rank's range: if one
-rank alone has a gradient, 2 / ranks of the rest leave in each step. On 4 ranks a number has 6.3
-bits, on 16 ranks 4.4: for few ranks, where it sends 0.34 of the bytes.
+route adds. The residual keeps the rounding error, and the excess over a rank's range: if only one
+rank has a gradient, each step sends 2 / ranks of the remainder. A number has 6.3 bits on 4 ranks
+and 4.4 on 16, so this suits few ranks, where it sends 0.34 of the bytes.
 
 **Source:** whole numbers that a ring can add are the idea of Mishchenko et al., "IntSGD: Adaptive
 Floatless Compression of Stochastic Gradients" (2021); there one scale for all, random rounding and
@@ -31,17 +31,17 @@ DIGITS, LARGEST = 3, 160
 BASE = 2 * LARGEST + 1
 # Entries that share a step
 BLOCK = 128
-# A rank's range over the mean of all ranks' largest entries
+# A rank's range, relative to the mean of all ranks' largest entries
 RANGE = 2.0
-# Largest entries travel divided by this power of two: their sum is finite if they are
+# Power of two by which largest entries are divided; their sum is then finite if they are
 SCALE = 128.0
 
 
 @dataclass(frozen=True)
 class Packed(Compression):
-    """Three entries in the place of one."""
+    """Sends three entries in one float32."""
 
-    # With one level, which is RANGE times what ranks have, nearly all entries would round to 0
+    # With one level, RANGE times the mean largest entry, nearly all entries would round to 0
     most_ranks: ClassVar[float] = LARGEST // 2
 
     def sums(self, shapes: Sequence[Shape]) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ class Packed(Compression):
         return counts if 2 * sum(counts) <= entries else ()
 
     def passes(self) -> float:
-        """Return how often a step goes through the gradients' bytes."""
+        """Return the passes of a step over the gradients' bytes."""
         return 8.0
 
     def run(self, gradients: Sequence[Tensor], state: Tensor, add: Add) -> CompressionResult:
@@ -65,14 +65,14 @@ class Packed(Compression):
         shapes = [tuple(gradient.shape) for gradient in gradients]
         sizes = [math.prod(shape) for shape in shapes]
         blocks = self.sums(shapes)[0] - 1
-        flat = tf.concat([tf.reshape(one, [-1]) for one in gradients], 0)
-        whole = tf.reshape(tf.pad(flat, [[0, blocks * BLOCK - sum(sizes)]]), [blocks, BLOCK])
-        largest = tf.reduce_max(tf.abs(whole), axis=1) / SCALE
+        flat = tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
+        padded = tf.reshape(tf.pad(flat, [[0, blocks * BLOCK - sum(sizes)]]), [blocks, BLOCK])
+        largest = tf.reduce_max(tf.abs(padded), axis=1) / SCALE
         agreed = add(tf.concat([largest, [1.0]], 0))
         ranks = agreed[-1]
         levels = tf.floor(LARGEST / ranks)
         steps = agreed[:-1, tf.newaxis] * (SCALE * RANGE / ranks / levels)
-        numbers = tf.math.divide_no_nan(whole, steps)
+        numbers = tf.math.divide_no_nan(padded, steps)
         numbers = tf.clip_by_value(tf.round(numbers), -levels, levels)
         digits = tf.reshape(numbers, [DIGITS, -1])
         totals = steps * tf.reshape(_unpacked(add(_packed(digits))), [blocks, BLOCK])
@@ -85,7 +85,7 @@ class Packed(Compression):
 
 
 def read(argument: str) -> Packed:
-    """Make it; its name has no argument. **Raises:** PlanError if there is one."""
+    """Return the compression. **Raises:** PlanError if its name has an argument."""
     if argument:
         raise PlanError(f"'packed' takes no argument. Received compression='packed/{argument}'.")
     return Packed()
@@ -101,7 +101,7 @@ def _unpacked(sums: Tensor) -> Tensor:
     import tensorflow as tf
 
     shift = LARGEST * (1 + BASE + BASE**2)
-    # So every digit is >= 0
+    # The shift makes every digit >= 0
     rest = tf.cast(sums, tf.int32) + shift
     digits = []
     for _ in range(DIGITS):

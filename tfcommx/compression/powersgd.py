@@ -5,13 +5,14 @@
     the sum of all M   is taken as P Q'
 
 A kernel of a convolution is the matrix [height * width * inputs, outputs]. Vectors, and matrices of
-which less than half would be saved, travel as they are, in the vector of the P.
+which less than half would be saved, travel uncompressed, in the vector of the P.
 
 **Source:** Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
-Distributed Optimization" (2019), algorithms 1 and 2. There a residual is what the mean of all ranks
-leaves of a rank's own gradient; here it is what the rank's own Q leaves, M - P (M' P)', which has
-the least norm for this P, and the same sum over the ranks. As PyTorch's hook does, the warm start
-is made orthonormal, too: small gradients then do not vanish in the products.
+Distributed Optimization" (2019), algorithms 1 and 2. There a residual is a rank's gradient less
+the mean result of all ranks; here it is the gradient less the product with the rank's own Q,
+M - P (M' P)', which has the least norm for this P, and the same sum over the ranks. As in PyTorch's
+hook, the warm start is made orthonormal, too, because small gradients would otherwise vanish in the
+products.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from tfcommx.core import PlanError
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
-    """Products of rank `rank` in place of matrices."""
+    """Sends products of rank `rank` in place of matrices."""
 
-    # >= 1
+    # Rank of the products, >= 1
     rank: int = 4
 
     def sums(self, shapes: Sequence[Shape]) -> tuple[int, ...]:
-        """Count the entries of all P and of what travels as it is, then of all Q."""
+        """Count the entries of all P and of uncompressed variables, then of all Q."""
         if not any(map(self._is_short, shapes)):
             return ()
         first = sum(
@@ -72,43 +73,45 @@ class PowerSGD(Compression):
             for gradient, shape, is_short in zip(gradients, shapes, short, strict=True)
             if is_short
         ]
-        others = [gradient for gradient, one in zip(gradients, short, strict=True) if not one]
-        # Each Q as Q': products with the long side inside, M' P, take twice the time of P' M
+        uncompressed = [
+            gradient for gradient, is_short in zip(gradients, short, strict=True) if not is_short
+        ]
+        # Each Q as Q', because a product over the long side as M' P takes twice the time of P' M
         rights = _cut(state, [(self.rank, matrix.shape[1]) for matrix in matrices])
         lefts = [
-            tf.matmul(matrix, tf.linalg.qr(tf.transpose(right)).q)
-            for matrix, right in zip(matrices, rights, strict=True)
+            tf.matmul(matrix, tf.linalg.qr(tf.transpose(right_factor)).q)
+            for matrix, right_factor in zip(matrices, rights, strict=True)
         ]
-        first = add(_joined([*lefts, *others]))
-        summed = _cut(first, [tuple(part.shape) for part in (*lefts, *others)])
-        lefts = [tf.linalg.qr(left).q for left in summed[: len(lefts)]]
-        own = [
-            tf.matmul(left, matrix, transpose_a=True)
-            for matrix, left in zip(matrices, lefts, strict=True)
+        first = add(_joined([*lefts, *uncompressed]))
+        summed = _cut(first, [tuple(part.shape) for part in (*lefts, *uncompressed)])
+        lefts = [tf.linalg.qr(left_factor).q for left_factor in summed[: len(lefts)]]
+        own_rights = [
+            tf.matmul(left_factor, matrix, transpose_a=True)
+            for matrix, left_factor in zip(matrices, lefts, strict=True)
         ]
-        after = add(_joined(own))
-        rights = _cut(after, [tuple(part.shape) for part in own])
+        after = add(_joined(own_rights))
+        rights = _cut(after, [tuple(part.shape) for part in own_rights])
 
         def products(sides: Sequence[Tensor]) -> Iterator[Tensor]:
-            for left, right in zip(lefts, sides, strict=True):
-                yield tf.matmul(left, right)
+            for left_factor, right_factor in zip(lefts, sides, strict=True):
+                yield tf.matmul(left_factor, right_factor)
 
         return CompressionResult(
             _in_order(products(rights), iter(summed[len(lefts) :]), shapes, short),
-            _in_order(products(own), iter(others), shapes, short),
+            _in_order(products(own_rights), iter(uncompressed), shapes, short),
             after,
         )
 
     def _is_short(self, shape: Shape) -> bool:
-        """Tell whether at most half of a variable's entries travel as two factors."""
+        """Return True if two factors have at most half of a variable's entries."""
         rows, columns = _matrix(shape)
         return 2 * self.rank * (rows + columns) <= rows * columns
 
 
 def read(argument: str) -> PowerSGD:
-    """Make it from the R of "powersgd/R"; R is 4 if that is left out.
+    """Return the compression of the R in "powersgd/R"; R is 4 if that is left out.
 
-    **Raises:** PlanError for what is no rank.
+    **Raises:** PlanError if R is not a whole number >= 1.
     """
     if not argument:
         return PowerSGD()
@@ -143,14 +146,14 @@ def _cut(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
 
 def _in_order(
     products: Iterator[Tensor],
-    others: Iterator[Tensor],
+    uncompressed: Iterator[Tensor],
     shapes: Sequence[Shape],
     short: Sequence[bool],
 ) -> list[Tensor]:
-    """Return products and what travelled as it is in the order and the shapes of the variables."""
+    """Return products and uncompressed parts in the order and the shapes of the variables."""
     import tensorflow as tf
 
     return [
-        tf.reshape(next(products if is_short else others), shape)
+        tf.reshape(next(products if is_short else uncompressed), shape)
         for shape, is_short in zip(shapes, short, strict=True)
     ]

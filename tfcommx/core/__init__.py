@@ -1,6 +1,6 @@
-"""The nouns of tfcommx: who takes part, what a user asks for, what is done bucket by bucket.
+"""The data types of tfcommx: topology, links, schemes, plans, buckets, profiles and timelines.
 
-All are frozen and checked when they are made, so that a bad setting is refused before any
+All are frozen and checked when they are made, because a bad setting must be refused before any
 collective starts.
 """
 

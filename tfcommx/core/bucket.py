@@ -1,4 +1,4 @@
-"""Bucket: variables, or pieces of long ones, whose gradients travel together; Sparse: entries."""
+"""Bucket: variables, or pieces of them, whose gradients travel together; Sparse: entries."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing_extensions import TypeVar
 from tfcommx.core.scheme import NO_COMPRESSION
 from tfcommx.core.wire_formats import ENTRY_BYTES, NARROW, PLAIN
 
-# Entries of the longest piece; two of them and the padding fit int32 indices.
+# Entries of the longest piece; two such pieces and their padding fit int32 indices.
 LARGEST = 2**30 - 2**20
 
 
 class Piece(NamedTuple):
-    """A stretch of a variable; a plan lists it as `path[start:stop]`, like a variable.
+    """A contiguous part of a variable; a plan lists it as `path[start:stop]`, like a variable.
 
     >>> Piece.of("embedding[100:200]")
     Piece(path='embedding', start=100, stop=200)
@@ -26,31 +26,31 @@ class Piece(NamedTuple):
     'embedding'
     """
 
-    # Of the variable.
+    # Path of the variable.
     path: str
-    # Its first entry.
+    # Index of the first entry.
     start: int
-    # After its last entry; None: the whole variable.
+    # Index after the last entry; None: the whole variable.
     stop: int | None
 
     @staticmethod
     def of(name: str) -> Piece:
-        """Read a name of a plan."""
-        found = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", name)
-        return Piece(found[1], int(found[2]), int(found[3])) if found else Piece(name, 0, None)
+        """Parse a name of a plan."""
+        match = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", name)
+        return Piece(match[1], int(match[2]), int(match[3])) if match else Piece(name, 0, None)
 
     @property
     def name(self) -> str:
-        """Write the name that a plan lists."""
+        """Return the name that a plan lists."""
         return self.path if self.stop is None else f"{self.path}[{self.start}:{self.stop}]"
 
 
 class Sparse(NamedTuple):
     """k selected entries of a flat vector; the indices are unique and in [0, size)."""
 
-    # Tensor of int32 [k].
+    # Tensor, int32 [k].
     indices: Any
-    # Tensor of float [k].
+    # Tensor, float [k].
     values: Any
     # Length of the vector that they were selected from.
     size: int
@@ -58,22 +58,21 @@ class Sparse(NamedTuple):
 
 @dataclass(frozen=True)
 class RouteOptions:
-    """What one route must know of a bucket and no other route; each route has a class of its own.
+    """Options of a bucket that only its route uses; each route has a separate class.
 
-    Fields are numbers, strings, or the options of another route, so that a plan can be written as
-    JSON.
+    Fields are numbers, strings, or the options of another route, because a plan is written as JSON.
     """
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> RouteOptions:
-        """Make the options from what `dataclasses.asdict` returned of them.
+    def from_dict(cls, fields: Mapping[str, Any]) -> RouteOptions:
+        """Make the options from their fields, as `dataclasses.asdict` returns them.
 
         Args:
-            found: field -> value, as JSON has it.
+            fields: field -> value, as in JSON.
 
-        **Raises:** TypeError for a field that the options don't have.
+        **Raises:** TypeError for an unknown field.
         """
-        return cls(**found)
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class NoOptions(RouteOptions):
     """The options of a route that needs none."""
 
 
-# Of the route of a bucket. `Bucket` alone is one of any route.
+# Class of the options of a bucket's route; `Bucket` without it is a bucket of any route.
 Options = TypeVar("Options", bound=RouteOptions, default=Any)
 
 
@@ -100,7 +99,7 @@ class Bucket(Generic[Options]):
     variables: tuple[str, ...]
     # Entries of each variable.
     sizes: tuple[int, ...]
-    # Of the flat vector: float16, float32 or float64.
+    # Dtype of the flat vector: float16, float32 or float64.
     dtype: str
     # A name of the table in tfcommx.routes.
     route: str
@@ -108,26 +107,27 @@ class Bucket(Generic[Options]):
     selection: str = "all"
     # Entries that one rank selects, >= 1; None on dense routes.
     k: int | None = None
-    # Zeros that are appended so that the route can cut the vector into equal shards, >= 0.
+    # Zeros appended to the vector, which the route cuts into equal shards, >= 0.
     padding: int = 0
-    # Of rules that choose at random.
+    # Seed of rules that choose at random.
     seed: int = 0
-    # How entries are written; as `Scheme.wire`, but named.
+    # Name of the wire format of the entries; see `Scheme.wire`.
     wire: str = PLAIN
-    # The route's own, of the class that the route names.
+    # Options of the route, of the class that the route names.
     options: Options = field(default_factory=cast(Any, NoOptions))
-    # In [0, 1): applied before the selection, or on dense routes to the sum over the ranks.
+    # Momentum in [0, 1), applied before selection, or on dense routes to the sum over the ranks.
     momentum: float = 0.0
-    # > 0: of the gradients of all buckets with the same value, on each rank; None: not clipped.
+    # Largest norm per rank of the gradients of all buckets with this value, > 0; None: not clipped.
     clip_norm: float | None = None
-    # What shorter vectors travel in place of the entries; as `Scheme.compression`.
+    # Name of the compression, whose vectors travel in place of the entries; see
+    # `Scheme.compression`.
     compression: str = NO_COMPRESSION
-    # Of each variable, for a compression; others need no shapes.
+    # Shape of each variable; only compressions need it.
     shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def compresses(self) -> bool:
-        """Whether other, shorter vectors travel than the entries."""
+        """True if the vectors of a compression travel in place of the entries."""
         return self.compression != NO_COMPRESSION
 
     @property
@@ -152,12 +152,12 @@ class Bucket(Generic[Options]):
 
     @property
     def rounds(self) -> bool:
-        """Whether all entries travel, rounded to fewer bits."""
+        """True if all entries travel, rounded to fewer bits."""
         return self.k is None and self.wire in NARROW
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether each rank keeps what it did not send: entries, or errors of what travelled."""
+        """True if each rank keeps a residual: entries that it did not send, or their errors."""
         return self.k is not None or self.rounds or self.compresses
 
     @property
@@ -173,5 +173,5 @@ class Bucket(Generic[Options]):
         return self.k
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can write, the options as a mapping."""
+        """Return a mapping that JSON can write, including the options."""
         return dataclasses.asdict(self)

@@ -1,4 +1,4 @@
-"""Checks of names and numbers: a setting is refused before anything is sent."""
+"""Checks of names and numbers, which refuse a setting before anything is sent."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any, TypeGuard
 from tfcommx.core.errors import ConfigurationError
 
 
-def check_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Return `name` if it is known; refuse it otherwise, and name the nearest known one.
+def check_name(kind: str, name: str, allowed: Iterable[str]) -> str:
+    """Return `name` if it is allowed; refuse it otherwise, and name the nearest allowed one.
 
     >>> check_name("route", "torus", ["allreduce", "torus"])
     'torus'
 
     Args:
-        what: what the name is of, for the message.
-        name: as the user gave it.
-        known: all names that are allowed.
+        kind: kind of the named thing, for the message.
+        name: name that the user gave.
+        allowed: all allowed names.
 
     **Raises:** ConfigurationError.
     """
-    names = sorted(known)
+    names = sorted(allowed)
     if name in names:
         return name
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise ConfigurationError(f"Unknown {what} {name!r}. {hint}Known: {', '.join(names)}.")
+    raise ConfigurationError(f"Unknown {kind} {name!r}. {hint}Known: {', '.join(names)}.")
 
 
 def is_member(name: object) -> TypeGuard[str]:
-    """Tell whether a name is "module:MEMBER": of somebody else's member of a family.
+    """Return True if a name is "module:MEMBER", which names a member outside of tfcommx.
 
     >>> is_member("mine.rules:RULE"), is_member("mstopk")
     (True, False)
@@ -41,21 +41,21 @@ def is_member(name: object) -> TypeGuard[str]:
     return isinstance(name, str) and ":" in name
 
 
-# Names "module:MEMBER" that Schemes of this process have, which the user's own code or recipe made
+# Names "module:MEMBER" in Schemes that the user's code or recipe made in this process
 _named_members: set[str] = set()
 
 
 def name_members(*names: object) -> None:
-    """Record the members that a user names; files may name these too. Others are ignored."""
+    """Record the members that a user names; files may name these, too. Ignore other names."""
     _named_members.update(name for name in names if is_member(name))
 
 
 def require_named_members(source: str, *names: object) -> None:
-    """Refuse members that only a file names, because to load one is to import its module.
+    """Refuse members that only a file names, because loading a member imports its module.
 
     Args:
-        source: of the names, for the message.
-        names: those of the table of a family, and others.
+        source: source of the names, for the message.
+        names: names of members, and any others, which are ignored.
 
     **Raises:** ConfigurationError.
     """
@@ -68,33 +68,33 @@ def require_named_members(source: str, *names: object) -> None:
             )
 
 
-def load_member(what: str, name: str, *kinds: type) -> Any:
+def load_member(family: str, name: str, *kinds: type) -> Any:
     """Return the object that "module:MEMBER" names.
 
     Args:
-        what: the family, for messages.
-        name: as the user gave it.
-        kinds: the classes of which the object must be an instance of one; none: anything.
+        family: name of the family, for messages.
+        name: name that the user gave.
+        kinds: allowed classes of the object; none: any class.
 
-    **Raises:** ConfigurationError if there is none, or if it is something else.
+    **Raises:** ConfigurationError if the object does not exist, or is of another class.
     """
     try:
-        found = pkgutil.resolve_name(name)
+        member = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(
-            f"A {what} 'module:MEMBER' must be importable on every rank. Received {name!r}: "
+            f"A {family} 'module:MEMBER' must be importable on every rank. Received {name!r}: "
             f"{error}. Install its package, or set PYTHONPATH."
         ) from error
-    if kinds and not isinstance(found, kinds):
+    if kinds and not isinstance(member, kinds):
         allowed = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
         raise ConfigurationError(
-            f"A {what} must be an object of a class that derives from {allowed}. Received "
-            f"{name!r}, which is {found!r}."
+            f"A {family} must be an object of a class that derives from {allowed}. Received "
+            f"{name!r}, which is {member!r}."
         )
-    return found
+    return member
 
 
-def check_whole(what: str, value: Any, least: int | None = None) -> int:
+def check_whole(name: str, value: Any, least: int | None = None) -> int:
     """Return a whole number, such as NumPy's or 1e9, as Python's own; refuse anything else.
 
     >>> check_whole("entries", 1e9, least=1)
@@ -104,34 +104,34 @@ def check_whole(what: str, value: Any, least: int | None = None) -> int:
     """
     is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
     if isinstance(value, bool) or not is_whole:
-        raise ConfigurationError(f"`{what}` must be a whole number. Received {value!r}.")
+        raise ConfigurationError(f"`{name}` must be a whole number. Received {value!r}.")
     if least is not None and value < least:
-        raise ConfigurationError(f"`{what}` must be >= {least}. Received {value!r}.")
+        raise ConfigurationError(f"`{name}` must be >= {least}. Received {value!r}.")
     return int(value)
 
 
 def python_number(value: Any) -> Any:
-    """Return a number, such as NumPy's, as Python's own; anything else as it is."""
+    """Return a number, such as NumPy's, as Python's own; return anything else unchanged."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def require_equal(what: str, values: Sequence[Any]) -> None:
+def require_equal(name: str, values: Sequence[Any]) -> None:
     """Check that all ranks were given the same value.
 
     >>> require_equal("Checkpoint's `keep`", [2, 2])
 
     Args:
-        what: the value's name, for the message.
-        values: of each rank.
+        name: name of the value, for the message.
+        values: value of each rank.
 
-    **Raises:** ConfigurationError that names the first rank whose value is another than rank 0's.
+    **Raises:** ConfigurationError that names the first rank whose value differs from rank 0's.
     """
     for rank, value in enumerate(values):
         if value != values[0]:
             raise ConfigurationError(
-                f"All ranks must have the same {what}. Received {values[0]!r} on rank 0 and "
+                f"All ranks must have the same {name}. Received {values[0]!r} on rank 0 and "
                 f"{value!r} on rank {rank}. Do not make it from the time, a random number or the "
                 "rank: let rank 0 decide, or give it as an argument of the command."
             )

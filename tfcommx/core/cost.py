@@ -1,11 +1,11 @@
 """Seconds from bytes and a link: the primitives of the alpha-beta-gamma model.
 
-They price algorithms on an idle network; `simulator.step` adds what the engine takes.
+They price algorithms on an idle network; `simulator.step` adds the time of the engine.
 
 Source: the ring algorithms' prices of Shi et al., "Towards Scalable Distributed Training of Deep
 Learning on Public Cloud Clusters" (2021), section 3.2, equations 3 and 7 to 10. The paper counts
-log p latency terms for an all-gather; a ring needs p - 1, and an all-gather by recursive doubling
-log p: we follow the paper. The prices of messages are table 1 of Wang et al., "Efficient
+log p latency terms for an all-gather, and so do we. A ring needs p - 1, an all-gather by recursive
+doubling log p. The prices of messages are table 1 of Wang et al., "Efficient
 Communications in Training Large Scale Neural Networks" (2016).
 """
 
@@ -19,7 +19,7 @@ from tfcommx.core import Link, Topology, Traffic
 def reduce_scatter(total_bytes: float, ranks: int, link: Link) -> float:
     """Price a ring reduce-scatter of a vector of `total_bytes`.
 
-    Every rank sends and reduces (p - 1)/p of it.
+    Every rank sends and reduces (p - 1)/p of the vector.
 
     >>> reduce_scatter(400, 2, Link(alpha_s=1, beta_s_per_byte=0.5, gamma_s_per_byte=0.25))
     151.0
@@ -38,7 +38,7 @@ def all_gather(own_bytes: float, ranks: int, link: Link) -> float:
 
 
 def all_reduce(total_bytes: float, ranks: int, link: Link) -> float:
-    """Price a ring allreduce: a reduce-scatter, then the shards go round once more.
+    """Price a ring allreduce: a reduce-scatter, then a ring all-gather of the shards.
 
     Both have p - 1 latency terms.
     """
@@ -51,10 +51,10 @@ def all_reduce(total_bytes: float, ranks: int, link: Link) -> float:
 
 
 def ring_traffic(sent: float, group: str, topology: Topology) -> Traffic:
-    """Split what a rank sends around a group's ring into what stays in its node and what leaves it.
+    """Split the bytes that a rank sends around a group's ring by their destination.
 
-    In rank order the world's ring leaves each node once, so 1 / slots of its bytes do, as the mean
-    over the ranks.
+    As the mean over the ranks, 1 / slots of the bytes leave the node, because the world's ring, in
+    rank order, leaves each node once.
     """
     shares = {"node": 0.0, "peers": 1.0, "world": topology.nodes / topology.size}
     leaves = shares[group] if topology.nodes > 1 else 0.0
@@ -62,13 +62,13 @@ def ring_traffic(sent: float, group: str, topology: Topology) -> Traffic:
 
 
 def broadcast_traffic(total_bytes: float, topology: Topology) -> Traffic:
-    """Count what one rank sends, as the mean, if a vector goes from rank to rank along all."""
+    """Count the mean bytes that one rank sends in a broadcast along a chain of all ranks."""
     inside, between = topology.size - topology.nodes, topology.nodes - 1
     return Traffic(total_bytes * inside / topology.size, total_bytes * between / topology.size)
 
 
 def alltoall_traffic(sent: float, group: str, topology: Topology) -> Traffic:
-    """Split what a rank sends in a flat alltoall, equally to each other rank, as the mean."""
+    """Split the bytes that a rank sends equally to all others in a flat alltoall, as the mean."""
     if topology.nodes == 1 or group == "node" or topology.size == 1:
         return Traffic(sent, 0.0)
     if group == "peers":
@@ -84,14 +84,14 @@ def alltoall_traffic(sent: float, group: str, topology: Topology) -> Traffic:
 def linear_pipeline(
     operation: str, total_bytes: float, ranks: int, link: Link, block_bytes: float = 65536
 ) -> float:
-    """Price a pipeline as the paper counts it: its allreduce is a reduce, then a broadcast.
+    """Price a pipeline as in the paper, whose allreduce is a reduce, then a broadcast.
 
     Args:
         operation: "broadcast", "reduce" or "allreduce".
-        total_bytes: of the vector.
-        ranks: p.
-        link: between any two of them.
-        block_bytes: of a block; the paper's size.
+        total_bytes: bytes of the vector.
+        ranks: p, >= 1.
+        link: link between any two ranks.
+        block_bytes: bytes of a block; the default is the paper's size.
     """
     n, p, b = total_bytes, ranks, block_bytes
     latencies, per_byte = _latencies_and_seconds_per_byte(operation, link)

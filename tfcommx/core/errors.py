@@ -5,7 +5,7 @@ A message has the requirement, the value received, the rank or variable, and the
     TfcommxError
         ConfigurationError   a setting, an argument, or the model and optimizer that were given
             PlanError        a scheme, plan or topology that cannot be carried out
-        LaunchError          ranks that cannot be started, or that have not come together
+        LaunchError          ranks that cannot be started, or that have not found each other
         RankLostError        a rank that is missing or has left
         DataError            samples, or a file that is damaged or does not fit
         CheckpointError      a checkpoint that cannot be saved or restored
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 
 class TfcommxError(Exception):
-    """Base of all errors that tfcommx raises for users; the message says what to do."""
+    """Base of all errors that tfcommx raises for users; the message names the remedy."""
 
 
 class ConfigurationError(TfcommxError, ValueError):
@@ -27,11 +27,12 @@ class PlanError(ConfigurationError):
 
 
 class LaunchError(TfcommxError, RuntimeError):
-    """Ranks that cannot be started or have not come together.
+    """Ranks that cannot be started or have not found each other.
 
     Args:
-        message: which rank, host or launcher.
-        status: exit status of `tfcommx`: of the rank that failed first; 2 if a setting is wrong.
+        message: text that names the rank, host or launcher.
+        status: exit status of `tfcommx`: that of the rank that failed first, or 2 for a wrong
+            setting.
     """
 
     def __init__(self, message: str, status: int = 2) -> None:

@@ -1,8 +1,8 @@
 """Files: paths that are refused, whole writes, one error for each damaged file, private folders.
 
-In a folder that other users may write to, such as /dev/shm, any user can make a file of any name.
-So only a regular file counts that belongs to this user, that no other user may open, and that has
-no second name: everything else is another's.
+A file counts as this user's only if it is a regular file, belongs to the user, cannot be opened by
+other users, and has no second name, because any user can make a file of any name in a folder such
+as /dev/shm.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from pathlib import Path
 
 from tfcommx.core.errors import ConfigurationError, DataError, TfcommxError
 
-# A single slash, too: `pathlib` makes `gs:/bucket` of `gs://bucket`
+# One slash is enough, because `pathlib` turns `gs://bucket` into `gs:/bucket`
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
-# Of fsync on a folder, which some network file systems do not have
+# Errors of fsync on a folder, because some network file systems do not support it
 NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 
 
-def local_path(what: str, path: str | os.PathLike[str]) -> Path:
+def local_path(option: str, path: str | os.PathLike[str]) -> Path:
     """Return a path of a file system that is mounted; expand a `~` at its beginning.
 
     >>> local_path("folder", "runs/first").as_posix()
     'runs/first'
 
     Args:
-        what: the option that the path was given for, for the message.
-        path: as the user gave it.
+        option: name of the option, for the message.
+        path: path that the user gave.
 
     **Raises:** ConfigurationError for the address of an object store or a server (`gs://`, `s3://`,
-    `hdfs://`, `file://`), for a variable that no shell has replaced, and for an empty text.
+    `hdfs://`, `file://`), for a variable that no shell has expanded, and for an empty text.
     """
     if not isinstance(path, str | os.PathLike) or not (text := str(path)):
         raise ConfigurationError(
-            f"`{what}` must be the path of a file or folder. Received {path!r}. Was it taken from "
-            "a variable that is not set?"
+            f"`{option}` must be the path of a file or folder. Received {path!r}. Was it taken "
+            "from a variable that is not set?"
         )
     if address := _ADDRESS.match(text):
         remedy = (
@@ -50,41 +50,41 @@ def local_path(what: str, path: str | os.PathLike[str]) -> Path:
             "folder and copy it."
         )
         raise ConfigurationError(
-            f"`{what}` must be a path of a mounted file system. Received {text!r}, the address of "
-            f"another kind of storage. {remedy}"
+            f"`{option}` must be a path of a mounted file system. Received {text!r}, the address "
+            f"of another kind of storage. {remedy}"
         )
     if text.startswith("$"):
         raise ConfigurationError(
-            f"`{what}` must be a path without variables. Received {text!r}, which no shell has "
+            f"`{option}` must be a path without variables. Received {text!r}, which no shell has "
             "replaced. Give the folder itself."
         )
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigurationError(
-            f"`{what}` must be a path whose `~` is a known home. Received {text!r}: {error} Give "
+            f"`{option}` must be a path whose `~` is a known home. Received {text!r}: {error} Give "
             "the folder itself."
         ) from error
 
 
 @contextlib.contextmanager
 def reading(
-    what: str, path: str | os.PathLike[str], remedy: str, error: type[TfcommxError] = DataError
+    kind: str, path: str | os.PathLike[str], remedy: str, error: type[TfcommxError] = DataError
 ) -> Iterator[None]:
-    """Replace whatever a parser raises for a damaged file by an error that names the file.
+    """Replace any exception of a parser for a damaged file by an error that names the file.
 
     >>> with reading("A plan", "plan.json", "Make it again."):
     ...     [][0]
     Traceback (most recent call last):
     tfcommx.core.errors.DataError: A plan is required in plan.json. Received IndexError: ...
 
-    Parsers of NumPy, zip and JSON raise errors of a dozen classes for files that were cut or
-    changed, so all of them are caught, except those of a process that is to end.
+    All exceptions are caught except those that end a process, because parsers of NumPy, zip and
+    JSON raise a dozen classes for files that were truncated or changed.
 
     Args:
-        what: the kind of file, with its article.
-        path: of the file.
-        remedy: what the user does about it; a sentence.
+        kind: kind of file, with its article.
+        path: path of the file.
+        remedy: remedy for the user, a sentence.
         error: class of the error.
     """
     try:
@@ -94,21 +94,20 @@ def reading(
             raise
         text = " ".join(str(problem).split())[:200].removesuffix(".")
         name = "" if isinstance(problem, TfcommxError) else f"{type(problem).__name__}: "
-        raise error(f"{what} is required in {path}. Received {name}{text}. {remedy}") from problem
+        raise error(f"{kind} is required in {path}. Received {name}{text}. {remedy}") from problem
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield another name to write to; give the file its own name once it is whole and on the disk.
+    """Yield a temporary path to write to; rename it to `path` once it is complete and on the disk.
 
-    The folder is made.
-
-    If writing fails, as on a full disk, the file that was there before stays as it is. The other
-    name is random, because two processes may write the same file, and it ends as `path` does.
+    The folder is created. If writing fails, as on a full disk, an existing file is unchanged. The
+    temporary name is random, because two processes may write the same file, and has the suffix of
+    `path`.
 
     **Cost:** waits until the disk has the file. **Raises:** OSError.
     """
-    path = Path(os.path.realpath(path))  # A link stays one
+    path = Path(os.path.realpath(path))  # A symbolic link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
     try:
@@ -120,9 +119,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a UTF-8 file whole, or leave the one that was there. **Raises:** OSError."""
+    """Write a complete UTF-8 file, or leave the existing one unchanged. **Raises:** OSError."""
     target = Path(path)
-    if target.exists() and not target.is_file():  # Such as /dev/stdout, which has no other name
+    if target.exists() and not target.is_file():  # Such as /dev/stdout, which cannot be replaced
         target.write_text(text, encoding="utf-8")
         return
     with replacing(target) as part:
@@ -130,7 +129,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def put_in_place(part: Path, path: Path) -> None:
-    """Give a written file its name; both are on the disk afterwards, also if the machine fails."""
+    """Rename a written file; both are on the disk afterwards, even if the machine fails."""
     _sync(part)
     os.replace(part, path)
     try:
@@ -149,10 +148,10 @@ def _sync(path: Path) -> None:
 
 
 def open_private(path: Path) -> int:
-    """Make a folder that this user alone can enter, or open it; return its descriptor.
+    """Create or open a folder that only this user can enter; return its descriptor.
 
-    A folder in shared memory or in /tmp may have been made before, by another user who knows its
-    name: whoever owns it reads, replaces and redirects all that is written there.
+    An existing folder in shared memory or in /tmp is checked, because another user who knows its
+    name may have created it, and its owner can read, replace and redirect all files in it.
 
     **Raises:** PermissionError for a link, a folder of another user, or one that others can enter;
     OSError.
@@ -179,15 +178,15 @@ def open_private(path: Path) -> int:
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
     """Open a file of this user; return its descriptor.
 
-    A link is not followed, and a pipe does not block. The checks are made on what was opened, so
-    that nothing can take its place meanwhile.
+    A link is not followed, and a pipe does not block. The descriptor is checked and not the path,
+    because the file at the path could be replaced meanwhile.
 
     Args:
-        path: of the file.
-        flags: of `os.open`.
+        path: path of the file.
+        flags: flags of `os.open`.
 
     **Raises:** OSError if it cannot be opened; PermissionError, with the reason, if it is another
-    user's, or another could open it.
+    user's, or another user could open it.
     """
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -200,7 +199,7 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def _why_foreign(facts: os.stat_result) -> str:
-    """Return why a file is not this user's alone; empty if it is."""
+    """Return the reason why a file is not this user's alone, or ""."""
     if not stat.S_ISREG(facts.st_mode):
         return "it is no regular file"
     if facts.st_uid != os.geteuid():
@@ -213,7 +212,7 @@ def _why_foreign(facts: os.stat_result) -> str:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Return True if a folder is this user's, is no link, and no other user can write to it."""
+    """Return True if a folder is this user's, not a link, and not writable for other users."""
     try:
         facts = os.lstat(path)
     except OSError:

@@ -1,6 +1,6 @@
 """Links: the costs of messages inside a node and between nodes, fitted to measured times.
 
-They have the settings of the engine that carries collectives out, and its measured times.
+They include the settings and the measured times of the engine that carries out collectives.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from tfcommx.core.topology import Topology
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What prices must know of the engine besides the links; `tfcommx.engines` has the prices.
+    """Settings of the engine that its prices in `tfcommx.engines` depend on.
 
     >>> EngineSettings("nccl", nics=2).name
     'nccl'
     """
 
-    # In the table of `tfcommx.engines`. The default is no engine of its own: rings on an idle
+    # Name in the table of `tfcommx.engines`. The default is not a real engine: rings on an idle
     # network, as the papers price them.
     name: str = "ring"
     # Network adapters of a node, >= 1. The rate of a port is that of all of them together.
     nics: int = 1
-    # What joins the ranks of a node, in the table of `engines.engine`. It decides which latencies
-    # NCCL assumes there.
+    # Connection of the ranks of a node, a name in the table of `engines.engine`. NCCL's assumed
+    # latencies depend on it.
     wiring: str = "nvlink"
-    # Seconds between two looks of Horovod's background thread at what waits (HOROVOD_CYCLE_TIME),
-    # >= 0. The default is one that looks all the time.
+    # Seconds between two polls of the queue by Horovod's background thread (HOROVOD_CYCLE_TIME),
+    # >= 0. The default polls all the time.
     cycle_s: float = 0.0
-    # Bytes of the buffer in which allreduces are fused (HOROVOD_FUSION_THRESHOLD), >= 0, if the
-    # links say that they are. Horovod's own default.
+    # Bytes of the buffer in which allreduces are fused (HOROVOD_FUSION_THRESHOLD), >= 0, if
+    # `Links.fuses`. The default is Horovod's.
     fusion_bytes: int = 2**27
 
     def __post_init__(self) -> None:
@@ -54,20 +54,20 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What an engine's allreduces of short vectors took in the probe.
+    """Measured times of an engine's allreduces of short vectors.
 
     >>> Calibration.of(4, [(1024, 2e-4), (65536, 1e-4)]).points
     ((1024, 0.0001), (65536, 0.0001))
     """
 
-    # That took part; 0: nothing was measured.
+    # Number of ranks in the measurement; 0: not measured.
     ranks: int = 0
     # (bytes of the vector, seconds without the engine's own time), both ascending; two or more.
     points: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        sizes, seconds = [size for size, _ in self.points], [one for _, one in self.points]
-        numbers = all(math.isfinite(one) for one in seconds)
+        sizes, seconds = [size for size, _ in self.points], [time_s for _, time_s in self.points]
+        numbers = all(math.isfinite(time_s) for time_s in seconds)
         if self.points and not (
             numbers and sizes == sorted(set(sizes)) and [0, *seconds] == sorted([0, *seconds])
         ):
@@ -78,19 +78,19 @@ class Calibration:
 
     @staticmethod
     def of(ranks: int, measured: Sequence[tuple[int, float]]) -> Calibration:
-        """Make one of measured times: a vector takes at most as long as a longer one took.
+        """Make a calibration from measured times; none exceeds the time of a longer vector.
 
-        Disturbances only lengthen times, so a longer vector's shorter time counts for both.
+        A longer vector's shorter time counts for both, because disturbances only lengthen times.
         """
         sizes = [size for size, _ in measured]
-        backwards = [max(one, 0.0) for _, one in reversed(measured)]
+        backwards = [max(time_s, 0.0) for _, time_s in reversed(measured)]
         seconds = list(itertools.accumulate(backwards, min))[::-1]
         return Calibration(ranks, tuple(zip(sizes, seconds, strict=True)))
 
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of connection: what a message costs on it.
+    """The cost of a message on one kind of connection.
 
     A message of b bytes takes alpha + b * beta seconds, and reducing b bytes takes b * gamma.
     """
@@ -111,31 +111,32 @@ class Link:
 
 
 class Links(NamedTuple):
-    """The two kinds of link of a cluster, and what was tuned to them."""
+    """The two kinds of link of a cluster, and the settings tuned to them."""
 
-    # Between ranks of one node.
+    # Link between ranks of one node.
     inside: Link
-    # Between nodes.
+    # Link between nodes.
     between: Link
-    # Bytes of a block of the linear pipeline, >= 8. The default fills the pipe soon: from 64 KB on
-    # (the paper's size) Open MPI over TCP agrees with the receiver before it sends each block.
+    # Bytes of a block of the linear pipeline, >= 8. The default fills the pipe early. It is below
+    # 64 KB, the paper's size, because from there on Open MPI over TCP agrees with the receiver
+    # before it sends each block.
     block_bytes: int = 49152
-    # What the engine needs for each collective besides its price, >= 0: negotiation, its cycle,
-    # waking its thread. Under MPI messages between two ranks do not pay it.
+    # Seconds of the engine for each collective in addition to its price, >= 0: negotiation, its
+    # cycle, waking its thread. Under MPI, messages between two ranks do not pay it.
     engine_s: float = 0.0
-    # By how much longer a message takes while the ranks compute, >= 0: 0.5 is half as long again.
+    # Relative slowdown of messages while the ranks compute, >= 0; 0.5: half as long again.
     contention: float = 0.0
-    # Whether the engine fuses all allreduces that wait for it into one.
+    # True if the engine fuses all allreduces that wait for it into one.
     fuses: bool = False
-    # Which engine carries collectives out, and how it was set.
+    # Engine that carries out collectives, and its settings.
     engine: EngineSettings = EngineSettings()
-    # Standard deviation / mean of what messages took in the probe, >= 0.
+    # Standard deviation / mean of the times of messages in the probe, >= 0.
     spread: float = 0.0
-    # What the engine's allreduces of short vectors took there.
+    # Times of the engine's allreduces of short vectors in the probe.
     calibration: Calibration = Calibration()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can write."""
+        """Return a mapping that JSON can write."""
         return {
             **self._asdict(),
             "inside": dataclasses.asdict(self.inside),
@@ -145,27 +146,27 @@ class Links(NamedTuple):
         }
 
     @staticmethod
-    def from_dict(found: Mapping[str, Any]) -> Links:
-        """Read what `to_dict` returned.
+    def from_dict(fields: Mapping[str, Any]) -> Links:
+        """Make links from the mapping that `to_dict` returns.
 
         **Raises:** ValueError, KeyError or TypeError for anything else.
         """
         links = Links(
-            Link(**found["inside"]),
-            Link(**found["between"]),
-            found["block_bytes"],
-            found.get("engine_s", 0.0),
-            found.get("contention", 0.0),
-            found.get("fuses", False),
-            EngineSettings(**found.get("engine", {})),
-            found.get("spread", 0.0),
-            _calibration(found.get("calibration", {"ranks": 0, "points": ()})),
+            Link(**fields["inside"]),
+            Link(**fields["between"]),
+            fields["block_bytes"],
+            fields.get("engine_s", 0.0),
+            fields.get("contention", 0.0),
+            fields.get("fuses", False),
+            EngineSettings(**fields.get("engine", {})),
+            fields.get("spread", 0.0),
+            _calibration(fields.get("calibration", {"ranks": 0, "points": ()})),
         )
         numbers = [*dataclasses.astuple(links.inside), *dataclasses.astuple(links.between)]
-        more = [links.engine_s, links.contention, links.spread]
+        non_negative = [links.engine_s, links.contention, links.spread]
         if (
-            not all(math.isfinite(number) for number in [*numbers, *more])
-            or min(more) < 0
+            not all(math.isfinite(number) for number in [*numbers, *non_negative])
+            or min(non_negative) < 0
             or not isinstance(links.block_bytes, int)
             or links.block_bytes < 8
             or not isinstance(links.fuses, bool)
@@ -178,30 +179,30 @@ class Links(NamedTuple):
 
     @staticmethod
     def read(path: str | Path, topology: Topology | None = None) -> Links:
-        """Read what `tfcommx probe` wrote.
+        """Read the file that `tfcommx probe` wrote.
 
         Args:
-            path: of the file.
-            topology: of the cluster that it must have been measured on; None: of any.
+            path: path of the file.
+            topology: cluster on which the links must have been measured; None: any.
 
-        **Raises:** ConfigurationError if the file is missing or says something else, or if it was
-        measured on a cluster without a kind of link that this topology has.
+        **Raises:** ConfigurationError if the file is missing or invalid, or if it was measured on a
+        cluster without a kind of link that this topology has.
         """
         remedy = "Measure them: `horovodrun ... tfcommx probe`, and copy the file to every node."
         with reading("A file of links", path, remedy):
-            found = json.loads(local_path("path", path).read_text())
-            links, points = Links.from_dict(found["links"]), dict(found.get("points", {}))
+            content = json.loads(local_path("path", path).read_text())
+            links, points = Links.from_dict(content["links"]), dict(content.get("points", {}))
         if topology is not None:
             _check_kinds(path, points, topology)
         return links
 
 
-def _calibration(found: Mapping[str, Any]) -> Calibration:
-    return Calibration(found["ranks"], tuple((size, one) for size, one in found["points"]))
+def _calibration(fields: Mapping[str, Any]) -> Calibration:
+    return Calibration(fields["ranks"], tuple((size, time_s) for size, time_s in fields["points"]))
 
 
 def _check_kinds(path: str | Path, points: Mapping[str, Any], topology: Topology) -> None:
-    """Refuse links of another cluster; a file without points, written by hand, says nothing."""
+    """Refuse links of another cluster; a file without points, written by hand, is accepted."""
     for kind, ranks in (("inside", topology.slots), ("between", topology.nodes)):
         if ranks > 1 and points.get(kind) == []:
             raise ConfigurationError(
@@ -211,7 +212,7 @@ def _check_kinds(path: str | Path, points: Mapping[str, Any], topology: Topology
             )
 
 
-# Before anything was measured: NVLink or shared memory inside, 10 Gbit/s Ethernet between. Only
+# Links before any measurement: NVLink or shared memory inside, 10 Gbit/s Ethernet between. Only
 # their ratio matters to a plan.
 NOMINAL = Links(inside=Link(5e-6, 1e-10, 1e-11), between=Link(5e-5, 8e-10, 1e-11))
 
@@ -219,13 +220,13 @@ NOMINAL = Links(inside=Link(5e-6, 1e-10, 1e-11), between=Link(5e-5, 8e-10, 1e-11
 class Traffic(NamedTuple):
     """Bytes that one rank sends, as the mean over the ranks."""
 
-    # To ranks of its own node.
+    # Bytes to ranks of its own node.
     inside: float
-    # To ranks of other nodes.
+    # Bytes to ranks of other nodes.
     between: float
 
 
-# Seconds per byte, faster than any memory: noise must not make a link free
+# Lower limit of seconds per byte, faster than any memory; noise must not make a link free
 SMALLEST_BETA = 1e-13
 
 
@@ -236,8 +237,8 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     >>> round(alpha, 9), round(beta, 9)
     (0.5, 0.001)
 
-    It minimizes the squared relative error: small messages count as much as large ones, or alpha
-    would vanish in beta's noise.
+    It minimizes the squared relative error, in which small messages count as much as large ones,
+    because alpha would otherwise vanish in beta's noise.
 
     Args:
         points: (latency terms, bytes, seconds) of each measurement.

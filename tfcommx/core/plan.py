@@ -21,16 +21,16 @@ ReadOptions = Callable[[str, Mapping[str, Any]], RouteOptions]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done with each variable's gradient: buckets in order, each variable in exactly one.
+    """Buckets in order, each variable in exactly one.
 
-    Made once before training and the same on every rank.
+    A plan is made once before training, and is the same on every rank.
     """
 
-    # In the order in which their last gradients become ready.
+    # Buckets in the order in which their last gradients become ready.
     buckets: tuple[Bucket, ...]
-    # Of the ranks that carry the plan out.
+    # Topology of the ranks that carry out the plan.
     topology: Topology
-    # Over the ranks: average or sum.
+    # Reduction over the ranks: "average" or "sum".
     operation: str = "average"
 
     def __post_init__(self) -> None:
@@ -47,23 +47,23 @@ class Plan:
 
     @property
     def paths_with_momentum(self) -> set[str]:
-        """The paths of the variables of which the plan keeps velocities."""
+        """Paths of the variables that have velocities."""
         moving = (bucket for bucket in self.buckets if bucket.momentum)
         return {Piece.of(name).path for bucket in moving for name in bucket.variables}
 
     @property
     def paths_with_compression(self) -> set[str]:
-        """The paths of the variables of which other vectors travel."""
+        """Paths of the variables that are compressed."""
         compressing = (bucket for bucket in self.buckets if bucket.compresses)
         return {name for bucket in compressing for name in bucket.variables}
 
     @property
     def paths(self) -> set[str]:
-        """The paths of the plan's variables."""
+        """Paths of the plan's variables."""
         return {Piece.of(name).path for bucket in self.buckets for name in bucket.variables}
 
     def to_json(self) -> str:
-        """Write the plan as JSON, one bucket a line, so that plans can be compared line by line."""
+        """Return the plan as JSON, one bucket per line, which makes plans easy to compare."""
         head = json.dumps(
             {"topology": dataclasses.asdict(self.topology), "operation": self.operation}
         )
@@ -72,10 +72,10 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, read_options: ReadOptions) -> Plan:
-        """Read what `to_json` wrote; `routes.read_plan` does so with the options of every route.
+        """Parse the result of `to_json`; `routes.read_plan` does so with all routes' options.
 
         Args:
-            text: as `to_json` returned it.
+            text: result of `to_json`.
             read_options: makes the options of a route, which this module does not know.
 
         **Raises:** PlanError for anything else.
@@ -89,7 +89,7 @@ class Plan:
             )
             buckets = tuple(_bucket(row, read_options) for row in read["buckets"])
             return Plan(buckets, topology, read["operation"])
-        except Exception as error:  # Of any kind, because the text may say anything
+        except Exception as error:  # Any exception; the text may have any content
             if isinstance(error, PlanError):
                 raise
             raise PlanError(
@@ -105,25 +105,29 @@ def _bucket(row: Mapping[str, Any], read_options: ReadOptions) -> Bucket:
         **row,
         "variables": tuple(row["variables"]),
         "sizes": tuple(row["sizes"]),
-        "shapes": tuple(map(tuple, row.get("shapes", ()))),  # Older writers had none
+        "shapes": tuple(map(tuple, row.get("shapes", ()))),  # Older plans have none
         "options": read_options(row["route"], row["options"]),
     }
     return Bucket(**fields)
 
 
-def first_difference(here: Any, there: Any, where: str = "plan") -> str | None:
-    """Say where two plans, or parts of them, first differ; None if they are equal.
+def first_difference(first: Any, second: Any, where: str = "plan") -> str | None:
+    """Describe the first difference of two plans, or of parts of them; None if they are equal.
 
     >>> first_difference((1, 2), (1, 3), where="sizes")
     'sizes[1]: 2 against 3'
     """
-    if dataclasses.is_dataclass(here) and type(here) is type(there):
-        here, there = vars(here), vars(there)
-    if isinstance(here, Mapping) and isinstance(there, Mapping):
-        pairs = [(f"{where}.{key}", here.get(key), there.get(key)) for key in {**here, **there}]
-    elif isinstance(here, tuple) and isinstance(there, tuple):
-        pairs = [(f"{where}[{i}]", a, b) for i, (a, b) in enumerate(zip(here, there, strict=False))]
-        pairs.append((f"the length of {where}", len(here), len(there)))
+    if dataclasses.is_dataclass(first) and type(first) is type(second):
+        first, second = vars(first), vars(second)
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        pairs = [(f"{where}.{key}", first.get(key), second.get(key)) for key in {**first, **second}]
+    elif isinstance(first, tuple) and isinstance(second, tuple):
+        pairs = [
+            (f"{where}[{i}]", a, b) for i, (a, b) in enumerate(zip(first, second, strict=False))
+        ]
+        pairs.append((f"the length of {where}", len(first), len(second)))
     else:
-        return None if here == there else f"{where}: {here!r} against {there!r}"
-    return next((found for name, a, b in pairs if (found := first_difference(a, b, name))), None)
+        return None if first == second else f"{where}: {first!r} against {second!r}"
+    return next(
+        (difference for name, a, b in pairs if (difference := first_difference(a, b, name))), None
+    )

@@ -23,7 +23,7 @@ class Layer(NamedTuple):
     name: str
     # Multiply-adds of the forward pass for one sample, >= 0.
     operations: float
-    # (name of the variable in the layer, its shape), in forward order; none is allowed.
+    # (name of the variable in the layer, its shape), in forward order; may be empty.
     variables: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
@@ -36,11 +36,11 @@ class LayerTable:
     (2, 90, 80)
     """
 
-    # Of the model.
+    # Name of the model.
     name: str
-    # In forward order.
+    # Layers in forward order.
     layers: tuple[Layer, ...]
-    # What a sample is.
+    # Name of a sample, with its article.
     sample: str = "a sample"
 
     def __post_init__(self) -> None:
@@ -68,14 +68,15 @@ class LayerTable:
         return sum(layer.operations for layer in self.layers)
 
 
-# Of a step that is derived from a throughput: the backward pass computes two products, by the
-# inputs and by the weights, where the forward pass computes one.
+# Share of the forward pass in a step that is derived from a throughput. It is a third, because the
+# backward pass computes two products, by the inputs and by the weights, per product of the forward
+# pass.
 FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
 class VariableProfile:
-    """What was measured of one variable's gradient.
+    """Measured times of one variable and its gradient.
 
     >>> VariableProfile("dense/kernel", (8, 10), ready_s=0.01).size
     80
@@ -93,10 +94,10 @@ class VariableProfile:
     ready_spread_s: float = 0.0
     # Seconds of the forward pass of its layer, >= 0, shared equally by the layer's variables.
     forward_s: float = 0.0
-    # Seconds of selecting from it at `Profile.density`, and of copying, writing and merging besides
-    # messages, >= 0; None: not known.
+    # Seconds of selecting from it at `Profile.density`, with copying, writing and merging but
+    # without messages, >= 0; None: not known.
     selection_s: float | None = None
-    # Seconds of updating it, >= 0; None: not known, or part of the other times.
+    # Seconds of updating it, >= 0; None: not known, or included in the other times.
     update_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -134,8 +135,8 @@ class Profile:
 
     # Name of the model.
     model: str
-    # The reverse of the order in which the model lists them. Their gradients are ready in about
-    # this order; where a measured one is not, `ready_s` counts.
+    # Variables in the reverse of the model's order. Their gradients are ready in about this order;
+    # if a measured one is not, `ready_s` counts.
     variables: tuple[VariableProfile, ...]
     # Seconds of the whole forward pass, >= 0.
     forward_s: float
@@ -143,9 +144,9 @@ class Profile:
     backward_s: float
     # Samples of one rank in a step, >= 1.
     batch: int
-    # Steps that were measured, >= 0; 0: derived, not measured.
+    # Number of measured steps, >= 0; 0: derived, not measured.
     steps: int = 0
-    # At which the selection times were measured; None: not measured.
+    # Density at which selection times were measured, in (0, 1]; None: not measured.
     density: float | None = None
 
     def __post_init__(self) -> None:
@@ -168,7 +169,7 @@ class Profile:
                 f"Each variable must be in a profile once. Received twice: {twice}."
             )
         for variable in self.variables:
-            # A sum of as many parts may be off in its last bits
+            # With a tolerance for the rounding errors of a sum of many parts
             if variable.ready_s > self.backward_s * (1 + 1e-9):
                 raise ConfigurationError(
                     "Each gradient is ready before the backward pass ends. Received "
@@ -193,7 +194,7 @@ class Profile:
 
     @property
     def timed(self) -> bool:
-        """Whether it says when gradients are ready; one made by `of_sizes` does not."""
+        """True if it has the times at which gradients are ready; one made by `of_sizes` has not."""
         return self.backward_s > 0
 
     @property
@@ -202,7 +203,7 @@ class Profile:
         return sum(variable.size for variable in self.variables)
 
     def to_json(self) -> str:
-        """Write the profile as JSON, one variable a line."""
+        """Return the profile as JSON, one variable per line."""
         head = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -213,7 +214,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """Read what `to_json` wrote.
+        """Parse the result of `to_json`.
 
         **Raises:** ConfigurationError for anything else.
         """
@@ -224,7 +225,7 @@ class Profile:
                 for row in read["variables"]
             )
             return Profile(**{**read, "variables": rows})
-        except Exception as error:  # Of any kind, because the text may say anything
+        except Exception as error:  # Any exception; the text may have any content
             if isinstance(error, ConfigurationError):
                 raise
             raise ConfigurationError(
@@ -236,7 +237,7 @@ class Profile:
     def read(path: str | Path) -> Profile:
         """Read a file that `to_json` wrote.
 
-        **Raises:** ConfigurationError if it is missing or different.
+        **Raises:** ConfigurationError if the file is missing or invalid.
         """
         remedy = "Make it anew: `tfcommx profile`, or `Profile.to_json`."
         with reading("A profile", path, remedy):
@@ -244,7 +245,7 @@ class Profile:
 
     @staticmethod
     def of_sizes(model: str, variables: tuple[VariableProfile, ...]) -> Profile:
-        """Make a profile that keeps sizes only: mergings that need times refuse it."""
+        """Make a profile of sizes without times; mergings that need times refuse it."""
         rows = tuple(VariableProfile(row.name, row.shape, row.dtype) for row in variables)
         return Profile(model, rows, 0.0, 0.0, batch=1)
 
@@ -255,16 +256,16 @@ class Profile:
         """Derive a profile from a table of layers and the throughput of one rank.
 
         The step takes batch / samples_per_second: a third is the forward pass, two thirds the
-        backward pass. Each layer has a share of both as large as its share of the multiply-adds,
-        and its gradients are ready at the end of its share. So layers that wait for memory rather
-        than compute seem too fast, and the first one, which needs no gradient of its input, too
-        slow; the update is part of these times.
+        backward pass. Each layer has the same share of both as of the multiply-adds, and its
+        gradients are ready at the end of its share. Therefore layers that wait for memory rather
+        than compute are too fast, and the first layer, which needs no gradient of its input, is too
+        slow. The update is included in these times.
 
         Args:
             model: layers in forward order.
-            samples_per_second: of one rank without exchange, > 0.
+            samples_per_second: throughput of one rank without exchange, > 0.
             batch: samples of one rank in a step, >= 1.
-            dtype: of the gradients.
+            dtype: dtype of the gradients.
 
         **Raises:** ConfigurationError for a throughput or a batch that is not positive.
         """
@@ -292,6 +293,6 @@ class Profile:
         return Profile(model.name, tuple(rows), forward, backward, batch)
 
 
-def _check_seconds(what: str, value: Any) -> None:
+def _check_seconds(name: str, value: Any) -> None:
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ConfigurationError(f"{what} must be seconds >= 0. Received {value!r}.")
+        raise ConfigurationError(f"{name} must be seconds >= 0. Received {value!r}.")

@@ -1,4 +1,4 @@
-"""Timeline: what each resource of a node does during a training step, simulated or measured."""
+"""Timeline: the activities of a node's resources in a training step, simulated or measured."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from tfcommx.core.files import local_path, reading
 from tfcommx.core.plan import Plan
 from tfcommx.core.profile import Profile
 
-# The lanes of a drawing, from above: input pipeline, accelerator, a second stream or the cores
-# beside it, the port inside the node, the port to the other nodes.
+# Lanes of a drawing, from the top: input pipeline, accelerator, a second stream or the cores next
+# to it, the port inside the node, the port to the other nodes.
 RESOURCES = ("host", "compute", "beside", "inside", "between")
-# What a resource does.
+# Activities of a resource.
 KINDS = ("load", "forward", "backward", "select", "message", "update")
 
 
 class Span(NamedTuple):
-    """A stretch of time in which a resource does one thing."""
+    """An interval in which a resource has one activity."""
 
     # One of RESOURCES.
     resource: str
     # One of KINDS.
     kind: str
-    # Of the variable or bucket.
+    # Name of the variable or bucket.
     name: str
     # Seconds from the start of the step.
     start_s: float
     end_s: float
-    # Number of the bucket in its plan; -1 if it is of none.
+    # Number of the bucket in its plan; -1: no bucket.
     bucket: int = -1
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step of the slowest rank; all nodes of a cluster are loaded alike.
+    """A step of the slowest rank; all nodes of a cluster have the same load.
 
     >>> spans = (Span("compute", "backward", "w", 0, 2), Span("between", "message", "w", 2, 3))
     >>> timeline = Timeline(spans, step_s=3.0, compute_s=2.0, batch=8, ranks=4)
@@ -46,11 +46,11 @@ class Timeline:
     (1.0, 10.666666666666666, 0.667)
     """
 
-    # In the order in which they begin.
+    # Spans, ordered by start.
     spans: tuple[Span, ...]
-    # Of the whole step.
+    # Seconds of the whole step.
     step_s: float
-    # Of a rank alone, without exchange: forward pass, backward pass, update.
+    # Seconds of one rank without exchange: forward pass, backward pass, update.
     compute_s: float
     # Samples of one rank.
     batch: int
@@ -68,7 +68,7 @@ class Timeline:
 
     @property
     def scaling_efficiency(self) -> float:
-        """Throughput over that of as many ranks without exchange, in (0, 1]."""
+        """Throughput divided by that of the same ranks without exchange, in (0, 1]."""
         return self.compute_s / self.step_s
 
 
@@ -80,7 +80,7 @@ class MeasuredStep(NamedTuple):
     timeline: Timeline
 
     def to_json(self) -> str:
-        """Write all as JSON."""
+        """Return the step as JSON."""
         timeline = dataclasses.asdict(self.timeline)
         return json.dumps(
             {
@@ -95,17 +95,17 @@ class MeasuredStep(NamedTuple):
         """Read a file that `to_json` wrote.
 
         Args:
-            path: of the file.
-            read_plan: reads a plan with the options of every route: `routes.read_plan`.
+            path: path of the file.
+            read_plan: parses a plan with the options of every route: `routes.read_plan`.
 
-        **Raises:** ConfigurationError if it is missing or says something else.
+        **Raises:** ConfigurationError if the file is missing or invalid.
         """
         remedy = "Make it anew: `tfcommx profile --exchange`, or `MeasuredStep.to_json`."
         with reading("A measured step", path, remedy):
-            found = json.loads(local_path("path", path).read_text())
-            spans = tuple(Span(*span) for span in found["timeline"]["spans"])
+            content = json.loads(local_path("path", path).read_text())
+            spans = tuple(Span(*span) for span in content["timeline"]["spans"])
             return MeasuredStep(
-                Profile.from_json(json.dumps(found["profile"])),
-                read_plan(json.dumps(found["plan"])),
-                Timeline(**{**found["timeline"], "spans": spans}),
+                Profile.from_json(json.dumps(content["profile"])),
+                read_plan(json.dumps(content["plan"])),
+                Timeline(**{**content["timeline"], "spans": spans}),
             )

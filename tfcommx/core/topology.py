@@ -13,7 +13,7 @@ GROUPS = ("world", "node", "peers")
 
 @dataclass(frozen=True)
 class Topology:
-    """m nodes of n processes; rank r is slot r % n of node r // n.
+    """m nodes with n processes each; rank r is slot r % n of node r // n.
 
     Groups: `world` is all ranks, `node` the n ranks of one node, `peers` the m ranks with the same
     slot.
@@ -23,12 +23,12 @@ class Topology:
     (6, (3, 4, 5), (1, 4))
     """
 
-    # >= 1.
+    # Number of nodes, >= 1.
     nodes: int
     # Processes per node, >= 1; the largest number if the nodes differ.
     slots: int
-    # (host, slots) of every node if nodes have unequal numbers of slots: only one-level routes work
-    # then. Empty if all nodes have equally many.
+    # (host, slots) of every node if nodes have unequal numbers of slots; then only one-level routes
+    # work. Empty if all nodes have the same number.
     uneven: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -82,15 +82,15 @@ class Topology:
         node = self.node_of(rank)
         return node, rank - sum(self.slots_by_node[:node])
 
-    def require_even(self, what: str) -> None:
-        """Refuse `what`, a phrase for the message, if the nodes have unequal numbers of slots.
+    def require_even(self, feature: str) -> None:
+        """Refuse `feature`, a phrase for the message, if the nodes have unequal numbers of slots.
 
         **Raises:** PlanError that names the hosts.
         """
         if self.uneven:
             hosts = ", ".join(f"{host}:{slots}" for host, slots in self.uneven)
             raise PlanError(
-                f"Equally many slots on every node are required for {what}. Received {hosts}. "
+                f"Equally many slots on every node are required for {feature}. Received {hosts}. "
                 "Launch equally many processes per host, or use a one-level route (allreduce, "
                 "allgather)."
             )

@@ -1,6 +1,6 @@
 """The table of wire formats: their names, how each writes indices and values, and its words.
 
-A Sparse becomes one flat buffer of exact size, so that it takes one collective:
+A Sparse becomes one flat buffer of exact size, which one collective exchanges:
 
     pair32          k int32 indices, k float32 values                             8 B an entry
     pair16/DTYPE    k int32 indices, k 16-bit values                              6 B
@@ -12,27 +12,28 @@ A Sparse becomes one flat buffer of exact size, so that it takes one collective:
                     8 or 4 bits (int8, int4) in blocks of 32 that share a
                     16-bit step
 
-Buffers are int32 words, which every engine carries (NCCL knows no 16-bit integers); 16-bit parts of
-odd length end in two zero bytes. The size depends on k and the vector's length only, so that
-Horovod's cache of all-gathers stays valid. ops/kernels/wire.h has the layout of the words.
+Buffers are int32 words, because every engine supports them (NCCL has no 16-bit integers); 16-bit
+parts of odd length end in two zero bytes. The size depends only on k and the vector's length,
+because Horovod's cache of all-gathers must stay valid. ops/kernels/wire.h has the layout of the
+words.
 
-A dense route may write its entries narrower than they are added, in float32, float16, bfloat16, or
-in codes of a few bits, in blocks of 128 that share a 16-bit step:
+A dense route may write its entries in fewer bits than it adds them in: as float32, float16,
+bfloat16, or as codes of a few bits, in blocks of 128 that share a 16-bit step:
 
     int8, int4      multiples of the step up to 127 and 7        1.016 B and .516 B an entry
     int2            -3, -1, 1 or 3 steps                         .266 B
     int1            the sign: -1 or 1 step                       .141 B
 
-ops/kernels/low_bits.h says how the steps are chosen, and why.
+ops/kernels/low_bits.h explains the choice of the steps.
 
 To add a format:
     1. Add a row to SPARSE_FORMATS. A new way to write indices is a row of INDEX_WORDS, too, and its
        definition one of `kernels.wire.INDEX_DEFINITIONS`; codes of another width are a row of
        CODE_BITS, or of DENSE_CODES for whole vectors.
-    2. Give the native ops the name: ops/tf/wire.cc and ops/tf/low_bits.cc list the same ones.
-    3. Say what it costs in docs/explanation/routes.md, and run scripts/documents/reference.py.
-    Schemes, prices, recipes, laws, the tests of wire formats and the comparison of GPU and CPU walk
-    over these tables. A format of another package derives from `wire.formats.WireFormat`.
+    2. Add the name to the native ops: ops/tf/wire.cc and ops/tf/low_bits.cc list the same names.
+    3. Document its cost in docs/explanation/routes.md, and run scripts/documents/reference.py.
+    Schemes, prices, recipes, laws, the tests of wire formats and the comparison of GPU and CPU
+    iterate over these tables. A format of another package derives from `wire.formats.WireFormat`.
 """
 
 from __future__ import annotations
@@ -40,42 +41,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-# The wire format of a dense route that sends the gradient's own dtype.
+# Wire format of a dense route that sends the gradient's own dtype.
 PLAIN = "plain"
 
 # Bytes of an entry.
 ENTRY_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
-# The dtypes in which entries travel.
+# Dtypes in which entries travel.
 VALUE_DTYPES = ("float32", "float16", "bfloat16")
 
 # Bits of a code of a selected entry.
 CODE_BITS = {"int8": 8, "int4": 4}
 
-# Selected entries that share a step, where they are written as codes.
+# Number of selected entries that share a step, if they are written as codes.
 CODE_BLOCK = 32
 
 # Bits of a code of an entry of a whole vector.
 DENSE_CODES = {**CODE_BITS, "int2": 2, "int1": 1}
 
-# Entries of a whole vector that share a step.
+# Number of entries of a whole vector that share a step.
 DENSE_CODE_BLOCK = 128
 
 # Formats of dense routes.
 DENSE_WIRES = (*VALUE_DTYPES, *DENSE_CODES)
 
-# Those that are narrower than float32: what rounding to them loses stays in a residual.
+# Formats narrower than float32, whose rounding errors stay in a residual.
 NARROW = DENSE_WIRES[1:]
 
 # Codes with so few levels that gradients diverge in front of a momentum, which amplifies noise.
 NOISY = ("int2", "int1")
 
-# Entries that a uint16 offset can tell apart.
+# Number of entries that a uint16 offset can distinguish.
 BLOCK = 65536
 
 
 class SparseFormat(NamedTuple):
-    """How selected entries are written."""
+    """The representation of selected entries."""
 
     # One of INDEX_WORDS
     indices: str
@@ -101,20 +102,21 @@ WIRES = (PLAIN, *DENSE_WIRES, *SPARSE_WIRES)
 
 
 def low_bits(k: int, size: int) -> int:
-    """Return floor(log2(size / k)): of an index, the bits that `elias` writes as they are.
+    """Return floor(log2(size / k)), the number of low bits of an index that `elias` writes plainly.
 
     >>> low_bits(1000, 100_000), low_bits(60, 100), low_bits(0, 100)
     (6, 0, 0)
 
     Args:
-        k: entries, >= 0. More than `size` only in prices, which ask for an entry of no vector.
+        k: entries, >= 0. It exceeds `size` only in prices, which may ask for an entry of an empty
+            vector.
         size: length of the vector, >= 0.
     """
     return (size // k).bit_length() - 1 if 0 < k <= size else 0
 
 
 def bitmap_bits(k: int, size: int) -> int:
-    """Count the bits of `elias` that hold the rest of k indices; ops/kernels/wire_elias.h.
+    """Count the bits of `elias` for the high bits of k indices; see ops/kernels/wire_elias.h.
 
     >>> bitmap_bits(1000, 100_000)
     2562
@@ -123,7 +125,7 @@ def bitmap_bits(k: int, size: int) -> int:
 
 
 def code_words(k: int, dtype: str) -> tuple[int, int]:
-    """Count the int32 words of k values written as codes: steps of blocks, codes.
+    """Count the int32 words of k values as codes: steps of blocks, codes.
 
     >>> code_words(1000, "int4")
     (16, 125)
@@ -137,13 +139,13 @@ def code_words(k: int, dtype: str) -> tuple[int, int]:
 
 
 def dense_code_words(entries: int, wire: str) -> tuple[int, int]:
-    """Count the int32 words of a shard written as codes: steps of blocks, codes of whole blocks.
+    """Count the int32 words of a shard as codes: steps of blocks, codes of whole blocks.
 
     >>> dense_code_words(1000, "int1")
     (4, 32)
 
     Args:
-        entries: of the shard, >= 0.
+        entries: number of entries of the shard, >= 0.
         wire: one of DENSE_CODES.
     """
     blocks = -(-entries // DENSE_CODE_BLOCK)

@@ -1,13 +1,13 @@
 """Augment: cut, resize, mirror and normalise images. The definition in plain Python and TensorFlow.
 
-The native ops that do it on a slab are called in `tfcommx.data.batches`, which uses what is
-here if there is no library. The windows are exact; the pixels of the native op
-(ops/kernels/augment.h) agree within 1/255 per value.
+`tfcommx.data.batches` calls the native ops on a slab, or this module if there is no library. The
+windows are exact; the pixels of the native op (ops/kernels/augment.h) agree within 1/255 per value.
 
 **Source:** random-resized-crop of He et al. and the Inception papers as torchvision draws it: ten
-attempts, then a centre crop. `tf.image.sample_distorted_bounding_box` draws the crop's height, and
-not its area, uniformly: its crops are smaller (of a picture of 375 x 500 with the same bounds 0.38
-of the area in the mean, ours 0.43). After its last attempt it takes the whole image.
+attempts, then a centre crop. The crops of `tf.image.sample_distorted_bounding_box` are smaller
+(with the same bounds, 0.38 of the area of a 375 x 500 picture in the mean, ours 0.43), because it
+draws the crop's height uniformly, and not its area. After its last attempt it takes the whole
+image.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from tfcommx.kernels.draws import uniform
 
 
 class CropRule(NamedTuple):
-    """How windows are drawn."""
+    """Parameters of the draw of windows."""
 
     # "random", "center" or "whole"
     crop: str = "whole"
     # Mirror every second sample, left-right
     flip: bool = False
-    # Of the image, in (0, 1]
+    # Lowest and highest area of the crop / area of the image, in (0, 1]
     area: tuple[float, float] = (0.08, 1.0)
-    # Width / height, > 0
+    # Lowest and highest width / height, > 0
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
     # Side of the centre crop / short side of the image, in (0, 1]
     center: float = 0.875
-    # Of the draws, any int
+    # Seed of the draws, any int
     seed: int = 0
 
 
 class Window(NamedTuple):
-    """Pixels of the image that are kept, and whether they are mirrored (0 or 1)."""
+    """Pixels of the image that are kept; `flip` is 1 if they are mirrored, otherwise 0."""
 
     top: int
     left: int
@@ -48,7 +48,7 @@ class Window(NamedTuple):
 
 
 def window_of(rule: CropRule, epoch: int, sample: int, height: int, width: int) -> Window:
-    """Draw the window of one sample of height x width pixels: a pure function of its arguments.
+    """Draw the window of one sample of height x width pixels; a pure function of its arguments.
 
     >>> window_of(CropRule(crop="center", center=0.5), epoch=0, sample=7, height=100, width=200)
     Window(top=25, left=75, height=50, width=50, flip=0)
@@ -107,7 +107,7 @@ def augment_definition(
         window: inside the image.
         size: height and width of the result, pixels.
         dtype: uint8 (values 0 to 255, rounded; mean and std unused), float16, bfloat16 or float32.
-        mean, std: per channel, of values in [0, 1].
+        mean, std: mean and standard deviation per channel, of values in [0, 1].
 
     Returns:
         dtype [*size, c]: (value / 255 - mean) / std.

@@ -1,6 +1,7 @@
 """The GPUs that the native library and Horovod's kernels are built for, and the library's sources.
 
-Standard library only: set-up and setup.py run this file before anything is installed.
+It needs only the standard library, because set-up and setup.py run it before any package is
+installed.
 
 An architecture is a number as in `sm_70`: ten times the compute capability, so 70 is 7.0, the
 V100's. Machine code of an architecture runs on GPUs of the same major version and an equal or
@@ -23,7 +24,7 @@ SUFFIXES = {".cc", ".cu", ".h", ".inl"}
 def digest(folder: Path) -> str:
     """Hash the names and contents of the native sources below a folder.
 
-    **Cost:** reads some 200 kB.
+    **Cost:** reads about 200 kB.
     """
     total = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
@@ -32,17 +33,17 @@ def digest(folder: Path) -> str:
     return total.hexdigest()[:16]
 
 
-# Horovod's own name, so that one variable holds for both
+# Horovod's name; one variable holds for both
 VARIABLE = "HOROVOD_BUILD_CUDA_CC_LIST"
-# Volta: the table of tensors that norms and LARS pass to their kernels takes up to 31 kB. Older
-# GPUs, and CUDA before 12.1, allow parameters of 4 kB.
+# Volta, because the table of tensors that norms and LARS pass to their kernels has up to 31 kB, and
+# older GPUs, and CUDA before 12.1, allow only 4 kB of parameters
 OLDEST = 70
-# A T4's is worth machine code of its own, although that of a V100 would run there
+# Architecture of the T4. It has separate machine code, although that of a V100 would run on it.
 TURING = 75
-# Modules with a processor of their own, Jetson and Thor: no cluster trains on them, and code for
-# other GPUs does not run there
+# Modules with an integrated processor, Jetson and Thor. They are left out, because no cluster
+# trains on them, and code for other GPUs does not run on them.
 EMBEDDED = frozenset({72, 87, 88, 101, 110})
-# Asks for what `parse_gpus` reads; it may hang if the driver does
+# Command whose output `parse_gpus` reads; it may hang if the driver does
 QUERY = ("nvidia-smi", "--query-gpu=compute_cap,name", "--format=csv,noheader")
 QUERY_SECONDS = 30.0
 
@@ -59,7 +60,7 @@ class Gpu(NamedTuple):
 
 
 def find_nvcc() -> str | None:
-    """Return the path of nvcc, on PATH or where NVIDIA installs it; None if there is none."""
+    """Return the path of nvcc, on PATH or in NVIDIA's default folder; None if it is missing."""
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
@@ -71,7 +72,7 @@ def capability(architecture: int) -> str:
 def toolkit_architectures(nvcc: str) -> list[int]:
     """Return the architectures that a CUDA toolkit can build for, ascending.
 
-    **Raises:** ValueError if nvcc does not list them: it is older than CUDA 11.
+    **Raises:** ValueError if nvcc is older than CUDA 11 and does not list them.
     """
     ended = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
     listed = sorted({int(number) for number in re.findall(r"^compute_(\d+)$", ended.stdout, re.M)})
@@ -93,13 +94,13 @@ def present_gpus() -> list[Gpu]:
 
 
 def parse_gpus(answer: str) -> list[Gpu]:
-    """Read nvidia-smi's lines, such as "7.0, Tesla V100-SXM2-16GB"; others are left out."""
+    """Parse nvidia-smi's lines, such as "7.0, Tesla V100-SXM2-16GB"; skip others."""
     lines = re.findall(r"^(\d+)\.(\d), *(.*\S)", answer, re.M)
     return [Gpu(name, int(major) * 10 + int(minor)) for major, minor, name in lines]
 
 
 def covers(architectures: Iterable[int], gpu: int) -> bool:
-    """Return True if code that was built for a list runs on a GPU of an architecture.
+    """Return True if code built for a list of architectures runs on a GPU of one.
 
     >>> covers([70, 80], 75), covers([70, 80], 90), covers([75, 80], 70)
     (True, True, False)
@@ -115,9 +116,9 @@ def covers(architectures: Iterable[int], gpu: int) -> bool:
 
 
 def parse_list(text: str) -> list[int]:
-    """Read a list as VARIABLE has it, such as "70,80"; return it ascending.
+    """Parse a value of VARIABLE, such as "70,80"; return it ascending.
 
-    **Raises:** ValueError for another form than Horovod's.
+    **Raises:** ValueError if it does not have Horovod's form.
     """
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"[1-9]\d{1,2}", word) for word in words):
@@ -129,53 +130,53 @@ def parse_list(text: str) -> list[int]:
 
 
 def default_architectures(listed: Iterable[int], present: Iterable[Gpu]) -> list[int]:
-    """Choose what to build for if the user has not: this machine's GPUs, or else all generations.
+    """Choose the default architectures: those of this machine's GPUs, or else all generations.
 
-    All generations are the first architecture of each major version, whose machine code the later
-    ones of that version run, and Turing. Each costs some 15 seconds of one core.
+    All generations are Turing and the first architecture of each major version, because its machine
+    code also runs on the later ones of that version. Each costs about 15 seconds of one core.
 
     Args:
-        listed: architectures that the toolkit has.
-        present: GPUs of the machine that builds. One that the toolkit does not know gets the
-            highest architecture below it.
+        listed: architectures of the toolkit.
+        present: GPUs of the machine that builds. For a GPU that the toolkit does not support, the
+            highest architecture below it is chosen.
 
     Returns:
         Architectures, ascending.
     """
-    known = sorted(number for number in listed if number >= OLDEST)
+    supported = sorted(number for number in listed if number >= OLDEST)
     chosen = {
-        max(number for number in known if number <= gpu.architecture)
+        max(number for number in supported if number <= gpu.architecture)
         for gpu in present
-        if known and gpu.architecture >= known[0]
+        if supported and gpu.architecture >= supported[0]
     }
     if chosen:
         return sorted(chosen)
     first_of_version: dict[int, int] = {}
-    for number in known:
+    for number in supported:
         if number not in EMBEDDED:
             first_of_version.setdefault(number // 10, number)
-    return sorted({*first_of_version.values()} | ({TURING} & {*known}))
+    return sorted({*first_of_version.values()} | ({TURING} & {*supported}))
 
 
 class Targets(NamedTuple):
-    """What is built on a machine."""
+    """The architectures to build for on a machine."""
 
     # Ascending, at least one
     architectures: list[int]
-    # Which GPUs of this machine cannot run it, why, and what to do; empty if all can
+    # Names of the GPUs of this machine that cannot run the code, with reason and remedy; "": none
     warning: str
 
 
 def targets(nvcc: str, wanted: str) -> Targets:
-    """Choose what to build for.
+    """Choose the architectures to build for.
 
     Args:
-        nvcc: its path.
-        wanted: the value of VARIABLE; empty: this machine's GPUs, or else all generations.
+        nvcc: path of nvcc.
+        wanted: value of VARIABLE; "": this machine's GPUs, or else all generations.
 
     **Cost:** runs nvcc and nvidia-smi, together about a second.
-    **Raises:** ValueError for an nvcc that cannot list its architectures, or has none from OLDEST
-    on, and if it does not have those that are wanted.
+    **Raises:** ValueError for an nvcc that cannot list its architectures, supports none from OLDEST
+    up, or does not support those that are wanted.
     """
     listed, present = toolkit_architectures(nvcc), present_gpus()
     possible = [number for number in listed if number >= OLDEST]
@@ -199,7 +200,7 @@ def targets(nvcc: str, wanted: str) -> Targets:
 
 
 def _why_not(numbers: list[int], listed: list[int]) -> str:
-    """Say what a user does about architectures that are not built, by the lowest of them."""
+    """Return the remedy for architectures that are not built, for the lowest of them."""
     lowest = min(numbers)
     if lowest < OLDEST:
         return f"GPUs of compute capability {capability(OLDEST)} or later are required."
@@ -219,9 +220,9 @@ def nvcc_flags(architectures: Iterable[int]) -> list[str]:
     >>> nvcc_flags([70, 90])
     ['-gencode=arch=compute_70,code=sm_70', '-gencode=arch=compute_90,code=[sm_90,compute_90]']
     """
-    *others, highest = sorted(architectures)
+    *lower, highest = sorted(architectures)
     return [
-        *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in others),
+        *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in lower),
         f"-gencode=arch=compute_{highest},code=[sm_{highest},compute_{highest}]",
     ]
 
@@ -237,7 +238,7 @@ def in_words(architectures: Iterable[int]) -> str:
 
 
 def build_advice(architectures: Iterable[int]) -> str:
-    """Say how the native library and Horovod are built for these GPUs, if they can be.
+    """Return the command that builds the native library and Horovod for these GPUs, if they can be.
 
     >>> print(build_advice([90, 80, 90]))
     Build both for all GPUs, on each host: `export HOROVOD_BUILD_CUDA_CC_LIST=80,90; \

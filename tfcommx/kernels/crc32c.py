@@ -10,14 +10,14 @@ from tfcommx.kernels import loader
 
 
 def crc32c(data: bytes) -> int:
-    """Compute the CRC32C of bytes, as TFRecord files have it before they mask it.
+    """Compute the CRC32C of bytes, which TFRecord files store masked.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
 
     **Ranks:** local.
-    **Cost:** one pass, from any thread, others run meanwhile; without the library some 70 ns a
-    byte.
+    **Cost:** one pass, from any thread, without blocking others; without the library about 70 ns
+    per byte.
     """
     native = _native()
     return crc32c_definition(data) if native is None else native(data, len(data))

@@ -1,4 +1,4 @@
-"""Dense: a vector in 16 bits, with what rounding loses kept in a residual; and sums of several.
+"""Dense: a vector in 16 bits, with its rounding errors in a residual; and sums of several.
 
 ops/kernels/dense.h has the semantics.
 """
@@ -20,31 +20,31 @@ def write(
     scale: float = 1.0,
     reach: float = 1.0,
 ) -> tf.Tensor:
-    """Write gradient + residual in 16 bits; the residual keeps what of it was not written.
+    """Write gradient + residual in 16 bits; the residual keeps the rounding error.
 
     >>> residual = tf.Variable([2.0**-12, 0.0])
     >>> written = write(tf.constant([1.0, 1e5]), residual, "float16")
     >>> written.numpy().tolist(), residual.numpy().tolist()
     ([1.0, 65504.0], [0.000244140625, 34496.0])
 
-    Where the sum is NaN or infinite, it is written and the residual stays as it is. A finite number
-    that float16 cannot hold is cut to the largest, 65504 times `reach`; from 2**29 on to 2**15, and
-    from 2**39 on to 0 (both times `reach`), because float32 cannot hold the difference to more.
-    Differences below 1e-38 are zero.
+    If the sum is NaN or infinite, it is written and the residual is unchanged. A finite number that
+    float16 cannot hold is clipped to the largest, 65504 times `reach`; from 2**29 up to 2**15, and
+    from 2**39 up to 0 (both times `reach`), because float32 cannot hold its exact difference to a
+    larger number. Differences below 1e-38 are zero.
 
     Args:
         gradient: float32 [n].
-        residual: a float32 variable, updated in place: its entries [start, start + n).
+        residual: a float32 variable, whose entries [start, start + n) are updated in place.
         dtype: float16 or bfloat16.
-        start: >= 0.
-        scale: a power of two in (0, 1]: the nearest numbers to entries times this are written.
-        reach: a power of two >= 1.
+        start: position of the first entry in the residual, >= 0.
+        scale: a power of two in (0, 1]; entries times the scale are rounded and written.
+        reach: a power of two >= 1, which multiplies the limits of float16.
 
     Returns:
-        float16 [n]; of bfloat16 the bits.
+        float16 [n]; for bfloat16, its bits.
 
-    **Ranks:** local. **Cost:** one pass, 14 bytes an entry.
-    **Raises:** InvalidArgumentError if the residual is too short or no float32.
+    **Ranks:** local. **Cost:** one pass, 14 bytes per entry.
+    **Raises:** InvalidArgumentError if the residual is too short or not float32.
     """
     ops = loader.library()
     if ops is None:
@@ -60,16 +60,16 @@ def write(
 
 
 def add(written: tf.Tensor, dtype: str, parts: int = 1, factor: float = 1.0) -> tf.Tensor:
-    """Add equal parts of what `write` wrote, in their order and in float32.
+    """Add equal parts of the output of `write`, in their order and in float32.
 
     >>> add(tf.constant([1.0, 2.0, 3.0, 4.0], tf.float16), "float16", 2, 0.5).numpy().tolist()
     [2.0, 3.0]
 
     Args:
-        written: float16 [parts * n], as `write` returned it.
+        written: float16 [parts * n], the output of `write`.
         dtype: float16 or bfloat16.
-        parts: >= 1.
-        factor: of the sums.
+        parts: number of parts, >= 1.
+        factor: multiplies the sums.
 
     Returns:
         float32 [n].
@@ -92,25 +92,25 @@ def write_definition(
     reach: float = 1.0,
 ) -> tf.Tensor:
     """Define `write` in plain TensorFlow."""
-    kept, stop = residual.read_value(), start + gradient.shape[0]
-    whole = gradient + kept[start:stop]
-    written = narrowed(whole, dtype, scale, reach)
-    error = whole - tf.cast(written, tf.float32) / scale
-    stays = tf.where(tf.math.is_finite(whole), error, kept[start:stop])
-    residual.assign(tf.concat([kept[:start], stays, kept[stop:]], axis=0))
+    old, stop = residual.read_value(), start + gradient.shape[0]
+    total = gradient + old[start:stop]
+    written = narrowed(total, dtype, scale, reach)
+    error = total - tf.cast(written, tf.float32) / scale
+    remainder = tf.where(tf.math.is_finite(total), error, old[start:stop])
+    residual.assign(tf.concat([old[:start], remainder, old[stop:]], axis=0))
     return written if dtype == "float16" else tf.bitcast(written, tf.float16)
 
 
-def narrowed(whole: tf.Tensor, dtype: str, scale: float = 1.0, reach: float = 1.0) -> tf.Tensor:
-    """Return float32 numbers in 16 bits, as `write` writes them: the nearest ones, cut to reach."""
-    finite, size = tf.math.is_finite(whole), tf.abs(whole)
+def narrowed(numbers: tf.Tensor, dtype: str, scale: float = 1.0, reach: float = 1.0) -> tf.Tensor:
+    """Return float32 numbers in 16 bits, as `write` does: the nearest ones, clipped to reach."""
+    finite, size = tf.math.is_finite(numbers), tf.abs(numbers)
     if dtype == "float16":
         far = tf.where(size < 2.0**39 * reach, 2.0**15 * reach, 0.0)
         largest = tf.where(size < 2.0**29 * reach, FLOAT16_LARGEST * reach, far)
     else:
         largest = tf.cast(tf.bfloat16.max, tf.float32)
-    cut = tf.minimum(size, largest) * tf.sign(whole) * scale
-    return tf.cast(tf.where(finite, cut, whole), dtype)
+    cut = tf.minimum(size, largest) * tf.sign(numbers) * scale
+    return tf.cast(tf.where(finite, cut, numbers), dtype)
 
 
 def add_definition(
@@ -118,7 +118,7 @@ def add_definition(
 ) -> tf.Tensor:
     """Define `add` in plain TensorFlow."""
     numbers = written if dtype == "float16" else tf.bitcast(written, tf.bfloat16)
-    total, *others = [tf.cast(part, tf.float32) for part in tf.split(numbers, parts)]
-    for other in others:
-        total += other
+    total, *summands = [tf.cast(part, tf.float32) for part in tf.split(numbers, parts)]
+    for summand in summands:
+        total += summand
     return total * factor

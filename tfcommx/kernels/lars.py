@@ -1,7 +1,7 @@
 """LARS for all variables in two passes: their squared norms, then the update by their rates.
 
-The norms are added in one order, which ops/kernels/norms.h has. It depends on nothing but a
-tensor's size, so every rank, device and number of threads gets the same bits.
+Every rank, device and number of threads gets the same bits, because the squares are added in an
+order that depends only on a tensor's size; see ops/kernels/norms.h.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def squared_norms(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
     Args:
         tensors: one or more, float32, float16 or bfloat16, of any shape that is known while
-            tracing; an empty one has the norm 0.
+            tracing; the norm of an empty one is 0.
 
     Returns:
-        float32 [number of tensors]. Infinite where the sum exceeds float32 (a norm above 1.8e19)
-        or an entry is infinite, NaN where an entry is NaN; entries below 1e-19 count as zero.
+        float32 [number of tensors]. Infinite if the sum exceeds float32 (a norm above 1.8e19) or an
+        entry is infinite, NaN if an entry is NaN; entries below 1e-19 count as zero.
 
     **Ranks:** local; equal tensors give equal bits on every rank.
-    **Cost:** reads each entry once, in one operation; 1/4096 of the entries as memory meanwhile.
+    **Cost:** reads each entry once, in one operation; temporary memory for 1/4096 of the entries.
     """
     ops = loader.library()
     if ops is None:
@@ -57,7 +57,7 @@ def _squared_norm(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _fold(parts: tf.Tensor) -> tf.Tensor:
-    """Add along the first dimension: the first half receives the second one, until one is left."""
+    """Add along the first dimension: the second half to the first, until one entry is left."""
     while (count := parts.shape[0]) > 1:
         half = (count + 1) // 2
         added = parts[: count - half] + parts[half:]
@@ -89,13 +89,13 @@ def lars_update(
         momenta: float32 variables of the same shapes.
         gradients: float32, of the same shapes.
         rates: float32 [number of variables], learning rate times trust ratio of each.
-        decays: weight decay of each.
+        decays: weight decay of each variable.
         momentum: in [0, 1).
-        nesterov: whether the weights move on by the momentum that follows.
+        nesterov: True for Nesterov momentum.
 
     **Ranks:** local; equal inputs give equal bits on every rank.
-    **Cost:** reads three vectors and writes two, in one operation. A variable whose value is still
-    held by others, such as one read eagerly before, is copied first.
+    **Cost:** reads three vectors and writes two, in one operation. A variable whose value has
+    other references, such as one read eagerly before, is copied first.
     **Raises:** InvalidArgumentError for other shapes or types, or a variable given twice.
     """
     ops = loader.library()

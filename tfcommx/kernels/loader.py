@@ -1,6 +1,6 @@
-"""The native op library, loaded at the first use. The only module that loads it.
+"""The native op library, loaded at the first use. Only this module loads it.
 
-`TFCOMMX_NATIVE=0` in the environment keeps it from being loaded: plain TensorFlow does its work.
+With `TFCOMMX_NATIVE=0` in the environment it is not loaded, and plain TensorFlow does its work.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tfcommx.core import TfcommxError
 from tfcommx.kernels import build
 
 FOLDER = Path(__file__).resolve().parent.parent / "lib"
-SOURCES = FOLDER.parent.parent / "ops"  # If the package is used from its source tree
-GPU_DEVICES = "CPU and CUDA"  # As setup.py writes it
+SOURCES = FOLDER.parent.parent / "ops"  # Exists if the package is used from its source tree
+GPU_DEVICES = "CPU and CUDA"  # Text that setup.py writes
 REBUILD = (
     "Rebuild it: python scripts/setup, or python setup.py build_ext --inplace in an "
     "environment that is set up."
@@ -31,13 +31,13 @@ class NativeLibraryError(TfcommxError, RuntimeError):
 
 @functools.cache
 def library() -> Any | None:
-    """Load the op library once; say once if there is none.
+    """Load the op library once; warn once if it does not exist.
 
     Returns:
         The module of its ops; None if there is no library or TFCOMMX_NATIVE=0.
 
-    **Raises:** NativeLibraryError, before anything is loaded, if it was built for another
-    TensorFlow, or from other sources than those beside the package.
+    **Raises:** NativeLibraryError, before it is loaded, if it was built for another TensorFlow, or
+    from other sources than those next to the package.
     """
     if os.environ.get("TFCOMMX_NATIVE", "1") == "0":
         return None
@@ -55,15 +55,15 @@ def library() -> Any | None:
 
 
 def _check_build(path: Path, tensorflow_version: str) -> None:
-    """Refuse a library of another TensorFlow, or of other sources than those beside it."""
-    found = facts()
-    built = found.get("tensorflow", "an unknown version")
+    """Refuse a library of another TensorFlow, or of other sources than those next to it."""
+    record = facts()
+    built = record.get("tensorflow", "an unknown version")
     if built != tensorflow_version:
         raise NativeLibraryError(
             "The native library must be built for the TensorFlow that loads it, "
             f"{tensorflow_version}. Received one built for {built} ({path}). {another_build()}"
         )
-    if in_source_tree() and found.get("sources") != build.digest(SOURCES):
+    if in_source_tree() and record.get("sources") != build.digest(SOURCES):
         raise NativeLibraryError(
             f"The native library must be built from the sources beside it, {SOURCES}. "
             f"Received one built from others ({path}). {REBUILD}"
@@ -71,12 +71,12 @@ def _check_build(path: Path, tensorflow_version: str) -> None:
 
 
 def in_source_tree() -> bool:
-    """Tell whether the package is used from its source tree, not installed from a wheel."""
+    """Return True if the package is used from its source tree, not installed from a wheel."""
     return (SOURCES.parent / "setup.py").is_file()
 
 
 def another_build() -> str:
-    """Say how to come to a library that fits the TensorFlow which is installed."""
+    """Return the instructions for a library that fits the installed TensorFlow."""
     if in_source_tree():
         return REBUILD
     return (
@@ -87,19 +87,19 @@ def another_build() -> str:
 
 
 def facts() -> dict[str, Any]:
-    """Read what setup.py noted of the build; {} if it is missing or damaged.
+    """Read setup.py's record of the build; {} if it is missing or damaged.
 
-    Then the library counts as one of an unknown version, which is refused and built anew.
+    A library without a record has an unknown version. It is refused, and must be built again.
     """
     try:
-        found = json.loads((FOLDER / "build.json").read_text())
+        record = json.loads((FOLDER / "build.json").read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def plain_function(name: str) -> Any | None:
-    """Return a C function of the library that is no TensorFlow op; None if there is no library."""
+    """Return a C function of the library, not a TensorFlow op; None if there is no library."""
     if library() is None:
         return None
     return getattr(ctypes.CDLL(str(FOLDER / "libtfcommx.so")), name)
@@ -109,8 +109,8 @@ def gpu_architectures() -> list[int] | None:
     """Return the GPU architectures that the library was built for; None without GPU kernels.
 
     Returns:
-        Numbers such as 70, as build.py describes them. None also if TFCOMMX_NATIVE=0
-        keeps the library from being loaded. The library is not loaded for the answer.
+        Numbers such as 70, as build.py describes them. None also if TFCOMMX_NATIVE=0. The library
+        is not loaded.
     """
     built = facts()
     unused = os.environ.get("TFCOMMX_NATIVE", "1") == "0"
@@ -118,8 +118,8 @@ def gpu_architectures() -> list[int] | None:
 
 
 def has_gpu_kernels() -> bool:
-    """Tell whether the library's ops, except `augment`'s, also run on GPUs.
+    """Return True if the library's ops, except `augment`'s, also run on GPUs.
 
-    They do if nvcc was there when the library was built.
+    They do if nvcc existed when the library was built.
     """
     return library() is not None and facts().get("devices") == GPU_DEVICES

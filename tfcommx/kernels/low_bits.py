@@ -1,6 +1,6 @@
-"""Dense: a vector in codes of 8, 4, 2 or 1 bits, with what they lose kept in a residual.
+"""Dense: a vector in codes of 8, 4, 2 or 1 bits, with its rounding errors in a residual.
 
-ops/kernels/low_bits.h has the semantics, and says how the steps are chosen.
+ops/kernels/low_bits.h has the semantics, and explains the choice of the steps.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from tfcommx.core.wire_formats import DENSE_CODE_BLOCK, DENSE_CODES, dense_code_
 from tfcommx.kernels import loader
 from tfcommx.kernels.wire_codes import pack, unpack
 
-# The largest multiple of a step that a code stands for
+# Largest multiple of a step that a code represents
 LARGEST = {"int8": 127, "int4": 7, "int2": 3, "int1": 1}
 
 
 def write(
     gradient: tf.Tensor, residual: tf.Variable, wire: str, entries: int, real: int
 ) -> tf.Tensor:
-    """Write gradient + residual as codes, shard by shard; the residual keeps the rest.
+    """Write gradient + residual as codes, shard by shard; the residual keeps the rounding error.
 
     >>> residual = tf.Variable([0.5, 0.0, 0.0, 0.0])
     >>> words = write(tf.constant([0.5, -2.0, 4.0, 0.0]), residual, "int1", entries=2, real=4)
     >>> read(words, "int1", entries=2).numpy().tolist(), residual.numpy().tolist()
     ([1.5, -1.5, 2.0, 2.0], [-0.5, -0.5, 2.0, -2.0])
 
-    A block with a NaN or Inf is written as NaN, and its residuals stay as they are. Differences
-    below 1e-38 are zero.
+    A block with a NaN or Inf is written as NaN, and its residuals are unchanged. Differences below
+    1e-38 are zero.
 
     Args:
         gradient: float32 [shards * entries].
-        residual: a float32 variable of as many entries, updated in place.
+        residual: a float32 variable with as many entries, updated in place.
         wire: one of DENSE_CODES.
-        entries: of a shard, >= 1. Each shard has blocks of its own.
-        real: entries of the gradient that are no padding, >= 0. Padding has no residual.
+        entries: entries of a shard, >= 1. Each shard has separate blocks.
+        real: entries of the gradient that are not padding, >= 0. Padding has no residual.
 
     Returns:
         int32 [shards * shard_words(entries, wire)].
 
     **Ranks:** local. **Cost:** one pass.
-    **Raises:** InvalidArgumentError if the gradient is no whole number of shards, or the residual
-    has another length or dtype.
+    **Raises:** InvalidArgumentError if the gradient is not a whole number of shards, or the
+    residual has another length or dtype.
     """
     ops = loader.library()
     if ops is None:
@@ -54,30 +54,31 @@ def write(
 def add_and_write(
     words: tf.Tensor, residual: tf.Variable, wire: str, entries: int, start: int, real: int
 ) -> tf.Tensor:
-    """Add a shard as several ranks wrote it, and its residual; write the sum as codes.
+    """Add a shard that several ranks wrote, and its residual; write the sum as codes.
 
-    Ranks are added in their order and in float32, the residual last. It keeps the rest.
+    Ranks are added in their order and in float32, and the residual last. The residual then keeps
+    the rounding error.
 
-    >>> one = [write(tf.constant([x]), tf.Variable([0.0]), "int1", 1, 1) for x in (1.0, 2.0)]
+    >>> shards = [write(tf.constant([x]), tf.Variable([0.0]), "int1", 1, 1) for x in (1.0, 2.0)]
     >>> residual = tf.Variable([0.0, 5.0])
-    >>> total = add_and_write(tf.concat(one, 0), residual, "int1", entries=1, start=1, real=1)
+    >>> total = add_and_write(tf.concat(shards, 0), residual, "int1", entries=1, start=1, real=1)
     >>> read(total, "int1", entries=1).numpy().tolist()
     [8.0]
 
     Args:
         words: int32 [ranks * shard_words(entries, wire)].
-        residual: a float32 variable, updated in place: its entries [start, start + entries).
+        residual: a float32 variable, whose entries [start, start + entries) are updated in place.
         wire: one of DENSE_CODES.
-        entries: of the shard, >= 1.
-        start: >= 0.
-        real: entries of the shard that are no padding, <= entries; less than 0 is none.
+        entries: entries of the shard, >= 1.
+        start: position of the shard in the residual, >= 0.
+        real: entries of the shard that are not padding, <= entries; less than 0 counts as 0.
 
     Returns:
         int32 [shard_words(entries, wire)].
 
     **Ranks:** local. **Cost:** one pass.
-    **Raises:** InvalidArgumentError if the words are no whole number of shards, or the residual is
-    too short or no float32.
+    **Raises:** InvalidArgumentError if the words are not a whole number of shards, or the residual
+    is too short or not float32.
     """
     ops = loader.library()
     if ops is None:
@@ -98,14 +99,14 @@ def read(words: tf.Tensor, wire: str, entries: int, factor: float = 1.0) -> tf.T
     Args:
         words: int32 [shards * shard_words(entries, wire)].
         wire: one of DENSE_CODES.
-        entries: of a shard, >= 1.
-        factor: of the result.
+        entries: entries of a shard, >= 1.
+        factor: multiplies the result.
 
     Returns:
         float32 [shards * entries]. Padding is arbitrary.
 
     **Ranks:** local. **Cost:** one pass.
-    **Raises:** InvalidArgumentError if the words are no whole number of shards.
+    **Raises:** InvalidArgumentError if the words are not a whole number of shards.
     """
     ops = loader.library()
     if ops is None:
@@ -126,9 +127,9 @@ def write_definition(
     gradient: tf.Tensor, residual: tf.Variable, wire: str, entries: int, real: int
 ) -> tf.Tensor:
     """Define `write` in plain TensorFlow."""
-    kept = residual.read_value()
-    words, stays = _encode(gradient + kept, kept, wire, entries, real)
-    residual.assign(stays)
+    old = residual.read_value()
+    words, remainder = _encode(gradient + old, old, wire, entries, real)
+    residual.assign(remainder)
     return words
 
 
@@ -136,22 +137,22 @@ def add_and_write_definition(
     words: tf.Tensor, residual: tf.Variable, wire: str, entries: int, start: int, real: int
 ) -> tf.Tensor:
     """Define `add_and_write` in plain TensorFlow."""
-    total, *others = tf.unstack(tf.reshape(read_definition(words, wire, entries), [-1, entries]))
-    kept, stop = residual.read_value(), start + entries
-    for part in (*others, kept[start:stop]):
+    total, *summands = tf.unstack(tf.reshape(read_definition(words, wire, entries), [-1, entries]))
+    old, stop = residual.read_value(), start + entries
+    for part in (*summands, old[start:stop]):
         total += part
-    written, stays = _encode(total, kept[start:stop], wire, entries, real)
-    residual.assign(tf.concat([kept[:start], stays, kept[stop:]], axis=0))
+    written, remainder = _encode(total, old[start:stop], wire, entries, real)
+    residual.assign(tf.concat([old[:start], remainder, old[stop:]], axis=0))
     return written
 
 
 def read_definition(words: tf.Tensor, wire: str, entries: int, factor: float = 1.0) -> tf.Tensor:
     """Define `read` in plain TensorFlow."""
     counts, bits = dense_code_words(entries, wire), DENSE_CODES[wire]
-    head, rest = tf.split(tf.reshape(words, [-1, sum(counts)]), counts, axis=1)
+    head, tail = tf.split(tf.reshape(words, [-1, sum(counts)]), counts, axis=1)
     blocks = -(-entries // DENSE_CODE_BLOCK)
     steps = tf.bitcast(tf.bitwise.left_shift(unpack(head, 16), 16), tf.float32)[:, :blocks, None]
-    by_word = tf.reshape(unpack(rest, bits), [-1, blocks, 4 * bits, 32 // bits])
+    by_word = tf.reshape(unpack(tail, bits), [-1, blocks, 4 * bits, 32 // bits])
     codes = tf.reshape(tf.transpose(by_word, [0, 1, 3, 2]), [-1, blocks, DENSE_CODE_BLOCK])
     values = _values(codes, steps, wire) * factor
     values = tf.where(tf.math.is_nan(steps), float("nan"), values)
@@ -159,26 +160,26 @@ def read_definition(words: tf.Tensor, wire: str, entries: int, factor: float = 1
 
 
 def _encode(
-    whole: tf.Tensor, kept: tf.Tensor, wire: str, entries: int, real: int
+    total: tf.Tensor, old: tf.Tensor, wire: str, entries: int, real: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the words of shards, and their residual, which was `kept`."""
-    size, blocks = whole.shape[0], -(-entries // DENSE_CODE_BLOCK)
+    """Return the words of shards, and their residual, which was `old`."""
+    size, blocks = total.shape[0], -(-entries // DENSE_CODE_BLOCK)
     shape = [size // entries, blocks, DENSE_CODE_BLOCK]
-    rest = [[0, 0], [0, blocks * DENSE_CODE_BLOCK - entries]]
+    padding = [[0, 0], [0, blocks * DENSE_CODE_BLOCK - entries]]
 
     def cut(vector: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(tf.pad(tf.reshape(vector, [-1, entries]), rest), shape)
+        return tf.reshape(tf.pad(tf.reshape(vector, [-1, entries]), padding), shape)
 
     present = cut(tf.constant(np.arange(size) < real))
-    values = tf.where(present, cut(whole), 0.0)
+    values = tf.where(present, cut(total), 0.0)
     finite = tf.reduce_all(tf.math.is_finite(values), axis=2, keepdims=True)
     clean = tf.where(finite, values, 0.0)
     steps = _steps(clean, tf.reduce_sum(tf.cast(present, tf.float32), axis=2, keepdims=True), wire)
     codes = tf.where(finite & present, _codes(clean, steps, wire), 0)
-    stays = tf.where(finite & present, values - _values(codes, steps, wire), cut(kept))
-    stays = tf.reshape(stays, [-1, blocks * DENSE_CODE_BLOCK])[:, :entries]
+    remainder = tf.where(finite & present, values - _values(codes, steps, wire), cut(old))
+    remainder = tf.reshape(remainder, [-1, blocks * DENSE_CODE_BLOCK])[:, :entries]
     steps = tf.where(finite, steps, float("nan"))
-    return _packed(steps, codes, wire, entries), tf.reshape(stays, [-1])
+    return _packed(steps, codes, wire, entries), tf.reshape(remainder, [-1])
 
 
 def _packed(steps: tf.Tensor, codes: tf.Tensor, wire: str, entries: int) -> tf.Tensor:
@@ -187,7 +188,7 @@ def _packed(steps: tf.Tensor, codes: tf.Tensor, wire: str, entries: int) -> tf.T
     halves = tf.bitwise.right_shift(tf.bitcast(steps[:, :, 0], tf.int32), 16)
     halves = tf.pad(halves, [[0, 0], [0, 2 * of_steps - steps.shape[1]]])
     head = tf.reshape(pack(tf.reshape(halves, [-1]), 16), [-1, of_steps])
-    # The codes of a word are as many entries apart as a block has words
+    # The distance of the codes of a word, in entries, is the number of words of a block
     by_word = tf.transpose(tf.reshape(codes, [-1, 32 // bits, 4 * bits]), [0, 2, 1])
     packed = tf.reshape(pack(tf.reshape(by_word, [-1]), bits), [codes.shape[0], -1])
     return tf.reshape(tf.concat([head, packed], axis=1), [-1])
@@ -200,7 +201,7 @@ def _steps(values: tf.Tensor, counts: tf.Tensor, wire: str) -> tf.Tensor:
         size = tf.reduce_max(tf.abs(values), axis=2, keepdims=True)
         step = size / largest
     else:
-        # Divided before they are added, so that no sum overflows; by halves, as GPUs add them
+        # Divided before the sum, which could overflow; by halves, as GPUs add
         terms = tf.abs(values) * (1 / DENSE_CODE_BLOCK)
         while terms.shape[2] > 1:
             half = terms.shape[2] // 2
@@ -212,7 +213,7 @@ def _steps(values: tf.Tensor, counts: tf.Tensor, wire: str) -> tf.Tensor:
 
 
 def _most(largest: int) -> float:
-    """Return the largest step of a bfloat16's bits of which this multiple is finite."""
+    """Return the largest step, with the bits of a bfloat16, of which this multiple is finite."""
     bits = np.float32(np.finfo(np.float32).max / np.float32(largest)).view(np.uint32)
     return float(np.uint32(bits & 0xFFFF0000).view(np.float32))
 
@@ -228,9 +229,9 @@ def _codes(values: tf.Tensor, steps: tf.Tensor, wire: str) -> tf.Tensor:
 
 
 def _values(codes: tf.Tensor, steps: tf.Tensor, wire: str) -> tf.Tensor:
-    """Return what codes stand for, float32."""
+    """Return the values of codes, float32."""
     if wire in ("int8", "int4"):
-        spare = 32 - DENSE_CODES[wire]  # Shifted to the top and back, the sign fills the rest
+        spare = 32 - DENSE_CODES[wire]  # Shifted left and back, which extends the sign
         numbers = tf.bitwise.right_shift(tf.bitwise.left_shift(codes, spare), spare)
     else:
         numbers = (1 + tf.bitwise.bitwise_and(codes, 2)) * (

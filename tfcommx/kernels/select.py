@@ -1,7 +1,7 @@
 """Select: k entries of a gradient by magnitude, with and without error feedback.
 
-In the definitions magnitudes are compared as the bits of |x|, taken as an integer: for finite
-floats the order is the same, and no denormal is lost in the comparison.
+The definitions compare magnitudes as the bits of |x|, taken as an integer, because the order of
+finite floats is the same and no denormal is lost in the comparison.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfcommx.core import Sparse
 from tfcommx.kernels import loader, traced
 
-# A band of mstopk: keys that agree above this bit, so equal exponent and first twelve mantissa bits
+# A band of mstopk: keys that agree above this bit, in exponent and first twelve mantissa bits
 BAND_SHIFT = 11
 BANDS = 2 ** (31 - BAND_SHIFT)
 NOT_FINITE = 0x7F800000  # Keys of infinities and NaNs start here
@@ -30,15 +30,15 @@ def select(gradient: Any, k: int, seed: int, rule: str) -> Sparse:
     Args:
         gradient: float32 | float16 | bfloat16 [n], n < 2^31.
         k: entries to choose, in [1, n].
-        seed: int64, of mstopk's random run.
+        seed: int64, for mstopk's random run.
         rule: "exact" or "mstopk"; ops/kernels/select.h has their semantics.
 
     Returns:
         Sparse: indices int32 [k] ascending and unique, values float32 [k].
 
-    **Ranks:** local; equal inputs give equal results on every rank, whatever the number of threads.
-    **Cost:** one pass over the gradient if what a sample predicts fits a list, else two; no host
-    synchronisation.
+    **Ranks:** local; equal inputs give equal results on every rank, with any number of threads.
+    **Cost:** one pass over the gradient if the prediction of a sample fits a list, otherwise two;
+    no host synchronisation.
     **Raises:** InvalidArgumentError if k or a shape is out of range.
     """
     ops = loader.library()
@@ -66,8 +66,8 @@ def select_with_residual(
     >>> chosen.indices.numpy().tolist(), residual.numpy().tolist()
     ([2], [0.5, 1.0, 0.0, 2.0])
 
-    With a velocity, momentum is corrected for: velocity = momentum * velocity + gradient takes the
-    gradient's place, and what is chosen is zeroed in the velocity too.
+    With a velocity, it applies momentum correction: velocity = momentum * velocity + gradient
+    replaces the gradient, and chosen entries become zero in the velocity, too.
 
     Args:
         gradient, k, seed, rule: as `select`.
@@ -79,8 +79,8 @@ def select_with_residual(
 
     **Ranks:** local.
     **Cost:** one pass that reads the gradient and reads and writes the residual (and the velocity),
-    as a bare addition would, if what a sample predicts fits a list; else a second one that reads
-    the residual. Extra memory <= 2 % of a float32 gradient's at k <= n / 100, n >= 2^23.
+    as an addition would, if the prediction of a sample fits a list; otherwise a second pass that
+    reads the residual. Extra memory <= 2 % of a float32 gradient's at k <= n / 100, n >= 2^23.
     **Raises:** InvalidArgumentError if k, a shape, the momentum or a variable's type is wrong;
     FailedPreconditionError if a variable is not initialised.
     **Source:** Lin et al., Deep Gradient Compression, 2018, section 3.2, for the velocity.
@@ -90,7 +90,7 @@ def select_with_residual(
         return select_with_residual_definition(
             gradient, residual, k, seed, rule, velocity, momentum
         )
-    given = {
+    arguments = {
         "gradient": gradient,
         "residual": residual.handle,
         "k": traced.int64(k),
@@ -98,10 +98,10 @@ def select_with_residual(
         "rule": rule,
     }
     if velocity is None:
-        indices, values = ops.tfcommx_select_residual(**given)
+        indices, values = ops.tfcommx_select_residual(**arguments)
     else:
         indices, values = ops.tfcommx_select_momentum(
-            **given, velocity=velocity.handle, momentum=momentum
+            **arguments, velocity=velocity.handle, momentum=momentum
         )
     return Sparse(indices, values, traced.length(gradient))
 
@@ -109,7 +109,7 @@ def select_with_residual(
 def select_definition(gradient: tf.Tensor, k: int, seed: int, rule: str) -> Sparse:
     """Define `select` in plain TensorFlow.
 
-    If k is a number, the result's shape is known while tracing: collectives count their bytes then.
+    If k is a number, the result's shape is known while tracing, when collectives count their bytes.
 
     **Cost:** a dozen passes; `exact` sorts on one thread.
     **Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud
@@ -142,10 +142,10 @@ def with_error_feedback(
     velocity: tf.Variable | None = None,
     momentum: float = 0.0,
 ) -> Sparse:
-    """Make any choice from gradient + residual, and keep in the residual what was not chosen.
+    """Make any choice from gradient + residual, and keep the other entries in the residual.
 
-    With a velocity u, the choice is made from the accumulated velocity instead of the accumulated
-    gradient, so that delayed entries keep their momentum:
+    With a velocity u, the choice is from the accumulated velocity instead of the accumulated
+    gradient, because delayed entries would otherwise lose their momentum:
 
         u = momentum u + g;   acc = r + u;   the chosen entries of acc travel, and u and r are
         zeroed there (factor masking)
@@ -153,14 +153,14 @@ def with_error_feedback(
     Args:
         choose: float32 [n] -> Sparse.
         gradient: float [n].
-        residual, velocity: float32 [n] variables, updated in place. A NaN or infinite sum leaves
-            the entries of both as they were, chosen or not.
+        residual, velocity: float32 [n] variables, updated in place. If the sum is NaN or
+            infinite, the entries of both are unchanged, whether chosen or not.
         momentum: in [0, 1).
 
     Returns:
-        What was chosen.
+        The chosen entries.
 
-    **Cost:** some five passes besides the choice, four more with a velocity.
+    **Cost:** about five passes in addition to the choice, four more with a velocity.
     **Source:** Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Stich et al., Sparsified SGD
     with Memory, 2018; Lin et al., Deep Gradient Compression, 2018, section 3.2 and Algorithm 4, for
     the velocity.
@@ -171,7 +171,7 @@ def with_error_feedback(
         moved = tf.constant(momentum, tf.float32) * velocity + moved
     acc = moved + old
     chosen = choose(acc)
-    # Nothing large in int32: TensorFlow's ops take it from a GPU to the host.
+    # In int64, because TensorFlow moves a GPU's int32 through the host
     positions = tf.cast(chosen.indices, tf.int64)[:, None]
     sent = tf.scatter_nd(positions, tf.ones_like(chosen.values), tf.shape(acc, tf.int64)) > 0
     bad = ~tf.math.is_finite(acc)
@@ -197,19 +197,19 @@ def splitmix64(seed: Any) -> tf.Tensor:
 
 
 def below(seed: Any, count: tf.Tensor) -> tf.Tensor:
-    """Draw the seed's int32 in [0, count), each equally likely up to 2^-32; 1 <= count < 2^31."""
+    """Draw the seed's int32 in [0, count), equally likely up to 2^-32; 1 <= count < 2^31."""
     half = tf.bitwise.right_shift(splitmix64(seed), tf.constant(1, tf.uint64))
     number = tf.bitcast(half, tf.int64)
     return tf.cast(tf.math.floormod(number, tf.cast(count, tf.int64)), tf.int32)
 
 
 def _keys(x: tf.Tensor) -> tf.Tensor:
-    """Return the bits of |x| as int32 [n], for float32 [n]: ordered as the magnitudes are."""
+    """Return the bits of |x| as int32 [n], for float32 [n]; the order is that of the magnitudes."""
     return tf.bitwise.bitwise_and(tf.bitcast(x, tf.int32), 0x7FFFFFFF)
 
 
 def _choose(acc: tf.Tensor, k: int, seed: int, rule: str) -> tf.Tensor:
-    """Choose indices, int32 [k] ascending, of float32 [n]; NaN and Inf come before all else."""
+    """Choose indices, int32 [k] ascending, of float32 [n]; NaN and Inf first."""
     k, size = tf.cast(k, tf.int32), tf.size(acc)
     checks = [
         tf.debugging.assert_less_equal(
@@ -222,7 +222,7 @@ def _choose(acc: tf.Tensor, k: int, seed: int, rule: str) -> tf.Tensor:
     with tf.control_dependencies(checks):
         key = tf.where(_keys(acc) >= NOT_FINITE, 0x7FFFFFFF, _keys(acc))
     if rule == "exact":
-        # Of equal keys, top_k takes the lowest index.
+        # top_k takes the lowest index of equal keys
         return tf.sort(tf.math.top_k(key, k, sorted=True).indices)
     indices = tf.cond(
         tf.equal(size, 0), lambda: tf.zeros([0], tf.int32), lambda: _choose_mstopk(key, k, seed)
@@ -233,12 +233,12 @@ def _choose(acc: tf.Tensor, k: int, seed: int, rule: str) -> tf.Tensor:
 
 def _choose_mstopk(key: tf.Tensor, k: tf.Tensor, seed: int) -> tf.Tensor:
     bins = tf.bitwise.right_shift(key, BAND_SHIFT)
-    # Entries in this bin and above.
+    # Number of entries in each bin and above
     reached = tf.cumsum(tf.math.bincount(bins, minlength=BANDS, maxlength=BANDS), reverse=True)
     band = tf.reduce_max(tf.where(reached >= k)[:, 0])  # The bin of the k-th largest
     above = tf.cast(tf.where(bins > tf.cast(band, tf.int32))[:, 0], tf.int32)
     inside = tf.cast(tf.where(tf.equal(bins, tf.cast(band, tf.int32)))[:, 0], tf.int32)
     need = k - tf.size(above)
-    # Non-finite entries alone reach k: they are all alike, and the lowest indices go first.
+    # All non-finite keys are equal; if they alone reach k, the lowest indices are chosen
     offset = tf.where(band == BANDS - 1, 0, below(seed, tf.size(inside) - need + 1))
     return tf.sort(tf.concat([above, inside[offset : offset + need]], 0))

@@ -1,7 +1,7 @@
-"""Wire: selected entries as one buffer of int32 words, and back.
+"""Wire: selected entries to one buffer of int32 words, and back.
 
 `core.wire_formats` has the formats and counts the words, ops/kernels/wire.h has their layout, and
-ops/kernels/wire_elias.h that of ascending indices by Elias-Fano coding, with its source.
+ops/kernels/wire_elias.h has the Elias-Fano coding of ascending indices, with its source.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ def elias_encode_definition(indices: tf.Tensor, size: int) -> tf.Tensor:
     """Write int32 [k], ascending in [0, size), as int32 words: the bitmap, then the low bits."""
     k = traced.length(indices)
     width, length = low_bits(k, size), bitmap_bits(k, size)
-    places = tf.cast(tf.bitwise.right_shift(indices, width), tf.int64) + tf.range(k, dtype=tf.int64)
-    bitmap = tf.scatter_nd(places[:, None], tf.ones([k], tf.int32), [length])
-    each = tf.bitwise.right_shift(indices[:, None], tf.range(width))
+    positions = tf.cast(tf.bitwise.right_shift(indices, width), tf.int64) + tf.range(
+        k, dtype=tf.int64
+    )
+    bitmap = tf.scatter_nd(positions[:, None], tf.ones([k], tf.int32), [length])
+    low = tf.bitwise.right_shift(indices[:, None], tf.range(width))
     return tf.concat(
-        [wire_codes.pack(bitmap, 1), wire_codes.pack(tf.reshape(each, [-1]), 1)], axis=0
+        [wire_codes.pack(bitmap, 1), wire_codes.pack(tf.reshape(low, [-1]), 1)], axis=0
     )
 
 
@@ -39,20 +41,20 @@ def elias_decode_definition(bitmap: tf.Tensor, lows: tf.Tensor, k: int, size: in
     """Read the k indices of each buffer.
 
     Args:
-        bitmap: int32 [buffers, words], k bits of each row are set.
+        bitmap: int32 [buffers, words], with k bits set in each row.
         lows: int32 [buffers, words].
         k: indices in each buffer.
-        size: of the vector that they point into.
+        size: length of the vector that they point into.
 
     Returns:
         int32 [buffers, k].
     """
     width = low_bits(k, size)
     rows = tf.shape(bitmap)[0]
-    places = tf.reshape(tf.where(wire_codes.unpack(bitmap, 1) > 0)[:, 1], [rows, k])
-    highs = tf.cast(places - tf.range(k, dtype=tf.int64), tf.int32)
-    each = tf.reshape(wire_codes.unpack(lows, 1)[:, : k * width], [rows, k, width])
-    low = tf.reduce_sum(tf.bitwise.left_shift(each, tf.range(width)), axis=2)
+    positions = tf.reshape(tf.where(wire_codes.unpack(bitmap, 1) > 0)[:, 1], [rows, k])
+    highs = tf.cast(positions - tf.range(k, dtype=tf.int64), tf.int32)
+    bits = tf.reshape(wire_codes.unpack(lows, 1)[:, : k * width], [rows, k, width])
+    low = tf.reduce_sum(tf.bitwise.left_shift(bits, tf.range(width)), axis=2)
     return tf.bitwise.left_shift(highs, width) + low
 
 
@@ -65,7 +67,7 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
 
     Args:
         sparse: indices int32 [k] in [0, size), ascending except for the pair formats; values
-            float32 [k], rounded to nearest even if the format's are narrower; size an int.
+            float32 [k], rounded to nearest even if the format is narrower; size, an int.
         wire: one of `core.SPARSE_WIRES`.
 
     Returns:
@@ -94,19 +96,19 @@ def decode(
     ([1, 4], [-5.0, 3.0])
 
     Args:
-        words: int32 [p * words], what p ranks encoded with the same k, size and wire.
+        words: int32 [p * words], the buffers of p ranks, with the same k, size and wire.
         k: entries in each buffer.
         size: length of the vector, or of each shard, that the indices point into.
         wire: one of `core.SPARSE_WIRES`.
-        shards: divides p: as many of the buffers are of each equal part of a vector of
-            shards * size < 2^31 entries.
+        shards: equal parts of a vector of shards * size < 2^31 entries, a divisor of p; each part
+            has p / shards buffers, in turn.
 
     Returns:
         indices int32 [p * k] into that vector and values float32 [p * k], in the order of the
         buffers.
 
     **Ranks:** local.
-    **Cost:** one pass, the buffers side by side.
+    **Cost:** one pass, with the buffers in parallel.
     **Raises:** InvalidArgumentError if the length, a buffer's counts or its indices do not fit k
     and size; a GPU returns indices of -1 instead.
     """
@@ -158,7 +160,7 @@ def _block_decode(counts: tf.Tensor, offsets: tf.Tensor, k: int, size: int) -> t
 
 
 class IndexDefinition(NamedTuple):
-    """How indices are written and read, in plain TensorFlow."""
+    """Definition of the writing and reading of indices, in plain TensorFlow."""
 
     # (int32 [k], size) -> int32 words, in the two parts that `core.wire_formats` counts
     encode: Callable[[tf.Tensor, int], tf.Tensor]

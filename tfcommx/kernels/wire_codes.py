@@ -1,7 +1,7 @@
 """Values as codes of 8 or 4 bits, in blocks that share a step.
 
 ops/kernels/wire_codes.h has the rule and its reasons. In plain TensorFlow, `pack` puts numbers of a
-few bits into int32 words from the lowest bit on.
+few bits into int32 words, beginning with the lowest bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def pack(numbers: tf.Tensor, width: int) -> tf.Tensor:
 
     Args:
         numbers: int32 [n].
-        width: bits of each, a divisor of 32.
+        width: bits of each number, a divisor of 32.
 
     Returns:
         int32 [ceil(n * width / 32)]; the bits at the end are zero.
@@ -30,12 +30,12 @@ def pack(numbers: tf.Tensor, width: int) -> tf.Tensor:
     count = 32 // width
     padded = tf.pad(numbers, [[0, -traced.length(numbers) % count]])
     low = tf.bitwise.bitwise_and(tf.reshape(padded, [-1, count]), _mask(width))
-    # No two have a bit in common, so their sum has them all; it may be negative
+    # No two have a bit in common, and the sum is their union; it may be negative
     return tf.reduce_sum(tf.bitwise.left_shift(low, tf.range(0, 32, width)), axis=1)
 
 
 def unpack(words: tf.Tensor, width: int) -> tf.Tensor:
-    """Read what `pack` wrote.
+    """Read the output of `pack`.
 
     >>> unpack(tf.constant([[3873]]), 4)[0, :4].numpy().tolist()
     [1, 2, 15, 0]
@@ -59,24 +59,24 @@ def _mask(width: int) -> int:
 
 
 def round_values(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
-    """Round values to what codes can write.
+    """Round values to numbers that codes can represent.
 
     >>> written, errors = round_values(tf.constant([7.0, -3.25, 0.0]), "int4")
     >>> written.numpy().tolist(), errors.numpy().tolist()
     ([7.0, -3.0, 0.0], [0.0, -0.25, 0.0])
 
-    A code times its block's step is the nearest multiple of the step: the largest finite magnitude
-    of 32 values over 127 (int8) or 7 (int4), as bfloat16. What is not finite becomes NaN. Where the
-    step would be denormal, 0 is written.
+    A code times its block's step is the nearest multiple of the step. The step is the largest
+    finite magnitude of 32 values, divided by 127 (int8) or 7 (int4), as bfloat16. Values that are
+    not finite become NaN. If the step would be denormal, 0 is written.
 
     Args:
         values: float32 [k].
         dtype: one of CODE_BITS.
 
     Returns:
-        What is written, float32 [k], and the rest, float32 [k]: their sum is the values, exactly,
-        except where the rest is below 1e-38 (it may be flushed to zero) or a value is not finite
-        (it has no rest). Written values are written as they are.
+        The written values, float32 [k], and the rounding errors, float32 [k]. Their sum is exactly
+        the values, unless the error is below 1e-38 (it may be flushed to zero) or a value is not
+        finite (its error is 0). Rounding written values again does not change them.
 
     **Ranks:** local.
     **Cost:** one pass.
@@ -96,7 +96,7 @@ def round_definition(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tenso
 
 
 def write_definition(values: tf.Tensor, dtype: str) -> tf.Tensor:
-    """Define how codes are written, in plain TensorFlow: float32 [k] to int32 words."""
+    """Define the writing of codes in plain TensorFlow: float32 [k] to int32 words."""
     k = traced.length(values)
     words = code_words(k, dtype)
     steps, codes = _codes(values, dtype)
@@ -108,17 +108,17 @@ def write_definition(values: tf.Tensor, dtype: str) -> tf.Tensor:
 
 
 def read_definition(words: tf.Tensor, k: int, dtype: str) -> tf.Tensor:
-    """Define how codes are read, in plain TensorFlow: int32 [buffers, words] to float32 [same, k].
+    """Define the reading of codes in plain TensorFlow: int32 words to float32 [buffers, k].
 
     Args:
         words: int32 [buffers, sum(code_words(k, dtype))].
         k: values in each buffer.
         dtype: one of CODE_BITS.
     """
-    head, rest = tf.split(words, code_words(k, dtype), axis=1)
+    head, tail = tf.split(words, code_words(k, dtype), axis=1)
     width, blocks = CODE_BITS[dtype], -(-k // CODE_BLOCK)
     steps = tf.bitcast(tf.bitwise.left_shift(unpack(head, 16), 16), tf.float32)[:, :blocks]
-    codes = unpack(rest, width)
+    codes = unpack(tail, width)
     signed = tf.bitwise.right_shift(tf.bitwise.left_shift(codes, 32 - width), 32 - width)
     padded = tf.pad(signed, [[0, 0], [0, blocks * CODE_BLOCK - signed.shape[1]]])
     parts = tf.reshape(padded, [-1, CODE_BLOCK])
@@ -132,16 +132,16 @@ def _codes(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
     largest = _largest(dtype)
     parts = tf.reshape(tf.pad(values, [[0, -traced.length(values) % CODE_BLOCK]]), [-1, CODE_BLOCK])
     finite = tf.math.is_finite(parts)
-    kept = tf.where(finite, parts, tf.zeros_like(parts))
-    most = tf.reduce_max(tf.abs(kept), axis=1, keepdims=True)
-    # Not above, so that largest * step is finite
+    clean = tf.where(finite, parts, tf.zeros_like(parts))
+    most = tf.reduce_max(tf.abs(clean), axis=1, keepdims=True)
+    # Largest step with a finite largest * step
     limit = tf.bitcast(
         tf.bitwise.bitwise_and(tf.bitcast(tf.constant(tf.float32.max / largest), tf.int32), -65536),
         tf.float32,
     )
     nearest = tf.minimum(tf.cast(tf.cast(most / largest, tf.bfloat16), tf.float32), limit)
     steps = tf.where(most < largest * 2.0**-126, tf.zeros_like(most), nearest)
-    codes = tf.clip_by_value(tf.math.divide_no_nan(kept, steps), -largest, largest)
+    codes = tf.clip_by_value(tf.math.divide_no_nan(clean, steps), -largest, largest)
     return steps, tf.where(finite, tf.cast(tf.round(codes), tf.int32), -int(largest) - 1)
 
 

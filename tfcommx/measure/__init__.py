@@ -1,1 +1,1 @@
-"""Measures what plans and simulations need: links, the engine, a model's layers, its exchange."""
+"""Measure the inputs of plans and simulations: links, engine, a model's layers, its exchange."""

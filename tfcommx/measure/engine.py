@@ -1,11 +1,11 @@
-"""Measures what collectives cost besides alpha and beta: the engine's time, and the load's.
+"""Measure costs of collectives besides alpha and beta: the engine's time, and the load's.
 
     tiny all-gather    | engine | (p - 1) alpha |
     tiny allreduce     | engine |      2 (p - 1) alpha      |
 
-Every collective pays the engine's time and latency terms; two kinds with different numbers of terms
-tell them apart. If messages are possible, they give alpha without the engine, and an allreduce has
-as many terms as the engine's own algorithm.
+Every collective costs the engine's time and latency terms. The two are separated by collectives
+with different numbers of terms. If messages are possible, alpha is measured without the engine's
+time, and an allreduce has the terms of the engine's algorithm.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from tfcommx import engines
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import Calibration, Link, Links, Topology
 
-# Repeats some work on all ranks; returns the seconds of the slowest rank in each repeat
+# Repeats work on all ranks; returns the seconds of the slowest rank for each repeat
 Timer = Callable[[Callable[[], object]], list[float]]
 
-# Entries of vectors that cost hardly more than latency
+# Entries of vectors whose cost is almost only latency
 TINY = 8
-# Tiny collectives that are timed together
+# Number of tiny collectives timed together
 IN_A_ROW = 10
-# Allreduces that wait for the engine at the same time
+# Number of allreduces that wait for the engine at the same time
 WAITING = 16
-# Rows of the square matrices that are multiplied as load
+# Rows of the square matrices whose product is the load
 ROWS = 384
 
 
 class EngineCost(NamedTuple):
-    """What a group's collectives cost besides bytes."""
+    """Cost of a group's collectives, without their bytes."""
 
-    # Seconds of a latency term, >= 0
+    # Seconds per latency term, >= 0
     alpha_s: float
-    # Seconds of the engine for a collective, >= 0, of each repeat
+    # Seconds of the engine for a collective, >= 0, for each repeat
     seconds: list[float]
 
 
 def engine_at_work(comm: Comm) -> str:
-    """Return which engine carries out Horovod's allreduces in this launch.
+    """Return the name of the engine that carries out Horovod's allreduces in this launch.
 
-    On GPUs it is NCCL only if Horovod was built with it; else they travel through the host.
+    On GPUs it is NCCL only if Horovod was built with it; otherwise they travel through the host.
     """
     if comm.by_nccl:
         return "nccl"
@@ -55,9 +55,10 @@ def engine_at_work(comm: Comm) -> str:
 
 
 def sends_messages(comm: Comm) -> bool:
-    """Return True if messages between two ranks show what a byte of a collective takes.
+    """Return True if messages between two ranks measure the time of a collective's bytes.
 
-    Those of MPI leave the host's memory. NCCL takes other wires, from the GPU's.
+    They do not for NCCL, because it sends over other wires, from the GPU's memory. MPI sends from
+    the host's.
     """
     return comm.messages.possible and not comm.by_nccl
 
@@ -68,12 +69,12 @@ def where_carried(comm: Comm) -> str:
 
 
 def finish(result: Any) -> None:
-    """Wait until tensors exist: a GPU's op, and its collective, may end when it is only queued.
+    """Wait until tensors exist; a GPU's op or collective may end once it is queued.
 
     Args:
-        result: tensors in any nest; what is no tensor, or in the host's memory, needs no wait.
+        result: any nest; only tensors outside of the host's memory are waited for.
 
-    **Ranks:** local. **Cost:** on a GPU one entry of each is copied to the host.
+    **Ranks:** local. **Cost:** on a GPU, a copy of one entry of each tensor to the host.
     """
     for part in tf.nest.flatten(result):
         if isinstance(part, tf.Tensor) and not _in_host_memory(part):
@@ -85,7 +86,7 @@ def _in_host_memory(tensor: tf.Tensor) -> bool:
 
 
 def latency_terms(engine: str, ranks: int, group: str) -> float:
-    """Count the latency terms of a tiny allreduce, as the engine's algorithm has them.
+    """Count the latency terms of a tiny allreduce in the engine's algorithm.
 
     >>> latency_terms("gloo", 4, "peers"), latency_terms("open_mpi", 4, "node")
     (6.0, 2.0)
@@ -93,9 +94,9 @@ def latency_terms(engine: str, ranks: int, group: str) -> float:
     (6, 4)
 
     Args:
-        engine: in the table of `tfcommx.engines`.
-        ranks: of the group, >= 2.
-        group: "node" or "peers": NCCL's trees are chains inside a node.
+        engine: name in the table of `tfcommx.engines`.
+        ranks: ranks of the group, >= 2.
+        group: "node" or "peers"; NCCL's trees are chains inside a node.
     """
     unit = Link(1.0, 1e-30)
     topology = Topology(1, ranks) if group == "node" else Topology(ranks, 1)
@@ -110,10 +111,10 @@ def calibrate(
     Args:
         comm: this rank's view of the others.
         sizes: bytes of the vectors, ascending, multiples of 4, >= 4.
-        engine_s: of each collective.
-        least: seconds per byte of a vector that none counts as shorter than, >= 0. A shaped port
-            that was idle lets a burst pass; in a training step messages before have used it up.
-        timer: repeats and times some work; the median counts.
+        engine_s: seconds of the engine for each collective.
+        least: lower limit of the seconds per byte of a vector, >= 0, because a shaped port that was
+            idle passes a burst, which earlier messages of a training step have used up.
+        timer: repeats and times work; the median counts.
 
     **Ranks:** all. **Cost:** an allreduce of each size for each repeat.
     """
@@ -136,10 +137,10 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
 
     Args:
         comm: this rank's view of the others.
-        group: "node" or "peers", of more than one rank.
-        alpha_s: of messages between two ranks, if the links are theirs; else of all-gathers, with
-            the engine's time included.
-        timer: repeats and times some work.
+        group: "node" or "peers", with more than one rank.
+        alpha_s: latency of messages between two ranks, if they were measured, otherwise of
+            all-gathers, including the engine's time.
+        timer: repeats and times work.
 
     **Ranks:** all.
     """
@@ -149,31 +150,31 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
         tensor = tf.zeros([TINY])
 
     def seconds(collective: Callable[[], object]) -> list[float]:
-        """Time some in a row: of one alone, when each rank starts would decide."""
+        """Time several in a row, because the ranks' start times would dominate a single one."""
 
         def row() -> object:
             with tf.device(where_carried(comm)):
                 return [collective() for _ in range(IN_A_ROW)][-1]
 
-        return [one / IN_A_ROW for one in timer(row)]
+        return [time_s / IN_A_ROW for time_s in timer(row)]
 
     reduced = seconds(lambda: comm.allreduce(tensor, group, f"{name}/allreduce", counted=False))
     if sends_messages(comm):
-        return EngineCost(alpha_s, [max(one - terms * alpha_s, 0.0) for one in reduced])
+        return EngineCost(alpha_s, [max(time_s - terms * alpha_s, 0.0) for time_s in reduced])
     gathered = seconds(lambda: comm.all_gather(tensor, group, f"{name}/all_gather", counted=False))
     steps = ranks - 1
-    # Gloo's ring has twice the terms of an all-gather. NCCL's tree may have as many, or fewer: of
-    # three nodes both have two, which tells latency and engine not apart.
-    more = round(terms) - steps
+    # Gloo's ring has twice the terms of an all-gather. NCCL's tree may have as many, or fewer. On
+    # three nodes both have two, and latency and engine cannot be separated.
+    more_terms = round(terms) - steps
     difference = statistics.median(reduced) - statistics.median(gathered)
-    alpha_s = min(max(difference / more, 0.0), alpha_s) if more else 0.0
-    return EngineCost(alpha_s, [max(one - steps * alpha_s, 0.0) for one in gathered])
+    alpha_s = min(max(difference / more_terms, 0.0), alpha_s) if more_terms else 0.0
+    return EngineCost(alpha_s, [max(time_s - steps * alpha_s, 0.0) for time_s in gathered])
 
 
 def engine_fuses(comm: Comm, timer: Timer) -> bool:
-    """Return whether the engine fuses allreduces that wait for it at the same time.
+    """Return True if the engine fuses allreduces that wait for it at the same time.
 
-    **Ranks:** all. The library must work in traced code.
+    **Ranks:** all; the collectives of `comm` must work in traced code.
     """
     name = "tfcommx/probe/fusion"
 
@@ -185,8 +186,8 @@ def engine_fuses(comm: Comm, timer: Timer) -> bool:
     @tf.function(autograph=False)
     def many(tensor: tf.Tensor) -> list[tf.Tensor]:
         return [
-            comm.allreduce(tensor, "world", f"{name}/{place}", counted=False)
-            for place in range(WAITING)
+            comm.allreduce(tensor, "world", f"{name}/{number}", counted=False)
+            for number in range(WAITING)
         ]
 
     with tf.device(where_carried(comm)):
@@ -198,12 +199,12 @@ def engine_fuses(comm: Comm, timer: Timer) -> bool:
 def measure_contention(
     work: Callable[[], object], load: Callable[[], object], timer: Timer
 ) -> list[float]:
-    """Return how much longer a message takes while every rank computes, for each repeat.
+    """Return the relative slowdown of a message while every rank computes, for each repeat.
 
     Args:
         work: sends the message.
-        load: computes for some milliseconds; it is called again and again.
-        timer: repeats and times some work.
+        load: computes for some milliseconds; called repeatedly.
+        timer: repeats and times work.
 
     Returns:
         Seconds under load / seconds without - 1, >= 0.
@@ -213,7 +214,7 @@ def measure_contention(
     alone = statistics.median(timer(work))
     with _computing(load):
         loaded = timer(work)
-    return [max(one / alone - 1, 0.0) for one in loaded]
+    return [max(time_s / alone - 1, 0.0) for time_s in loaded]
 
 
 def matmul_load() -> Callable[[], object]:
@@ -227,7 +228,7 @@ def matmul_load() -> Callable[[], object]:
 
 @contextlib.contextmanager
 def _computing(load: Callable[[], object]) -> Iterator[None]:
-    """Let a thread compute meanwhile."""
+    """Run the load in a thread inside the `with` block."""
     ended = threading.Event()
 
     def compute() -> None:

@@ -1,4 +1,4 @@
-"""Measures a step with its exchange: when gradients are ready, and when their sums arrive.
+"""Measure a step with its exchange: the times of its gradients and of their sums.
 
 compute   | forward |  grad c  |  grad b  |  grad a  |            | update |
 between                        | bucket 0 |          |  bucket 1  |
@@ -36,16 +36,16 @@ def measure_exchange(
 ) -> MeasuredStep:
     """Measure the steps of a model whose gradients travel by a plan; weights are not updated.
 
-    The start of a message is not measured: it is taken to begin when the last gradient of its
-    bucket is ready and the message before has ended. Residuals change as in any step; for training
-    make a new optimizer.
+    The start of a message is not measured, but assumed: the last gradient of its bucket is ready,
+    and the previous message has ended. Residuals change as in any step; make a new optimizer
+    for training.
 
     Args:
-        model: compiled, and built.
+        model: compiled and built model.
         data: batches (inputs, targets) or (inputs, targets, weights), of one shape.
-        plan: of the model's variables.
+        plan: plan of the model's variables.
         exchange: maps gradients by name to their sums, as `PlanExecutor.exchange` does.
-        steps: to measure, >= 1.
+        steps: number of steps to measure, >= 1.
 
     Returns:
         Means over the steps on this rank, and its profile.
@@ -72,26 +72,26 @@ def measure_exchange(
             start = time.perf_counter()
             rows.append(step(*batches[number % len(batches)]).numpy() - start)
     stamps = np.array(rows[WARM_UP:]).mean(axis=0)
-    ready, there = stamps[: 1 + len(names)], stamps[1 + len(names) :]
+    ready, arrived = stamps[: 1 + len(names)], stamps[1 + len(names) :]
     times = dict(zip(names, map(float, ready[1:]), strict=True))
-    return MeasuredStep(profile, plan, _timeline(float(ready.min()), times, there, plan, profile))
+    return MeasuredStep(profile, plan, _timeline(float(ready.min()), times, arrived, plan, profile))
 
 
 def _step(
     model: keras.Model, names: list[str], plan: Plan, exchange: Exchange
 ) -> Callable[..., tf.Tensor]:
     """Return a traced step that returns times of [loss, gradients..., one sum per bucket...]."""
-    places = dict(zip(variable_names(model), model.trainable_variables, strict=True))
+    by_name = dict(zip(variable_names(model), model.trainable_variables, strict=True))
 
     def step(x: Any, y: Any, weights: Any) -> tf.Tensor:
         with tf.GradientTape() as tape:
             outputs = model(x, training=True)
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights)
-        found = tape.gradient(loss, [places[name].value for name in names])
-        gradients = dict(zip(names, map(tf.convert_to_tensor, found), strict=True))
+        raw_gradients = tape.gradient(loss, [by_name[name].value for name in names])
+        gradients = dict(zip(names, map(tf.convert_to_tensor, raw_gradients), strict=True))
         sums = exchange(gradients)
         ends = [sums[Piece.of(bucket.variables[-1]).path] for bucket in plan.buckets]
-        return tf.stack([stamp(one) for one in (loss, *gradients.values(), *ends)])
+        return tf.stack([stamp(tensor) for tensor in (loss, *gradients.values(), *ends)])
 
     traced: Callable[..., tf.Tensor] = tf.function(step, autograph=False)
     return traced
@@ -100,7 +100,7 @@ def _step(
 def _timeline(
     forward_s: float,
     ready: Mapping[str, float],
-    there: np.ndarray,
+    arrived: np.ndarray,
     plan: Plan,
     profile: Profile,
 ) -> Timeline:
@@ -111,14 +111,16 @@ def _timeline(
         before = ready[name]
     port, end = ("between" if plan.topology.nodes > 1 else "inside"), before
     busy_until = 0.0
-    for number in np.argsort(there):
+    for number in np.argsort(arrived):
         bucket = plan.buckets[number]
-        start, stop = max(_complete_s(bucket, ready), busy_until), float(there[number])
+        start, stop = max(_complete_s(bucket, ready), busy_until), float(arrived[number])
         spans.append(Span(port, "message", bucket.name, min(start, stop), stop, int(number)))
         busy_until, end = stop, max(end, stop)
     step_s = end + profile.update_s
     spans.append(Span("compute", "update", "update", end, step_s))
-    done = tuple(sorted((one for one in spans if one.end_s > one.start_s), key=lambda s: s.start_s))
+    done = tuple(
+        sorted((span for span in spans if span.end_s > span.start_s), key=lambda s: s.start_s)
+    )
     return Timeline(done, step_s, profile.compute_s, profile.batch, plan.topology.size)
 
 

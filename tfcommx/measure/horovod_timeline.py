@@ -1,16 +1,15 @@
-"""Read Horovod's timeline of a run: its steps, their messages, and what these waited for.
+"""Read Horovod's timeline of a run: its steps, their messages, and the waits of these.
 
-A message carries the tensors that the engine fused. Rank 0, which writes the file, sees of it
+A message carries the tensors that the engine fused. Rank 0, which writes the file, records
 
-    last gradient seen     all ranks have it     its turn      sums are there
+    last gradient seen     all ranks have it     its turn      sums exist
           | waits for other ranks | waits for the engine | on its way |
         ready                  agreed                  begin         end
 
 Source: the file that HOROVOD_TIMELINE of Horovod 0.28.1 writes; each tensor is a process in it.
 
-A recorded run becomes a profile, a plan and a timeline, which can be simulated and planned anew.
-Computing is what lies before the last gradient that the engine saw; a bucket is what travelled
-together.
+A recorded run becomes a profile, a plan and a timeline, which can be simulated and planned again.
+Computing ends with the last gradient that the engine saw. A bucket is the tensors of one message.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ from tfcommx.core import (
 from tfcommx.core.profile import FORWARD_SHARE
 
 NEGOTIATES = "NEGOTIATE_"
-# A collective outside of a graph, without a name of its own
+# Name of a collective outside of a graph that was given no name
 UNNAMED = re.compile("Horovod[A-Z][a-z]+")
-# Seconds within which the engine looks for tensors after a message; its cycle takes 1 ms or more
+# Seconds within which the engine polls its queue after a message; its cycle is 1 ms or more
 LOOKS_WITHIN_S = 0.01
 
 
 class Tensor(NamedTuple):
-    """What one collective carries for one name."""
+    """The tensor of one name in one collective."""
 
     name: str
-    # As Horovod calls it: ALLREDUCE, ALLGATHER, ...
+    # Horovod's name of the operation: ALLREDUCE, ALLGATHER, ...
     operation: str
     dtype: str
     shape: tuple[int, ...]
-    # Seconds from the start of the file: rank 0's engine sees it; all ranks have it; its turn
-    # comes; it is there.
+    # Seconds from the start of the file at which rank 0's engine sees the tensor, all ranks have
+    # it, its turn begins, and its result exists.
     ready_s: float
     agreed_s: float
     begin_s: float
@@ -62,68 +61,68 @@ class Tensor(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Of the tensor."""
+        """Number of entries."""
         return math.prod(self.shape)
 
 
 class Message(NamedTuple):
-    """Tensors that travel together. Times are in seconds from the start of the file."""
+    """Tensors that travel together; times are seconds from the start of the file."""
 
     tensors: tuple[Tensor, ...]
-    # After the message before it has ended.
+    # Start of its turn, not before the end of the previous message.
     begin_s: float
 
     @property
     def name(self) -> str:
-        """The last part of the first tensor's name, without what Horovod puts before it."""
+        """Last part of the first tensor's name, without Horovod's prefix."""
         return re.sub(
             r"^Horovod\w+?_(gradient_tape_)?", "", self.tensors[0].name.rpartition("/")[2]
         )
 
     @property
     def entries(self) -> int:
-        """Of all its tensors."""
-        return sum(one.entries for one in self.tensors)
+        """Number of entries of all its tensors."""
+        return sum(tensor.entries for tensor in self.tensors)
 
     @property
     def ready_s(self) -> float:
-        """When the engine of rank 0 has seen the last tensor."""
-        return max(one.ready_s for one in self.tensors)
+        """Time at which the engine of rank 0 has seen the last tensor."""
+        return max(tensor.ready_s for tensor in self.tensors)
 
     @property
     def agreed_s(self) -> float:
-        """When all ranks have all tensors."""
-        return max(self.ready_s, *(one.agreed_s for one in self.tensors))
+        """Time at which all ranks have all tensors."""
+        return max(self.ready_s, *(tensor.agreed_s for tensor in self.tensors))
 
     @property
     def end_s(self) -> float:
-        """When the last sum is there."""
-        return max(one.end_s for one in self.tensors)
+        """Time at which the last sum exists."""
+        return max(tensor.end_s for tensor in self.tensors)
 
 
 class Waits(NamedTuple):
-    """Seconds of waiting, each >= 0, that the first of these explains which was at work."""
+    """Seconds of waiting, each >= 0, counted for the first of these causes that applies."""
 
-    # Messages were on the way.
+    # Other messages were on the way.
     messages_s: float
-    # Not all ranks had the gradients.
+    # Some ranks did not have the gradients yet.
     ranks_s: float
-    # The rest: its cycle, copies.
+    # Everything else in the engine: its cycle, copies.
     engine_s: float
 
 
 class RecordedStep(NamedTuple):
-    """A step: from the end of the last message of the step before to that of its own."""
+    """A step, from the end of the last message of the previous step to that of its own."""
 
     # Seconds from the start of the file.
     start_s: float
-    # At least one, in the order of their turns.
+    # Messages in the order of their turns, at least one.
     messages: tuple[Message, ...]
 
     @property
     def end_s(self) -> float:
-        """When the last sum is there."""
-        return max(one.end_s for one in self.messages)
+        """Time at which the last sum exists."""
+        return max(message.end_s for message in self.messages)
 
     @property
     def step_s(self) -> float:
@@ -132,52 +131,58 @@ class RecordedStep(NamedTuple):
 
     @property
     def ready_s(self) -> float:
-        """When the engine of rank 0 has seen the last gradient."""
-        return max(one.ready_s for one in self.messages)
+        """Time at which the engine of rank 0 has seen the last gradient."""
+        return max(message.ready_s for message in self.messages)
 
     @property
     def exposed_s(self) -> float:
-        """Seconds from the last gradient seen to the last sum: no computing hides them."""
+        """Seconds from the last gradient seen to the last sum, which no computing hides."""
         return self.end_s - self.ready_s
 
     @property
     def exposed_parts(self) -> Waits:
-        """What the exposed seconds went into."""
-        return self._waits(self.ready_s, self.end_s, max(one.agreed_s for one in self.messages))
+        """Causes of the exposed seconds."""
+        return self._waits(
+            self.ready_s, self.end_s, max(message.agreed_s for message in self.messages)
+        )
 
     @property
     def saw_meanwhile(self) -> bool:
-        """Whether the engine saw a tensor while a message was on the way."""
+        """True if the engine saw a tensor while a message was on the way."""
         return any(
-            message.begin_s < tensor.ready_s < message.end_s
+            on_the_way.begin_s < tensor.ready_s < on_the_way.end_s
+            for on_the_way in self.messages
             for message in self.messages
-            for other in self.messages
-            for tensor in other.tensors
+            for tensor in message.tensors
         )
 
     def made_early(self, message: Message) -> Message:
-        """Return a message whose tensors were ready when the one before they were seen began."""
+        """Return a message with tensors ready at the start of the message before they were seen."""
 
         def early_s(seen_s: float) -> float:
-            before = [o for o in self.messages if 0 <= seen_s - o.end_s < LOOKS_WITHIN_S]
-            return max([o.begin_s for o in before], default=seen_s)
+            previous = [
+                earlier for earlier in self.messages if 0 <= seen_s - earlier.end_s < LOOKS_WITHIN_S
+            ]
+            return max([earlier.begin_s for earlier in previous], default=seen_s)
 
-        tensors = (one._replace(ready_s=early_s(one.ready_s)) for one in message.tensors)
+        tensors = (tensor._replace(ready_s=early_s(tensor.ready_s)) for tensor in message.tensors)
         return message._replace(tensors=tuple(tensors))
 
     def waits_of(self, message: Message) -> Waits:
-        """Return what one of the messages waited for, from its last gradient to its turn."""
+        """Return the waits of one of the messages, from its last gradient to its turn."""
         return self._waits(message.ready_s, message.begin_s, message.agreed_s)
 
     def _waits(self, start: float, stop: float, agreed: float) -> Waits:
-        """Divide a stretch of time, up to `agreed` of which ranks may have been waited for.
+        """Divide an interval, up to `agreed` of which the engine may have waited for ranks.
 
-        The engine tells that all ranks have a tensor when it has ended what it was at: until then
-        the message at work counts.
+        Messages on the way count first, because the engine records that all ranks have a tensor
+        only after it has ended the current message.
         """
 
         def at_work(end: float) -> float:
-            parts = (min(end, one.end_s) - max(start, one.begin_s) for one in self.messages)
+            parts = (
+                min(end, message.end_s) - max(start, message.begin_s) for message in self.messages
+            )
             return sum(max(0.0, part) for part in parts)
 
         messages, ranks = at_work(stop), agreed - start - at_work(agreed)
@@ -185,40 +190,40 @@ class RecordedStep(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The steps that a timeline holds."""
+    """The steps of a timeline."""
 
-    # At least one; without the first, whose start is not known.
+    # Steps, at least one; without the first, whose start is not known.
     steps: tuple[RecordedStep, ...]
-    # How many ranks took part, >= 1.
+    # Number of ranks, >= 1.
     ranks: int
 
     @property
     def typical(self) -> RecordedStep:
-        """The step of median length."""
+        """Step of median length."""
         middle = median_low(step.step_s for step in self.steps)
         return next(step for step in self.steps if step.step_s == middle)
 
     def earliest(self, step: RecordedStep) -> RecordedStep:
-        """Return a step with its tensors ready as early as they may have been.
+        """Return a step whose tensors are ready at their earliest possible times.
 
-        Where the engine's thread waits for its messages, as on CPUs, it sees no tensor meanwhile:
-        what it sees right after a message may have been ready since that message began.
+        A tensor that is seen right after a message may have been ready since that message began,
+        because the engine's thread sees no tensor while it waits for its messages, as on CPUs.
         """
-        if any(one.saw_meanwhile for one in self.steps):
+        if any(recorded.saw_meanwhile for recorded in self.steps):
             return step
         return RecordedStep(step.start_s, tuple(map(step.made_early, step.messages)))
 
 
 def is_timeline(path: Path) -> bool:
-    """Tell a timeline of Horovod, which is a list of events, from other JSON files."""
+    """Return True if a JSON file is a timeline of Horovod, which is a list of events."""
     with path.open(errors="replace") as file:
         return file.read(64).lstrip().startswith("[")
 
 
 def read_timeline(path: Path) -> Recording:
-    """Read a file that Horovod wrote, also one that a killed run has left without an end.
+    """Read a file that Horovod wrote, even if a killed run has left it without an end.
 
-    **Ranks:** none. **Cost:** some 3 s for 100 MB, which are a thousand steps of 160 tensors.
+    **Ranks:** none. **Cost:** about 3 s for 100 MB, which are a thousand steps of 160 tensors.
     **Raises:** DataError for a file that is damaged, or without two steps of the same tensors.
     """
     remedy = "Record it anew: `horovodrun --timeline-filename FILE`."
@@ -228,10 +233,10 @@ def read_timeline(path: Path) -> Recording:
 
 def _recording(path: Path) -> Recording:
     events = _events(path)
-    found = _messages(events)
-    often = _in_every_step(found)
+    all_messages = _messages(events)
+    often = _in_every_step(all_messages)
     steps, before = [], None
-    for messages in _steps(found, often):
+    for messages in _steps(all_messages, often):
         step = RecordedStep(0.0 if before is None else before, tuple(messages))
         if before is not None and {t.name for m in messages for t in m.tensors} == often:
             steps.append(step)
@@ -239,7 +244,8 @@ def _recording(path: Path) -> Recording:
     if not steps:
         raise DataError(
             f"A timeline of Horovod with two steps or more is required. Received {path}, with "
-            f"{len(found)} messages. Start the run with `horovodrun --timeline-filename FILE`."
+            f"{len(all_messages)} messages. Start the run with `horovodrun "
+            "--timeline-filename FILE`."
         )
     ranks = {str(event.get("name")) for event in events if event.get("ph") == "X"}
     return Recording(tuple(steps), max(1, len(ranks)))
@@ -247,13 +253,13 @@ def _recording(path: Path) -> Recording:
 
 def _events(path: Path) -> list[Mapping[str, Any]]:
     text = path.read_text(errors="replace")
-    for whole in (text, text[: text.rfind("},") + 1] + "]"):
+    for candidate in (text, text[: text.rfind("},") + 1] + "]"):
         try:
-            found = json.loads(whole)
+            events = json.loads(candidate)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, list) and all(isinstance(event, dict) for event in found):
-            return found
+        if isinstance(events, list) and all(isinstance(event, dict) for event in events):
+            return events
     raise DataError(
         "A timeline of Horovod, a list of events in JSON, is required. Received "
         f"{path}: {text[:60]!r}."
@@ -261,26 +267,26 @@ def _events(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _messages(events: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Put together what travelled together, in the order of its turns."""
+    """Group the tensors that travelled together into messages, in the order of their turns."""
     parts: defaultdict[int, list[Tensor]] = defaultdict(list)
     for number, tensor in _collectives(events):
         parts[number].append(tensor)
-    found, before = [], 0.0
+    messages, before = [], 0.0
     for _, tensors in sorted(parts.items()):
-        end_s = max(one.end_s for one in tensors)
-        begin_s = max(before, *(one.begin_s for one in tensors))
-        found.append(Message(tuple(tensors), min(begin_s, end_s)))
+        end_s = max(tensor.end_s for tensor in tensors)
+        begin_s = max(before, *(tensor.begin_s for tensor in tensors))
+        messages.append(Message(tuple(tensors), min(begin_s, end_s)))
         before = end_s
-    return found
+    return messages
 
 
 def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
-    """Yield what each collective carried for each name, with the number of its message.
+    """Yield the tensor of each name in each collective, with the number of its message.
 
-    Tensors that are fused begin together, before anything is done with one of them.
+    Fused tensors begin together, before any activity of one of them.
     """
     names: dict[int, str] = {}
-    # By process, which is a tensor: what has begun in it, from the outside; its times
+    # By process, which is a tensor: its open activities, outermost first; its times
     begun: defaultdict[int, list[str]] = defaultdict(list)
     times: dict[int, dict[str, Any]] = {}
     number, is_open = 0, False
@@ -304,7 +310,7 @@ def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Ten
             else:
                 is_open = False
             stack.append(event["name"])
-        elif stack:  # Else the file begins in the middle of it
+        elif stack:  # Otherwise the file begins within the activity
             ended = stack.pop()
             if ended.startswith(NEGOTIATES):
                 times[tensor]["agreed_s"] = seconds
@@ -324,10 +330,11 @@ def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Ten
 
 
 def _in_every_step(messages: Sequence[Message]) -> set[str]:
-    """Return the names of the tensors that most collectives are of, as often as each other.
+    """Return the names of the tensors that are exchanged in every step.
 
-    Averages of metrics, broadcasts and checks come less often, and what is exchanged outside of a
-    graph, by whatever part of the program, has one name for all. The last step may have been cut.
+    They have equal counts, which most collectives share. Averages of metrics, broadcasts and checks
+    are less frequent, and all tensors exchanged outside of a graph have one name. Counts may differ
+    by one, because the last step may be incomplete.
     """
     counts = Counter(
         tensor.name
@@ -343,12 +350,12 @@ def _in_every_step(messages: Sequence[Message]) -> set[str]:
 
 
 def _steps(messages: Sequence[Message], often: set[str]) -> Iterator[list[Message]]:
-    """Cut where a tensor comes again."""
+    """Split the messages into steps at each repeated tensor."""
     step: list[Message] = []
     seen: set[str] = set()
     for message in messages:
-        tensors = tuple(one for one in message.tensors if one.name in often)
-        names = {one.name for one in tensors}
+        tensors = tuple(tensor for tensor in message.tensors if tensor.name in often)
+        names = {tensor.name for tensor in tensors}
         if names & seen:
             yield step
             step, seen = [], set()
@@ -359,19 +366,19 @@ def _steps(messages: Sequence[Message], often: set[str]) -> Iterator[list[Messag
         yield step
 
 
-# Of sums that a simulated step can carry
+# Dtypes of sums that a simulated step supports
 DTYPES = ("float16", "float32", "float64")
 
 
 def measured_step(recording: Recording, step: RecordedStep, topology: Topology) -> MeasuredStep:
     """Return a step of a recording, with its profile and its plan.
 
-    A third of its computing, or less, counts as the forward pass.
+    The forward pass is assumed to be a third of its computing, or less.
 
     Args:
-        recording: of a run whose gradients travelled as sums.
-        step: of it.
-        topology: of its ranks.
+        recording: recording of a run whose gradients travelled as sums.
+        step: step of the recording.
+        topology: topology of its ranks.
 
     **Raises:** DataError if anything but sums of float gradients travelled, and for a topology of
     another number of ranks.
@@ -382,11 +389,11 @@ def measured_step(recording: Recording, step: RecordedStep, topology: Topology) 
             f"Received slots={topology.slots}. Set --slots to the ranks of a node."
         )
     tensors = [tensor for message in step.messages for tensor in message.tensors]
-    for one in tensors:
-        if one.operation != "ALLREDUCE" or one.dtype not in DTYPES:
+    for tensor in tensors:
+        if tensor.operation != "ALLREDUCE" or tensor.dtype not in DTYPES:
             raise DataError(
                 "To simulate a recorded step, sums of gradients alone are required. Received "
-                f"{one.operation} of {one.dtype}, {one.name!r}. Measure this run with "
+                f"{tensor.operation} of {tensor.dtype}, {tensor.name!r}. Measure this run with "
                 "`tfcommx profile --exchange`."
             )
     profile = _profile(step, tensors)
@@ -400,16 +407,16 @@ def measured_step(recording: Recording, step: RecordedStep, topology: Topology) 
 
 def _profile(step: RecordedStep, tensors: Sequence[Tensor]) -> Profile:
     compute_s = step.ready_s - step.start_s
-    ready = sorted(tensors, key=lambda one: one.ready_s)
+    ready = sorted(tensors, key=lambda tensor: tensor.ready_s)
     forward_s = max(0.0, min(FORWARD_SHARE * compute_s, ready[0].ready_s - step.start_s))
     rows = tuple(
         VariableProfile(
-            one.name,
-            one.shape,
-            one.dtype,
-            ready_s=max(0.0, one.ready_s - step.start_s - forward_s),
+            tensor.name,
+            tensor.shape,
+            tensor.dtype,
+            ready_s=max(0.0, tensor.ready_s - step.start_s - forward_s),
         )
-        for one in ready
+        for tensor in ready
     )
     return Profile("a recorded run", rows, forward_s, compute_s - forward_s, batch=1, steps=1)
 
@@ -417,8 +424,8 @@ def _profile(step: RecordedStep, tensors: Sequence[Tensor]) -> Profile:
 def _bucket(message: Message) -> Bucket:
     return Bucket(
         message.name,
-        tuple(one.name for one in message.tensors),
-        tuple(one.entries for one in message.tensors),
+        tuple(tensor.name for tensor in message.tensors),
+        tuple(tensor.entries for tensor in message.tensors),
         message.tensors[0].dtype,
         "allreduce",
     )
@@ -426,12 +433,14 @@ def _bucket(message: Message) -> Bucket:
 
 def _spans(step: RecordedStep, profile: Profile, port: str) -> tuple[Span, ...]:
     before = profile.forward_s
-    found = [Span("compute", "forward", "forward", 0.0, before)]
+    spans = [Span("compute", "forward", "forward", 0.0, before)]
     for row in profile.variables:
         ready_s = profile.forward_s + row.ready_s
-        found.append(Span("compute", "backward", row.name, before, ready_s))
+        spans.append(Span("compute", "backward", row.name, before, ready_s))
         before = ready_s
     for number, message in enumerate(step.messages):
         start, stop = (time - step.start_s for time in (message.begin_s, message.end_s))
-        found.append(Span(port, "message", message.name, start, stop, number))
-    return tuple(sorted((s for s in found if s.end_s > s.start_s), key=lambda s: s.start_s))
+        spans.append(Span(port, "message", message.name, start, stop, number))
+    return tuple(
+        sorted((span for span in spans if span.end_s > span.start_s), key=lambda span: span.start_s)
+    )

@@ -1,13 +1,13 @@
 """Measure the links of this cluster: alpha and beta by messages, gamma by adding.
 
-Under MPI each rank sends s bytes to the next one of its group while it receives as many: alpha + s
-beta. Under Gloo, and where NCCL carries the gradients, the engine gathers s bytes from each of p
-ranks in a ring: (p - 1) (alpha + s beta), plus its own time; for NCCL in the GPU's memory, because
-the host's messages take another way. Times of several sizes give alpha and beta. Among peers all
-slots of a node send at once and share its port; there s is the node's bytes. `seconds_per_byte`
-adds on the device of the residuals, because routes add there. `measure.engine`
-measures the engine's own time, messages while the ranks compute, and what the engine at work really
-takes for short allreduces of all ranks.
+Under MPI each rank sends s bytes to the next rank of its group while it receives as many: alpha + s
+beta. Under Gloo and NCCL, the engine gathers s bytes from each of p ranks in a ring: (p - 1)
+(alpha + s beta), plus its own time. For NCCL they are in the GPU's memory, because the host's
+messages take another path. Alpha and beta are fitted to the times of several sizes. Among peers, s
+is the bytes of the node, because all its slots send at once and share its port. `seconds_per_byte`
+adds on the device of the residuals, because routes add there. `measure.engine` measures the
+engine's own time, messages while the ranks compute, and the real times of the engine's short
+allreduces of all ranks.
 
 Source: the alpha-beta model of Thakur et al., "Optimization of Collective Communication Operations
 in MPICH" (2005).
@@ -46,9 +46,9 @@ from tfcommx.measure.engine import (
 from tfcommx.routes import pipeline
 from tfcommx.routes.messages import MessageOptions, tag_of
 
-# Bytes of a vector on a GPU: shorter ones take what a launch takes
+# Bytes of a vector on a GPU; the time of shorter ones is that of a launch
 BYTES_ON_GPU = 2**24
-# Additions whose time counts; a launch and the way back to the host would hide a single one's
+# Number of additions timed together; launch and copy to the host would hide the time of one
 ADDITIONS = 32
 
 
@@ -58,13 +58,13 @@ def seconds_per_byte(
     """Return the seconds per byte of adding one vector to another.
 
     Args:
-        device: "/cpu:0", or a GPU as TensorFlow names it.
+        device: "/cpu:0", or TensorFlow's name of a GPU.
         size: bytes of the vectors on the CPU, a multiple of 4, >= 4.
-        repeats: >= 1. On the CPU the fastest counts.
+        repeats: number of additions, >= 1. On the CPU the fastest counts.
         clock: returns seconds from any start.
 
     **Ranks:** local. **Cost:** `repeats` additions, or on a GPU `repeats` + 1 times 34, and 32 MB
-    of its memory meanwhile.
+    of its memory.
     """
     if device == "/cpu:0":
         return _on_host(size, repeats, clock)
@@ -74,24 +74,24 @@ def seconds_per_byte(
 def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) -> float:
     """Return the seconds per byte of TensorFlow's addition on a device.
 
-    They are the difference of a row of additions and a single one, both with an entry of the result
-    read on the host: a launch ends before the addition does. Medians count, because a GPU's clock
-    and the host's other work change single times either way.
+    They are the difference of a row of additions and a single one. Both read an entry of the result
+    on the host, because a launch ends before the addition does. Medians count, because a GPU's
+    clock and the host's other work may lengthen or shorten single times.
 
     Args:
-        device: as TensorFlow names it.
+        device: TensorFlow's name of the device.
         size: bytes of the vectors, a multiple of 4, >= 4.
-        repeats: >= 1.
+        repeats: number of rows, >= 1.
         clock: returns seconds from any start.
     """
     with tf.device(device):
-        total, other = tf.Variable(tf.zeros([size // 4])), tf.ones([size // 4])
+        total, summand = tf.Variable(tf.zeros([size // 4])), tf.ones([size // 4])
 
     def row(additions: int) -> Callable[[], tf.Tensor]:
         def add() -> tf.Tensor:
             with tf.device(device):
-                for _ in range(additions):  # In place, so in turn
-                    total.assign_add(other)
+                for _ in range(additions):  # In place, and therefore in sequence
+                    total.assign_add(summand)
                 return total.read_value()[:1]
 
         traced: Callable[[], tf.Tensor] = tf.function(add, autograph=False)
@@ -103,17 +103,17 @@ def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) 
             start = clock()
             work().numpy()
             times.append(clock() - start)
-        return statistics.median(times[1:])  # The first one is traced
+        return statistics.median(times[1:])  # Without the first, which is traced
 
     longer = seconds(row(1 + ADDITIONS)) - seconds(row(1))
     return max(longer, 0.0) / (ADDITIONS * size)
 
 
 def _on_host(size: int, repeats: int, clock: Callable[[], float]) -> float:
-    total, other, best = np.zeros(size // 4, np.float32), np.ones(size // 4, np.float32), math.inf
+    total, summand, best = np.zeros(size // 4, np.float32), np.ones(size // 4, np.float32), math.inf
     for _ in range(repeats):
         start = clock()
-        np.add(total, other, out=total)
+        np.add(total, summand, out=total)
         best = min(best, clock() - start)
     return max(best, 0.0) / (4 * len(total))
 
@@ -122,14 +122,14 @@ def _on_host(size: int, repeats: int, clock: Callable[[], float]) -> float:
 SIZES = tuple(4**power for power in range(5, 13))
 # Sizes of the pipeline's blocks to try, bytes
 BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)
-# Messages are repeated, at most MOST times, until this many bytes have come through the port:
-# traffic shapers let a burst pass
+# Messages are repeated, at most MOST times, until this many bytes have passed through the port,
+# because traffic shapers pass a burst
 STEADY, MOST = 2**22, 16
-# Messages by which a change of the network is told: bytes of each, bytes through a port that make a
-# time, and times. While other programs compute on the ranks' processors, half of the times are
-# twice as long as the fastest.
+# Messages that detect a change of the network: bytes of each, bytes through a port per measured
+# time, and number of times. While other programs compute on the ranks' processors, half of the
+# times are twice as long as the fastest.
 WATCHED, WATCHED_STEADY, WATCHED_TIMES = 2**18, 2**20, 8
-# Bytes of the allreduces that are measured, up to the largest of the sizes asked for
+# Bytes of the measured allreduces, limited to the largest requested size
 CURVE = (1024, 16384, 65536, 262144, 2**20)
 
 
@@ -137,27 +137,27 @@ class ProbeResult(NamedTuple):
     """Measured links, equal on all ranks."""
 
     links: Links
-    # "inside", "between" -> (latency terms, bytes that come in, seconds)
+    # "inside", "between" -> (latency terms, received bytes, seconds)
     points: dict[str, list[tuple[float, float, float]]]
     # (bytes of a block, seconds of the pipeline); empty without messages
     blocks: list[tuple[int, float]]
     # Standard deviations over the repeats: "inside.alpha_s", "contention", ...
-    spread: dict[str, float] = {}  # noqa: RUF012  Nobody changes it
-    # Whether the engine ran the messages: then its time is in the points
+    spread: dict[str, float] = {}  # noqa: RUF012  Never changed
+    # True if the engine ran the messages; then the points include its time
     by_engine: bool = False
 
     def to_json(self) -> str:
-        """Return JSON; a kind of link that this cluster lacks has no points, and nominal values."""
-        found = {**self._asdict(), "links": self.links.to_dict()}
-        return json.dumps(found, indent=1) + "\n"
+        """Return JSON; a kind of link that this cluster lacks has nominal values and no points."""
+        fields = {**self._asdict(), "links": self.links.to_dict()}
+        return json.dumps(fields, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> ProbeResult:
         read = json.loads(text)
-        points = {kind: [tuple(point) for point in found] for kind, found in read["points"].items()}
+        points = {kind: [tuple(point) for point in rows] for kind, rows in read["points"].items()}
         blocks = [tuple(row) for row in read["blocks"]]
-        more = (read.get("spread", {}), read.get("by_engine", False))
-        return ProbeResult(Links.from_dict(read["links"]), points, blocks, *more)
+        optional = (read.get("spread", {}), read.get("by_engine", False))
+        return ProbeResult(Links.from_dict(read["links"]), points, blocks, *optional)
 
 
 def probe(
@@ -170,23 +170,24 @@ def probe(
     load: Callable[[], object] | None = None,
     fusion: bool = False,
 ) -> ProbeResult:
-    """Measure this cluster's links; with messages also the best size of the pipeline's blocks.
+    """Measure this cluster's links, and with messages the best size of the pipeline's blocks.
 
     Args:
         comm: this rank's view of the others.
         sizes: bytes that each rank sends, multiples of 4, >= 4.
-        repeats: of each size, >= 1. Of messages and allreduces the median counts: what disturbs
-            them here disturbs those of a training, too. Of blocks and additions, the fastest.
+        repeats: repeats of each size, >= 1. The median of messages and allreduces counts, because
+            disturbances of the probe also occur in training. For blocks and additions, the fastest
+            counts.
         clock: returns seconds from any start.
-        blocks: sizes of the pipeline's blocks to try, bytes, multiples of 4, >= 4; the vector has
-            half the largest of `sizes`.
-        steady: messages are repeated until this many bytes have come through a port.
+        blocks: bytes of the pipeline's blocks to try, multiples of 4, >= 4; the vector has half the
+            bytes of the largest of `sizes`.
+        steady: messages are repeated until this many bytes have passed through a port.
         load: computes while messages are timed again (`measure.engine.matmul_load`, or a step of a
             model); None: contention is not measured.
-        fusion: whether to measure if the engine fuses allreduces; `comm` must work in graphs.
+        fusion: True to measure if the engine fuses allreduces; `comm` must work in graphs.
 
     Returns:
-        The same on every rank; times of messages are the slowest rank's.
+        The same on every rank; times of messages are those of the slowest rank.
 
     **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) times 1 to
     16 exchanges of each size and group, 20 tiny collectives a group, an allreduce of each size of
@@ -198,53 +199,53 @@ def probe(
     timer = functools.partial(_slowest_seconds, comm, repeats=repeats, clock=clock)
     added = seconds_per_byte(residual_device(), max(sizes), repeats, clock)
     gamma = max(comm.gather_objects(added))
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     points: dict[str, list[tuple[float, float, float]]] = {}
     spread: dict[str, float] = {}
     for kind, group, together in (("inside", "node", 1), ("between", "peers", topology.slots)):
         timed = _time(comm, group, sizes, together, timer, steady)
         points[kind] = [(terms, size, statistics.median(times)) for terms, size, times in timed]
         if not timed:
-            found[kind] = getattr(NOMINAL, kind)
+            fields[kind] = getattr(NOMINAL, kind)
             continue
         alpha, beta = fit(points[kind])
         engine = measure_engine(comm, group, alpha, timer)
-        found |= {
+        fields |= {
             kind: Link(engine.alpha_s, beta, gamma),
-            # Between nodes, if there are several
+            # The last kind counts: between nodes, if the cluster has several
             "engine_s": statistics.median(engine.seconds),
         }
         spread |= {**_spread(kind, timed), "engine_s": statistics.pstdev(engine.seconds)}
     if topology.size > 1:
-        found |= _under_load(comm, sizes, load, timer, spread)
-        found["fuses"] = fusion and engine_fuses(comm, timer)
+        fields |= _under_load(comm, sizes, load, timer, spread)
+        fields["fuses"] = fusion and engine_fuses(comm, timer)
         name = engine_at_work(comm)
-        found["engine"] = EngineSettings(name)
+        fields["engine"] = EngineSettings(name)
         curve = [size for size in CURVE if size <= max(sizes)]
         if len(curve) > 1:
-            least = _ring_seconds_per_byte(name, topology, Links(**found))
-            found["calibration"] = calibrate(comm, curve, found["engine_s"], least, timer)
+            least = _ring_seconds_per_byte(name, topology, Links(**fields))
+            fields["calibration"] = calibrate(comm, curve, fields["engine_s"], least, timer)
         port = "between" if topology.nodes > 1 else "inside"
-        found["spread"] = spread[f"{port}.beta_s_per_byte"] / found[port].beta_s_per_byte
+        fields["spread"] = spread[f"{port}.beta_s_per_byte"] / fields[port].beta_s_per_byte
     tried = _time_blocks(comm, max(sizes) // 8, blocks, timer)
     best = min(tried, key=lambda row: row[1])[0] if tried else NOMINAL.block_bytes
     by_engine = not sends_messages(comm)
-    return ProbeResult(Links(**found, block_bytes=best), points, tried, spread, by_engine)
+    return ProbeResult(Links(**fields, block_bytes=best), points, tried, spread, by_engine)
 
 
 def fastest_message(comm: Comm, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the seconds of a message of WATCHED bytes between nodes, the fastest of some.
+    """Return the seconds of the fastest of several messages of WATCHED bytes between nodes.
 
-    Other work on a machine makes messages longer, by 30 times where it takes a processor from a
-    rank, and none shorter; a network that becomes slower makes all of them longer. So the fastest
-    tells the network from the machine, where the median of `probe` does not.
+    The fastest separates network and machine, where the median of `probe` does not, because a
+    slower network lengthens all messages. Other work on a machine lengthens some, up to 30 times if
+    it takes a processor from a rank, and shortens none.
 
     Args:
         comm: this rank's view of the others, on two nodes or more.
         clock: returns seconds from any start.
 
-    **Ranks:** all, outside of traced code. **Cost:** 9 MB through each port, or 9 messages if these
-    are more.
+    **Ranks:** all, outside of traced code. **Cost:** 9 MB through each port, or 9 messages if
+    they have more bytes.
     **Raises:** ConfigurationError if the nodes have unequal numbers of slots.
     """
     comm.topology.require_even("measuring messages between nodes")
@@ -255,13 +256,13 @@ def fastest_message(comm: Comm, clock: Callable[[], float] = time.perf_counter) 
 
 
 def _ring_seconds_per_byte(engine: str, topology: Topology, links: Links) -> float:
-    """Return what a byte of a vector takes that a ring of all ranks reduces."""
+    """Return the seconds per byte of a vector that a ring of all ranks reduces."""
     hop = engines.get(engine).flat_ring(topology, links)
     return 2 * (topology.size - 1) / topology.size * hop.beta_s_per_byte
 
 
 def _spread(kind: str, timed: list[tuple[float, float, list[float]]]) -> dict[str, float]:
-    """Return the standard deviations of alpha and beta, fitted to each repeat by itself."""
+    """Return the standard deviations of alpha and beta, fitted to each repeat separately."""
     fits = [
         fit([(terms, size, times[repeat]) for terms, size, times in timed])
         for repeat in range(len(timed[0][2]))
@@ -280,16 +281,16 @@ def _under_load(
     timer: Timer,
     spread: dict[str, float],
 ) -> dict[str, float]:
-    """Time a message of middle size while all ranks compute; return nothing without a load."""
+    """Time a message of medium size while all ranks compute; return {} without a load."""
     if load is None:
         return {}
     size = sorted(sizes)[len(sizes) // 2]
     group = "peers" if comm.topology.nodes > 1 else "node"
     with _exchange(comm, group) as exchange:
         work = functools.partial(exchange, size // 4, f"tfcommx/probe/load/{size}", 1)
-        found = measure_contention(work, load, timer)
-    spread["contention"] = statistics.pstdev(found)
-    return {"contention": statistics.median(found)}
+        slowdowns = measure_contention(work, load, timer)
+    spread["contention"] = statistics.pstdev(slowdowns)
+    return {"contention": statistics.median(slowdowns)}
 
 
 def _time(
@@ -303,7 +304,7 @@ def _time(
     """Time exchanges in a group of two or more ranks.
 
     Returns:
-        (latency terms, bytes that come in through one port, seconds of each repeat) of each size.
+        (latency terms, bytes received through one port, seconds of each repeat) of each size.
     """
     members = comm.members(group)
     if len(members) == 1:
@@ -317,7 +318,7 @@ def _time(
             through = parts * size * together
             times = min(MOST, max(1, steady // through))
             work = functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}", times)
-            points.append((latencies, float(through), [one / times for one in timer(work)]))
+            points.append((latencies, float(through), [time_s / times for time_s in timer(work)]))
     return points
 
 
@@ -325,7 +326,7 @@ def _time(
 def _exchange(comm: Comm, group: str) -> Iterator[Callable[[int, str, int], object]]:
     """Yield a function that sends entries around a group several times. **Ranks:** all."""
     members = comm.members(group)
-    # Its own connection: a route's would change how a rank ends after an exception
+    # A separate connection, because a route's would change the exit of a rank after an exception
     point_to_point = comm.messages.open_own(counted=False) if sends_messages(comm) else None
     position = members.index(comm.rank)
 
@@ -346,7 +347,7 @@ def _exchange(comm: Comm, group: str) -> Iterator[Callable[[int, str, int], obje
         return None
 
     yield exchange
-    if point_to_point is not None:  # Not after an exception: closing waits for the others
+    if point_to_point is not None:  # Not after an exception; closing waits for the others
         point_to_point.close()
 
 
@@ -357,7 +358,7 @@ def _time_blocks(
     if not blocks or not comm.messages.possible or comm.topology.size == 1:
         return []
     comm.messages.open()
-    vector, found = tf.zeros([entries]), []
+    vector, timed = tf.zeros([entries]), []
     for block in blocks:
         bucket = Bucket(
             f"tfcommx/probe/blocks/{block}",
@@ -368,18 +369,18 @@ def _time_blocks(
             options=MessageOptions(block),
         )
         work = functools.partial(pipeline.ROUTE.run_in_group, vector, bucket, comm, "world")
-        found.append((block, min(timer(work))))
-    return found
+        timed.append((block, min(timer(work))))
+    return timed
 
 
 def _slowest_seconds(
     comm: Comm, work: Callable[[], object], repeats: int, clock: Callable[[], float]
 ) -> list[float]:
-    """Return the seconds that some work takes on the slowest rank, for each repeat."""
+    """Return the seconds of work on the slowest rank, for each repeat."""
     seconds = []
     for _ in range(repeats + 1):
         comm.gather_objects(None)  # All start together
         start = clock()
         finish(work())
         seconds.append(max(comm.gather_objects(clock() - start)))
-    return seconds[1:]  # The first one opens connections
+    return seconds[1:]  # Without the first, which opens connections

@@ -1,10 +1,10 @@
-"""Measures the profile of a model on this rank: when each gradient is ready, and update times.
+"""Measure the profile of a model on this rank: the times of its gradients and of its update.
 
     step    | forward |  grad z  | grad y |   grad x   |
     stamps            |          |        |            |
 
-The step is Keras's own: the model's call, `compute_loss`, gradients. A stamp reads the clock when
-one entry of a tensor is on the host. Steps without stamps show what the stamps cost.
+The step is that of Keras: the model's call, `compute_loss`, gradients. A stamp reads the clock when
+one entry of a tensor is on the host. The difference to steps without stamps is their cost.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tfcommx.core import SPARSE_WIRES, ConfigurationError, Profile, VariableProf
 from tfcommx.kernels.traced import stamp
 from tfcommx.wire import codec
 
-# Lengths of vector on which selection is timed; other lengths are interpolated
+# Number of vector lengths for which selection is timed; times of others are interpolated
 SELECTION_SIZES = 6
-# Steps that do not count; the first is traced
+# Number of steps that do not count; the first is traced
 WARM_UP = 2
 
 
 class MeasuredProfile(NamedTuple):
-    """A profile, and how much its stamps slow the step."""
+    """A profile, and the times of steps with and without its stamps."""
 
     profile: Profile
     # Median seconds of forward and backward pass without stamps
     plain_s: float
-    # The same with stamps, measured alternately
+    # Median seconds with stamps, measured alternately
     stamped_s: float
 
 
@@ -49,29 +49,29 @@ def profile(
     rule: str | None = None,
     density: float = 0.01,
 ) -> Profile:
-    """Measure when the gradients of a compiled model are ready; nothing of it is changed.
+    """Measure the times at which the gradients of a compiled model are ready, without changing it.
 
     >>> layers = [keras.layers.Input((4,)), keras.layers.Dense(2, name="out")]
     >>> model = keras.Sequential(layers, name="small")
     >>> model.compile("sgd", loss="mse")
-    >>> found = profile(model, [(np.ones((8, 4)), np.ones((8, 2)))], steps=2)
-    >>> found.model, found.batch, [row.name.rpartition("/")[2] for row in found.variables]
+    >>> measured = profile(model, [(np.ones((8, 4)), np.ones((8, 2)))], steps=2)
+    >>> measured.model, measured.batch, [row.name.rpartition("/")[2] for row in measured.variables]
     ('small', 8, ['bias', 'kernel'])
 
     Args:
-        model: compiled, and built.
+        model: compiled and built model.
         data: batches (inputs, targets) or (inputs, targets, weights), of one shape; repeated if
-            there are too few.
-        steps: to measure, >= 1, after two that do not count.
-        rule: a selection rule such as "mstopk", to time its selection, encoding and merging; None:
-            these are not timed.
+            they are too few.
+        steps: number of steps to measure, >= 1, after two that do not count.
+        rule: a selection rule such as "mstopk", whose selection, encoding and merging are timed;
+            None: not timed.
         density: entries selected / entries, in (0, 1].
 
     Returns:
         Variables in backward order; means and standard deviations over the steps.
 
     **Ranks:** local; the plan of a launch needs one profile, the same on all ranks.
-    **Cost:** twice `steps` + 2 steps, two tracings, an optimizer's state for a moment.
+    **Cost:** twice `steps` + 2 steps, two tracings, the temporary state of an optimizer.
     **Raises:** ConfigurationError for a model that is not compiled or not built, or without data.
     """
     return measure(model, data, steps, rule, density).profile
@@ -84,7 +84,7 @@ def measure(
     rule: str | None = None,
     density: float = 0.01,
 ) -> MeasuredProfile:
-    """Do what `profile` does, and measure how much the stamps slow the step."""
+    """Measure a profile, as `profile` does, and the slowdown by its stamps."""
     timing = StepTiming(model, data, steps)
     for _ in range(steps + WARM_UP):
         timing.step()
@@ -92,7 +92,7 @@ def measure(
 
 
 class StepTiming:
-    """Times a model's step, one call per step, so that other measurements can go between them.
+    """Times a model's step, one call per step, which allows other measurements in between.
 
     >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
     >>> model.compile("sgd", loss="mse")
@@ -107,7 +107,7 @@ class StepTiming:
         """Check the model, and take batches for `steps` steps; see `profile`."""
         self._model, self._variables = model, _check(model, steps)
         self._batches = batches_of(data, steps + WARM_UP)
-        # Positions of the variables that have a gradient: Keras exchanges no others
+        # Positions of the variables that have a gradient, the only ones that Keras exchanges
         self._connected: list[int] = []
         self._stamped = _step(model, self._connected, stamps=True)
         self._plain = _step(model, self._connected, stamps=False)
@@ -120,27 +120,27 @@ class StepTiming:
         batch = self._batches[len(self._rows) % len(self._batches)]
         with statistics_kept(self._model):
             start = time.perf_counter()
-            found = self._stamped(*batch).numpy() - start
+            stamps = self._stamped(*batch).numpy() - start
             self._stamped_s.append(time.perf_counter() - start)
             start = time.perf_counter()
             self._plain(*batch).numpy()
             self._plain_s.append(time.perf_counter() - start)
-        self._rows.append(found)
+        self._rows.append(stamps)
 
     def measured(self, rule: str | None = None, density: float = 0.01) -> MeasuredProfile:
-        """Return the profile of the steps so far; times selection and update too."""
+        """Return the profile of the steps so far; time selection and update, too."""
         model, batches = self._model, self._batches
         variables = [self._variables[position] for position in self._connected]
         update_s = _update_seconds(model, variables)
         select = _selection_times(variables, rule, density) if rule else lambda size: None
         rows = np.array(self._rows[WARM_UP:])
-        every = variable_names(model)
-        names = [every[position] for position in self._connected]
-        found = _profile(model, names, variables, rows, update_s, select)
+        all_names = variable_names(model)
+        names = [all_names[position] for position in self._connected]
+        fields = _profile(model, names, variables, rows, update_s, select)
         samples = int(tf.nest.flatten(batches[0][0])[0].shape[0])
         density_or_none = density if rule else None
         return MeasuredProfile(
-            Profile(batch=samples, steps=len(rows), density=density_or_none, **found),
+            Profile(batch=samples, steps=len(rows), density=density_or_none, **fields),
             statistics.median(self._plain_s[WARM_UP:]),
             statistics.median(self._stamped_s[WARM_UP:]),
         )
@@ -148,12 +148,12 @@ class StepTiming:
 
 @contextlib.contextmanager
 def statistics_kept(model: keras.Model) -> Iterator[None]:
-    """Restore afterwards what steps change without an update, such as batch norm's means."""
-    kept = [variable.numpy() for variable in model.non_trainable_variables]
+    """Restore the values that steps without update change, such as batch norm's means."""
+    values = [variable.numpy() for variable in model.non_trainable_variables]
     try:
         yield
     finally:
-        for variable, value in zip(model.non_trainable_variables, kept, strict=True):
+        for variable, value in zip(model.non_trainable_variables, values, strict=True):
             variable.assign(value)
         model.reset_metrics()
 
@@ -175,17 +175,17 @@ def _check(model: keras.Model, steps: int) -> list[keras.Variable]:
 
 def batches_of(data: Iterable[Any], count: int) -> list[tuple[Any, Any, Any]]:
     """Return the first batches as tensors. **Raises:** ConfigurationError if there are none."""
-    found = [_tensors(batch) for batch in itertools.islice(data, count)]
-    if not found:
+    batches = [_tensors(batch) for batch in itertools.islice(data, count)]
+    if not batches:
         raise ConfigurationError("Batches to measure with are required. Received none.")
-    return found
+    return batches
 
 
 def _tensors(batch: Any) -> tuple[Any, Any, Any]:
     """Return inputs, targets and weights of a batch as tensors."""
     parts = keras.utils.unpack_x_y_sample_weight(batch)
     inputs, targets, weights = tf.nest.map_structure(
-        lambda one: None if one is None else tf.convert_to_tensor(one), parts
+        lambda part: None if part is None else tf.convert_to_tensor(part), parts
     )
     return inputs, targets, weights
 
@@ -200,15 +200,17 @@ def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..
         with tf.GradientTape() as tape:
             outputs = model(x, training=True)
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights)
-        values = [one.value for one in model.trainable_variables]
-        found = tape.gradient(loss, values)
-        connected[:] = [place for place, one in enumerate(found) if one is not None]
+        values = [variable.value for variable in model.trainable_variables]
+        raw_gradients = tape.gradient(loss, values)
+        connected[:] = [
+            position for position, gradient in enumerate(raw_gradients) if gradient is not None
+        ]
         # Gradients of embeddings become dense, as in an exchange
-        gradients = [tf.convert_to_tensor(found[place]) for place in connected]
+        gradients = [tf.convert_to_tensor(raw_gradients[position]) for position in connected]
         if stamps:
-            return tf.stack([stamp(one) for one in (loss, *gradients)])
-        # TensorFlow prunes what only a control dependency needs
-        entries = [tf.reshape(one, [-1])[0] for one in (loss, *gradients)]
+            return tf.stack([stamp(tensor) for tensor in (loss, *gradients)])
+        # Returned as data, because TensorFlow prunes ops that only a control dependency needs
+        entries = [tf.reshape(tensor, [-1])[0] for tensor in (loss, *gradients)]
         return tf.stack([tf.cast(entry, tf.float32) for entry in entries])
 
     traced: Callable[..., tf.Tensor] = tf.function(step, autograph=False)
@@ -240,22 +242,22 @@ def _profile(
     select: Callable[[int], float | None],
 ) -> dict[str, Any]:
     """Turn stamps [steps, 1 + variables], in seconds from the start, into fields of a profile."""
-    entries = sum(int(np.prod(one.shape)) for one in variables)
-    # The stamp of the loss may be late: the backward pass does not wait for it
+    entries = sum(int(np.prod(variable.shape)) for variable in variables)
+    # The stamp of the loss may be late; the backward pass does not wait for it
     forward = stamps.min(axis=1, keepdims=True)
     ready = stamps[:, 1:] - forward
     mean, spread = ready.mean(axis=0), ready.std(axis=0)
     rows = []
-    for place in reversed(range(len(variables))):
-        variable = variables[place]
+    for position in reversed(range(len(variables))):
+        variable = variables[position]
         size = int(np.prod(variable.shape))
         rows.append(
             VariableProfile(
-                names[place],
+                names[position],
                 tuple(variable.shape),
                 keras.backend.standardize_dtype(variable.dtype),
-                ready_s=float(mean[place]),
-                ready_spread_s=float(spread[place]),
+                ready_s=float(mean[position]),
+                ready_spread_s=float(spread[position]),
                 selection_s=select(size),
                 update_s=update_s * size / entries,
             )
@@ -270,21 +272,21 @@ def _profile(
 
 def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> float:
     """Time a copy of the optimizer on copies of the variables."""
-    given = model.optimizer
-    # Classes of the user, which Keras does not know by name; without the wrapper's
-    known = {
+    original = model.optimizer
+    # Classes of the user, because Keras does not know their names; without the wrapper's
+    classes = {
         cls.__name__: cls
-        for one in (given, getattr(given, "inner_optimizer", given))
-        for cls in reversed(type(one).__mro__[hasattr(one, "exchanger") :])
+        for part_optimizer in (original, getattr(original, "inner_optimizer", original))
+        for cls in reversed(type(part_optimizer).__mro__[hasattr(part_optimizer, "exchanger") :])
         if not cls.__module__.startswith("tfcommx.")
     }
-    optimizer = keras.optimizers.deserialize(keras.optimizers.serialize(given), known)
-    for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if one is not None:  # So that each step updates
-            one.gradient_accumulation_steps = None
-    copies = [keras.Variable(one, dtype=one.dtype) for one in variables]
+    optimizer = keras.optimizers.deserialize(keras.optimizers.serialize(original), classes)
+    for part_optimizer in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if part_optimizer is not None:  # Otherwise only some steps would update
+            part_optimizer.gradient_accumulation_steps = None
+    copies = [keras.Variable(variable, dtype=variable.dtype) for variable in variables]
     optimizer.build(copies)
-    gradients = [tf.zeros(one.shape, one.dtype) for one in copies]
+    gradients = [tf.zeros(copy.shape, copy.dtype) for copy in copies]
     update = tf.function(lambda: optimizer.apply(gradients, copies), autograph=False)
     with allow_plain_optimizers():
         return _typical(lambda: (update(), copies[0].numpy()))
@@ -293,13 +295,13 @@ def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> 
 def _selection_times(
     variables: Sequence[keras.Variable], rule: str, density: float
 ) -> Callable[[int], float]:
-    """Time a sparse bucket's work besides messages, on lengths from the smallest variable's on.
+    """Time a sparse bucket's work without messages, from the smallest to the largest variable.
 
-    A rank copies into the flat vector, selects, encodes (in the plain format) and merges (here its
-    own entries only).
+    A rank copies into the flat vector, selects, encodes (in the plain format) and merges (here only
+    its own entries).
     """
     chosen = selection.rule(rule)
-    lengths = [int(np.prod(one.shape)) for one in variables]
+    lengths = [int(np.prod(variable.shape)) for variable in variables]
     sizes = np.unique(np.geomspace(min(lengths), max(lengths), SELECTION_SIZES).round())
 
     def seconds_of(size: int) -> float:
@@ -307,8 +309,8 @@ def _selection_times(
         residual = tf.Variable(tf.zeros([size]))
 
         @tf.function(autograph=False)
-        def work(start: tf.Tensor, rest: tf.Tensor) -> tf.Tensor:
-            flat = tf.ensure_shape(tf.concat([start, rest], axis=0), residual.shape)
+        def work(first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
+            flat = tf.ensure_shape(tf.concat([first, second], axis=0), residual.shape)
             sparse = chosen.select_with_residual(flat, residual, k, 7)
             words = codec.encode(sparse, SPARSE_WIRES[0])
             return codec.merge(words, k, flat.shape[0], SPARSE_WIRES[0])[-1]
@@ -321,9 +323,9 @@ def _selection_times(
 
 
 def _typical(work: Callable[[], object], repeats: int = 5) -> float:
-    """Return the median seconds of some work, after a first call that traces.
+    """Return the median seconds of work, after a first call that traces.
 
-    Not the fastest: ranks that share cores disturb each other in every real step, too.
+    It is not the fastest, because ranks that share cores also disturb each other in real steps.
     """
     times = []
     for _ in range(repeats + 1):

@@ -1,24 +1,24 @@
 """Which entries travel: the table of selection rules.
 
-    all        every entry; the identity: with it, a sparse route sums as a dense one does
+    all        every entry; the identity: with it, a sparse route computes a dense route's sum
     exact      the k largest magnitudes
     mstopk     all above a narrow band of magnitudes, and a random run from it
-    dgc        the k largest of those that a sample's threshold lets through
-    threshold  those that reach a fixed threshold first
+    dgc        the k largest of the entries that reach a threshold estimated from a sample
+    threshold  entries that reach a fixed threshold first
     random     any k, whatever their magnitudes
 
-Laws: the indices are unique, ascending and in range; k of them, always; sent + kept = gradient +
-residual, entry by entry; NaN and Inf are chosen before all else, and never enter a residual or a
+Laws: the indices are unique, ascending and in range; there are always k of them; sent + kept =
+gradient + residual, entry by entry; NaN and Inf are chosen first, and never enter a residual or a
 velocity. The result depends on the inputs and the seed alone.
 
 To add one:
     1. A class in rules.py that has `select` (see `error_feedback.Selector`), and its one object,
        whose name is the rule's in capitals. A selector knows no residuals: `Rule` puts error
-       feedback around any.
+       feedback around any selector.
     2. A row of RULES below.
     tests/kernels/test_select.py and tests/laws then hold it to the laws, on every route.
 
-Importing this loads no TensorFlow, because plans need only the names; `rule` loads it.
+Importing this package loads no TensorFlow, because plans need only the names; `rule` loads it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tfcommx.core import check_name, is_member, load_member
 if TYPE_CHECKING:
     from tfcommx.selection.error_feedback import Rule
 
-# Name -> where the selector is, as module:member
+# Name -> module:member of the selector
 RULES = {
     name: f"tfcommx.selection.rules:{name.upper()}"
     for name in ("all", "dgc", "exact", "mstopk", "random", "threshold")
@@ -38,7 +38,7 @@ RULES = {
 
 
 def rule(name: str) -> Rule:
-    """Return a rule of the table, or the one that "module:MEMBER" names.
+    """Return a rule of the table, or the rule that "module:MEMBER" names.
 
     **Raises:** PlanError for an unknown name; it names the nearest one.
     """

@@ -1,4 +1,4 @@
-"""What a selection rule is: a selector, and error feedback around it."""
+"""Define a selection rule: a selector with error feedback around it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfcommx.selection.rules import NativeSelector
 
 
 class Selector(Protocol):
-    """What a rule's own file defines: which entries of a vector travel."""
+    """Chooses the entries of a vector that travel; each rule defines one."""
 
     def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
         """Choose k entries of a vector.
@@ -21,7 +21,7 @@ class Selector(Protocol):
         Args:
             gradient: float [n].
             k: entries to choose, in [1, n].
-            seed: int64, of rules that choose at random.
+            seed: int64, for rules that choose at random.
 
         Returns:
             Sparse: indices int32 [k] ascending and unique, values float32 [k]. Both shapes are
@@ -34,9 +34,9 @@ class Selector(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """A selector with error feedback and momentum correction around it: what the runtime holds."""
+    """A selector with error feedback and momentum correction around it, as the runtime uses it."""
 
-    # Knows nothing of residuals
+    # Has no access to residuals, which this class adds to any selector
     selector: Selector
 
     def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
@@ -54,16 +54,16 @@ class Rule:
     ) -> Sparse:
         """Choose k entries of gradient + residual; the residual keeps the others.
 
-        With a velocity, momentum is corrected for.
+        With a velocity, it applies momentum correction.
 
         Args:
             gradient, k, seed: as `select`.
             residual, velocity: float32 [n] variables, updated in place.
             momentum: in [0, 1).
 
-        **Cost:** as `kernels.select.select_with_residual` for its rules; some five passes besides
-        the choice for others, four more with a velocity.
-        **Source:** see `kernels.select.with_error_feedback`, which has the equations.
+        **Cost:** as `kernels.select.select_with_residual` for its rules; for other rules, about
+        five passes in addition to the choice, and four more with a velocity.
+        **Source:** see the equations in `kernels.select.with_error_feedback`.
         """
         if isinstance(self.selector, NativeSelector):
             return kernel.select_with_residual(

@@ -4,7 +4,7 @@ all         every entry: the identity of the family
 exact       the k largest magnitudes; of equal ones the lowest indices
 mstopk      all above a band that holds the k-th largest magnitude, and a random run of it
 dgc         of those that reach a sampled threshold, the k largest
-random      k entries, every choice equally likely: what the other rules must beat
+random      k entries, every choice equally likely; a baseline that the other rules must beat
 threshold   entries whose magnitude reaches a fixed threshold
 """
 
@@ -40,7 +40,7 @@ class All:
             raise PlanError(
                 f"Rule 'all' needs k = n. Received k={k}, n={size}. Use density 1, or another rule."
             )
-        # Counted in int64: TensorFlow's int32 range would be made in the host's memory for a GPU
+        # Counted in int64: TensorFlow's int32 range would be created in the host's memory for a GPU
         indices = tf.cast(tf.range(tf.size(gradient, tf.int64)), tf.int32)
         return Sparse(indices, tf.cast(gradient, tf.float32), size)
 
@@ -53,14 +53,14 @@ class NativeSelector:
     """A rule of `kernels.select`, which fuses the choice with error feedback in one pass.
 
     The band of "mstopk" is 1/4096 wide, relative to its magnitude: the chosen entries differ from
-    the exact top k only in there.
+    the exact top k only within the band.
 
     **Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud
     Clusters, 2021, Algorithm 1; we find the thresholds by counting in bins, in one pass, instead of
     by a binary search.
     """
 
-    # As the kernel names it: "exact" or "mstopk"
+    # Name of the rule in the kernel: "exact" or "mstopk"
     name: str
 
     def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
@@ -76,18 +76,18 @@ MSTOPK = NativeSelector("mstopk")
 
 @dataclass(frozen=True)
 class Dgc:
-    """The k largest of the entries that a sampled threshold lets through.
+    """The k largest of the entries that reach a sampled threshold.
 
     **Source:** Lin et al., Deep Gradient Compression, 2018, section 5. There, fewer than k entries
-    travel if the sample's threshold is too high; here k always do: the threshold is aimed a quarter
-    low, and if that fails, all entries compete.
+    travel if the sampled threshold is too high. Here k entries always travel, because the threshold
+    is set for 1.25 k entries, and if fewer than k reach it, the choice is among all entries.
     """
 
     # Share of the entries that is sampled, as in the paper
     sampled: float = 0.01
-    # Entries in a sample, at least: fewer tell nothing of a density of 0.001
+    # Smallest sample, in entries, because a smaller one has too few of the top 0.1 % of entries
     at_least: int = 1024
-    # The sample's threshold is one that this many times k entries should reach
+    # The threshold is the magnitude that margin * k entries are expected to reach
     margin: float = 1.25
 
     def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
@@ -95,7 +95,7 @@ class Dgc:
 
         **Ranks:** local.
         **Cost:** three passes, a sample, and a partial sort of about 1.25 k entries on one thread;
-        of all n if the sample misled.
+        of all n if too few entries reach the threshold.
         """
         acc = tf.cast(gradient, tf.float32)
         magnitude = _magnitude(acc)
@@ -111,7 +111,7 @@ class Dgc:
         return Sparse(indices, tf.gather(acc, indices), traced.length(gradient))
 
     def _threshold(self, magnitude: tf.Tensor, k: int, seed: int) -> tf.Tensor:
-        """Return the magnitude that about margin * k entries reach, as a sample tells."""
+        """Return the magnitude that about margin * k entries reach, estimated from a sample."""
         size = tf.size(magnitude)
         samples = tf.cast(self.sampled * tf.cast(size, tf.float32), tf.int32)
         samples = tf.maximum(samples, self.at_least)
@@ -124,7 +124,7 @@ class Dgc:
 
 
 def _magnitude(x: tf.Tensor) -> tf.Tensor:
-    """Return |x|, with infinity for NaN, as float32 [n]; denormals may all compare as zero."""
+    """Return |x|, with infinity for NaN, as float32 [n]; all denormals may compare as zero."""
     return tf.where(tf.math.is_finite(x), tf.abs(x), float("inf"))
 
 
@@ -136,10 +136,10 @@ class Random:
     """Any k entries, whatever their magnitudes."""
 
     def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
-        """Choose k entries of float [n] at random, NaN and Inf before all else.
+        """Choose k entries of float [n] at random, NaN and Inf first.
 
         **Ranks:** equal seeds choose equal entries of vectors of equal length, if all are finite.
-        **Cost:** a random number an entry, and one selection among those.
+        **Cost:** one random number per entry, and one selection of the largest of them.
         """
         acc = tf.cast(gradient, tf.float32)
         seeds = tf.stack([tf.cast(seed, tf.int64), tf.constant(1, tf.int64)])
@@ -154,21 +154,22 @@ RANDOM = Random()
 
 @dataclass(frozen=True)
 class Threshold:
-    """Those that reach a threshold first, then others.
+    """Entries that reach a threshold first, then others.
 
     **Source:** Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, 2015.
-    There, as many travel as reach the threshold; here k always do: a random run of those that reach
-    it if they are more, and a random run of the others for what is missing if they are fewer.
+    There, all entries that reach the threshold travel, and only they. Here k entries always travel:
+    if more than k reach the threshold, a random run of them; if fewer, all of them and a random run
+    of the others.
     """
 
     # Magnitude, in units of the gradient, > 0
     threshold: float = 1e-3
 
     def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
-        """Choose k entries of float [n], NaN and Inf before all else.
+        """Choose k entries of float [n], NaN and Inf first.
 
         **Ranks:** local.
-        **Cost:** some eight passes, no sort of more than k entries.
+        **Cost:** about eight passes, no sort of more than k entries.
         """
         acc = tf.cast(gradient, tf.float32)
         bad = ~tf.math.is_finite(acc)

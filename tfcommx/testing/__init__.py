@@ -1,12 +1,13 @@
-"""Hold a member of a family to the laws: for what others write outside of this package.
+"""Check the laws of a family for a member that is written outside of this package.
 
     >>> import tfcommx as cx
     >>> cx.testing.check_rule("tfcommx.selection.rules:EXACT")
 
 Each check takes the name as a `Scheme` or `DistributedOptimizer` would, "module:MEMBER", runs steps
-on ranks that are threads of this process, on one node and on several, and raises LawBroken with
-what was required, what came, and where. A check that passes says nothing of speed; and a fault that
-needs real processes, such as a rank whose processor rounds otherwise, shows on those only.
+on ranks that are threads of this process, on one node and on several, and raises LawBroken with the
+requirement, the value received and the configuration. A check that passes proves nothing about
+speed. A fault that needs real processes, such as a rank whose processor rounds differently, shows
+only on those.
 
     check_rule          a rule of selection, on every sparse route
     check_route         a route, in every format that it writes

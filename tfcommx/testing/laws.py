@@ -29,17 +29,17 @@ Source = Callable[[int, int], Values]
 
 
 class LawBroken(AssertionError):
-    """A member of a family does not hold what its family requires."""
+    """A member of a family breaks a law of its family."""
 
 
-def require(holds: bool, law: str, where: str, found: str) -> None:
+def require(holds: bool, law: str, where: str, received: str) -> None:
     """Raise LawBroken unless a law holds."""
     if not holds:
-        raise LawBroken(f"{law} {found} With {where}.")
+        raise LawBroken(f"{law} {received} With {where}.")
 
 
 def check_traces(work: Callable[..., object], where: str, *shapes: tuple[int, ...]) -> None:
-    """Require that a function of float32 tensors is graph code: steps are traced."""
+    """Require that a function of float32 tensors is graph code, because steps are traced."""
     try:
         tf.function(work).get_concrete_function(*map(tf.TensorSpec, shapes))
     except Exception as error:
@@ -49,8 +49,9 @@ def check_traces(work: Callable[..., object], where: str, *shapes: tuple[int, ..
 
 
 class Step(NamedTuple):
-    """What one rank saw of one step."""
+    """Record of one step on one rank."""
 
+    # Gradients of this rank
     came: Values
     result: Values
     # Residuals after the step, flat
@@ -61,7 +62,7 @@ class Step(NamedTuple):
 
 
 def whole_numbers(rank: int, step: int) -> Values:
-    """Return integers over 64: their sums are exact in float32 in any order."""
+    """Return integers over 64, because their sums are exact in float32 in any order."""
     numbers = np.random.default_rng([rank, step])
     return {
         path: (numbers.integers(-999, 1000, shape) / 64).astype(np.float32)
@@ -82,7 +83,7 @@ def plan_of(scheme: Scheme, topology: Topology) -> Plan:
 
 
 def play(plan: Plan, source: Source, steps: int = 3) -> list[list[Step]]:
-    """Take steps on every rank; return what each saw."""
+    """Take steps on every rank; return the records of each."""
 
     def work(comm: Comm) -> list[Step]:
         running = PlanExecutor(plan, comm)
@@ -91,27 +92,27 @@ def play(plan: Plan, source: Source, steps: int = 3) -> list[list[Step]]:
     return ThreadComm.run(plan.topology, work)
 
 
-def take(running: PlanExecutor, came: Values) -> Step:
+def take(running: PlanExecutor, gradients: Values) -> Step:
     """Take one step."""
-    result = running.exchange({path: tf.constant(value) for path, value in came.items()})
+    result = running.exchange({path: tf.constant(value) for path, value in gradients.items()})
     state = running.export()
-    kept = state.residuals
+    residuals = state.residuals
     zeros = {path: np.zeros(math.prod(shape), np.float32) for path, shape in SHAPES.items()}
     return Step(
-        came,
+        gradients,
         {path: value.numpy() for path, value in result.items()},
-        zeros | kept,
+        zeros | residuals,
         state,
         np.array(running.comm.traffic()),
     )
 
 
 def check_on_sparse_routes(name: str, **named: Any) -> None:
-    """Hold what a scheme names to the laws, on every sparse route, on one node and on several.
+    """Check the laws for a scheme, on every sparse route, on one node and on several.
 
     Args:
         name: of the member, for messages.
-        named: of the scheme: its selection, and what else is not the default.
+        named: fields of the scheme: its selection, and others that differ from the default.
     """
     for route in routes.SPARSE.values():
         scheme = Scheme(route.name, density=0.1, dense_below=8, bucket_bytes=2000, **named)
@@ -127,38 +128,38 @@ def check_on_sparse_routes(name: str, **named: Any) -> None:
 
 
 def check_conservation(logs: list[list[Step]], where: str, tolerance: float = 0.0) -> None:
-    """Require that sent plus kept is what came plus what was kept before, entry by entry.
+    """Require that sent + kept = gradient + previous residual, entry by entry.
 
     Args:
         logs: of all ranks, of steps without NaN and Inf.
         where: for the message.
-        tolerance: relative to the largest entry that came, >= 0.
+        tolerance: relative to the largest gradient entry, >= 0.
     """
     before: dict[str, np.ndarray | int] = {
         path: np.zeros(math.prod(shape), np.float32) for path, shape in SHAPES.items()
     }
     for step in range(len(logs[0])):
         for path in SHAPES:
-            came = sum(log[step].came[path].ravel() for log in logs) + before[path]
-            kept = sum(log[step].kept[path] for log in logs)
-            off = np.abs(logs[0][step].result[path].ravel() + kept - came)
+            expected = sum(log[step].came[path].ravel() for log in logs) + before[path]
+            residuals = sum(log[step].kept[path] for log in logs)
+            off = np.abs(logs[0][step].result[path].ravel() + residuals - expected)
             require(
-                bool((off <= tolerance * np.abs(came).max()).all()),
+                bool((off <= tolerance * np.abs(expected).max()).all()),
                 "What is sent plus what stays must be what came.",
                 where,
-                f"{np.count_nonzero(off > tolerance * np.abs(came).max())} entries of {path!r} "
+                f"{np.count_nonzero(off > tolerance * np.abs(expected).max())} entries of {path!r} "
                 f"are off in step {step + 1}, by up to {np.nanmax(off):g}.",
             )
-            before[path] = kept
+            before[path] = residuals
 
 
 def check_agreement(logs: list[list[Step]], where: str) -> None:
     """Require the same bits on all ranks."""
     for rank, log in enumerate(logs):
-        for number, (mine, first) in enumerate(zip(log, logs[0], strict=True), 1):
+        for number, (step, first) in enumerate(zip(log, logs[0], strict=True), 1):
             for path in SHAPES:
                 require(
-                    mine.result[path].tobytes() == first.result[path].tobytes(),
+                    step.result[path].tobytes() == first.result[path].tobytes(),
                     "All ranks must get the same bits.",
                     where,
                     f"Rank {rank} has others than rank 0 for {path!r} in step {number}.",
@@ -185,11 +186,11 @@ def check_non_finite(plan: Plan, where: str) -> None:
     for bad in (np.nan, np.inf, -np.inf):
 
         def source(rank: int, step: int, bad: float = bad) -> Values:
-            given = whole_numbers(rank, step)
+            gradients = whole_numbers(rank, step)
             if step == 1 and rank == last:
-                for values in given.values():
+                for values in gradients.values():
                     values.flat[values.size // 2] = bad
-            return given
+            return gradients
 
         for rank, (_, poisoned, after) in enumerate(play(plan, source)):
             for path in SHAPES:
@@ -205,9 +206,9 @@ def check_non_finite(plan: Plan, where: str) -> None:
                     where,
                     f"Rank {rank} got others for {path!r}.",
                 )
-            kept = [*after.state.residuals.values(), *after.state.compressions.values()]
+            states = [*after.state.residuals.values(), *after.state.compressions.values()]
             require(
-                all(np.isfinite(one).all() for one in kept),
+                all(np.isfinite(state).all() for state in states),
                 "NaN and Inf must enter no residual and no state.",
                 where,
                 f"Rank {rank} keeps some.",
@@ -215,14 +216,18 @@ def check_non_finite(plan: Plan, where: str) -> None:
 
 
 def check_continues(plan: Plan, where: str) -> None:
-    """Require that a restored state goes on to the same bits."""
+    """Require that a restored state continues with the same bits."""
 
     def work(comm: Comm) -> bool:
         first, second = PlanExecutor(plan, comm), PlanExecutor(plan, comm)
         take(first, normal_numbers(comm.rank, 0))
         second.load(first.export())
-        one, other = (take(each, normal_numbers(comm.rank, 1)) for each in (first, second))
-        return all(np.array_equal(one.result[path], other.result[path]) for path in SHAPES)
+        uninterrupted, restored = (
+            take(each, normal_numbers(comm.rank, 1)) for each in (first, second)
+        )
+        return all(
+            np.array_equal(uninterrupted.result[path], restored.result[path]) for path in SHAPES
+        )
 
     require(
         all(ThreadComm.run(plan.topology, work)),

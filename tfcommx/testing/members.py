@@ -30,36 +30,36 @@ from tfcommx.testing import laws
 from tfcommx.testing.laws import require
 from tfcommx.wire import codec, formats
 
-# Relative to the largest entry: products of float32
+# Tolerance relative to the largest entry, for rounded products of float32
 ROUNDING = 2e-5
 
 
 def check_compression(name: str) -> None:
-    """Hold a compression to its laws.
+    """Check the laws of a compression.
 
     Args:
         name: such as "powersgd/2", or "module:MEMBER", an object of a class that derives from
             `compression.compression.Compression`.
 
-    **Ranks:** none: everything runs in this process. **Cost:** some seconds.
-    **Raises:** LawBroken; ConfigurationError for a name that is none.
+    **Ranks:** none: all ranks are threads of this process. **Cost:** some seconds.
+    **Raises:** LawBroken; ConfigurationError for a name of no compression.
     """
-    found = compression.get(name)
+    member = compression.get(name)
     shapes = list(laws.SHAPES.values())
-    start, sizes = found.first_state(shapes), found.state_sizes(shapes)
+    start, sizes = member.first_state(shapes), member.state_sizes(shapes)
     require(
         start.shape == (sum(sizes),) and len(sizes) == len(shapes),
         "`first_state` must have the entries that `state_sizes` counts for each variable.",
         repr(name),
         f"{start.shape} and {sizes} came for {shapes}.",
     )
-    if not found.sums(shapes):
+    if not member.sums(shapes):
         raise ConfigurationError(
             f"A compression that shortens the gradients of the shapes {shapes} is required. "
             f"Received {name!r}, whose `sums` are empty. Check one with smaller parts."
         )
     laws.check_traces(
-        lambda state, *gradients: found.run(gradients, state, lambda vector: vector),
+        lambda state, *gradients: member.run(gradients, state, lambda vector: vector),
         repr(name),
         start.shape,
         *shapes,
@@ -73,7 +73,7 @@ def check_compression(name: str) -> None:
                 topology.size == 1 or any(bucket.compresses for bucket in plan.buckets),
                 "Fewer entries must travel than without it.",
                 where,
-                f"`sums` counts {found.sums(shapes)} for {shapes}.",
+                f"`sums` counts {member.sums(shapes)} for {shapes}.",
             )
             logs = laws.play(plan, laws.whole_numbers)
             laws.check_conservation(logs, where, ROUNDING)
@@ -84,21 +84,21 @@ def check_compression(name: str) -> None:
 
 
 def check_route(name: str) -> None:
-    """Hold a route to its laws, in every format that it writes.
+    """Check the laws of a route, in every format that it writes.
 
     Args:
         name: of the table, or "module:MEMBER", an object of a class that derives from
             `routes.route.DenseRoute` or `routes.route.SparseRoute`.
 
-    **Ranks:** none: everything runs in this process. **Cost:** some seconds.
-    **Raises:** LawBroken; ConfigurationError for a name that is none.
+    **Ranks:** none: all ranks are threads of this process. **Cost:** some seconds.
+    **Raises:** LawBroken; ConfigurationError for a name of no route.
     """
     route = routes.get(name)
     is_sparse = isinstance(route, SparseRoute)
     selection, density = ("exact", 0.1) if is_sparse else ("all", 1.0)
     for wire in route.wires:
         scheme = Scheme(name, selection, density, wire=wire, dense_below=8, bucket_bytes=2000)
-        # What an engine that adds in 16 bits rounds is lost
+        # No residual keeps the rounding error of an engine that adds in 16 bits
         loss = ROUNDING if wire in DENSE_CODES else 1e-2 if wire in NARROW else 0.0
         for topology in (*laws.ONE_LEVEL, *laws.TWO_LEVELS):
             plan = laws.plan_of(scheme, topology)
@@ -120,29 +120,29 @@ def check_route(name: str) -> None:
 
 
 def check_rule(name: str) -> None:
-    """Hold a rule of selection to its laws.
+    """Check the laws of a selection rule.
 
     Args:
-        name: of the table, or "module:MEMBER", whose `select` is as
-            `selection.error_feedback.Selector` says.
+        name: of the table, or "module:MEMBER", whose `select` follows
+            `selection.error_feedback.Selector`.
 
-    **Ranks:** none: everything runs in this process. **Cost:** some seconds.
-    **Raises:** LawBroken; ConfigurationError for a name that is none.
+    **Ranks:** none: all ranks are threads of this process. **Cost:** some seconds.
+    **Raises:** LawBroken; ConfigurationError for a name of no rule.
     """
     _check_choice(name)
     laws.check_on_sparse_routes(repr(name), selection=name)
 
 
 def _check_choice(name: str) -> None:
-    """Check what is chosen of single vectors."""
+    """Check the entries chosen from single vectors."""
     rule, numbers = selection.rule(name), np.random.default_rng(0)
     laws.check_traces(lambda vector: rule.select(vector, 10, seed=5)[:2], repr(name), (100,))
     for size, k in ((1, 1), (10, 10), (1000, 1), (1000, 100), (70_000, 700)):
-        given = numbers.normal(size=size).astype(np.float32)
+        entries = numbers.normal(size=size).astype(np.float32)
         bad = numbers.integers(size)
-        given[bad] = np.nan
+        entries[bad] = np.nan
         where = f"{name!r}, k = {k} of {size} entries, one of them NaN"
-        chosen, again = (rule.select(tf.constant(given), k, seed=5) for _ in range(2))
+        chosen, again = (rule.select(tf.constant(entries), k, seed=5) for _ in range(2))
         indices, values = chosen.indices.numpy(), chosen.values.numpy()
         require(
             indices.shape == (k,) and indices.dtype == np.int32,
@@ -157,7 +157,7 @@ def _check_choice(name: str) -> None:
             f"{indices[:5].tolist()} ... came.",
         )
         require(
-            bool(np.array_equal(values, given[indices], equal_nan=True)),
+            bool(np.array_equal(values, entries[indices], equal_nan=True)),
             "Values must be those of the vector at the indices.",
             where,
             "Others came.",
@@ -172,22 +172,22 @@ def _check_choice(name: str) -> None:
 
 
 def check_strategy(asked: str | Strategy, steps: int = 4) -> None:
-    """Hold a strategy to its laws: all ranks end with the same weights, and have moved.
+    """Check the laws of a strategy: all ranks end with the same weights, and have moved.
 
     Args:
         asked: of the table, an instance, or "module:MEMBER".
-        steps: with SGD and momentum, each rank with gradients of its own, >= 1.
+        steps: with SGD and momentum, each rank with its own gradients, >= 1.
 
-    **Ranks:** none: everything runs in this process. **Cost:** a second.
-    **Raises:** LawBroken; ConfigurationError for a name that is none.
+    **Ranks:** none: all ranks are threads of this process. **Cost:** a second.
+    **Raises:** LawBroken; ConfigurationError for a name of no strategy.
     """
     strategy = strategy_of(asked)
     for topology in (Topology(2, 1), Topology(2, 2)):
         where = f"{asked!r}, {topology.nodes} x {topology.slots} ranks"
-        first, *others = ThreadComm.run(
+        first, *remaining = ThreadComm.run(
             topology, lambda comm: _weights_after(steps, strategy, comm)
         )
-        for rank, weights in enumerate(others, 1):
+        for rank, weights in enumerate(remaining, 1):
             require(
                 all(map(np.array_equal, weights, first)),
                 "All ranks must hold the same weights once they are consolidated.",
@@ -213,8 +213,8 @@ def _weights_after(steps: int, strategy: Strategy, comm: Comm) -> list[np.ndarra
     settings = ExchangeSettings(strategy=strategy)
     optimizer.exchanger = Exchanger(comm, Scheme(), settings)
     for step in range(steps):
-        given = laws.normal_numbers(comm.rank, step)
-        optimizer.apply([tf.constant(given[path]) for path in laws.SHAPES], weights)
+        gradients = laws.normal_numbers(comm.rank, step)
+        optimizer.apply([tf.constant(gradients[path]) for path in laws.SHAPES], weights)
     consolidate(optimizer)
     return [variable.numpy() for variable in weights]
 
@@ -230,14 +230,14 @@ BUFFERS = 3
 
 
 def check_wire(name: str) -> None:
-    """Hold a wire format to its laws, on every sparse route.
+    """Check the laws of a wire format, on every sparse route.
 
     Args:
         name: of `core.SPARSE_WIRES`, or "module:MEMBER", an object of a class that derives from
             `wire.formats.WireFormat`.
 
-    **Ranks:** none: everything runs in this process. **Cost:** some seconds.
-    **Raises:** LawBroken; ConfigurationError for a name that is none.
+    **Ranks:** none: all ranks are threads of this process. **Cost:** some seconds.
+    **Raises:** LawBroken; ConfigurationError for a name of no wire format.
     """
     if not is_member(name):
         check_name("wire format", name, SPARSE_WIRES)
@@ -247,15 +247,15 @@ def check_wire(name: str) -> None:
 
 
 def _check_buffers(name: str, k: int, size: int) -> None:
-    """Check single buffers: what is written, its length, and what is read of several."""
+    """Check the content and length of single buffers, and the entries read from several."""
     where = f"{name!r}, {k} of {size} entries"
     numbers, written = np.random.default_rng(0), []
     for number in range(BUFFERS):
-        given = (numbers.normal(size=k) * 10.0 ** numbers.integers(-5, 6, k)).astype(np.float32)
+        random = (numbers.normal(size=k) * 10.0 ** numbers.integers(-5, 6, k)).astype(np.float32)
         if number == 1:
-            given[numbers.integers(k)] = np.nan
+            random[numbers.integers(k)] = np.nan
         indices = np.sort(numbers.choice(size, k, replace=False)).astype(np.int32)
-        written.append(_check_rounded(name, Sparse(tf.constant(indices), given, size), where))
+        written.append(_check_rounded(name, Sparse(tf.constant(indices), random, size), where))
     words = formats.size_bytes(k, size, name) // 4
     laws.check_traces(
         lambda values: tf.ensure_shape(
@@ -264,40 +264,44 @@ def _check_buffers(name: str, k: int, size: int) -> None:
         where,
         (k,),
     )
-    buffers = [codec.encode(one, name) for one in written]
+    buffers = [codec.encode(entries, name) for entries in written]
     require(
-        all(one.dtype == tf.int32 and one.shape == (words,) for one in buffers),
+        all(buffer.dtype == tf.int32 and buffer.shape == (words,) for buffer in buffers),
         "A buffer must be int32 words, as many as `words` counts.",
         where,
-        f"{[(one.dtype.name, *one.shape) for one in buffers]} came, and {words} are counted.",
+        f"{[(buffer.dtype.name, *buffer.shape) for buffer in buffers]} came, "
+        f"and {words} are counted.",
     )
     read = codec.decode(tf.concat(buffers, 0), k, size, name)
-    for found, part in zip(read, ("indices", "values"), strict=True):
-        expected = np.concatenate([getattr(one, part) for one in written])
+    for decoded, part in zip(read, ("indices", "values"), strict=True):
+        expected = np.concatenate([getattr(entries, part) for entries in written])
         require(
-            np.array_equal(found, expected, equal_nan=part == "values"),
+            np.array_equal(decoded, expected, equal_nan=part == "values"),
             f"The {part} that were written must be read.",
             where,
             "Others came.",
         )
 
 
-def _check_rounded(name: str, given: Sparse, where: str) -> Sparse:
-    """Check what is written of a buffer's values, and what is left of them; return the former."""
-    sparse, left = codec.rounded(given, name)
-    came, sent = np.asarray(given.values), np.asarray(sparse.values)
-    rest, finite = np.zeros_like(came) if left is None else np.asarray(left), np.isfinite(came)
+def _check_rounded(name: str, entries: Sparse, where: str) -> Sparse:
+    """Check the rounded values of a buffer and their rounding error; return the rounded entries."""
+    sparse, error = codec.rounded(entries, name)
+    values, sent = np.asarray(entries.values), np.asarray(sparse.values)
+    remainder, finite = (
+        np.zeros_like(values) if error is None else np.asarray(error),
+        np.isfinite(values),
+    )
     require(
-        np.array_equal((sent + rest)[finite], came[finite]),
+        np.array_equal((sent + remainder)[finite], values[finite]),
         "What is written plus the rest must be what came, exactly.",
         where,
         "It is not.",
     )
     require(
-        not np.isfinite(sent[~finite]).any() and not rest[~finite].any(),
+        not np.isfinite(sent[~finite]).any() and not remainder[~finite].any(),
         "NaN and Inf must stay so, and leave nothing.",
         where,
-        f"{sent[~finite].tolist()} is written, and {rest[~finite].tolist()} left.",
+        f"{sent[~finite].tolist()} is written, and {remainder[~finite].tolist()} left.",
     )
     again = np.asarray(codec.rounded(sparse, name)[0].values)
     require(

@@ -1,1 +1,1 @@
-"""Trains what a recipe describes: the loop over phases, timing, history, saving, dry runs."""
+"""Train a recipe: the loop over phases, timing, history, saving, dry runs."""

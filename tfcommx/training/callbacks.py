@@ -19,7 +19,7 @@ from tfcommx.training.steps import Position
 class SetLearningRate(keras.callbacks.Callback):
     """Sets the learning rate of every step from the recipe.
 
-    A callback and not a Keras schedule, so that a saved optimizer loads without tfcommx.
+    It is a callback and not a Keras schedule, because a saved optimizer must load without tfcommx.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -36,8 +36,8 @@ class SetLearningRate(keras.callbacks.Callback):
 def rate_at(run: Run, phase: int, position: Position) -> float:
     """Return the learning rate of a step of a phase.
 
-    The schedule counts in steps of the first phase. A phase with another batch has more or fewer
-    steps, and each of them is a fraction of those.
+    The schedule counts in steps of the first phase. If a phase has another batch, its
+    step number is scaled to steps of the first phase.
     """
     first, ranks = run.steps[0], run.comm.topology.size
     step = position.step * first / run.steps[phase]
@@ -45,14 +45,14 @@ def rate_at(run: Run, phase: int, position: Position) -> float:
 
 
 class InformAuto(keras.callbacks.Callback):
-    """Tells the scheme "auto" how many steps share a scheme; comes before SwitchScheme."""
+    """Tells the scheme "auto" how many steps share a scheme; runs before SwitchScheme."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__()
         self.run = context.run
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Tell it: if the epoch has another scheme, its first step makes a new plan."""
+        """Set the expected run of the scheme; the first step of a new scheme makes its plan."""
         accumulated = steps_of_update(self.model.optimizer)
         exchanger_of(self.model).requested.expected_run = self.run.expected_run(epoch, accumulated)
 
@@ -60,19 +60,21 @@ class InformAuto(keras.callbacks.Callback):
 class Consolidate(keras.callbacks.Callback):
     """Makes the weights whole and equal at each epoch's end, if the strategy lets them drift.
 
-    BroadcastState does it too, but is there in a run's first phase only.
+    BroadcastState does it too, but only in the first phase of a run.
+
     **Ranks:** all.
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Average what drifted."""
+        """Consolidate the weights."""
         consolidate(self.model.optimizer)
 
 
 class Evaluation(keras.callbacks.Callback):
     """Evaluates the model on the test samples at each epoch's end, at the phase's resolution.
 
-    Every rank takes its own part of the test set; the scores are over all of them.
+    Every rank evaluates its own part of the test set; the scores cover all parts.
+
     **Ranks:** all.
     """
 
@@ -83,7 +85,7 @@ class Evaluation(keras.callbacks.Callback):
     def start_phase(self, model: keras.Model, phase: Phase) -> None:
         """Evaluate at this phase's batch and resolution from now on."""
         self.test = self.run.data.test(self.run.recipe.batch(phase), phase.resolution)
-        # Traced anew for the new resolution
+        # A new scorer, traced for the new resolution
         self.score = self.run.objective.scorer(model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
@@ -121,24 +123,24 @@ class EpochHistory(keras.callbacks.Callback):
             "density": scheme.density,
             "loss": float(logs["loss"]),
             "train_accuracy": float(logs["accuracy"]),
-            # test_accuracy, and other scores of the task
+            # `test_accuracy` and other scores of the task
             **{name: value for name, value in logs.items() if name.startswith("test_")},
             "steps": steps,
-            # Of these, those whose time is in seconds.first_step
+            # Number of these steps whose time is in seconds.first_step
             "first_steps": context.timing.first_steps,
             "counted": run.objective.counted,
             "throughput": steps * run.global_batch(phase) / context.timing.step_seconds(),
             "replicas_identical": bool(context.compare.identical),
             "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
             "clock_seconds": round(context.clock(), 3),
-            # Of the run so far, as the clock
+            # Sum over the run so far, like clock_seconds
             "bytes_between_nodes": context.totals.bytes_between(),
             "loader": {name: round(value, 6) for name, value in loader.items()},
         }
 
 
 class ShowProgress(keras.callbacks.Callback):
-    """Shows progress on rank 0; comes after the callbacks that measure it."""
+    """Shows progress on rank 0; runs after the callbacks that measure it."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__()
@@ -169,8 +171,8 @@ class ShowProgress(keras.callbacks.Callback):
         target = context.run.recipe.target
         context.progress.epoch(rows[-1])
         if target:
-            found = time_to_target(rows, target.score, target.at_least)
-            if found["epoch"] == rows[-1]["epoch"]:
-                context.progress.say(target_text(found))
+            reached = time_to_target(rows, target.score, target.at_least)
+            if reached["epoch"] == rows[-1]["epoch"]:
+                context.progress.say(target_text(reached))
         if context.events:
             context.events.epoch(rows[-1])

@@ -1,4 +1,4 @@
-"""RunContext: what the callbacks of a run share."""
+"""RunContext: the state that the callbacks of a run share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfcommx.training.stop_requests import StopRequests
 
 
 class Totals:
-    """Bytes and seconds of the whole run, those before a resume included."""
+    """Bytes and seconds of the whole run, including those before a resume."""
 
     KEYS = ("bytes_between_nodes", "bytes_between_nodes_dense", "seconds")
 
@@ -25,7 +25,7 @@ class Totals:
     ) -> None:
         self.before = {key: notes.get(key, 0) for key in self.KEYS}
         self.exchanger, self.start = optimizer.exchanger, start
-        # A process may train twice
+        # A process may train twice; earlier traffic does not count
         self.at_start = self.exchanger.traffic()
 
     def seconds(self) -> float:
@@ -35,28 +35,28 @@ class Totals:
         return int(self.so_far()["bytes_between_nodes"])
 
     def so_far(self) -> dict[str, Any]:
-        found = {
+        totals = {
             key: self.before[key] + value - self.at_start[key]
             for key, value in self.exchanger.traffic().items()
         } | {"seconds": self.seconds()}
-        return {key: round(value, 1 if key == "seconds" else None) for key, value in found.items()}
+        return {key: round(value, 1 if key == "seconds" else None) for key, value in totals.items()}
 
 
 @dataclass
 class RunContext:
-    """What the callbacks of a run share; each takes it as its argument."""
+    """State that the callbacks of a run share; each takes it as its argument."""
 
     run: Run
     # Requests to stop this rank
     requests: StopRequests
-    # When the run must end, by `time.monotonic`; None: at its last epoch
+    # Time at which the run must end, by `time.monotonic`; None: at its last epoch
     end: float | None
     totals: Totals
-    # In memory; they take SIGTERM in a supervised run
+    # Checkpoints in memory; they handle SIGTERM in a supervised run
     snapshots: checkpoint.Snapshots
     progress: ProgressDisplay
     events: TensorBoardEvents | None = None
-    # Numbers of each epoch, those of an earlier process included
+    # One row per epoch, including those of an earlier process
     rows: list[dict[str, Any]] = field(default_factory=list)
     counter: StepCounter = field(default_factory=StepCounter)
     timing: Timing = field(default_factory=Timing)
@@ -67,7 +67,7 @@ class RunContext:
 
         Opening the data set, building the model and tracing count.
 
-        **Source:** DAWNBench's rules for ImageNet, as its organisers answered in issues 9, 12 and
+        **Source:** DAWNBench's rules for ImageNet, as its organisers explained in issues 9, 12 and
         21 of github.com/stanford-futuredata/dawn-bench-entries.
         """
         parts: list[dict[str, float]] = [self.timing.seconds]

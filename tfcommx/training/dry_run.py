@@ -23,26 +23,26 @@ from tfcommx.training.run import Run, prepare
 from tfcommx.training.steps import FitCall, Timing
 from tfcommx.training.train import compile_model
 
-# Timed steps of each phase, at least: as many as hold whole rounds of the strategy
+# Minimum of timed steps in each phase; rounded up to whole rounds of the strategy
 STEPS = 5
 
 
 def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str, Any]:
     """Take a few steps of every phase, and write `dry_run.json`.
 
-    The batches are made up, with the shapes and types of the data set, which is opened for these
-    and for its size. The times therefore leave out waiting for data, evaluation and saving. Epochs
-    with a `warm_up` density are not run, and count as the phase's others. With "auto", the trial of
-    a real run comes before the timed steps; its choice is not kept, but measured links are.
+    The times exclude waiting for data, evaluation and saving, because the batches are made up. The
+    data set is opened only for its size, shapes and types. Epochs with a `warm_up` density are not
+    run; they are predicted like the phase's others. With "auto", the trial of a real run precedes
+    the timed steps; its choice is not kept, but measured links are.
 
     Args:
-        recipe: what would be trained.
+        recipe: the recipe to predict.
         output_folder: for the report.
-        steps: to time in each phase, >= 1, after one that traces.
+        steps: number to time in each phase, >= 1, after one that traces.
 
     Returns:
-        What is written: seconds of rank 0, memory of the largest rank, and bytes that one rank
-        sends in a step, as the mean over the ranks.
+        The content of the file: seconds of rank 0, memory of the largest rank, and bytes that one
+        rank sends in a step, as the mean over the ranks.
 
     **Ranks:** all, with the same recipe. **Raises:** ConfigurationError and DataError before the
     first step.
@@ -53,27 +53,27 @@ def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str
     schemes = [phase.scheme for phase in recipe.phases]
     optimizer, timing = compile_model(model, run, schemes[0]), Timing()
     timing.watch(model)
-    phases, every = [], recipe.strategy.every
-    steps = -(-steps // every) * every
+    phases, round_steps = [], recipe.strategy.every
+    steps = -(-steps // round_steps) * round_steps
     for number, scheme in enumerate(schemes):
         if number and scheme != schemes[number - 1]:
             optimizer.exchanger.switch(scheme)
         phases.append(_phase(model, run, number, timing, steps))
     run.data.close()
     memory = run.comm.gather_objects(_memory())
-    found = {
+    result = {
         "name": recipe.name,
         "ranks": run.comm.topology.size,
         "nodes": run.comm.topology.nodes,
         "parameters": model.count_params(),
         "counted": run.objective.counted,
-        **{kind: max(each[kind] for each in memory) for kind in memory[0]},
+        **{kind: max(usage[kind] for usage in memory) for kind in memory[0]},
         "phases": phases,
         "predicted_seconds": sum(phase["predicted_seconds"] for phase in phases),
     }
     if cx.is_chief():
-        report.write_dry_run(found, output_folder)
-    return found
+        report.write_dry_run(result, output_folder)
+    return result
 
 
 def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int) -> dict[str, Any]:
@@ -81,8 +81,8 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     phase, start = run.recipe.phases[number], time.monotonic()
     model.make_train_function(force=True)
     spec = run.samples_of(FitCall(number, range(1))).element_spec
-    mine = run.global_batch(number) // run.comm.topology.size
-    batch = made_up(spec, run.objective.outputs, mine, phase.resolution)
+    batch_size = run.global_batch(number) // run.comm.topology.size
+    batch = made_up(spec, run.objective.outputs, batch_size, phase.resolution)
     data = without_autotune(
         run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat()
     )
@@ -116,9 +116,9 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
 
 
 def expected_run(run: Run, number: int, accumulated: int = 1) -> ExpectedRun:
-    """Return what a real run tells "auto" about a phase, after its `warm_up`.
+    """Return the expected run of a phase after its `warm_up`, for "auto".
 
-    The choice is not kept: a real run measures with its own batches.
+    The choice is not kept, because a real run measures with its own batches.
     """
     phase, begin = run.recipe.phases[number], sum(run.phases[:number])
     begin += min(len(phase.warm_up), phase.epochs - 1)
@@ -145,33 +145,33 @@ def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> A
     )
     rows = max(1, batch // resolution) if sentences else batch
 
-    def one(part: tf.TensorSpec) -> tf.Tensor:
-        first, *others = part.shape.as_list() or [None]
-        shape = [first or rows, *(size or resolution for size in others)]
+    def random_part(part: tf.TensorSpec) -> tf.Tensor:
+        first, *sizes = part.shape.as_list() or [None]
+        shape = [first or rows, *(size or resolution for size in sizes)]
         if part.dtype.is_floating:
             return tf.cast(tf.random.stateless_uniform(shape, [1, 2]), part.dtype)
-        whole = tf.random.stateless_uniform(shape, [3, 4], 0, outputs, tf.int64)
-        return tf.cast(whole, part.dtype)
+        integers = tf.random.stateless_uniform(shape, [3, 4], 0, outputs, tf.int64)
+        return tf.cast(integers, part.dtype)
 
-    return tf.nest.map_structure(one, spec)
+    return tf.nest.map_structure(random_part, spec)
 
 
 def bytes_by_route(exchanger: Exchanger) -> dict[str, dict[str, float]]:
     """Return, for each route, the bytes that one rank sends per step inside and between nodes."""
-    found: dict[str, dict[str, float]] = {}
+    by_route: dict[str, dict[str, float]] = {}
     for strategy in exchanger.runs.values():
         plan = strategy.executor.plan
         for bucket in plan.buckets:
             sent = routes.of(bucket).wire_bytes(bucket, plan.topology)
-            sums = found.setdefault(bucket.route, {"inside": 0.0, "between": 0.0})
+            sums = by_route.setdefault(bucket.route, {"inside": 0.0, "between": 0.0})
             sums["inside"] += sent.inside / strategy.steps_per_exchange
             sums["between"] += sent.between / strategy.steps_per_exchange
-    return found
+    return by_route
 
 
 def _memory() -> dict[str, int]:
     """Return the peak memory of this process, bytes, and of its GPU if it has one."""
-    found = {"memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    memory = {"memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if tf.config.list_logical_devices("GPU"):
-        found["gpu_memory_bytes"] = tf.config.experimental.get_memory_info("GPU:0")["peak"]
-    return found
+        memory["gpu_memory_bytes"] = tf.config.experimental.get_memory_info("GPU:0")["peak"]
+    return memory

@@ -1,4 +1,4 @@
-"""Measures the model of a recipe on its own data: its profile, or a step with its exchange."""
+"""Measure the model of a recipe on the recipe's data: a profile, or a step with its exchange."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tfcommx.training.train import compile_model
 
 
 def measure_recipe(recipe: Recipe, steps: int) -> MeasuredProfile:
-    """Measure the model of a recipe's first phase, and the selection that its scheme asks for.
+    """Measure the model of a recipe's first phase, and the selection of its scheme.
 
     **Ranks:** one process. **Raises:** ConfigurationError and DataError as training does.
     """
@@ -37,17 +37,17 @@ def measure_recipe(recipe: Recipe, steps: int) -> MeasuredProfile:
 def measure_recipe_exchange(recipe: Recipe, steps: int) -> MeasuredStep:
     """Measure a step of a recipe's first phase with the exchange of its gradients.
 
-    They travel by the plan of the phase's scheme; for "auto" by plain Horovod's.
+    The exchange follows the plan of the phase's scheme; for "auto" it is plain Horovod's.
 
     Args:
-        recipe: what to train.
-        steps: to measure, >= 1.
+        recipe: the recipe to measure.
+        steps: number to measure, >= 1.
 
     Returns:
         Means on this rank.
 
     **Ranks:** all, two or more, with the same recipe. **Cost:** as `measure_exchange`.
-    **Raises:** ConfigurationError on one rank, and as training does; DataError likewise.
+    **Raises:** ConfigurationError on one rank; ConfigurationError and DataError as training does.
     """
     if launcher().size == 1:
         raise ConfigurationError(
@@ -64,7 +64,7 @@ def measure_recipe_exchange(recipe: Recipe, steps: int) -> MeasuredStep:
 def _model_and_batches(recipe: Recipe) -> Iterator[tuple[keras.Model, tf.data.Dataset]]:
     """Build and compile the model of a recipe's first phase, and take one batch.
 
-    Batches of text have several lengths, and each would be traced.
+    It is one batch, because batches of text have several lengths, and each would be traced.
     """
     run = prepare(recipe, Path())
     keras.utils.set_random_seed(recipe.seed)

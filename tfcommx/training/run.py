@@ -17,7 +17,7 @@ from tfcommx.recipes.families import Data, DataRank, Objective
 from tfcommx.recipes.recipe import Recipe, Target
 from tfcommx.training.steps import FitCall, Position
 
-# Of settings that are compared between ranks
+# Types of the settings that are compared between ranks
 SIMPLE = (str, int, float, tuple, list, dict, cx.Scheme, type(None))
 SAME_RECIPE = "Start all ranks with the same file and the same settings."
 SAME_DATA = "Copy the same files to every node, or read one copy that all nodes see."
@@ -28,7 +28,7 @@ class Run:
     """A recipe that is ready to train on this rank."""
 
     recipe: Recipe
-    # Where checkpoint and report go
+    # Folder of checkpoint and report
     folder: Path
     comm: Comm
     # Serves training and test samples
@@ -43,7 +43,7 @@ class Run:
         return [phase.epochs for phase in self.recipe.phases]
 
     def global_batch(self, phase: int) -> int:
-        """Return the samples a step over all ranks."""
+        """Return the samples per step over all ranks."""
         return self.recipe.batch(self.recipe.phases[phase]) * self.comm.topology.size
 
     def steps_of(self, epoch: int) -> int:
@@ -60,9 +60,10 @@ class Run:
         return sum(ended[: position.epoch]) + position.step
 
     def expected_run(self, epoch: int, accumulated: int = 1) -> ExpectedRun:
-        """Return how many steps share the scheme of an epoch, for "auto".
+        """Return the run of steps that share the scheme of an epoch, for "auto".
 
-        It is the same for each of these epochs, so a resumed run finds or makes the same choice.
+        A resumed run finds or makes the same choice, because the result is the same for each of
+        these epochs.
 
         Args:
             epoch: in [0, epochs of the run).
@@ -74,19 +75,19 @@ class Run:
             first -= 1
         while end < len(schemes) and schemes[end] == schemes[epoch]:
             end += 1
-        batch, now = (self.recipe.batch(phases[one]) for one in (first, epoch))
+        batch, epoch_batch = (self.recipe.batch(phases[number]) for number in (first, epoch))
         return ExpectedRun(
             sum(map(self.steps_of, range(first, end))) // accumulated,
             self.steps_of(first),
             batch,
             whole_run=True,
-            # Measured under another batch than the first epoch's, it would mislead other runs
-            keeps_choice=batch == now,
+            # A choice measured with another batch than the first epoch's would mislead other runs
+            keeps_choice=batch == epoch_batch,
         )
 
     def batches(self, call: FitCall) -> tf.data.Dataset:
         """Return the batches of this rank for a call of `fit`."""
-        # One batch is prepared during each step: tf.data adds no such stage here (`data.pipeline`)
+        # Prepares one batch during each step; tf.data adds no such stage (`data.pipeline`)
         return self.objective.targets(self.samples_of(call)).prefetch(1)
 
     def samples_of(self, call: FitCall) -> tf.data.Dataset:
@@ -105,13 +106,13 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
     """Start Horovod, open the data set and build the task.
 
     Args:
-        recipe: what to train.
+        recipe: the recipe to train.
         folder: for checkpoint and report.
 
     **Ranks:** all, with the same recipe.
     **Raises:** DataError for missing samples; ConfigurationError if recipes or data sets differ
-    between ranks, if there are too few samples for a step, if the target is no score of the task,
-    or if the task has no `counted`.
+    between ranks, if there are too few samples for a step, if the target is not a score of the
+    task, or if the task has no `counted`.
     """
     if recipe.threads:
         # Must be set before TensorFlow runs anything
@@ -119,8 +120,8 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
         tf.config.threading.set_inter_op_parallelism_threads(recipe.threads)
     comm = cx.init(node_size=recipe.node_size)
     _require_equal(comm, "recipe", recipe.name, _settings(recipe), SAME_RECIPE)
-    place = DataRank(comm.topology, comm.rank, recipe.seed, recipe.threads)
-    data = recipe.data.build(place)
+    data_rank = DataRank(comm.topology, comm.rank, recipe.seed, recipe.threads)
+    data = recipe.data.build(data_rank)
     batches = [recipe.batch(phase) for phase in recipe.phases]
     steps = tuple(
         data.steps(batch, phase.resolution)
@@ -155,7 +156,8 @@ def _require_equal(comm: Comm, kind: str, name: str, values: dict[str, str], rem
 def _settings(value: Any, name: str = "") -> dict[str, str]:
     """Return name -> value of the settings in a part of a recipe that all ranks must share.
 
-    Paths may suit the node, and objects of other kinds cannot be compared.
+    Paths, which may differ between nodes, and objects of other types, which cannot be compared, are
+    left out.
     """
     above = f"{name}." if name else ""
     if isinstance(value, BaseModel):
@@ -178,9 +180,9 @@ def check_counted(objective: Objective) -> None:
 
 def check_target(target: Target, objective: Objective) -> None:
     """Check that the target is a score of the task. **Raises:** ConfigurationError."""
-    known = [score.removeprefix("test_") for score in objective.scores]
-    if target.score not in known:
+    scores = [score.removeprefix("test_") for score in objective.scores]
+    if target.score not in scores:
         raise cx.ConfigurationError(
-            f"A target needs a score of the task: {', '.join(known)}. Received {target.score!r}. "
+            f"A target needs a score of the task: {', '.join(scores)}. Received {target.score!r}. "
             "Change target.score."
         )

@@ -19,10 +19,10 @@ from tfcommx import checkpoint
 from tfcommx.training.context import RunContext
 from tfcommx.training.steps import Position
 
-# About how many seconds pass until the ranks ask each other again: horovodrun kills them 5 s after
-# it was asked to end
+# Approximate seconds between two requests of the ranks to each other. Much less than 5, because
+# horovodrun kills the ranks 5 s after it was asked to end
 ASK_SECONDS = 0.5
-# The most steps in between
+# Largest number of steps between two requests
 ASK_STEPS = 1000
 
 
@@ -31,7 +31,7 @@ class Stopped(Exception):
 
     Args:
         position: the next step.
-        reason: what stopped the run, as a text for the user.
+        reason: text for the user that names the cause.
     """
 
     def __init__(self, position: Position, reason: str) -> None:
@@ -40,11 +40,11 @@ class Stopped(Exception):
 
 
 class SaveAndStop(keras.callbacks.Callback):
-    """Saves what a run needs to resume, and stops it if any rank is asked to.
+    """Saves the state that a run needs to resume, and stops it if any rank is asked to.
 
-    About twice a second the ranks ask each other whether one of them was asked to stop, and whether
-    it is time to save or to end by rank 0's clock. So all save after the same step. At an epoch's
-    end this saves, and StopAtEpochEnd stops.
+    All ranks save after the same step, because about twice a second they ask each other whether one
+    of them was asked to stop, and whether it is time to save or to end by rank 0's clock. At the
+    end of an epoch, this callback saves and StopAtEpochEnd stops.
 
     **Ranks:** all. **Cost:** an allreduce of 16 bytes about twice a second.
     """
@@ -54,16 +54,16 @@ class SaveAndStop(keras.callbacks.Callback):
         self.context, self._patience = context, checkpoint.Patience()
         self.settings = context.run.recipe.checkpoint
         self.saved_at, self.asked_at = time.monotonic(), time.monotonic()
-        # Steps until the ranks ask each other again, and between the last two times
+        # Steps until the ranks ask each other again, and between their last two requests
         self._until, self._between = 1, 1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        """Ask the other ranks if it is time; save and stop if they agree to."""
+        """Ask the other ranks if it is time; save or stop if they agree."""
         self._until -= 1
         after = self.context.counter.after
         if after.step == self.context.counter.steps:
             self.context.snapshots.end_epoch(after.epoch)
-            return  # The epoch's end follows
+            return  # `on_epoch_end` saves
         stop, save = self.ask() if self._until <= 0 else ("", False)
         if stop:
             self._save(after)
@@ -82,33 +82,33 @@ class SaveAndStop(keras.callbacks.Callback):
         self.context.rows[-1]["seconds"]["saving"] += round(seconds["saving"] - before, 3)
 
     def _due(self, after: Position) -> bool:
-        every = self.settings.every_steps
-        return every is not None and self.context.run.steps_before(after) % every == 0
+        interval = self.settings.every_steps
+        return interval is not None and self.context.run.steps_before(after) % interval == 0
 
     def ask(self) -> tuple[str, bool]:
-        """Return the reason why all ranks stop, empty if they do not, and whether to save.
+        """Return the reason why all ranks stop, or "", and True if they save.
 
         **Ranks:** all. **Cost:** an allreduce of 16 bytes.
         """
-        asked, now = self.context.requests.asked(), time.monotonic()
+        must_stop, time_s = self.context.requests.asked(), time.monotonic()
         if (
-            asked
+            must_stop
             and self.context.snapshots.supervised
             and self.context.requests.reason == signal.SIGTERM.name
         ):
             self.context.snapshots.leave()
-            asked = False
+            must_stop = False
         clock = [0.0, 0.0, 0.0]
         if self.context.run.comm.rank == 0:
             minutes = self.settings.every_minutes
             clock = [
-                float(self.context.end is not None and now >= self.context.end),
-                float(minutes is not None and now - self.saved_at >= 60 * minutes),
-                float(self._steps_to_next(now)),
+                float(self.context.end is not None and time_s >= self.context.end),
+                float(minutes is not None and time_s - self.saved_at >= 60 * minutes),
+                float(self._steps_to_next(time_s)),
             ]
         with tf.device("/cpu:0"):
             votes = self.context.run.comm.allreduce(
-                tf.constant([float(asked), *clock]), "world", "tfcommx/saving"
+                tf.constant([float(must_stop), *clock]), "world", "tfcommx/saving"
             ).numpy()
         self._until = self._between = max(1, round(float(votes[3])))
         self.asked_at = time.monotonic()
@@ -118,9 +118,9 @@ class SaveAndStop(keras.callbacks.Callback):
             return named[0], True
         return ("the time limit" if votes[1] else ""), bool(votes[2])
 
-    def _steps_to_next(self, now: float) -> int:
+    def _steps_to_next(self, time_s: float) -> int:
         """Return the steps that take about ASK_SECONDS."""
-        step = max(now - self.asked_at, 1e-6) / self._between
+        step = max(time_s - self.asked_at, 1e-6) / self._between
         return int(np.clip(ASK_SECONDS / step, 1, ASK_STEPS))
 
     def _save(self, after: Position) -> None:
@@ -148,7 +148,7 @@ class SaveAndStop(keras.callbacks.Callback):
 
 
 class StopAtEpochEnd(keras.callbacks.Callback):
-    """Stops the run at an epoch's end if any rank is asked to; the last callback.
+    """Stops the run at the end of an epoch if any rank is asked to; the last callback.
 
     **Ranks:** all.
     """

@@ -6,7 +6,7 @@ epoch 0 |==========| done
 epoch 1 |====      | FitCall(phase 0, epochs 1 to 2, step 4): six steps remain
 epoch 2 |          | FitCall(phase 1, epochs 2 to 3, step 0)
 
-`Timing` measures where the seconds of an epoch go.
+`Timing` divides the seconds of an epoch into kinds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Position(NamedTuple):
 
     # From 0; equal to the number of epochs at the end of the run
     epoch: int
-    # Of the epoch, from 0
+    # Number in the epoch, from 0
     step: int = 0
 
 
@@ -36,7 +36,7 @@ class FitCall(NamedTuple):
 
     # Number of the phase, from 0
     phase: int
-    # Counted over the whole run; a single one if `step` is not 0
+    # Epochs, counted over the whole run; a single one if `step` is not 0
     epochs: range
     # First step of the first epoch
     step: int = 0
@@ -51,19 +51,19 @@ def fit_calls(phases: Sequence[int], start: Position, one_by_one: bool = False) 
     Args:
         phases: epochs of each phase, >= 1.
         start: the first step.
-        one_by_one: a call for each epoch, so that nothing reads ahead over the end of an epoch.
+        one_by_one: make a call for each epoch; data is then not read ahead over its end.
     """
-    found, end = [], 0
+    calls, end = [], 0
     for number, epochs in enumerate(phases):
         first, end = max(end, start.epoch), end + epochs
         if first < end and first == start.epoch and start.step:
-            found.append(FitCall(number, range(first, first + 1), start.step))
+            calls.append(FitCall(number, range(first, first + 1), start.step))
             first += 1
         if one_by_one:
-            found += [FitCall(number, range(epoch, epoch + 1)) for epoch in range(first, end)]
+            calls += [FitCall(number, range(epoch, epoch + 1)) for epoch in range(first, end)]
         elif first < end:
-            found.append(FitCall(number, range(first, end)))
-    return found
+            calls.append(FitCall(number, range(first, end)))
+    return calls
 
 
 class StepCounter(keras.callbacks.Callback):
@@ -73,10 +73,10 @@ class StepCounter(keras.callbacks.Callback):
         super().__init__()
         # The current step, or the last one
         self.position = Position(0)
-        # Steps of the epoch; steps of it that were measured; number of the phase
+        # Steps of the epoch; its measured steps; number of the phase
         self.steps, self.measured, self.phase = 0, 0, 0
         self._offset = 0
-        # Steps that an earlier process measured of the first epoch
+        # Steps of the first epoch that an earlier process measured
         self._continued = 0
 
     def continue_from(self, steps: int) -> None:
@@ -104,23 +104,23 @@ class StepCounter(keras.callbacks.Callback):
         self.measured += 1
 
 
-# What is measured of an epoch, in seconds; `other` is the rest
+# Kinds of measured seconds of an epoch; `other` is the rest
 KINDS = ("data", "compute", "gradients", "update", "first_step", "evaluation", "saving")
-# Of these, what belongs to training steps
+# Kinds that belong to training steps
 STEP_KINDS = ("data", "compute", "gradients", "update", "first_step")
 
 
 class Timing(keras.callbacks.Callback):
-    """Measures where an epoch's seconds go on this rank.
+    """Divides the seconds of an epoch on this rank into kinds.
 
         begin        arrived              ready      exchanged      end
           |   data      |     compute       | gradients |   update   |
 
     - `data`: from the start of a step until its batch has arrived.
-    - `compute`: until the last gradient of this rank is ready: forward and backward pass, with the
-      selection and exchange that they hide.
+    - `compute`: until the last gradient of this rank is ready: forward and backward pass, including
+      the selection and exchange that they hide.
     - `gradients`: until the last exchanged gradient has arrived: exposed selection and exchange,
-      with the wait for slower ranks.
+      including the wait for slower ranks.
     - `update`: the rest of the step.
     - `first_step`: the whole first step of each `fit` and after each change of scheme, which
       TensorFlow traces and compiles.
@@ -139,21 +139,21 @@ class Timing(keras.callbacks.Callback):
         self.seconds = dict.fromkeys(KINDS, 0.0)
         # Steps of the epoch whose time is in `first_step`
         self.first_steps = 0
-        # Seconds of the current epoch before this process began, and when it began here
+        # Seconds of the current epoch in an earlier process, and its start time in this one
         self._before, self._epoch_start = 0.0, time.time()
-        # Seconds and first steps that an earlier process measured of the first epoch
+        # Seconds and first steps of the first epoch that an earlier process measured
         self._continued: tuple[dict[str, float], int] = {}, 0
         self.first = True
 
     def continue_from(self, seconds: dict[str, float], first_steps: int) -> None:
-        """Add what an earlier process measured to the epoch that begins next."""
+        """Add the measurements of an earlier process to the epoch that begins next."""
         self._continued = seconds, first_steps
 
     def watch(self, model: keras.Model) -> None:
-        """Make the model's training step record when batch and gradients arrive."""
+        """Make the model's training step record the times at which batch and gradients arrive."""
         train_step, exchanger = model.train_step, exchanger_of(model)
         exchange, queued = exchanger.exchange, exchanger.comm.progress.ends_when_queued
-        # Not through `self`, which has the model: an exchanger must not keep its variables alive
+        # Not through `self`, which has the model, because an exchanger must not keep it alive
         arrived, ready, exchanged = self.arrived, self.ready, self.exchanged
 
         def timed_step(data: Any) -> Any:
@@ -183,27 +183,27 @@ class Timing(keras.callbacks.Callback):
         self._epoch_start = time.time()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        # A change of scheme drops the plans: the step is traced again
+        # A change of scheme drops the plans, and the step is traced again
         self.first |= not exchanger_of(self.model).runs
         self.batch_start = time.time()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        now, seconds = time.time(), self.seconds
+        end, seconds = time.time(), self.seconds
         arrived, ready, exchanged = (
             float(stamp.numpy()) for stamp in (self.arrived, self.ready, self.exchanged)
         )
         if self.first:
-            seconds["first_step"] += now - self.batch_start
+            seconds["first_step"] += end - self.batch_start
             self.first_steps += 1
         else:
             seconds["data"] += arrived - self.batch_start
-            # With accumulated gradients only some steps exchange
+            # Only some steps exchange accumulated gradients; times of earlier steps are ignored
             ready, exchanged = max(ready, arrived), max(exchanged, arrived)
             if exchanged == arrived:
-                ready = exchanged = now
+                ready = exchanged = end
             seconds["compute"] += ready - arrived
             seconds["gradients"] += exchanged - ready
-            seconds["update"] += now - exchanged
+            seconds["update"] += end - exchanged
         self.first = False
 
     def step_seconds(self) -> float:
@@ -217,13 +217,13 @@ class Timing(keras.callbacks.Callback):
 
 
 def _stamped(stamp: tf.Variable, tensors: Sequence[Any], queued: bool = False) -> Any:
-    """Record in the graph when all tensors are ready; operations made inside wait for that.
+    """Record in the graph the time at which all tensors are ready; operations inside wait for it.
 
     Args:
-        stamp: float64 [], to be set.
-        tensors: that are waited for.
-        queued: whether Horovod ends a collective before its result exists. Then operations inside
-            wait until the tensors are queued only.
+        stamp: float64 [], set to seconds since 1970.
+        tensors: the tensors to wait for.
+        queued: True if Horovod ends a collective before its result exists. Then operations inside
+            wait only until the tensors are queued.
     """
     with tf.control_dependencies(list(tensors)):
         if not queued:
@@ -232,6 +232,6 @@ def _stamped(stamp: tf.Variable, tensors: Sequence[Any], queued: bool = False) -
         parts = tf.nest.flatten(tensors, expand_composites=True)
         arrived = after(tf.constant(1.0, tf.float64), parts)
         with tf.control_dependencies([arrived]):
-            now = tf.timestamp()
-        stamp.assign(tf.maximum(now, arrived))
+            queued_time = tf.timestamp()
+        stamp.assign(tf.maximum(queued_time, arrived))
     return tf.control_dependencies(list(tensors))

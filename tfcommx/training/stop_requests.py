@@ -16,12 +16,12 @@ STOP_FILE = "stop"
 
 
 class StopRequests:
-    """Catches the first signal while it is entered; a second one has its usual effect.
+    """Catches the first signal inside its `with` block; a second one has its usual effect.
 
     Args:
-        folder: of the run, whose file `stop` counts as a signal; None on ranks other than rank 0.
+        folder: folder of the run, whose file `stop` counts as a signal; None except on rank 0.
 
-    **Ranks:** each by itself; the ranks agree afterwards.
+    **Ranks:** local; the ranks agree afterwards.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -30,9 +30,9 @@ class StopRequests:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequests:
-        # Python allows signal handlers there only
+        # Python allows signal handlers only in the main thread
         if threading.current_thread() is threading.main_thread():
-            self._before = {one: signal.signal(one, self._catch) for one in SIGNALS}
+            self._before = {number: signal.signal(number, self._catch) for number in SIGNALS}
         return self
 
     def __exit__(
@@ -44,10 +44,10 @@ class StopRequests:
         self._restore()
 
     def asked(self) -> bool:
-        """Return whether this rank was asked to stop."""
+        """Return True if this rank was asked to stop."""
         if self.file is not None and self.file.exists():
             self.reason = self.reason or f"the file {self.file}"
-            # Else it would stop the next run too
+            # It would stop the next run, too
             with contextlib.suppress(OSError):
                 self.file.unlink()
         return bool(self.reason)
@@ -57,6 +57,6 @@ class StopRequests:
         self._restore()
 
     def _restore(self) -> None:
-        for one, handler in self._before.items():
-            signal.signal(one, handler)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         self._before = {}

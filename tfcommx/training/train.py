@@ -1,4 +1,4 @@
-"""Trains what a recipe describes, on all ranks, and returns a summary."""
+"""Train a recipe on all ranks, and return a summary."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ log = logging.getLogger("tfcommx")
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of a run beside its recipe."""
+    """Options of a run in addition to its recipe."""
 
-    # Continue after the last whole checkpoint in the run's folder, if there is one
+    # Continue after the last complete checkpoint in the run's folder, if one exists
     resume: bool = False
     # Save and stop after this many minutes of this process, > 0; None: no limit
     minutes: float | None = None
@@ -59,18 +59,19 @@ def train(
     all ranks save after the same step and return.
 
     Args:
-        recipe: what to train.
+        recipe: the recipe to train.
         output_folder: for checkpoints and report.
         options: None: the defaults.
 
     Returns:
-        The summary of the whole run, its parts before a resume included, as in `summary.json`.
+        The summary of the whole run, including its parts before a resume, as in `summary.json`.
         `seconds` is wall-clock time without writing the report. `throughput` is the `counted` of
-        all ranks (images or word pieces) per second in steps, tracing and waiting for data
-        included, evaluation not. Bytes are those of one rank. `rows` has the epochs; times are
-        rank 0's. `snapshots` has what those in memory have cost rank 0 since this process began.
-        `target` says when the recipe's target was reached, `stopped` where and why the run was
-        stopped. Until an epoch has ended there is no report, and `rows` is empty.
+        all ranks (images or word pieces) per second in steps, including tracing and waiting
+        for data, excluding evaluation. Bytes are those of one rank. `rows` has the epochs; times
+        are rank 0's. `snapshots` has the cost of snapshots in memory on rank 0 since this process
+        began. `target` has the epoch and time at which the recipe's target was reached, `stopped`
+        the position and reason of a stop. Until an epoch has ended, no report is written and `rows`
+        is empty.
 
     **Ranks:** all, with the same recipe. **Raises:** ConfigurationError and DataError before the
     first step.
@@ -92,7 +93,7 @@ def train(
         snapshots = checkpoint.Snapshots(model, run.checkpoint, recipe.checkpoint.memory_every)
         snapshots.load()
         if run.comm.rank == 0:
-            # An earlier run's: `tfcommx report` would take it for this one's
+            # An earlier run's summary, which `tfcommx report` would show as this one's
             with contextlib.suppress(OSError):
                 (output_folder / "summary.json").unlink()
         totals = Totals(saved.notes if saved else {}, optimizer, start)
@@ -124,13 +125,13 @@ def train(
 def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
     """Return the checkpoint to resume; warn if the run will replace one.
 
-    The next generations of a supervised run resume what those before have saved. If that was the
+    Each generation of a supervised run resumes the checkpoint of those before. If that was of the
     last epoch, only the report is missing.
 
     **Raises:** ConfigurationError if another resumed run has no epochs left to train.
     """
-    own = newest_of_run(run.checkpoint) is not None
-    resume = resume or own
+    is_continued = newest_of_run(run.checkpoint) is not None
+    resume = resume or is_continued
     saved = checkpoint.last(run.checkpoint)
     if saved and not resume and run.comm.rank == 0:
         log.warning(
@@ -139,7 +140,7 @@ def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
             saved.epoch + 1,
             run.checkpoint,
         )
-    if saved and resume and not own and saved.epoch + 1 >= run.recipe.epochs:
+    if saved and resume and not is_continued and saved.epoch + 1 >= run.recipe.epochs:
         raise cx.ConfigurationError(
             f"A resumed run needs epochs left to train. {run.checkpoint} holds {saved.epoch + 1} "
             f"of {run.recipe.epochs}."
@@ -150,8 +151,8 @@ def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
 def first_position(run: Run, saved: checkpoint.Head | None) -> Position:
     """Return the first step of a run.
 
-    With another number of ranks or another batch, an epoch has another number of steps; the run
-    resumes at the same share of the epoch.
+    The run resumes at the same fraction of the epoch, because an epoch has another number of steps
+    with another number of ranks or another batch.
     """
     if saved is None:
         return Position(0)
@@ -174,11 +175,11 @@ def first_position(run: Run, saved: checkpoint.Head | None) -> Position:
 
 
 def scaled_steps(count: int, run: Run, saved: checkpoint.Head) -> int:
-    """Convert steps of the interrupted epoch into this run's, of about the same samples.
+    """Convert steps of the interrupted epoch into steps of this run with about as many samples.
 
     Args:
         count: in [0, saved.steps].
-        run: with today's ranks and batch.
+        run: the run, with its present ranks and batch.
         saved: the checkpoint.
     """
     steps = run.steps_of(saved.epoch + 1)
@@ -186,7 +187,7 @@ def scaled_steps(count: int, run: Run, saved: checkpoint.Head) -> int:
 
 
 def print_stop(run: Run, stopped: dict[str, Any]) -> None:
-    """Print on rank 0 where the run was stopped, and how to resume it."""
+    """Print on rank 0 the position of the stop, and how to resume the run."""
     if run.comm.rank == 0:
         steps = run.steps_of(stopped["epoch"])
         print(
@@ -223,7 +224,7 @@ def make_context(
     totals: Totals,
     snapshots: checkpoint.Snapshots,
 ) -> RunContext:
-    """Make what the callbacks share in a run that begins, or resumes `saved`, at `first`."""
+    """Make the state that the callbacks share; the run begins, or resumes `saved`, at `first`."""
     steps = run.steps_before(Position(run.recipe.epochs)) - run.steps_before(first)
     progress = report.ProgressDisplay(
         steps, run.recipe.epochs, shown=cx.is_chief(), terminal=options.terminal
@@ -250,24 +251,24 @@ def make_callbacks(
     changes = {at: new for at, (old, new) in schemes if new != old and at > first.epoch}
     saving = SaveAndStop(context)
     return [
-        # First: the others read them
+        # First; the others read them
         context.counter,
         context.timing,
         SetLearningRate(context),
         InformAuto(context),
         callbacks.SwitchScheme(changes),
         callbacks.ChooseAgain(),
-        # Those that follow need whole and equal weights
+        # Before the callbacks that need whole and equal weights
         Consolidate(),
         callbacks.AverageMetrics(),
         callbacks.AverageBatchNorm(),
         context.compare,
         evaluation,
-        # Reads the logs of those before it
+        # After the callbacks whose logs it reads
         EpochHistory(context),
         saving,
         ShowProgress(context),
-        # Last: those before it must see the epoch's end
+        # Last, because it raises an exception, and the others must see the end of the epoch
         StopAtEpochEnd(saving),
     ]
 
@@ -277,15 +278,15 @@ def fit_phases(model: keras.Model, context: RunContext, first: Position) -> None
     run, evaluation = context.run, Evaluation(context)
     run_callbacks = make_callbacks(context, first, evaluation)
     begin: list[keras.callbacks.Callback] = [callbacks.BroadcastState()]
-    if first.step:  # Resumed in mid-epoch: with the metrics so far
+    if first.step:  # Resumed within an epoch, so its metrics so far are restored
         begin.append(checkpoint.RestoreRankValues(run.checkpoint))
     phase = None
     for call in fit_calls(run.phases, first, run.data.redistributes):
         if call.phase != phase:
             phase = call.phase
             evaluation.start_phase(model, run.recipe.phases[phase])
-            # Keras reduces retracing: without this, a second resolution would get a graph of
-            # dynamic shapes, whose sums differ in the last bits from those of a run resumed here
+            # Without this, a second resolution would get a graph of dynamic shapes, because Keras
+            # reduces retracing. Its sums differ in the last bits from those of a run resumed here.
             model.make_train_function(force=True)
         if call.epochs.start > first.epoch:
             run.data.redistribute(call.epochs.start, run.comm)
@@ -310,7 +311,7 @@ def build_metrics(model: keras.Model, batches: tf.data.Dataset) -> None:
     inputs, targets, *weights = tf.nest.map_structure(
         lambda part: tf.zeros([size or 1 for size in part.shape], part.dtype), batches.element_spec
     )
-    # `fit` resets what this adds
+    # `fit` resets the sums that this adds
     model.compute_metrics(inputs, targets, model(inputs, training=False), *weights)
 
 

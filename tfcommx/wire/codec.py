@@ -1,10 +1,10 @@
-"""Write entries for the wire, and read them: what routes are given as their codec.
+"""Write entries for the wire, and read them: the codecs that routes use.
 
-    Codec            loses nothing: sparse buckets, and dense ones in the dtype of their entries
-    RoundingCodec    dense buckets in 16 bits; a residual keeps what rounding loses
-    CodesCodec       dense buckets in codes of 8 to 1 bits; likewise
+    Codec            lossless: sparse buckets, and dense ones in the dtype of their entries
+    RoundingCodec    dense buckets in 16 bits; a residual keeps the rounding error
+    CodesCodec       dense buckets in codes of 8 to 1 bits; a residual keeps the rounding error
 
-`rounded` is the same for the entries that a sparse bucket sends. `core.wire_formats` has the table.
+`rounded` rounds the entries that a sparse bucket sends. `core.wire_formats` has the table.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tfcommx.wire.formats import of_others, sum_dtype
 
 
 def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
-    """Round values to what the format can write; return them and the rounding error.
+    """Round values to numbers that the format can write; return them and the rounding error.
 
-    The rounding error belongs in the residual at the same indices: `value == rounded + error`
-    holds exactly, so nothing is lost (except differences below 1e-38, which the processor may flush
-    to zero). NaN and Inf stay as they are, or in codes become NaN, and have no error. A finite
-    value beyond float16 is cut to its largest, 65504; from 2**29 on to 2**15, and from 2**39 on to
-    0, because float32 cannot hold the difference to more.
+    The rounding error belongs in the residual at the same indices. Nothing is lost, because
+    `value == rounded + error` holds exactly (except differences below 1e-38, which the processor
+    may flush to zero). NaN and Inf are unchanged, or become NaN in codes, and have no error. A
+    finite value beyond float16 is clipped to its largest, 65504; from 2**29 up to 2**15, and from
+    2**39 up to 0, because float32 cannot hold its exact difference to a larger number.
 
     Args:
         sparse: values float32 [k].
@@ -38,10 +38,10 @@ def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
         The same indices with rounded values, float32 [k], and the error, float32 [k]; None if the
         format writes float32.
     """
-    other = of_others(wire)
-    if other is not None:
-        written, left = other.rounded(sparse.values)
-        return Sparse(sparse.indices, written, sparse.size), left
+    custom = of_others(wire)
+    if custom is not None:
+        written, remainder = custom.rounded(sparse.values)
+        return Sparse(sparse.indices, written, sparse.size), remainder
     values, dtype = sparse.values, SPARSE_FORMATS[wire].values
     if dtype == "float32":
         return sparse, None
@@ -68,8 +68,8 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
 
     **Cost:** one pass over the entries.
     """
-    other = of_others(wire)
-    return wire_kernel.encode(sparse, wire) if other is None else other.encode(sparse)
+    custom = of_others(wire)
+    return wire_kernel.encode(sparse, wire) if custom is None else custom.encode(sparse)
 
 
 def merge(
@@ -77,7 +77,7 @@ def merge(
 ) -> tf.Tensor:
     """Add the entries of all gathered buffers into a dense vector.
 
-    They are added in rank order, so that every rank gets the same bits.
+    Every rank gets the same bits, because the buffers are added in rank order.
 
     Args:
         buffers: int32 [shards * p * words], the buffers of p ranks one after another, for each
@@ -86,7 +86,7 @@ def merge(
         size: length of the shard that the indices point into.
         wire: the format in which they were encoded.
         shards: equal parts of the result, >= 1.
-        factor: > 0, of each entry before it is added.
+        factor: > 0, multiplies each entry before it is added.
 
     Returns:
         float32 [shards * size].
@@ -110,19 +110,19 @@ def decode(
     Returns:
         indices int32 [entries] into the vector of all shards, and values float32 [entries].
     """
-    other = of_others(wire)
-    if other is None:
+    custom = of_others(wire)
+    if custom is None:
         return wire_kernel.decode(buffers, k, size, wire, shards)
-    indices, values = other.decode(tf.reshape(buffers, [-1, other.words(k, size)]), k, size)
+    indices, values = custom.decode(tf.reshape(buffers, [-1, custom.words(k, size)]), k, size)
     by_shard = tf.reshape(indices, [shards, -1]) + size * tf.range(shards)[:, None]
     return tf.reshape(by_shard, [-1]), tf.reshape(values, [-1])
 
 
 class Codec:
-    """Writes entries as they are, in a dtype that loses nothing that a residual would keep.
+    """Writes entries without a rounding error that a residual would have to keep.
 
     Args:
-        factor: > 0, of what sparse buckets merge.
+        factor: > 0, multiplies the entries that `merge` adds.
     """
 
     encode = staticmethod(encode)
@@ -143,48 +143,48 @@ class Codec:
     def read_dense(
         self, written: tf.Tensor, dtype: str, into: tf.DType, scale: float = 1.0
     ) -> tf.Tensor:
-        """Read what `write_dense` wrote, into a dtype."""
+        """Read the output of `write_dense`, into a dtype."""
         return tf.cast(written, into)
 
     def add_dense(
         self, written: tf.Tensor, dtype: str, parts: int, scale: float = 1.0
     ) -> tf.Tensor:
-        """Add equal parts of what `write_dense` wrote, in their order.
+        """Add equal parts of the output of `write_dense`, in their order.
 
         Returns:
             float32 [n]; float64 if it travelled as float64.
         """
-        total, *others = [tf.cast(part, sum_dtype(dtype)) for part in tf.split(written, parts)]
-        for other in others:
-            total += other
+        total, *summands = [tf.cast(part, sum_dtype(dtype)) for part in tf.split(written, parts)]
+        for summand in summands:
+            total += summand
         return total
 
     def add_and_write_dense(
         self, written: tf.Tensor, dtype: str, parts: int, start: int, own: float, scale: float
     ) -> tf.Tensor:
-        """Add equal parts of what `write_dense` wrote, and write the sum.
+        """Add equal parts of the output of `write_dense`, and write the sum.
 
         Args:
             written: the parts, one after another.
-            dtype: in which they travel, and the sum.
+            dtype: of the parts and of the sum on the wire.
             parts: >= 1.
-            start: of the part in the vector that this rank wrote.
-            own: the scale with which the parts were written.
-            scale: of the sum.
+            start: position of the part in the vector that this rank wrote.
+            own: scale with which the parts were written.
+            scale: scale with which to write the sum.
         """
         total = self.add_dense(written, dtype, parts, own)
         return self.write_dense(total, dtype, start, scale, 1 / scale)
 
 
 class RoundingCodec(Codec):
-    """Writes a dense vector in 16 bits: a residual keeps what rounding loses.
+    """Writes a dense vector in 16 bits; a residual keeps the rounding error.
 
-    Horovod has no bfloat16 and NCCL no 16-bit integers, so the bits of bfloat16 travel as
-    float16's.
+    The bits of bfloat16 travel as float16, because Horovod has no bfloat16 and NCCL has no 16-bit
+    integers.
 
     Args:
         residual: of this rank: float32, as long as its part of the vector.
-        factor: of what is read at the end.
+        factor: multiplies the result of `read_dense`.
     """
 
     def __init__(self, residual: tf.Variable, factor: float = 1.0) -> None:
@@ -194,33 +194,33 @@ class RoundingCodec(Codec):
     def write_dense(
         self, entries: tf.Tensor, dtype: str, start: int = 0, scale: float = 1.0, reach: float = 1.0
     ) -> tf.Tensor:
-        """Write entries and what the residual holds for them; the residual keeps the rest.
+        """Write entries plus their residual, which then keeps the rounding error.
 
-        See `kernels.dense.write`; `start` is the place of the first entry in the residual.
+        See `kernels.dense.write`; `start` is the position of the first entry in the residual.
         """
         return dense_kernel.write(entries, self._residual, dtype, start, scale, reach)
 
     def read_dense(
         self, written: tf.Tensor, dtype: str, into: tf.DType, scale: float = 1.0
     ) -> tf.Tensor:
-        """Read what was written with this scale, times the factor."""
+        """Read a vector that was written with this scale, times the factor."""
         return tf.cast(dense_kernel.add(written, dtype, factor=self.factor / scale), into)
 
     def add_dense(
         self, written: tf.Tensor, dtype: str, parts: int, scale: float = 1.0
     ) -> tf.Tensor:
-        """Add equal parts of what was written with this scale, in float32 and in their order."""
+        """Add equal parts of a vector that was written with this scale, in float32 and in order."""
         return dense_kernel.add(written, dtype, parts, 1 / scale)
 
 
 class CodesCodec(Codec):
-    """Writes a dense vector in codes of 8 to 1 bits: a residual keeps what they lose.
+    """Writes a dense vector in codes of 8 to 1 bits; a residual keeps the rounding error.
 
     Args:
         residual: of this rank: float32, as long as its part of the vector.
-        entries: of a shard that is written by itself, >= 1.
-        real: entries of this rank's part of the vector that are no padding.
-        factor: of what is read at the end.
+        entries: of a shard, which is written separately, >= 1.
+        real: entries of this rank's part of the vector that are not padding.
+        factor: multiplies the result of `read_dense`.
     """
 
     def __init__(self, residual: tf.Variable, entries: int, real: int, factor: float = 1.0) -> None:
@@ -230,16 +230,17 @@ class CodesCodec(Codec):
     def write_dense(
         self, entries: tf.Tensor, dtype: str, start: int = 0, scale: float = 1.0, reach: float = 1.0
     ) -> tf.Tensor:
-        """Write shards of entries and what the residual holds for them; it keeps the rest.
+        """Write shards of entries plus their residual, which then keeps the rounding error.
 
-        See `kernels.low_bits.write`. Steps need no scale: their bfloat16 reaches as far as float32.
+        See `kernels.low_bits.write`. It needs no scale, because the steps are bfloat16, which has
+        the range of float32.
         """
         return low_bits_kernel.write(entries, self._residual, dtype, self._entries, self._real)
 
     def add_and_write_dense(
         self, written: tf.Tensor, dtype: str, parts: int, start: int, own: float, scale: float
     ) -> tf.Tensor:
-        """Add a shard as several ranks wrote it, and what the residual holds for it; write that."""
+        """Add a shard that several ranks wrote, and its residual; write the sum."""
         return low_bits_kernel.add_and_write(
             written, self._residual, dtype, self._entries, start, self._real - start
         )

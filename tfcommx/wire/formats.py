@@ -1,6 +1,7 @@
-"""Bytes and dtypes of wire formats: pure arithmetic, so that prices need no TensorFlow.
+"""Bytes and dtypes of wire formats.
 
-`WireFormat` is the contract of one in another package, `Scheme(wire="module:MEMBER")`.
+They are pure arithmetic, because prices must not load TensorFlow. `WireFormat` is the contract of a
+format in another package, `Scheme(wire="module:MEMBER")`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from typing import Any
 from tfcommx.core import DENSE_CODES, ENTRY_BYTES, PLAIN, Bucket, Sparse, is_member, load_member
 from tfcommx.core.wire_formats import dense_code_words, wire_words
 
-# Of TensorFlow, which plans and prices do not load
+# A tf.Tensor; Any, because plans and prices do not load TensorFlow
 Tensor = Any
 
 
 class WireFormat(abc.ABC):
     """Writes k selected entries of a vector as int32 words, and reads them.
 
-    It knows nothing of residuals, routes or ranks: what `rounded` loses stays in the residual.
+    It has no access to residuals, routes or ranks: its caller keeps the error of `rounded` in the
+    residual.
     """
 
     @abc.abstractmethod
@@ -31,19 +33,20 @@ class WireFormat(abc.ABC):
                 than k.
 
         Returns:
-            A number that depends on k and size alone, so that the engine's cache stays valid: what
-            does not fit into fewer bits must be rounded away.
+            A number that depends on k and size alone, because the engine's cache must stay valid.
+            Values that need more bits must be rounded.
         """
 
     def rounded(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Round values to what the format can write.
+        """Round values to numbers that the format can write.
 
         Args:
             values: float32 [k].
 
         Returns:
-            What is written, float32 [k], and the rest, float32 [k]: exactly the difference, and 0
-            where a value is not finite, which must stay so. None if the format writes float32.
+            The rounded values, float32 [k], and the rounding error, float32 [k]: exactly the
+            difference, and 0 where a value is not finite, which must stay so. None for the error if
+            the format writes float32.
         """
         return values, None
 
@@ -53,7 +56,7 @@ class WireFormat(abc.ABC):
 
         Args:
             sparse: indices int32 [k] in [0, size), ascending; values float32 [k], as `rounded`
-                returned them, which must be written without further loss; size, an int.
+                returned them, which must be written exactly; size, an int.
 
         Returns:
             int32 [words(k, size)], its length known while tracing.
@@ -66,7 +69,7 @@ class WireFormat(abc.ABC):
         """Read the entries of several buffers.
 
         Args:
-            words: int32 [p, words(k, size)], what p ranks encoded.
+            words: int32 [p, words(k, size)], the buffers of p ranks.
             k: entries in each buffer.
             size: length of the vector.
 
@@ -78,14 +81,14 @@ class WireFormat(abc.ABC):
 
 
 def of_others(wire: str) -> WireFormat | None:
-    """Return the format that "module:MEMBER" names; None for a name that has no colon.
+    """Return the format that "module:MEMBER" names; None for a name without a colon.
 
-    **Raises:** PlanError if there is none, or if it is something else.
+    **Raises:** PlanError if the member does not exist, or is not a `WireFormat`.
     """
     if not is_member(wire):
         return None
-    found: WireFormat = load_member("wire format", wire, WireFormat)
-    return found
+    custom: WireFormat = load_member("wire format", wire, WireFormat)
+    return custom
 
 
 def size_bytes(k: int, size: int, wire: str) -> int:
@@ -99,8 +102,8 @@ def size_bytes(k: int, size: int, wire: str) -> int:
         size: length of the vector, >= 0.
         wire: one of core.SPARSE_WIRES, or "module:MEMBER".
     """
-    other = of_others(wire)
-    return 4 * (other.words(k, size) if other else sum(wire_words(k, size, wire)))
+    custom = of_others(wire)
+    return 4 * (custom.words(k, size) if custom else sum(wire_words(k, size, wire)))
 
 
 def dense_dtype(bucket: Bucket) -> str:
@@ -122,14 +125,14 @@ def sum_dtype(dtype: str) -> str:
 
 
 def dense_bytes(bucket: Bucket, shards: int = 1) -> int:
-    """Count the bytes of a dense bucket's vector as it travels.
+    """Count the bytes of a dense bucket's vector on the wire.
 
     >>> dense_bytes(Bucket("b", ("w",), (2000,), "float32", "asa", wire="int1"), shards=2)
     288
 
     Args:
         bucket: on a dense route.
-        shards: equal parts that are written by themselves: codes have blocks in each.
+        shards: equal parts, each written separately, with its own blocks of codes.
     """
     dtype = dense_dtype(bucket)
     if dtype in DENSE_CODES:
@@ -140,7 +143,8 @@ def dense_bytes(bucket: Bucket, shards: int = 1) -> int:
 def sum_scale(dtype: str, ranks: int) -> float:
     """Return the power of two by which a sum of `ranks` numbers is written, so that it fits.
 
-    If each number is one that float16 can hold, the sum is, too; other dtypes reach far enough.
+    If float16 can hold each number, it can also hold the scaled sum. Other dtypes need no scale,
+    because their range is large enough.
 
     >>> sum_scale("float16", 4), sum_scale("float16", 5), sum_scale("bfloat16", 5)
     (0.25, 0.125, 1.0)
