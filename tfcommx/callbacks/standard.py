@@ -15,7 +15,7 @@ from tfcommx.callbacks.choose_again import ChooseAgain
 class Standard(keras.callbacks.CallbackList):
     """Start all ranks alike, average batch norm and metrics, stop on all ranks or on none.
 
-    Replaces BroadcastState, ChooseAgain, AverageBatchNorm, AverageMetrics and AgreeOnStop.
+    Replaces BroadcastState, ChooseAgain, AverageBatchNorm and AgreeOnStop.
     Callbacks that read metrics or may stop the training are passed as arguments, so that they run
     after the averages and before the agreement on a stop.
 

@@ -35,7 +35,11 @@ class RestartOptions(NamedTuple):
     ] = None
     max_np: Annotated[
         int | None,
-        typer.Option("--max-np", min=1, help="Restart: ranks at most; default: all slots."),
+        typer.Option(
+            "--max-np",
+            min=1,
+            help="Restart: ranks at most; default: -np, or all slots with a discovery script.",
+        ),
     ] = None
     host_discovery_script: Annotated[
         str | None,
