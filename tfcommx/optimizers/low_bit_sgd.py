@@ -80,7 +80,7 @@ class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
         return is_large_matrix(variable, self.exclude, self.dense_below)
 
     def _momentum_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
-        return self.momentums[self.place_of(variable)].value
+        return self.momentums[self.position_of(variable)].value
 
     def moved(self, gradient: tf.Tensor, variable: keras.Variable | tf.Variable) -> tf.Tensor:
         """Return the momentum, moved by this rank's gradient."""
