@@ -44,7 +44,7 @@ class Guard(Protocol):
         """Begin a step that has exchanged nothing yet; open its scope."""
 
     def begin(self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]) -> None:
-        """Record the variables of the next gradients; refuse those that would fail or hang later."""
+        """Record the variables of the next gradients; refuse any that would fail or hang later."""
 
     def check_exchange_ran(self, optimizer: str) -> None:
         """Refuse an optimizer whose step bypassed the exchange."""
