@@ -99,7 +99,7 @@ class ShardedWeights(Protocol):
 
     @property
     def run(self) -> ShardedSteps | None:
-        """The strategy at work, from the first step on."""
+        """The run of the strategy, from the first step on."""
 
     def gathered_at(self, steps: int) -> dict[str, list[np.ndarray | None]]:
         """Return the state of whole variables, gathered on rank 0 at this step."""

@@ -126,7 +126,7 @@ def nodes_of(plan: Plan, topology: Topology) -> Topology:
 
 
 class StepAheadRun(StrategyRun):
-    """The strategy at work on one plan."""
+    """The run of `StepAhead` on one plan."""
 
     executor: PlanExecutor
 

@@ -41,7 +41,7 @@ class Update(NamedTuple):
 
 
 class StrategyRun:
-    """A strategy at work on one plan; it may keep state between steps.
+    """The run of a strategy on one plan, which may keep state between steps.
 
     This class is the identity member, synchronous training. Methods that a step traces are graph
     code, which AutoGraph must not convert, even inside a caller's loop.

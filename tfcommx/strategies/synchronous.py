@@ -87,7 +87,7 @@ class Root(Strategy):
 
 
 class RootRun(StrategyRun):
-    """The strategy at work on one plan."""
+    """The run of `Root` on one plan."""
 
     executor: PlanExecutor
 
@@ -143,7 +143,7 @@ class Rebroadcast(Strategy):
 
 
 class RebroadcastRun(StrategyRun):
-    """The strategy at work on one plan."""
+    """The run of `Rebroadcast` on one plan."""
 
     executor: PlanExecutor
 

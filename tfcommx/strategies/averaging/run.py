@@ -121,7 +121,7 @@ class AveragingOptions(Protocol):
 
 
 class WeightAveragingRun(StrategyRun):
-    """The strategy at work on one plan."""
+    """The run of `WeightAveraging` on one plan."""
 
     executor: PlanExecutor
 

@@ -57,7 +57,7 @@ class ServerThread:
 
 
 class ElasticRun(StrategyRun):
-    """The strategy at work on one plan."""
+    """The run of `ElasticAveraging` on one plan."""
 
     executor: PlanExecutor
 

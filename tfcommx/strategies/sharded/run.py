@@ -26,7 +26,7 @@ OTHERS = {"world": None, "node": "peers", "peers": "node"}
 
 
 class ShardedRun(StrategyRun):
-    """The strategy at work on one plan."""
+    """The run of `Sharded` on one plan."""
 
     executor: PlanExecutor
 
