@@ -31,8 +31,8 @@ def noise_factors(
         nodes: n, >= 1.
 
     Returns:
-        For each variable a tensor of its shape. An empty list, because no correction applies, if
-        the optimizer's step is not that of Keras's Adam, with amsgrad, and for one node.
+        For each variable a tensor of its shape. An empty list, which means no correction, if the
+        optimizer's step is not that of Keras's Adam, with amsgrad, and for one node.
 
     **Ranks:** local. **Cost:** some seven passes over the weights, or one if XLA or Grappler fuses
     them.

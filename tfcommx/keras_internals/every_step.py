@@ -18,10 +18,10 @@ Surroundings = Callable[[keras.optimizers.Optimizer], contextlib.AbstractContext
 def surround_steps(surroundings: Surroundings) -> None:
     """Take each step in `with surroundings(optimizer)`, until the process ends.
 
-    Both `apply` and `apply_gradients` are surrounded, because a class may override either. The
-    contexts nest, because one method often calls the other, and optimizers call other optimizers
-    (as LossScaleOptimizer does). A traced step is surrounded while it is traced. A second call with
-    the same function has no effect.
+    Both `apply` and `apply_gradients` are surrounded, because a class may override either. One
+    often calls the other, and optimizers call other optimizers (as LossScaleOptimizer does), so
+    contexts may nest. A traced step is surrounded while it is traced. A second call with the same
+    function has no effect.
     """
     for name in ("apply", "apply_gradients"):
         take = getattr(keras.optimizers.Optimizer, name)

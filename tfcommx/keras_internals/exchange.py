@@ -1,7 +1,7 @@
 """Exchange: the interface between the mixins of optimizers and an optimizer's exchanger.
 
-The classes are protocols, because this package imports no exchange. `tfcommx.optim` implements
-them: Exchange by Exchanger, Guard by StepGuard, ShardedWeights by Sharding.
+This package imports no exchange, so the classes are protocols. `tfcommx.optim` implements them:
+Exchange by Exchanger, Guard by StepGuard, ShardedWeights by Sharding.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _NOT_IN_CONFIG = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_patt
 def wrapped_class(base: type, mixin: type) -> type[Any]:
     """Create a subclass of an optimizer's class with a mixin, which Keras saves as its base.
 
-    A saved model holds the plain optimizer, because the subclass has its base's name and module.
+    The subclass has its base's name and module, so a saved model holds the plain optimizer.
     """
     wrapped = type(
         base.__name__,
@@ -28,7 +28,7 @@ def wrapped_class(base: type, mixin: type) -> type[Any]:
     )
     package, _, name = keras.saving.get_registered_name(base).rpartition(">")
     if package:
-        for cls in (wrapped, base):  # Last the base, because the name must load it
+        for cls in (wrapped, base):  # The base last: the name loads it
             keras.saving.register_keras_serializable(package, name)(cls)
     return wrapped
 

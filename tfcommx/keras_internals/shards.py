@@ -75,14 +75,14 @@ class UpdatesShards(ExchangesGradients):
         needs_whole = type(self).__name__ not in ELEMENTWISE
         # Also without `weight_decay`, because Muon has a weight decay of another name
         decaying = self.weight_decay is not None or needs_whole
-        # TensorFlow's variables, because Keras passes these
+        # By TensorFlow's variables, as Keras does
         decays = [decaying and self._use_weight_decay(variable.value) for variable in variables]
         sharding = self.exchanger.make_sharding(variables, decays, needs_whole)
         shards = sharding.shards.variables
         if decaying:
             for shard, decays_too in zip(shards, sharding.shards.decays, strict=True):
                 self._exclude_from_weight_decay_cache[self._var_key(shard)] = decays_too
-        # A rank accumulates whole gradients, because they are exchanged once a step
+        # A rank accumulates whole gradients, which are exchanged once a step
         steps = self.gradient_accumulation_steps
         self.gradient_accumulation_steps = None
         try:

@@ -56,7 +56,7 @@ class Listed(list[keras.Variable]):
     """The variables of a wrapped optimizer: a list, as in Keras 3."""
 
     def __call__(self) -> None:
-        """Refuse a call, because only Keras 2 had a method of this name."""
+        """Refuse a call, as of the method that Keras 2 had."""
         raise ConfigurationError(
             "`optimizer.variables` is a list in Keras 3. Received a call of it, as Horovod's "
             "elastic states (KerasState, TensorFlowKerasState) make, which need Keras 2 and are "

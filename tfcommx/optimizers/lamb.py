@@ -25,9 +25,9 @@ class LAMB(LayerwiseOptimizer):
     The ratio |w| / |u| is 1 where |w| or |u| is 0. Excluded variables have the ratio 1 and no
     weight decay.
 
-    It differs from `keras.optimizers.Lamb`, because Keras subtracts weight decay before the update,
-    outside the ratio, and excludes no variable from the ratio. With `decay_in_ratio=False` and
-    `exclude=()` the results equal Keras's, to float32 rounding.
+    `keras.optimizers.Lamb` differs: it subtracts weight decay before the update, outside the ratio,
+    and excludes no variable from the ratio. With `decay_in_ratio=False` and `exclude=()` the
+    results equal Keras's, to float32 rounding.
 
     >>> import tfcommx as cx
     >>> optimizer = cx.optimizers.LAMB(0.01, weight_decay=0.01)

@@ -17,8 +17,7 @@ from tfcommx.optim.requested_plan import path_of
 from tfcommx.optimizers.parallel_operator import parallel_operator
 from tfcommx.optimizers.parallel_shares import MODES
 
-# Biases, and the scales and offsets of normalisation, because they are few, near 0 or 1, and not
-# scale-free
+# Biases, and the scales and offsets of normalisation: few, near 0 or 1, and not scale-free
 EXCLUDED = ("*bias", "*gamma", "*beta", "*scale")
 RANGES: dict[str, Callable[[float], bool]] = {
     "in [0, 1)": lambda value: 0 <= value < 1,
@@ -126,7 +125,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
 
 
 def shares_norms(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Return True if ranks can share norms, because all update equal weights by this optimizer."""
+    """Return True if all ranks update equal weights by this optimizer and can share norms."""
     exchanger = getattr(optimizer, "exchanger", None)
     if exchanger is None or exchanger.ranks == 1:
         return False

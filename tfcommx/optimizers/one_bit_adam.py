@@ -20,8 +20,7 @@ from tfcommx.optimizers.layerwise import check_number, check_patterns, is_large_
 # Second moments are stable if their sum changes by less than this factor in 1 / (1 - beta_2)
 # updates
 STABLE = 0.96
-# Wire formats of gradients while second moments are learnt, without those that spoil Adam because
-# they have only 1 or 2 bits
+# Wire formats of gradients while second moments are learnt; 2 bits and 1 spoil Adam
 LEARNING_WIRES = tuple(wire for wire in NARROW if wire not in ("int2", "int1"))
 # Lower bound of frozen second moments, as a share of the mean of their variable's nonzero ones. In
 # 1 bit an entry without momentum receives the mean magnitude of its block, about .3 of the root of
@@ -57,8 +56,8 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
     >>> adam = cx.optimizers.OneBitAdam(0.001, freeze_after=1000)
     >>> optimizer = cx.DistributedOptimizer(adam, cx.Scheme("asa", wire="int1"))
 
-    The step is not traced again when the phase changes, in `fit` or in a custom loop, because its
-    graph contains both phases. Without a wrap, v is frozen alike and nothing is sent.
+    The graph of a step contains both phases, so nothing is traced again at the change, in `fit` or
+    in a custom loop. Without a wrap, v is frozen alike and nothing is sent.
 
     Args:
         learning_rate, beta_1, beta_2, epsilon: as in Keras's Adam.
@@ -129,7 +128,7 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
         if self.built:
             return
         super().build(variables)
-        with tf.init_scope():  # Outside the graph, because tracing the first step reads its value
+        with tf.init_scope():  # Outside the graph: tracing the first step reads its value
             self.frozen_at = self.add_variable((), dtype="int64", name="frozen_at")
         # Sum of the second moments, and the learning rate, at the last comparison
         self.last_sum = self.add_variable((), dtype="float32", name="last_sum")

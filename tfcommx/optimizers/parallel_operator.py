@@ -59,7 +59,7 @@ def parallel_operator(
     Args:
         op: takes a list of items and returns one tensor for each, of a shape and dtype that follow
             from the item's. It must be pure, and an item's result must not depend on the others.
-            Eagerly, pass the same function each time, because a new function needs a new choice.
+            Eagerly, pass the same function each time: a new function needs a new choice.
         tensors: the items: tensors, or tuples of tensors that belong together. Or one long tensor:
             then op([range of rows]) returns one tensor of as many rows. All shapes known while
             tracing. No gradient flows back through a share.
@@ -92,7 +92,7 @@ def parallel_operator(
 
 @functools.lru_cache(maxsize=64)
 def _operator(*arguments: Any) -> ParallelOperator:
-    """Cache operators, because calls with equal arguments reuse the choice of the first one."""
+    """Cache operators, so that calls with equal arguments reuse the choice of the first one."""
     return ParallelOperator(SharesPlanner(*arguments))
 
 

@@ -101,8 +101,8 @@ class SharesPlanner:
                     f"{rank} differ: {reports[0][1:]} and {tuple(rest)}."
                 )
         costs = [float(self._cost_of(spec)) for spec in specs]
-        # Items without cost are distributed evenly, too, because each has the least cost that still
-        # counts in a large sum
+        # Items without cost count as the least cost that still shows in a large sum, so that they
+        # are distributed evenly, too
         least = max(costs, default=0.0) * 1e-6 or 1.0
         costs = [max(cost, least) for cost in costs]
         count = len(self.members)
@@ -184,9 +184,7 @@ class SharesPlanner:
             try:
                 work().numpy()
                 times.append(time.perf_counter() - start)
-            except (
-                tf.errors.OpError
-            ) as error:  # Continue, because the others wait at the next start
+            except tf.errors.OpError as error:  # The others wait at the next start
                 log.info("parallel_operator: this work cannot be timed: %s", error)
                 times.append(math.inf)
         return statistics.median(times[1:])  # Without the first, which opens connections

@@ -32,8 +32,8 @@ from tfcommx.routes.route import slowest_link
 def schedule(operation: str, positions: int, entries: int, block: int) -> list[Transfer]:
     """Return the transfers of all rounds, as drawn above.
 
-    Parts are cut into blocks, at the same entries in every round, because a block can then be sent
-    on while the rest of its part arrives.
+    Parts are cut into blocks, at the same entries in every round, so that a block can be sent on
+    while the rest of its part arrives.
 
     Args:
         operation: broadcast (from position 0), reduce (to position 0) or allreduce.

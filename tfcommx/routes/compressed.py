@@ -1,7 +1,6 @@
 """Prices of a dense route that sums the vectors of a compression in place of a bucket's entries.
 
-Not a row of the table, because any dense route is wrapped in one if a bucket compresses
-(`routes.of`).
+Not a row of the table: `routes.of` wraps any dense route in one if a bucket compresses.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Hitopk(SparseRoute[HitopkOptions]):
     ) -> Bucket[HitopkOptions]:
         """Return the bucket with the cheaper last step; "dense" if both cost the same.
 
-        **Ranks:** equal on every rank, because it is a pure function.
+        **Ranks:** a pure function, so equal on every rank.
         """
         choices = [
             dataclasses.replace(bucket, options=HitopkOptions(last_step))

@@ -191,7 +191,7 @@ def run_when_ready(
 class _UnderWay(NamedTuple):
     request: Any
     transfer: Transfer
-    # Kept because it must live until the request is done
+    # Must live until the request is done
     buffer: np.ndarray[Any, Any]
 
 

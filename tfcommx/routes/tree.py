@@ -27,7 +27,7 @@ def schedule(operation: str, positions: int, entries: int, block: int = 0) -> li
         operation: broadcast (from position 0), reduce (to position 0) or allreduce.
         positions: ranks in the tree, >= 1.
         entries: length of the vector.
-        block: not used, because the vector is not cut.
+        block: not used: the vector is not cut.
 
     Returns:
         The transfers, rounds ascending.

@@ -26,7 +26,7 @@ from tfcommx.wire import codec
 
 
 def cut(gradients: Mapping[str, tf.Tensor], plan: Plan) -> dict[str, tf.Tensor]:
-    """Return the gradients by the plan's names, because a plan may cut variables in pieces.
+    """Return the gradients by the plan's names, with some variables cut in pieces.
 
     Args:
         gradients: variable path -> tensor, any shape.
@@ -181,8 +181,7 @@ class BucketSelector:
 class Compressor:
     """The compression of one bucket on this rank, with error feedback around it.
 
-    A rank whose gradients are not finite sends NaN, because all ranks must see it with any
-    compression.
+    A rank whose gradients are not finite sends NaN, so that all ranks see it with any compression.
     """
 
     def __init__(self, bucket: Bucket, state: BucketState, comm: Comm) -> None:
@@ -280,7 +279,7 @@ class BucketRunner:
         exact = bucket.k is not None and math.frexp(self.factor)[0] == 0.5
         self.codec = codec.Codec(self.factor if exact else 1.0)
         if bucket.wire in DENSE_CODES:
-            # A shard for each rank, because both routes that write codes cut the vector so
+            # Both routes that write codes cut the vector into a shard for each rank
             shard, real = bucket.padded // plan.topology.size, bucket.size - state.shard.start
             self.codec = codec.CodesCodec(state.residual, shard, real, self.factor)
         elif bucket.rounds:

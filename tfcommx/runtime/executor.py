@@ -3,9 +3,8 @@
     gradients -> per bucket: flat vector -> route (+ residual -> select -> wire -> exchange ->
     merge) -> average -> unflatten
 
-Each bucket is a separate chain in the TensorFlow graph, because a bucket whose gradients are ready
-must be sent while others are computed. Before the first step all ranks check that they have the
-same plan.
+Each bucket is a separate chain in the TensorFlow graph, so a bucket whose gradients are ready is
+sent while others are computed. Before the first step all ranks check that they have the same plan.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class PlanExecutor:
         self._waits = comm.progress.of_exchange([_in_words(bucket) for bucket in plan.buckets])
 
     def _make_runners(self) -> None:
-        """Create the runners; repeat it after `load`, because it may add residuals to buckets."""
+        """Create the runners; again after `load`, which may add residuals to buckets."""
         self.runners = [
             BucketRunner(self.plan, index, self._store.states[bucket.name], self.comm)
             for index, bucket in enumerate(self.plan.buckets)
@@ -206,7 +205,7 @@ class PlanExecutor:
 
 
 def only_plan(executor: Executor) -> PlanExecutor:
-    """Narrow an executor to PlanExecutor, because only Synchronous supports trials of plans."""
+    """Narrow an executor to PlanExecutor: only Synchronous supports trials of plans."""
     assert isinstance(executor, PlanExecutor)
     return executor
 

@@ -4,8 +4,8 @@
     others                            -> momenta -----------------------------------> result
     ... with a learning phase         -> cond(frozen?) -> gradients | momenta ------> result
 
-A change of the phase needs no new trace, and a checkpoint of either phase can be loaded, because
-both phases are in the graph of one step. The optimizer decides when the phase changes, on all ranks
+Both phases are in the graph of one step, so a change of the phase needs no new trace, and a
+checkpoint of either phase can be loaded. The optimizer decides when the phase changes, on all ranks
 at the same step. Each bucket has a separate condition, because it must be sent while gradients of
 others are computed.
 """

@@ -5,9 +5,8 @@ that sends it. While the rate rises from almost 0, as in a warm-up, the large gr
 steps would count as if the rate had never been low. The residual has to shrink as the rate grows,
 because error feedback is derived for updates, rate times gradient.
 
-It shrinks by powers of two, because these are exact, and only when the rate reaches a new maximum.
-It does not grow while the rate falls, because that would change little, and have no limit at a rate
-of zero.
+It shrinks by powers of two, which are exact, and only when the rate reaches a new maximum. It does
+not grow while the rate falls, because that would change little, and have no limit at a rate of 0.
 
 **Source:** Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
 Schemes" (2019), algorithm 2, which adds up rate times gradient.
@@ -73,7 +72,7 @@ class HighestRate:
             factor = power_of_two(highest - exponent)
             before: list[tf.Operation] = []
             for residual in residuals:
-                # In sequence, because then the products need memory for only one residual
+                # In sequence, so that the products need memory for only one residual
                 with tf.control_dependencies(before), tf.device(residual.device):
                     before = [residual.assign(residual * factor, read_value=False)]
             with tf.control_dependencies(before):

@@ -260,7 +260,7 @@ class GradientStore:
     def clear(self, variables: Set[str]) -> None:
         """Set the residuals and velocities of these variables to zero.
 
-        The state of a compression stays, because it is no part of a gradient.
+        The state of a compression stays: it is no part of a gradient.
         """
         for state in self.states.values():
             for variable in (state.residual, state.velocity):
@@ -280,7 +280,7 @@ class GradientStore:
             for variable in (state.residual, state.velocity, state.compression):
                 if variable is not None:
                     with tf.device(variable.device):
-                        # Not `assign`, because it requires the same shape
+                        # Not `assign`, which requires the same shape
                         tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0]))
 
 

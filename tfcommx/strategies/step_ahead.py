@@ -149,11 +149,11 @@ class StepAheadRun(StrategyRun):
         self._gathers = comm.progress.of_exchange(["the gather of residuals"], counted=False)
 
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Do nothing, because residuals hold updates, which include the rate already."""
+        """Do nothing: residuals hold updates, which include the rate already."""
 
     @tf.autograph.experimental.do_not_convert
     def agreed_weights(self, weights: Mapping[str, tf.Variable]) -> Mapping[str, tf.Variable]:
-        """Return the agreed weights; keep the step's weights, because weight decay moves them."""
+        """Return the agreed weights; keep the step's weights, which weight decay moves next."""
         self._weights = weights
         if not self._agreed:
             with untraced():

@@ -14,7 +14,7 @@ A rank's updates during the overlap, w - snapshot, stay in its weights, and the 
 them, so each update is sent once.
 
 **Source:** Douillard et al., "Streaming DiLoCo with Overlapping Communication" (2025), section 2.2.
-We differ because they mix start weights and w, half and half, which drops half of those updates.
+They mix start weights and w, half and half, which drops half of those updates.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class OverlappedRounds:
             calls = [
                 functools.partial(self._exchange, exchange, fragment) for fragment in fragments
             ]
-            if traced:  # A graph, if the steps are graphs, because there buckets overlap
+            if traced:  # A graph like the steps, so that buckets overlap
                 calls = [tf.function(call).get_concrete_function() for call in calls]
         self._background = BackgroundCalls(calls)
 
@@ -152,7 +152,7 @@ class WeightAveragingRun(StrategyRun):
         return dict(gradients)
 
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Do nothing, because residuals hold updates, which include the rate already."""
+        """Do nothing: residuals hold updates, which include the rate already."""
 
     def weights_are_equal(self) -> tf.Tensor | bool:
         """Return True if the last step ended with an average of all variables."""

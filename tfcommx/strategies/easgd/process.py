@@ -56,7 +56,7 @@ class CentreProcess:
     def run(self) -> None:
         """Answer until all ranks have ended or are gone.
 
-        **Raises:** RuntimeError if all have failed or died, because the launch must then fail.
+        **Raises:** RuntimeError if all have failed or died, so that the launch fails.
         """
         while self._ranks - self._membership.gone():
             if not self.answer_next():

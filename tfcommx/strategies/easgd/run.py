@@ -111,7 +111,7 @@ class ElasticRun(StrategyRun):
         if self._comm.topology.size == 1:
             return
         with tf.device("/cpu:0"):
-            # Includes this step, because `exchange` has counted it
+            # Includes this step, which `exchange` has counted
             steps = self.executor.steps.read_value()
             if self._blocking:
                 tf.cond(steps % self._every == 0, self._exchange_now, lambda: None)
@@ -121,7 +121,7 @@ class ElasticRun(StrategyRun):
             tf.cond(sends, self._send, lambda: None)
 
     def weights_are_equal(self) -> bool:
-        """Return False, because the weights differ until the training ends."""
+        """Return False: the weights differ until the training ends."""
         return False
 
     # --- the exchange, in the graph -----------------------------------------------------

@@ -193,7 +193,7 @@ class CentreServer:
         return True
 
     def _answer(self, worker: int, *parts: tuple[np.ndarray, int]) -> None:
-        """Send to a worker without waiting, because it may die before it receives."""
+        """Send to a worker without waiting: it may die before it receives."""
         under_way = self._answers.get(worker, [])
         self._answers[worker] = [
             answer for answer in under_way if not self._messages.done(answer[0])

@@ -61,8 +61,8 @@ server='thread')
     dies.
 
     If a rank ends or dies, the others continue to train; if a server dies, all end and name it.
-    With "sharded" every rank is a server. With "extra_rank" each rank that trains may die, because
-    none of them is a server.
+    With "sharded" every rank is a server. With "extra_rank" no rank that trains is one, so each may
+    die.
 
     The force is computed from the weights of d steps ago. Per direction of curvature h, with
     r = 1 - (1 - learning rate x h)^d, it is stable if alpha <= (4 - 2r)/(4 - r): the paper's
@@ -122,7 +122,7 @@ server='thread')
         return self.beta / ranks if self.alpha is None else self.alpha
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan that differs from plain Horovod, because no gradients are exchanged.
+        """Refuse a plan that differs from plain Horovod: no gradients are exchanged.
 
         **Raises:** ConfigurationError.
         """

@@ -141,7 +141,7 @@ class EasgdWorker:
         **Raises:** RuntimeError if a server's rank has ended, and for unequal lengths.
         """
         if self.waits:
-            self.take()  # Dropped, because the centre replaces these weights
+            self.take()  # Dropped: the centre replaces these weights
         statistics = np.ascontiguousarray(statistics, np.float64)
         none = [EMPTY] * (len(self._parts) - 1)
         centre, averages = self._ask(DONE, [statistics, *none], CENTRE, STATISTICS)
@@ -155,7 +155,7 @@ class EasgdWorker:
         return self._joined(centre), average
 
     def stop(self) -> None:
-        """End the waits of this process's threads, because MPI is about to end."""
+        """End the waits of this process's threads before MPI ends."""
         self._stopped.set()
         if self._under_way is not None:
             futures.wait([self._under_way], END_SECONDS)

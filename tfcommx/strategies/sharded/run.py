@@ -1,8 +1,8 @@
 """The steps of the strategy "sharded": push, update of the shard, pull.
 
 A pull gathers batches of consecutive layers, one after another. If the step function calls `begin`
-at its start, the pull is deferred to the beginning of the next step, because there the pull of
-later layers overlaps the forward pass of earlier ones:
+at its start, the pull is deferred to the beginning of the next step, where the pull of later layers
+overlaps the forward pass of earlier ones:
 
     engine    | pull a |   pull b   |  pull c  |
     compute            | forward a  | forward b | forward c | backward ... | update of the shard |
@@ -138,7 +138,7 @@ class ShardedRun(StrategyRun):
         """Pull at the beginning of a step's function, and defer the pull that would end the step.
 
         Args:
-            inputs: of the step; without inputs nothing is pulled, because there is no step.
+            inputs: of the step; without inputs, in a call without data, nothing is pulled.
 
         **Ranks:** all. **Cost:** the all-gathers; the forward pass of each layer waits only for
         the one with its weights and those before it.

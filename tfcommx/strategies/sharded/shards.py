@@ -5,8 +5,8 @@
     segment               |  s2   |  s1   |  s0  |     one flat shard on each rank
 
 A segment holds whole variables of one batch, one bucket and one dtype, with weight decay for all or
-for none. It is padded, because each of p ranks owns an equal part: rank r entries
-[r n, (r + 1) n). The p ranks are those of a group: the world, a node, or the peers.
+for none. It is padded to p equal parts, one for each rank: rank r owns entries [r n, (r + 1) n).
+The p ranks are those of a group: the world, a node, or the peers.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class WholeShards(Shards):
         return self._pushes
 
     def parts(self, position: int) -> list[tuple[str, int, int]]:
-        """Return (path, 0, entries), because the variable at a position is one whole weight."""
+        """Return (path, 0, entries): the variable at a position is one whole weight."""
         path = self._names[position]
         return [(path, 0, self.weights[path].shape.num_elements())]
 
