@@ -3,7 +3,7 @@
     gradients -> clip -> flat vector -> select, or compress -> route -> average -> gradients
                                         the rest is the residual
 
-In this package only this file uses the table of routes for more than shards and prices.
+Other files of this package use the table of routes only for shards, prices and `needs_messages`.
 """
 
 from __future__ import annotations
