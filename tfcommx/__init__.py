@@ -7,8 +7,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Where each public name lives. Loaded on first use, so that planning and the command line's help
-# need no TensorFlow.
+# Public name -> module. Modules are loaded on first use, because planning and the command line's
+# help must not need TensorFlow.
 _PUBLIC = {
     "init": "tfcommx.collectives.init",
     "rank": "tfcommx.collectives.process",

@@ -1,18 +1,18 @@
-"""Changes to Keras, and uses of its private members: the only package that makes them.
+"""Changes to Keras and uses of its private members; no other package makes any.
 
-version      which versions of Keras it is tested with
-exchange     what the mixins need of an optimizer's exchanger
+version      the tested versions of Keras
+exchange     the mixins' requirements of an optimizer's exchanger
 adam_noise   Adam's update, corrected for the noise of one node's gradients
-momenta      an Adam of which momenta travel in place of gradients from some step on
+momenta      optimizers that exchange momenta in place of gradients, some only from a later step on
 step         takes part in the step of an optimizer: exchanges where Keras would clip; updates all
              variables together
 optimizers   copies of optimizers, and state that Keras does not save
 shards       an optimizer that updates this rank's shards of the weights
-models       layers, names, seeds and statistics of a model; what Keras saves; where batch
-             normalization computes the statistics of a batch
+models       layers, names, seeds and statistics of a model; values that Keras saves; the statistics
+             of a batch in batch normalization
 every_step   surrounds the steps of all optimizers of the process
-fit          what `fit` runs: its first epoch, its train function, its train step
-metrics      which variables of a metric are sums
+fit          changes the first epoch, the train function and the train step of `fit`
+metrics      finds the metrics whose variables are sums
 """
 
 from tfcommx.keras_internals.every_step import surround_steps

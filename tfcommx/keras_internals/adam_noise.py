@@ -13,7 +13,7 @@ from tfcommx.keras_internals.optimizers import inner_optimizer
 def noise_factors(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], nodes: int
 ) -> list[tf.Tensor]:
-    """Return what to multiply Adam's last update by, had `nodes` nodes averaged their gradients.
+    """Return factors that make Adam's last update that of gradients averaged over `nodes` nodes.
 
     The second moment of a node's gradients is signal plus noise, and an average over n nodes has
     1/n of the noise. With m and v the moments, t the step and n the nodes
@@ -22,19 +22,20 @@ def noise_factors(
         v' = s + (v - s) / n
         factor = (sqrt(v) + epsilon) / (sqrt(v') + epsilon), in [1, sqrt(n)]
 
-    so that the product is Keras's update with v' in place of v. Weight decay is not part of it.
+    so that update times factor is Keras's update with v' in place of v. Weight decay is not part
+    of it.
 
     Args:
         optimizer: after its update of this step, before it counts the step.
-        variables: that it has updated.
+        variables: the variables that it has updated.
         nodes: n, >= 1.
 
     Returns:
-        For each variable a tensor of its shape. None of an optimizer whose step is not that of
-        Keras's Adam, with amsgrad, and of one node: nothing is to be corrected.
+        For each variable a tensor of its shape. An empty list, which means no correction, if the
+        optimizer's step is not that of Keras's Adam, with amsgrad, and for one node.
 
-    **Ranks:** local. **Cost:** some seven passes over the weights, in one where XLA or Grappler
-    fuses them.
+    **Ranks:** local. **Cost:** some seven passes over the weights, or one if XLA or Grappler fuses
+    them.
     """
     optimizer = inner_optimizer(optimizer)
     adam = keras.optimizers.Adam

@@ -1,4 +1,4 @@
-"""Surround the steps of all of Keras's optimizers in this process, also of those made before."""
+"""Surround the steps of all Keras optimizers in this process, including existing ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Makes what an optimizer's step is taken in
+# (optimizer) -> the context manager around its step
 Surroundings = Callable[[keras.optimizers.Optimizer], contextlib.AbstractContextManager[None]]
 
 
@@ -18,9 +18,10 @@ Surroundings = Callable[[keras.optimizers.Optimizer], contextlib.AbstractContext
 def surround_steps(surroundings: Surroundings) -> None:
     """Take each step in `with surroundings(optimizer)`, until the process ends.
 
-    Both `apply` and `apply_gradients` are surrounded, for a class that overrides one of them: one
-    is often called within the other, and optimizers call others (LossScaleOptimizer does). A traced
-    step is surrounded while it is traced. A second call with the same function changes nothing.
+    Both `apply` and `apply_gradients` are surrounded, because a class may override either. One
+    often calls the other, and optimizers call other optimizers (as LossScaleOptimizer does), so
+    contexts may nest. A traced step is surrounded while it is traced. A second call with the same
+    function has no effect.
     """
     for name in ("apply", "apply_gradients"):
         take = getattr(keras.optimizers.Optimizer, name)

@@ -1,7 +1,7 @@
-"""Exchange: what the mixins of optimizers need of an optimizer's exchanger.
+"""Exchange: the interface between the mixins of optimizers and an optimizer's exchanger.
 
-Protocols, because this package knows no exchange. `tfcommx.optim` implements them: Exchange by
-Exchanger, Guard by StepGuard, ShardedWeights by Sharding.
+This package imports no exchange, so the classes are protocols. `tfcommx.optim` implements them:
+Exchange by Exchanger, Guard by StepGuard, ShardedWeights by Sharding.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import tensorflow as tf
 
 
 class StepUnderWay(threading.local):
-    """The step that an optimizer is taking in this thread: tf.distribute has one a replica."""
+    """The step that an optimizer takes in this thread; tf.distribute has one thread per replica."""
 
-    # Whether the optimizer is where Keras would clip the gradients, and not called from elsewhere
+    # True inside a step, where Keras would clip; False if clipping is called from elsewhere
     clips = False
-    # The last gradient of this step: what must not run without data waits for it
+    # The last gradient of this step: operations that must not run without data wait for it
     gradient: Sequence[tf.Tensor] = ()
-    # The variables of the gradients. Not kept on the optimizer: Keras would count a list there as
-    # part of its state.
+    # The variables of the gradients. Not an attribute of the optimizer, because Keras would treat a
+    # list there as part of its state
     variables: Sequence[keras.Variable] = ()
-    # Whether the gradients were exchanged
+    # True if the gradients were exchanged
     exchange_ran = False
     # Open until the step's end
     scope: contextlib.ExitStack | None = None
@@ -35,41 +35,42 @@ class StepUnderWay(threading.local):
 class Guard(Protocol):
     """The step under way, and the conditions that it must meet."""
 
-    # Mode of an outer LossScaleOptimizer: "none" exists, "local" (each alone) or "agreed"
+    # Mode of an outer LossScaleOptimizer: "none" if there is none, "local" (each rank skips alone)
+    # or "agreed"
     loss_scale: str
     step: StepUnderWay
 
     def open_step(self) -> contextlib.AbstractContextManager[None]:
-        """Enter a step that has exchanged nothing yet; open its scope."""
+        """Begin a step that has exchanged nothing yet; open its scope."""
 
     def begin(self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]) -> None:
-        """Record the variables of the next gradients; refuse what would fail or hang later."""
+        """Record the variables of the next gradients; refuse any that would fail or hang later."""
 
     def check_exchange_ran(self, optimizer: str) -> None:
-        """Refuse an optimizer whose step has bypassed the exchange."""
+        """Refuse an optimizer whose step bypassed the exchange."""
 
     def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
         """Return True if `finite` (bool) holds on every rank."""
 
     def mean_over_ranks(self, numbers: tf.Tensor) -> tf.Tensor:
-        """Return numbers that are equal but for rounding with the same bits on every rank."""
+        """Return numbers, equal across ranks up to rounding, with the same bits on every rank."""
 
 
 class ShardVariables(Protocol):
     """This rank's shards of the weights."""
 
     variables: list[keras.Variable]
-    # Whether the step function pulls at its beginning; while it is traced
+    # True if the step function pulls at its beginning; set while it is traced
     pulls_first: bool
 
     @property
     def decays(self) -> list[bool]:
-        """Whether weight decay applies to each."""
+        """For each variable, True if weight decay applies to it."""
 
     def scale(
         self, gradients: Sequence[tf.Tensor], factors: Mapping[str, tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Return the gradients of shards, the part of each whole variable times its factor."""
+        """Return the gradients of shards, with each variable's part scaled by its factor."""
 
 
 class ShardedSteps(Protocol):
@@ -85,11 +86,11 @@ class ShardedSteps(Protocol):
 class ShardedWeights(Protocol):
     """The shards of one optimizer, and their state as a whole."""
 
-    # Whole, in forward order
+    # The whole variables, in forward order
     variables: list[keras.Variable]
-    # What the optimizer keeps of each shard, by attribute
+    # The optimizer's state of each shard, by attribute
     slots: dict[str, list[keras.Variable | None]]
-    # Whether a step may begin with the pull
+    # True if a step may begin with the pull
     can_pull_first: bool
 
     @property
@@ -98,7 +99,7 @@ class ShardedWeights(Protocol):
 
     @property
     def run(self) -> ShardedSteps | None:
-        """The strategy at work, from the first step on."""
+        """The run of the strategy, from the first step on."""
 
     def gathered_at(self, steps: int) -> dict[str, list[np.ndarray | None]]:
         """Return the state of whole variables, gathered on rank 0 at this step."""
@@ -110,7 +111,7 @@ class ShardedWeights(Protocol):
 class Exchange(Protocol):
     """The exchange of one optimizer's gradients."""
 
-    # How `copy` and `pickle` make the optimizer again
+    # Returns the value of `__reduce__`, by which `copy` and `pickle` recreate the optimizer
     reduce_for_pickle: Callable[..., tuple[Any, ...]]
 
     @property
@@ -123,7 +124,7 @@ class Exchange(Protocol):
 
     @property
     def sharding(self) -> ShardedWeights | None:
-        """The optimizer's shards, from its build on; None without such a strategy."""
+        """The optimizer's shards, from its build on; None if the strategy does not shard."""
 
     def make_sharding(
         self, variables: Sequence[keras.Variable], decays: Sequence[bool], whole: bool

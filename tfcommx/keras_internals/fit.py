@@ -1,4 +1,4 @@
-"""Change for a while what `fit` runs: its first epoch, its train function, its train step.
+"""Change, for a while, the first epoch, the train function and the train step of `fit`.
 
 `fit` calls `train_function(iterator)`, which is traced and calls `train_step(data)` once or
 `steps_per_execution` times.
@@ -16,9 +16,9 @@ TrainFunction = Callable[[Iterator[Any]], Any]
 
 
 def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Let `fit` begin at an epoch (from 0), whatever its `initial_epoch`; None: no more.
+    """Make `fit` begin at an epoch (from 0), whatever its `initial_epoch`; None undoes it.
 
-    To be called before the end of `on_train_begin`. Keras's own BackupAndRestore does the same.
+    Call it before the end of `on_train_begin`. Keras's own BackupAndRestore does the same.
     """
     model._initial_epoch = epoch
 
@@ -30,10 +30,10 @@ def replace_train_function(
 
     Args:
         model: in `fit`.
-        replacement: is given the train function that it replaces.
+        replacement: receives the train function that it replaces.
 
     Returns:
-        A function that puts the train function back, unless Keras has made another one since.
+        A function that restores the train function, unless Keras has made another one since.
     """
     train = model.train_function
 
@@ -49,7 +49,7 @@ def replace_train_function(
 
 
 def skip_steps(model: keras.Model, steps: int) -> None:
-    """Let the next steps of `fit` take their batches and do nothing with them.
+    """Make the next steps of `fit` take their batches and ignore them.
 
     Args:
         model: in `fit`, before the first step of an epoch.
@@ -57,14 +57,14 @@ def skip_steps(model: keras.Model, steps: int) -> None:
     """
     if not steps:
         return
-    together, left = model.steps_per_execution, steps
+    together, remaining = model.steps_per_execution, steps
 
     def skip(_: TrainFunction, iterator: Iterator[Any]) -> dict[str, Any]:
-        nonlocal left
+        nonlocal remaining
         for _step in range(together):
             next(iterator)
-        left -= together
-        if left <= 0:
+        remaining -= together
+        if remaining <= 0:
             restore()
         return {}
 
@@ -73,15 +73,15 @@ def skip_steps(model: keras.Model, steps: int) -> None:
 
 def begin_train_steps_with(model: keras.Model, begin: Callable[[Any], None]) -> None:
     """Call `begin(data)` at the beginning of each training step, until `restore_train_step`."""
-    step, own = model.train_step, vars(model).get("train_step")
+    step, replaced = model.train_step, vars(model).get("train_step")
 
     def train_step(data: Any) -> Any:
         begin(data)
         return step(data)
 
     marked: Any = train_step
-    # None: the class's
-    marked.replaces = own
+    # The instance's earlier train_step; None: the class's
+    marked.replaces = replaced
     model.train_step = marked
     model.make_train_function(force=True)
 

@@ -1,11 +1,11 @@
-"""Which variables of a Keras metric are sums, so that those of several ranks can be added.
+"""Find the Keras metrics whose variables are sums, because only sums can be added over ranks.
 
-Keras's own metrics keep sums alone: totals, counts, confusion matrices. A class of the user's may
-keep a maximum or a moving average. Its update is therefore tried on made-up arguments, from several
+Keras's own metrics keep only sums: totals, counts, confusion matrices. A user's class may keep a
+maximum or a moving average. Its update is therefore tried on made-up arguments, from several
 states:
 
     state          0.0    1.3    -1700
-    total += x     +x     +x     +x        a sum: what is added does not depend on the state
+    total += x     +x     +x     +x        a sum: the increment does not depend on the state
     max(state, x)  +x     +0     +1700+x   no sum
 """
 
@@ -23,8 +23,8 @@ import tensorflow as tf
 # Rows of made-up arguments
 ROWS = 4
 
-# Metric -> its last update's arguments, as tf.TensorSpec where they are tensors; and whether its
-# update adds. By metric and not by callback: a later `fit` does not trace the step again.
+# Metric -> its last update's arguments, with tensors as tf.TensorSpec; metric -> True if its update
+# adds. Kept by metric, not by callback, because a later `fit` does not trace the step again.
 _forms: weakref.WeakKeyDictionary[keras.metrics.Metric, Any] = weakref.WeakKeyDictionary()
 _adds: weakref.WeakKeyDictionary[keras.metrics.Metric, bool] = weakref.WeakKeyDictionary()
 
@@ -32,12 +32,12 @@ _adds: weakref.WeakKeyDictionary[keras.metrics.Metric, bool] = weakref.WeakKeyDi
 class SumState(NamedTuple):
     """A variable of a metric that is a sum, or constant."""
 
-    # What `reset_state` sets it to; None: it is constant, the same on all ranks
+    # Its value after `reset_state`; None: it is constant, the same on all ranks
     start: np.ndarray | None
 
 
 def metrics_in(metrics: Iterable[keras.metrics.Metric]) -> list[keras.metrics.Metric]:
-    """Return metrics, those of `compile` in the place of the one that holds them."""
+    """Return the metrics, with Keras's container of `compile` metrics replaced by its members."""
     result: list[keras.metrics.Metric] = []
     for metric in metrics:
         holds_others = _is_trusted(type(metric)) and hasattr(metric, "metrics")
@@ -48,7 +48,7 @@ def metrics_in(metrics: Iterable[keras.metrics.Metric]) -> list[keras.metrics.Me
 def watch_update(metric: keras.metrics.Metric) -> None:
     """Record the form of the arguments of a user's own metric, at its next update.
 
-    Keras traces the update once, so nothing is added to later steps.
+    Later steps are not affected, because Keras traces the update once.
     """
     if _update_is_trusted(metric) or metric in _forms or metric in _adds:
         return
@@ -67,7 +67,7 @@ def watch_update(metric: keras.metrics.Metric) -> None:
 
 
 def unwatch_update(metric: keras.metrics.Metric) -> None:
-    """Give a metric its own update back, if it is being watched."""
+    """Restore a metric's own update, if it is being watched."""
     watching = vars(metric).get("update_state")
     if hasattr(watching, "watches"):
         del metric.update_state
@@ -76,16 +76,16 @@ def unwatch_update(metric: keras.metrics.Metric) -> None:
 
 
 def sums_in(metric: keras.metrics.Metric) -> list[SumState] | None:
-    """Return what is known of a metric's variables; None if they cannot be added over ranks.
+    """Return the start values of a metric's sums; None if they cannot be added over ranks.
 
     **Ranks:** local. **Cost:** a user's own class is tried once on made-up arguments.
     """
     unwatch_update(metric)
     variables = metric.variables
-    if not variables or any(_dtype(one).kind not in "iuf" for one in variables):
+    if not variables or any(_dtype(variable).kind not in "iuf" for variable in variables):
         return None
     if hasattr(type(metric).result, "get_concrete_function"):
-        return None  # Traced by itself, it would not see other values of the variables
+        return None  # Compiled alone, it would not see other values of the variables
     starts = _reset_values(metric)
     if any(start is not None and not np.all(np.isfinite(start)) for start in starts):
         return None
@@ -109,15 +109,15 @@ def _dtype(variable: keras.Variable) -> np.dtype:
 
 
 def _reset_values(metric: keras.metrics.Metric) -> list[np.ndarray | None]:
-    """Return what each variable is set to by `reset_state`; None for those that it leaves."""
+    """Return each variable's value after `reset_state`; None if it does not set the variable."""
     with keras.StatelessScope() as scope:
         metric.reset_state()
     values = [scope.get_current_value(variable) for variable in metric.variables]
-    return [None if one is None else np.asarray(one, np.float64) for one in values]
+    return [None if value is None else np.asarray(value, np.float64) for value in values]
 
 
 def _update_adds(metric: keras.metrics.Metric, starts: list[np.ndarray | None]) -> bool:
-    """Return True if the metric's update adds to its variables what does not depend on them."""
+    """Return True if the update's increments of the variables do not depend on their values."""
     numbers = np.random.default_rng(1)
     states: list[list[np.ndarray]] = [[], [], []]
     for variable, start in zip(metric.variables, starts, strict=True):
@@ -129,13 +129,13 @@ def _update_adds(metric: keras.metrics.Metric, starts: list[np.ndarray | None]) 
     for arguments in _arguments_for(metric):
         try:
             added = [_added(metric, state, *arguments) for state in states]
-        except Exception:  # Of any kind: made-up arguments need not suit the class
+        except Exception:  # Any, because made-up arguments need not suit the class
             continue
         for variable, start, parts in zip(
             metric.variables, starts, zip(*added, strict=True), strict=True
         ):
             if start is None and np.any(parts[0]):
-                return False  # A new epoch would not begin it anew
+                return False  # `reset_state` would not reset this sum for a new epoch
             tolerance = 1e-3 * (1 + np.abs(parts[0])) + 16e3 * _precision(variable)
             if not all(np.all(np.abs(part - parts[0]) <= tolerance) for part in parts):
                 return False
@@ -151,10 +151,10 @@ def _precision(variable: keras.Variable) -> float:
 def _added(
     metric: keras.metrics.Metric, state: list[np.ndarray], args: Any, kwargs: Any
 ) -> list[np.ndarray]:
-    """Return what one update adds to a state, after rounding to the variables' dtypes."""
+    """Return the increments of one update, after rounding to the variables' dtypes."""
     before = [
-        keras.ops.convert_to_tensor(value.astype(_dtype(one)), dtype=one.dtype)
-        for one, value in zip(metric.variables, state, strict=True)
+        keras.ops.convert_to_tensor(value.astype(_dtype(variable)), dtype=variable.dtype)
+        for variable, value in zip(metric.variables, state, strict=True)
     ]
     after = metric.stateless_update_state(before, *args, **kwargs)
     return [
@@ -171,9 +171,9 @@ def _form_of(value: Any) -> Any:
 
 
 def _arguments_for(metric: keras.metrics.Metric) -> list[tuple[Any, Any]]:
-    """Return made-up arguments of the update, (args, kwargs): of the form that it had, or likely.
+    """Return made-up arguments of the update, (args, kwargs), of its recorded or a likely form.
 
-    A metric of a loop of the user's own has shown no update.
+    A metric in a user's own training loop has no recorded form.
     """
     numbers = np.random.default_rng(2)
 
@@ -188,9 +188,10 @@ def _arguments_for(metric: keras.metrics.Metric) -> list[tuple[Any, Any]]:
         return [tf.nest.map_structure(made_up, _forms[metric])]
     parameters = inspect.signature(type(metric).update_state).parameters.values()
     required = [
-        one
-        for one in parameters
-        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ][1:]
     column, classes = (tf.TensorSpec([ROWS, width]) for width in (1, 3))
     labels, row = tf.TensorSpec([ROWS], tf.int32), tf.TensorSpec([ROWS])

@@ -1,4 +1,4 @@
-"""A Keras model's layers, names, seed generators and statistics, its calls, its values in files."""
+"""Layers, names, seed generators, statistics, calls and saved values of a Keras model."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ T = TypeVar("T")
 
 
 def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
-    """Return the model itself and all its layers, also those inside of others."""
+    """Return the model itself and all its layers, including nested ones."""
     return list(model._flatten_layers())
 
 
 def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
     """Return the generators of a model's layers, such as dropout's. Keras saves none of them."""
-    found = {
+    generators = {
         id(generator): generator
         for layer in layers_of(model)
         for generator in layer._seed_generators
     }
-    return list(found.values())
+    return list(generators.values())
 
 
 def statistics_of(model: keras.Model) -> list[keras.Variable]:
     """Return the float variables that layers update without training, such as batch norm's means.
 
-    Trained weights of frozen layers are not among them.
+    The trained weights of frozen layers are excluded.
     """
     return [
         variable
@@ -60,7 +60,7 @@ def given_name(layer: keras.layers.Layer) -> str | None:
 
 @functools.cache
 def numbered_stem(name: str) -> str:
-    """Return a layer's name without the number, if Keras would give such a name to some layer.
+    """Return a layer's name without its number, if Keras could have generated the name.
 
     >>> numbered_stem("dense_12"), numbered_stem("tower_2")
     ('dense', 'tower_2')
@@ -70,7 +70,7 @@ def numbered_stem(name: str) -> str:
 
 
 def _layer_stems() -> set[str]:
-    """Return the names that Keras would number, of all classes of layers that exist now."""
+    """Return the stems of Keras's generated names, for all layer classes that exist now."""
     stems, pending = set(), [keras.layers.Layer]
     while pending:
         cls = pending.pop()
@@ -85,12 +85,13 @@ def _stem(class_name: str) -> str:
 
 
 def finalize_layers(model: keras.Model) -> bool:
-    """Let layers compute again the constants that they derive from their weights.
+    """Recompute the constants that layers derive from their weights.
 
-    Such as the mean that Normalization subtracts. Keras does it after `adapt` and `load_weights`
-    only, so it must be called wherever weights are assigned. Lookup layers are left out: they have
-    no weights, and `finalize_state` would end their `adapt`. Functions that Keras has traced for
-    `fit`, `evaluate` or `predict` hold the old constants: they are traced again if any changed.
+    Such as the mean that Normalization subtracts. Call it wherever weights are assigned, because
+    Keras does it only after `adapt` and `load_weights`. Lookup layers are left out, because they
+    have no weights, and `finalize_state` would end their `adapt`. If a constant changed, Keras's
+    functions for `fit`, `evaluate` and `predict` are made again, because their traces hold the old
+    constants.
 
     Returns:
         True if a constant changed.
@@ -110,8 +111,8 @@ def finalize_layers(model: keras.Model) -> bool:
 
 
 def constants_of(layer: keras.layers.Layer) -> dict[str, str]:
-    """Return what a layer keeps beside its variables: tensors (digests), numbers, words, lists."""
-    found = {}
+    """Return a layer's attributes, without variables: tensors (digests), numbers, words, lists."""
+    constants = {}
     for name, value in vars(layer).items():
         if isinstance(value, keras.Variable):
             continue
@@ -120,10 +121,10 @@ def constants_of(layer: keras.layers.Layer) -> dict[str, str]:
         ):
             array = np.asarray(value)
             content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-            found[name] = hashlib.sha256(content).hexdigest()
+            constants[name] = hashlib.sha256(content).hexdigest()
         elif _is_plain(value):
-            found[name] = repr(value)
-    return found
+            constants[name] = repr(value)
+    return constants
 
 
 def _is_plain(value: object) -> bool:
@@ -135,13 +136,13 @@ def _is_plain(value: object) -> bool:
 def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], T], seed: int = 0) -> T:
     """Call a model in inference mode without changing any Keras variable.
 
-    Random layers draw from seeds that follow from `seed` alone, so ranks whose seeds differ draw
-    the same.
+    Random layers use seeds derived from `seed` alone, so ranks whose own seeds differ draw the same
+    numbers.
 
     Args:
         model: built.
-        inputs: as the model takes them.
-        then: takes the outputs; called before variables have their own values again.
+        inputs: in the form that the model takes.
+        then: receives the outputs; called before the variables have their own values again.
         seed: of all generators.
 
     Returns:
@@ -149,7 +150,8 @@ def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], T], seed: 
     """
     generators = [*seed_generators(model), global_seed_generator()]
     states = [
-        (one.state, np.array([seed, place], "uint32")) for place, one in enumerate(generators)
+        (generator.state, np.array([seed, position], "uint32"))
+        for position, generator in enumerate(generators)
     ]
     with keras.StatelessScope(state_mapping=states):
         options = {"training": False} if model._call_has_training_arg else {}
@@ -162,7 +164,7 @@ def loss_of(model: keras.Model, inputs: Any, labels: Any, outputs: Any, weights:
 
 
 def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """Return the weights of a layer without those of the layers inside of it."""
+    """Return the weights of a layer without those of its nested layers."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
@@ -170,12 +172,12 @@ def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
 def calls_recorded(
     model: keras.Model, digest: Callable[[Any], T]
 ) -> Iterator[list[tuple[keras.layers.Layer, T, T]]]:
-    """Yield a list that gets (layer, digest of its inputs, of its outputs) for each layer's call.
+    """Yield a list that receives (layer, digest of inputs, digest of outputs) at each layer's call.
 
-    Layers that consist of layers are left out, and calls in traced code.
+    Layers that contain layers, and calls in traced code, are left out.
     """
     calls: list[tuple[keras.layers.Layer, T, T]] = []
-    leaves = [one for one in layers_of(model) if not one._layers]
+    leaves = [layer for layer in layers_of(model) if not layer._layers]
 
     def recording(layer: keras.layers.Layer, call: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +209,7 @@ def saved_values(model: keras.Model) -> list[keras.Variable | tf.Tensor]:
 
 
 def variables_with_own_files(model: keras.Model) -> list[keras.Variable]:
-    """Return the variables of layers whose class, not Keras's, saves or loads them its own way."""
+    """Return the variables of layers whose class, not Keras's, overrides saving or loading them."""
     usual = keras.layers.Layer
     return [
         variable
@@ -224,7 +226,7 @@ def variables_with_own_files(model: keras.Model) -> list[keras.Variable]:
 class OwnMoments(keras.layers.BatchNormalization):
     """Batch normalization whose subclass computes the mean and variance of a batch.
 
-    All else is Keras's: moving averages, scale and offset, renorm, float32 for inputs of 16 bits.
+    The rest is Keras's: moving averages, scale and offset, renorm, float32 for inputs of 16 bits.
     """
 
     def moments(
@@ -235,8 +237,8 @@ class OwnMoments(keras.layers.BatchNormalization):
         Args:
             inputs: float32 or float64, any shape.
             axes: all but the channels'.
-            mask: which entries count, with the shape of the inputs without its last axis; None:
-                all.
+            mask: True for entries that count, in the inputs' shape without its last axis; None:
+                all count.
         """
         raise NotImplementedError
 

@@ -1,15 +1,15 @@
-"""Mixins for optimizers whose momenta travel in place of gradients.
+"""Mixins for optimizers that exchange momenta in place of gradients.
 
 `SendsMomentum`, in every step:
 
     gradients -> clip -> momenta -> [exchange] -> weights follow
 
-`LearnsThenSendsMomentum`, a kind of Adam, from some step on:
+`LearnsThenSendsMomentum`, a variant of Adam, from some step on:
 
     learning   gradients -> [exchange] -> clip -> Adam: moments move, weights follow -> freeze?
     frozen     gradients -> clip -> momenta -> [exchange] -> weights follow; second moments stay
 
-`ExchangesGradients` exchanges by them; `tfcommx.optim` makes the plans.
+`ExchangesGradients` calls their `exchange_and_clip`; `tfcommx.optim` makes the plans.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ import tensorflow as tf
 
 from tfcommx.keras_internals.optimizers import require_one_replica
 
-if TYPE_CHECKING:  # A mixin has what the class has that it is mixed into
+if TYPE_CHECKING:  # A mixin has the members of the class that it is mixed into
     from keras.optimizers import Adam as Mixin
 else:
     Mixin = object
 
-# Of tensors in the order of the variables
+# A function of tensors in the order of the variables
 OfAll = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
 
 
 class SendsMomentum(Mixin):
     """Mixed into a subclass of a Keras optimizer with momentum.
 
-    The class has `sends_momentum(variable)`: True if this variable's momentum travels;
-    `moved(gradient, variable)`: the momentum that this rank's own gradient has moved; and
-    `update_by_momenta(received, variables, learning_rate)`: the update by what was received.
+    The class has `sends_momentum(variable)`: True if this variable's momentum is exchanged;
+    `moved(gradient, variable)`: the momentum after this rank's own gradient; and
+    `update_by_momenta(received, variables, learning_rate)`: the update by the received momenta.
     """
 
-    # What an entry is written in if no scheme is given
+    # Wire format of an entry if no scheme is given
     default_wire: ClassVar[str]
-    # Whether the momentum contains the learning rate, so that residuals do too
+    # True if the momentum, and therefore residuals, contain the learning rate
     momentum_has_rate: ClassVar[bool] = False
 
     def momenta(
         self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable]
     ) -> list[tf.Tensor]:
-        """Return what travels: momenta moved by these gradients; gradients of other variables."""
+        """Return the tensors to exchange: updated momenta, or gradients of other variables."""
         return [
             self.moved(gradient, variable) if self.sends_momentum(variable) else gradient
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
 
-    # What follows is a graph already, also in a caller's loop.
+    # AutoGraph must not convert graph code, even inside a caller's loop
     @tf.autograph.experimental.do_not_convert
     def exchange_and_clip(
         self,
@@ -62,13 +62,13 @@ class SendsMomentum(Mixin):
         exchange: OfAll,
         clip: OfAll,
     ) -> Sequence[tf.Tensor]:
-        """Clip each rank's own gradients; exchange the momenta that they move."""
+        """Clip each rank's own gradients; exchange the momenta updated with them."""
         return exchange(self.momenta(clip(gradients), variables))
 
-    def place_of(self, variable: keras.Variable | tf.Variable) -> int:
+    def position_of(self, variable: keras.Variable | tf.Variable) -> int:
         """Return the position of a variable among those that the optimizer was built for."""
-        place: int = self._get_variable_index(variable)
-        return place
+        position: int = self._get_variable_index(variable)
+        return position
 
     @tf.autograph.experimental.do_not_convert
     def _backend_update_step(
@@ -93,28 +93,28 @@ class SendsMomentum(Mixin):
 
 
 class LearnsThenSendsMomentum(SendsMomentum):
-    """Mixed into a subclass of Keras's Adam: it has two phases.
+    """Mixed into a subclass of Keras's Adam with two phases.
 
-    Besides what SendsMomentum asks for, the class has `freeze_if_due(learning_rate)`, called after
-    each update of the learning phase.
+    In addition to the methods that SendsMomentum needs, the class has
+    `freeze_if_due(learning_rate)`, called after each update of the learning phase.
     """
 
-    # int64 scalar, made by `build`: the update after which momenta travel; 0: not yet
+    # int64 scalar, made by `build`: the update after which momenta are exchanged; 0: not yet
     frozen_at: keras.Variable
-    # What gradients are written in while second moments are learnt
+    # Wire format of gradients while second moments are learnt
     learning_wire: str
 
     def is_frozen(self) -> tf.Tensor:
-        """Return a bool scalar: momenta travel in this step."""
+        """Return a bool scalar, True if momenta are exchanged in this step."""
         return self.frozen_at.value > 0
 
     def momentum_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
         """Return Adam's first moment of a variable."""
-        return self._momentums[self.place_of(variable)].value
+        return self._momentums[self.position_of(variable)].value
 
     def second_moment_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
         """Return Adam's second moment of a variable."""
-        return self._velocities[self.place_of(variable)].value
+        return self._velocities[self.position_of(variable)].value
 
     @tf.autograph.experimental.do_not_convert
     def exchange_and_clip(
@@ -124,11 +124,11 @@ class LearnsThenSendsMomentum(SendsMomentum):
         exchange: OfAll,
         clip: OfAll,
     ) -> Sequence[tf.Tensor]:
-        """Exchange gradients, then clip; or clip, then exchange the momenta that they move."""
+        """Exchange gradients, then clip; or clip, then exchange the momenta updated with them."""
         if not (self.clipnorm or self.clipvalue or self.global_clipnorm):
             frozen = self.is_frozen()
             return exchange(
-                [self._sent(*one, frozen) for one in zip(gradients, variables, strict=True)]
+                [self._sent(*pair, frozen) for pair in zip(gradients, variables, strict=True)]
             )
         # In the last call of an iterator, which has no data, nothing here may run.
         with tf.control_dependencies(gradients[-1:]):
@@ -145,7 +145,7 @@ class LearnsThenSendsMomentum(SendsMomentum):
         return result
 
     def _sent(self, gradient: tf.Tensor, variable: keras.Variable, frozen: tf.Tensor) -> tf.Tensor:
-        """Return what travels of one variable, as soon as its gradient exists."""
+        """Return the tensor to exchange for one variable, as soon as its gradient exists."""
         if not self.sends_momentum(variable):
             return gradient
         return tf.cond(

@@ -11,54 +11,55 @@ import tensorflow as tf
 
 from tfcommx.core import ConfigurationError
 
-# Keras keeps them out of the config.
+# Keras leaves them out of the config
 _NOT_IN_CONFIG = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 
 
 @functools.cache
 def wrapped_class(base: type, mixin: type) -> type[Any]:
-    """Make the subclass of an optimizer's class with a mixin, which Keras saves as its base.
+    """Create a subclass of an optimizer's class with a mixin, which Keras saves as its base.
 
-    It has its base's name and module, so a saved model holds the plain optimizer.
+    The subclass has its base's name and module, so a saved model holds the plain optimizer.
     """
-    made = type(
+    wrapped = type(
         base.__name__,
         (mixin, base),
         {"__module__": base.__module__, "__qualname__": base.__qualname__},
     )
     package, _, name = keras.saving.get_registered_name(base).rpartition(">")
     if package:
-        for cls in (made, base):  # The last one is what the name loads.
+        for cls in (wrapped, base):  # The base last: the name loads it
             keras.saving.register_keras_serializable(package, name)(cls)
-    return made
+    return wrapped
 
 
 def mix_into(mixin: type, optimizer: keras.optimizers.Optimizer) -> None:
-    """Make an optimizer an instance of the subclass with the mixin, where a copy would not do."""
+    """Turn an optimizer itself into an instance of the subclass with the mixin."""
     optimizer.__class__ = wrapped_class(optimizer.__class__, mixin)
 
 
 def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Return the optimizer inside of a LossScaleOptimizer; any other one itself."""
+    """Return the optimizer inside a LossScaleOptimizer; any other optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def copy_with(
     mixin: type, optimizer: keras.optimizers.Optimizer, **changed: Any
 ) -> keras.optimizers.Optimizer:
-    """Make the same optimizer, without its state, as an instance of the subclass with the mixin.
+    """Copy an optimizer, without its state, as an instance of the subclass with the mixin.
 
     Args:
         mixin: goes before the optimizer's class.
         optimizer: any Keras optimizer.
-        changed: arguments of its constructor that replace those of its config.
+        changed: constructor arguments that replace those of its config.
 
     **Raises:** ConfigurationError if the optimizer cannot be made from its own config.
     """
     cls = wrapped_class(optimizer.__class__, mixin)
     rate = None if changed else optimizer._learning_rate
     try:
-        # A schedule or a function goes over as it is: Keras need not know how to write it down.
+        # A schedule or a function is passed as an object, because Keras may be unable to serialize
+        # it
         if callable(rate):
             optimizer._learning_rate = None
         config = optimizer.get_config() | changed
@@ -84,78 +85,80 @@ def copy_with(
 
 
 def _named_arguments(cls: type[Any]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return what a constructor takes by name, and whether it takes anything else."""
+    """Return a constructor's named parameters, and True if it also takes `**kwargs`."""
     _, *taken = inspect.signature(cls.__init__).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {one.name: one for one in taken if one.kind in kinds}
-    return named, any(one.kind == one.VAR_KEYWORD for one in taken)
+    named = {parameter.name: parameter for parameter in taken if parameter.kind in kinds}
+    return named, any(parameter.kind == parameter.VAR_KEYWORD for parameter in taken)
 
 
 def _copy_without_surplus(
     cls: type[Any], optimizer: keras.optimizers.Optimizer
 ) -> keras.optimizers.Optimizer | None:
-    """Make the copy without what its constructor does not take, if its config is the same then."""
+    """Copy without arguments unknown to the constructor; None if the copy's config differs."""
     try:
         config, (named, takes_all) = optimizer.get_config(), _named_arguments(type(optimizer))
         if takes_all:
             return None
         copy = cls(**{name: value for name, value in config.items() if name in named})
-        copy.name = optimizer.name  # Keras numbers those that it names
+        copy.name = optimizer.name  # Otherwise Keras may number the name
         return copy if copy.get_config() == config else None
     except (TypeError, ValueError, NotImplementedError):
         return None
 
 
 def _odd_arguments(optimizer: keras.optimizers.Optimizer) -> str:
-    """Name what an optimizer's config has and its constructor does not take, and the reverse."""
+    """Name the arguments that only the config or only the constructor of an optimizer has."""
     try:
         config, (named, takes_all) = optimizer.get_config(), _named_arguments(type(optimizer))
     except (TypeError, ValueError, NotImplementedError):
         return ""
-    # What a `**rest` takes is named in the error of whoever refuses it.
+    # With `**kwargs`, the error of the constructor that refuses an argument names it
     too_many = [] if takes_all else map(repr, sorted(config.keys() - named.keys()))
     missing = [
-        repr(name) for name, one in named.items() if one.default is one.empty and name not in config
+        repr(name)
+        for name, parameter in named.items()
+        if parameter.default is parameter.empty and name not in config
     ]
-    said = ""
+    explanation = ""
     if listed := ", ".join(too_many):
-        said += f"The config has {listed}, which the constructor does not take. "
+        explanation += f"The config has {listed}, which the constructor does not take. "
     if missing:
-        said += f"The config lacks {', '.join(missing)}, which the constructor needs. "
-    return said
+        explanation += f"The config lacks {', '.join(missing)}, which the constructor needs. "
+    return explanation
 
 
 def plain_copy(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Make a wrapped optimizer as it was before the wrap, without its state."""
-    here = __name__.rpartition(".")[0]
-    # After the subclass that was made, and the mixins
+    """Create the plain optimizer of a wrapped one, without its state."""
+    package = __name__.rpartition(".")[0]
+    # The first class after the generated subclass and the mixins
     plain_class: type[Any] = next(
-        cls for cls in type(optimizer).__mro__[1:] if not cls.__module__.startswith(here)
+        cls for cls in type(optimizer).__mro__[1:] if not cls.__module__.startswith(package)
     )
     return plain_class.from_config(optimizer.get_config())
 
 
 def copy_state(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer) -> None:
-    """Give a copy of an optimizer the state of the original, if that was built."""
+    """Copy an optimizer's state into its copy, if the original was built."""
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None and not optimizer.built:
         copy_state(copy.inner_optimizer, inner)
         return
     if not optimizer.built:
         return
-    # The inner one through the outer one: Keras does not list the same variables otherwise.
+    # The outer optimizer builds the inner one, because otherwise Keras lists other variables
     copy.build(optimizer._trainable_variables)
     sharded = inner_optimizer(copy)
     if hasattr(sharded, "import_state"):
         sharded.import_state(inner_optimizer(optimizer))
         if inner is not None:
-            for ours, theirs in zip(copy._variables, optimizer._variables, strict=True):
-                ours.assign(theirs)
+            for variable, original in zip(copy._variables, optimizer._variables, strict=True):
+                variable.assign(original)
         return
     pairs = list(zip(copy.variables, optimizer.variables, strict=True))
     pairs += [(unlisted(copy)[name], value) for name, value in unlisted(optimizer).items()]
-    for ours, theirs in pairs:
-        ours.assign(theirs)
+    for variable, original in pairs:
+        variable.assign(original)
 
 
 def unlisted(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
@@ -173,15 +176,15 @@ def unlisted(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]
 
 
 def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Tell whether an optimizer's learning rate is a schedule or a function, and no number."""
+    """Return True if an optimizer's learning rate is a schedule or a function, not a number."""
     return callable(inner_optimizer(optimizer)._learning_rate)
 
 
 def trainable_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Return the variables that an optimizer was built for, in its order; whole ones, no shards."""
+    """Return the variables that an optimizer was built for, in its order; never shards."""
     optimizer = inner_optimizer(optimizer)
-    whole = getattr(optimizer, "whole_variables", None)
-    return list(optimizer._trainable_variables if whole is None else whole)
+    whole_variables = getattr(optimizer, "whole_variables", None)
+    return list(optimizer._trainable_variables if whole_variables is None else whole_variables)
 
 
 def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
@@ -194,42 +197,44 @@ def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.V
 
 
 def steps_of(optimizer: keras.optimizers.Optimizer) -> int:
-    """Return how many steps an optimizer has taken; each one counts that accumulates."""
+    """Return the number of steps that an optimizer has taken, including accumulating ones."""
     return int(inner_optimizer(optimizer)._iterations)
 
 
 def slots_of(
     optimizer: keras.optimizers.Optimizer,
 ) -> dict[str, list[keras.Variable | None]]:
-    """Return what an optimizer keeps of each variable that it was built for, by attribute.
+    """Return an optimizer's state of each variable that it was built for, by attribute.
 
-    Such as momentum; in the order of these variables, None where it keeps nothing (Muon and
-    Adafactor do so for some). Moving averages of the weights are among them, accumulated gradients
-    are not.
+    Such as momentum; in the order of these variables, None for a variable without this state (Muon
+    and Adafactor have such). Includes moving averages of the weights, but not accumulated
+    gradients.
     """
     listed = {id(variable) for variable in optimizer.variables}
     count = len(optimizer._trainable_variables)
-    found = {
-        name: [one if id(one) in listed else None for one in value]
+    slots = {
+        name: [variable if id(variable) in listed else None for variable in value]
         for name, value in vars(optimizer).items()
         if name not in ("_variables", "_accumulated_gradients")
         and isinstance(value, list)
         and len(value) == count
     }
-    return {name: slot for name, slot in found.items() if any(one is not None for one in slot)}
+    return {
+        name: slot for name, slot in slots.items() if any(variable is not None for variable in slot)
+    }
 
 
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Return the moving averages that an optimizer keeps of its weights; none without `use_ema`."""
     averages = getattr(inner_optimizer(optimizer), "_model_variables_moving_average", [])
-    return [one for one in averages if one is not None]
+    return [average for average in averages if average is not None]
 
 
 def state_of_weights(optimizer: keras.optimizers.Optimizer) -> list[tf.Variable]:
-    """Return what an optimizer keeps for each entry of the weights, such as momentum."""
+    """Return an optimizer's state for each entry of the weights, such as momentum."""
     slots = slots_of(optimizer)
     slots.pop("_model_variables_moving_average", None)
-    return [one.value for slot in slots.values() for one in slot if one is not None]
+    return [variable.value for slot in slots.values() for variable in slot if variable is not None]
 
 
 def require_one_replica(optimizer: keras.optimizers.Optimizer) -> None:

@@ -1,7 +1,7 @@
 """Mixin of optimizers that update this rank's shards in place of the weights.
 
 apply -> unscale -> accumulate (whole) -> [push: shards of the gradients] -> clip -> decay
-      -> update of the shards, with state for no more -> [pull] -> EMA of the shards
+      -> update of the shards, with state only for them -> [pull] -> EMA of the shards
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tfcommx.keras_internals.exchange import ShardedWeights
 from tfcommx.keras_internals.optimizers import plain_copy, slots_of
 from tfcommx.keras_internals.step import ExchangesGradients
 
-# Keras's own whose update of an entry depends on that entry alone
+# Keras optimizers whose update of an entry depends on that entry alone
 ELEMENTWISE = (
     "SGD",
     "Adam",
@@ -32,13 +32,13 @@ ELEMENTWISE = (
     "Ftrl",
 )
 
-# Keras's own, and ours, whose update of a variable depends on that variable alone
+# Optimizers of Keras and of tfcommx whose update of a variable depends on that variable alone
 OF_VARIABLES = ("Adafactor", "Lamb", "Muon")
 OURS = ("tfcommx>LAMB", "tfcommx>LARS")
 
 
 def require_shardable(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuse an optimizer that might be another one on shards. **Raises:** ConfigurationError."""
+    """Refuse an optimizer that may update shards differently. **Raises:** ConfigurationError."""
     cls = type(optimizer)
     of_keras = cls is getattr(keras.optimizers, cls.__name__, None)
     if of_keras and cls.__name__ in ELEMENTWISE + OF_VARIABLES:
@@ -64,25 +64,25 @@ class UpdatesShards(ExchangesGradients):
 
     @property
     def whole_variables(self) -> list[keras.Variable] | None:
-        """The weights that it was built for; None before."""
+        """The weights that it was built for; None before `build`."""
         sharding = self.exchanger.sharding
         return None if sharding is None else sharding.variables
 
     def build(self, variables: list[keras.Variable]) -> None:
-        """Make the shards of these variables, and the state of the shards."""
+        """Create the shards of these variables, and the state of the shards."""
         if self.built:
             return
-        whole = type(self).__name__ not in ELEMENTWISE
-        # Muon has another weight decay beside
-        decaying = self.weight_decay is not None or whole
-        # As Keras asks: TensorFlow's variables
+        needs_whole = type(self).__name__ not in ELEMENTWISE
+        # Also without `weight_decay`, because Muon has a weight decay of another name
+        decaying = self.weight_decay is not None or needs_whole
+        # By TensorFlow's variables, as Keras does
         decays = [decaying and self._use_weight_decay(variable.value) for variable in variables]
-        sharding = self.exchanger.make_sharding(variables, decays, whole)
+        sharding = self.exchanger.make_sharding(variables, decays, needs_whole)
         shards = sharding.shards.variables
         if decaying:
             for shard, decays_too in zip(shards, sharding.shards.decays, strict=True):
                 self._exclude_from_weight_decay_cache[self._var_key(shard)] = decays_too
-        # What a rank accumulates are whole gradients: they are exchanged once a step.
+        # A rank accumulates whole gradients, which are exchanged once a step
         steps = self.gradient_accumulation_steps
         self.gradient_accumulation_steps = None
         try:
@@ -90,14 +90,15 @@ class UpdatesShards(ExchangesGradients):
         finally:
             self.gradient_accumulation_steps = steps
         sharding.slots = slots_of(self)
-        for place, variable in enumerate(variables):
-            self._trainable_variables_indices[self._var_key(variable)] = place
+        for position, variable in enumerate(variables):
+            self._trainable_variables_indices[self._var_key(variable)] = position
         if steps:
             self._add_accumulators(variables)
-        # A pull at the next step's beginning knows no accumulated steps
+        # Not with accumulation, because a pull at a step's beginning does not know of it
         sharding.can_pull_first &= not steps
 
-    # Keras counts a list on an optimizer as part of its state, and these are in it already.
+    # Without tracking, because Keras treats a list on an optimizer as part of its state, which has
+    # these variables already
     @no_automatic_dependency_tracking
     def _add_accumulators(self, variables: list[keras.Variable]) -> None:
         self._accumulated_gradients = [
@@ -108,7 +109,7 @@ class UpdatesShards(ExchangesGradients):
     def apply(
         self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None
     ) -> Any:
-        """Take a step, of all variables that the optimizer was built for."""
+        """Take a step of all variables that the optimizer was built for."""
         if trainable_variables is None and self.built:
             trainable_variables = self.whole_variables
         try:
@@ -118,7 +119,7 @@ class UpdatesShards(ExchangesGradients):
                 self.exchanger.sharding.shards.pulls_first = False
 
     def _clip_exchanged(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Clip by norms of whole variables, whose parts other ranks have."""
+        """Clip by norms of whole variables, of which other ranks have parts."""
         if not (self.clipnorm or self.global_clipnorm):
             return super()._clip_exchanged(grads)
         assert self._sharding.run is not None, "a step begins with the exchange"
@@ -126,7 +127,9 @@ class UpdatesShards(ExchangesGradients):
         limit = self.clipnorm or self.global_clipnorm
         if not self.clipnorm:
             squares = dict.fromkeys(squares, tf.add_n(list(squares.values())))
-        factors = {path: limit / tf.maximum(tf.sqrt(one), limit) for path, one in squares.items()}
+        factors = {
+            path: limit / tf.maximum(tf.sqrt(square), limit) for path, square in squares.items()
+        }
         return self._sharding.shards.scale(grads, factors)
 
     def _apply_weight_decay(self, variables: list[keras.Variable]) -> None:
@@ -147,7 +150,7 @@ class UpdatesShards(ExchangesGradients):
     # --- files, and copies of plain optimizers ---------------------------------------------
 
     def whole_values(self) -> list[np.ndarray]:
-        """Return what the plain optimizer would save, from the state that was gathered before.
+        """Return the values that the plain optimizer would save, from the state gathered before.
 
         **Raises:** ConfigurationError if no state was gathered since the last step.
         """
@@ -155,29 +158,31 @@ class UpdatesShards(ExchangesGradients):
         plain = self._plain()
         if sharding is None:  # Not built: no state
             return [variable.numpy() for variable in self.variables]
-        whole = sharding.gathered_at(int(self._iterations))
+        gathered = sharding.gathered_at(int(self._iterations))
         arrays = {
             id(variable): array
             for name, slot in slots_of(plain).items()
-            for variable, array in zip(slot, whole[name], strict=True)
+            for variable, array in zip(slot, gathered[name], strict=True)
             if array is not None
         }
-        arrays |= {id(theirs): ours.numpy() for ours, theirs in self._pairs(plain)}
+        arrays |= {
+            id(plain_variable): variable.numpy() for variable, plain_variable in self._pairs(plain)
+        }
         return [arrays[id(variable)] for variable in plain.variables]
 
     def import_state(self, plain: keras.optimizers.Optimizer) -> None:
-        """Take the state of a plain optimizer that was built for the same whole variables."""
-        for ours, theirs in self._pairs(plain):
-            ours.assign(theirs)
+        """Load the state of a plain optimizer that was built for the same whole variables."""
+        for variable, plain_variable in self._pairs(plain):
+            variable.assign(plain_variable)
         self._sharding.set_state(
             {
-                name: [None if one is None else one.numpy() for one in slot]
+                name: [None if variable is None else variable.numpy() for variable in slot]
                 for name, slot in slots_of(plain).items()
             }
         )
 
     def _plain(self) -> keras.optimizers.Optimizer:
-        """Make the plain optimizer, built for the whole variables."""
+        """Create the plain optimizer, built for the whole variables."""
         plain = plain_copy(self)
         if self.whole_variables is not None:
             plain.build(self.whole_variables)
@@ -186,24 +191,24 @@ class UpdatesShards(ExchangesGradients):
     def _pairs(
         self, plain: keras.optimizers.Optimizer
     ) -> list[tuple[keras.Variable, keras.Variable]]:
-        """Return (variable here, variable there) of what is not kept entry by entry of a shard."""
+        """Return (variable here, variable of `plain`) for all state that is not sharded."""
         rests: list[list[keras.Variable]] = []
         for optimizer in (self, plain):
             accumulated = getattr(optimizer, "_accumulated_gradients", [])
-            apart = {id(one) for slot in slots_of(optimizer).values() for one in slot}
-            apart |= {id(one) for one in accumulated}
-            rest = [one for one in optimizer.variables if id(one) not in apart]
+            excluded = {id(variable) for slot in slots_of(optimizer).values() for variable in slot}
+            excluded |= {id(variable) for variable in accumulated}
+            rest = [variable for variable in optimizer.variables if id(variable) not in excluded]
             rests.append([*rest, *accumulated])
         return list(zip(*rests, strict=True))
 
     def save_own_variables(self, store: dict[str, Any]) -> None:
-        """Save what the plain optimizer would save. **Raises:** as `whole_values`."""
-        for place, value in enumerate(self.whole_values()):
-            store[str(place)] = value
+        """Save the values that the plain optimizer would save. **Raises:** as `whole_values`."""
+        for position, value in enumerate(self.whole_values()):
+            store[str(position)] = value
 
     def load_own_variables(self, store: dict[str, Any]) -> None:
-        """Load what a plain optimizer has saved, this rank's shards of it."""
+        """Load this rank's shards from the values of a plain optimizer."""
         plain = self._plain()
-        plain.load_own_variables(store)  # Keras warns of another number of variables
+        plain.load_own_variables(store)  # Keras warns if the number of variables differs
         if len(store.keys()) == len(plain.variables) and self.built:
             self.import_state(plain)

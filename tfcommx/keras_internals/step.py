@@ -1,6 +1,6 @@
 """Mixins that take part in the step of a Keras optimizer.
 
-apply -> unscale -> accumulate -> [exchange] -> clip -> [update: who applies it] -> EMA
+apply -> unscale -> accumulate -> [exchange] -> clip -> [update: by the strategy] -> EMA
 
 `ExchangesGradients` is mixed into each wrapped optimizer, `AgreedLossScale` into a
 LossScaleOptimizer around it; `UpdatesTogether` updates all variables by one call.
@@ -28,22 +28,22 @@ from tfcommx.keras_internals.optimizers import (
 
 
 def compiled_by_xla() -> bool:
-    """Tell whether what is traced now will be compiled by XLA."""
+    """Return True if the function being traced will be compiled by XLA."""
     return not tf.executing_eagerly() and bool(
         GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
     )
 
 
 def traced_batch() -> int | None:
-    """Return the length of the first input of the step that is traced now.
+    """Return the length of the first input of the step that is being traced.
 
-    None in an eager step, and where the input's length is not fixed: of a data set whose last batch
+    None in an eager step, and if the length is not fixed, because the last batch of the data set
     may be shorter.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None:
-        given = tf.nest.flatten(getattr(graph, "structured_input_signature", None))
-        shapes = [one.shape for one in given if isinstance(one, tf.TensorSpec)]
+        specs = tf.nest.flatten(getattr(graph, "structured_input_signature", None))
+        shapes = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
         for shape in shapes:
             if shape.rank:
                 length: int | None = shape[0]
@@ -56,7 +56,7 @@ class Listed(list[keras.Variable]):
     """The variables of a wrapped optimizer: a list, as in Keras 3."""
 
     def __call__(self) -> None:
-        """Refuse what calls it, as a method of Keras 2."""
+        """Refuse a call, as of the method that Keras 2 had."""
         raise ConfigurationError(
             "`optimizer.variables` is a list in Keras 3. Received a call of it, as Horovod's "
             "elastic states (KerasState, TensorFlowKerasState) make, which need Keras 2 and are "
@@ -65,7 +65,7 @@ class Listed(list[keras.Variable]):
         )
 
 
-if TYPE_CHECKING:  # A mixin has what the class has that it is mixed into
+if TYPE_CHECKING:  # A mixin has the members of the class that it is mixed into
     from keras.optimizers import Optimizer as Mixin
 else:
     Mixin = object
@@ -74,7 +74,7 @@ else:
 class ExchangesGradients(Mixin):
     """Mixed into an optimizer's class: exchanges gradients where Keras would clip them."""
 
-    # None until it is wrapped; `apply` refuses an optimizer that was made from the class alone.
+    # None until the wrap sets it; `apply` refuses an optimizer that was made from the class alone
     exchanger: Exchange = None  # type: ignore[assignment]
 
     @property
@@ -83,8 +83,8 @@ class ExchangesGradients(Mixin):
         return Listed(super().variables)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # LossScaleOptimizer sets this on the optimizer that it takes in: the only sign of a wrap
-        # that we did not make.
+        # LossScaleOptimizer sets this attribute on its inner optimizer, which is the only sign of a
+        # LossScaleOptimizer that the user put around a wrapped optimizer
         if (
             name == "loss_scale_factor"
             and value is None
@@ -103,7 +103,7 @@ class ExchangesGradients(Mixin):
     def apply(
         self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None
     ) -> Any:
-        """Take a step as Keras does; refuse it if it bypassed the exchange."""
+        """Take a step as Keras does; refuse a step that bypassed the exchange."""
         if self.exchanger is None:
             raise ConfigurationError(
                 f"{self.name!r} was made from a wrapped optimizer's class, and exchanges nothing. "
@@ -111,7 +111,7 @@ class ExchangesGradients(Mixin):
             )
         with self.exchanger.guard.open_step():
             result = super().apply(grads, trainable_variables)
-        # With accumulation only some steps exchange; a trace has both ways.
+        # With accumulation only some eager steps exchange, while a trace contains the exchange
         accumulates = self.gradient_accumulation_steps and tf.executing_eagerly()
         if any(grad is not None for grad in grads) and not accumulates:
             self.exchanger.guard.check_exchange_ran(self.name)
@@ -121,11 +121,12 @@ class ExchangesGradients(Mixin):
         self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable]
     ) -> None:
         self.exchanger.guard.begin(trainable_variables, self._trainable_variables)
-        # Sparse gradients of embeddings become dense here: the accumulators and the exchange want
-        # one form.
+        # Sparse gradients of embeddings become dense here, because the accumulators and the
+        # exchange need one form
         grads = [tf.convert_to_tensor(grad) for grad in grads]
-        # The run that finds no more data carries out what does not wait for data, on some ranks and
-        # not on others: weight decay, and the count of steps, wait for a gradient.
+        # Weight decay and the count of steps wait for a gradient, because in the last call of an
+        # iterator, which has no data, TensorFlow still runs ops without a data dependency, on some
+        # ranks and not on others
         step = self.exchanger.guard.step
         step.gradient, step.clips = grads[-1:], True
         try:
@@ -153,16 +154,16 @@ class ExchangesGradients(Mixin):
                 f"them, are not exchanged: ranks would differ. Received {odd[0]!r}. Train without "
                 "float8."
             )
-        grads, others = super()._overwrite_variables_directly_with_gradients(
+        grads, remaining = super()._overwrite_variables_directly_with_gradients(
             grads, trainable_variables
         )
-        # Nothing is left to exchange.
+        # If no gradient remains, the step needs no exchange
         step = self.exchanger.guard.step
-        step.exchange_ran = step.exchange_ran or not others
-        return grads, others
+        step.exchange_ran = step.exchange_ran or not remaining
+        return grads, remaining
 
     def _clip_gradients(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
-        if not self.exchanger.guard.step.clips:  # Somebody wants gradients clipped, and no step.
+        if not self.exchanger.guard.step.clips:  # A caller clips outside a step
             return list(super()._clip_gradients(grads))
         if isinstance(self, SendsMomentum):
             variables = self.exchanger.guard.step.variables
@@ -189,7 +190,7 @@ class ExchangesGradients(Mixin):
         )
 
     def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
-        """End a `fit` as Keras does, with weights that are whole and equal on all ranks."""
+        """End `fit` as Keras does, after making the weights whole and equal on all ranks."""
         self.exchanger.consolidate(moving_averages(self))
         super().finalize_variable_values(var_list)
 
@@ -208,27 +209,30 @@ class AgreedLossScale(Mixin):
         return self.exchanger.reduce_for_pickle(self)
 
     def check_finite(self, grads: list[tf.Tensor | None]) -> tf.Tensor:
-        """Tell whether the gradients are finite on every rank."""
+        """Return True if the gradients are finite on every rank."""
         return self.exchanger.guard.finite_on_all_ranks(super().check_finite(grads))
 
     def save_own_variables(self, store: dict[str, Any]) -> None:
-        """Save as Keras does, the inner optimizer's shards as whole variables."""
+        """Save as Keras does, with the inner optimizer's shards as whole variables."""
         if not hasattr(self.inner_optimizer, "whole_values"):
             super().save_own_variables(store)
             return
-        own = [variable.numpy() for variable in self._variables]
-        for place, value in enumerate([*own, *self.inner_optimizer.whole_values()]):
-            store[str(place)] = value
+        own_values = [variable.numpy() for variable in self._variables]
+        for position, value in enumerate([*own_values, *self.inner_optimizer.whole_values()]):
+            store[str(position)] = value
 
     def load_own_variables(self, store: dict[str, Any]) -> None:
-        """Load as Keras does, the inner optimizer's shards from whole variables."""
+        """Load as Keras does, with the inner optimizer's shards from whole variables."""
         if not hasattr(self.inner_optimizer, "whole_values"):
             super().load_own_variables(store)
             return
-        own = len(self._variables)
-        for place, variable in enumerate(self._variables):
-            variable.assign(store[str(place)])
-        inner = {str(place - own): store[str(place)] for place in range(own, len(store.keys()))}
+        own_count = len(self._variables)
+        for position, variable in enumerate(self._variables):
+            variable.assign(store[str(position)])
+        inner = {
+            str(position - own_count): store[str(position)]
+            for position in range(own_count, len(store.keys()))
+        }
         self.inner_optimizer.load_own_variables(inner)
 
 
@@ -236,10 +240,10 @@ class UpdatesTogether(Mixin):
     """Mixed into an optimizer's class: one call updates all variables, weight decay included.
 
     The class has `update_together(gradients, variables, positions, learning_rate)`: gradients are
-    dense, variables TensorFlow's, positions those among the variables that it was built for.
+    dense, variables are TensorFlow's, and positions count the variables that it was built for.
     """
 
-    # What follows is a graph already, also in a caller's loop.
+    # AutoGraph must not convert graph code, even inside a caller's loop
     @tf.autograph.experimental.do_not_convert
     def _backend_update_step(
         self,
@@ -254,12 +258,12 @@ class UpdatesTogether(Mixin):
         ]
         positions = [self._get_variable_index(variable) for variable in trainable_variables]
         gradients = [tf.convert_to_tensor(grad) for grad in grads]
-        # The run that finds no more data has no gradients, and updates nothing
+        # In the last call of an iterator, which has no data, nothing here may run
         with tf.control_dependencies(gradients[-1:]):
             self.update_together(gradients, values, positions, learning_rate)
 
     def uses_weight_decay(self, variable: keras.Variable | tf.Variable) -> bool:
-        """Tell whether `exclude_from_weight_decay` has left the variable in."""
+        """Return True unless `exclude_from_weight_decay` excludes the variable."""
         return bool(self._use_weight_decay(variable))
 
     def _apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:

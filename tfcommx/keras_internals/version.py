@@ -1,4 +1,4 @@
-"""Refuses a Keras without the private members that this package uses; warns of an untested one."""
+"""Refuse a Keras without the private members that this package uses; warn of an untested one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 import keras
 
-# Major and minor, as in requirements.txt: `make test-versions` passes with these.
+# Major and minor versions with which `make test-versions` passes, as in requirements.txt
 TESTED = ("3.12", "3.13", "3.14", "3.15")
 
 # Class of Keras -> its private members that this package calls, overrides or reads
@@ -47,9 +47,10 @@ PRIVATE_MEMBERS: dict[type, tuple[str, ...]] = {
 
 
 def members_of(owner: type) -> set[str]:
-    """Return the names of a class's members, and of what its methods name.
+    """Return the names of a class's members, and all names in its methods' code.
 
-    No instance is made: an optimizer has a variable, and `cx.init` must come before the first.
+    No instance is made, because an optimizer creates a variable, and `cx.init` must be called
+    before the first variable.
     """
     names = set(dir(owner))
     for base in owner.__mro__:
@@ -67,7 +68,7 @@ def require_fit_keras(version: str = keras.__version__) -> None:
     Args:
         version: such as "3.15.0"; the installed one by default.
 
-    **Raises:** ImportError that names what is missing, the tested versions and what to do.
+    **Raises:** ImportError that names the missing members, the tested versions and a remedy.
     """
     missing = [
         f"{owner.__name__}.{member}"

@@ -25,15 +25,15 @@ class LAMB(LayerwiseOptimizer):
     The ratio |w| / |u| is 1 where |w| or |u| is 0. Excluded variables have the ratio 1 and no
     weight decay.
 
-    It differs from `keras.optimizers.Lamb` in that Keras takes weight decay away before the update,
-    outside of the ratio, and excludes no variable from the ratio. `decay_in_ratio=False` and
-    `exclude=()` give what Keras's gives, to float32 rounding.
+    `keras.optimizers.Lamb` differs: it subtracts weight decay before the update, outside the ratio,
+    and excludes no variable from the ratio. With `decay_in_ratio=False` and `exclude=()` the
+    results equal Keras's, to float32 rounding.
 
     >>> import tfcommx as cx
     >>> optimizer = cx.optimizers.LAMB(0.01, weight_decay=0.01)
     >>> weight = keras.Variable([3.0, 4.0])
     >>> optimizer.apply([tf.constant([1.0, 1.0])], [weight])
-    >>> [round(float(one), 3) for one in weight.numpy()]
+    >>> [round(float(entry), 3) for entry in weight.numpy()]
     [2.965, 3.964]
 
     Args:
@@ -42,14 +42,14 @@ class LAMB(LayerwiseOptimizer):
         beta_2: in [0, 1).
         epsilon: above 0.
         weight_decay: >= 0; None: none.
-        decay_in_ratio: whether weight decay is part of the update and its norm, as in the paper;
-            otherwise the weights lose learning_rate weight_decay w before it, as in Keras.
+        decay_in_ratio: True: weight decay is part of the update and its norm, as in the paper.
+            False: learning_rate weight_decay w is subtracted before the update, as in Keras.
         exclude: patterns of variable paths, as in file names.
-        norms: as of `LARS`.
-        keras_options: as of `LARS`.
+        norms: as in `LARS`.
+        keras_options: as in `LARS`.
 
-    **Ranks:** local; `cx.DistributedOptimizer` wraps it as any other. Equal gradients give equal
-    weights on every rank, bit by bit.
+    **Ranks:** local; `cx.DistributedOptimizer` wraps it as any other. Equal gradients result in
+    equal weights on every rank, bit by bit.
     **Cost:** Adam's, and one pass over weights and updates; memory for all updates at once.
     **Raises:** ConfigurationError for numbers out of range.
     **Source:** You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
@@ -76,7 +76,7 @@ class LAMB(LayerwiseOptimizer):
         self.decay_in_ratio = bool(decay_in_ratio)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Make two moments for each variable."""
+        """Create two moments for each variable."""
         if self.built:
             return
         super().build(variables)
@@ -91,7 +91,7 @@ class LAMB(LayerwiseOptimizer):
         positions: Sequence[int],
         learning_rate: Any,
     ) -> None:
-        """Update all variables, once all updates and their norms are known."""
+        """Update all variables, after computing all updates and their norms."""
         step = tf.cast(self.iterations, tf.float32) + 1.0
         corrections = [1.0 - tf.pow(beta, step) for beta in (self.beta_1, self.beta_2)]
         updates = []
@@ -117,11 +117,11 @@ class LAMB(LayerwiseOptimizer):
     def _adam(
         self, gradient: tf.Tensor, position: int, corrections: Sequence[tf.Tensor]
     ) -> tf.Tensor:
-        """Move the moments of a variable; return Adam's update without its rate."""
+        """Update the moments of a variable; return Adam's update without its rate."""
         mean, square = self.momentums[position].value, self.velocities[position].value
         mean.assign_add((gradient - mean) * (1 - self.beta_1))
         square.assign_add((tf.square(gradient) - square) * (1 - self.beta_2))
-        first, second = (tf.cast(one, gradient.dtype) for one in corrections)
+        first, second = (tf.cast(correction, gradient.dtype) for correction in corrections)
         return (mean / first) / (tf.sqrt(square / second) + self.epsilon)
 
     def get_config(self) -> dict[str, Any]:

@@ -29,24 +29,24 @@ class LARS(LayerwiseOptimizer):
     >>> optimizer = cx.optimizers.LARS(2.0, weight_decay=1e-4)
     >>> weight = keras.Variable([3.0, 4.0])
     >>> optimizer.apply([tf.constant([1.0, 0.0])], [weight])
-    >>> [round(float(one), 4) for one in weight.numpy()]
+    >>> [round(float(entry), 4) for entry in weight.numpy()]
     [2.99, 4.0]
 
     Args:
         learning_rate: a number, a schedule or a function, as for every Keras optimizer.
         momentum: in [0, 1).
-        nesterov: whether the weights move on by the momentum that follows.
+        nesterov: True: Nesterov momentum, as in the formula above.
         weight_decay: >= 0; part of the gradient and of the ratio. None: none.
         trust_coefficient: above 0.
         exclude: patterns of variable paths, as in file names.
-        norms: "local", "parallel" or "auto": who computes the norms, as `cx.parallel_operator`. One
-            native operation computes them fast enough that sharing seldom pays; where a rank's
-            weights may differ from others', or only one updates, they are local.
+        norms: "local", "parallel" or "auto", as in `cx.parallel_operator`. Sharing the computation
+            seldom pays, because one native operation computes all norms. They are always local if
+            ranks' weights may differ, or only one rank updates.
         keras_options: name, clipnorm, clipvalue, global_clipnorm, use_ema, ema_momentum,
             ema_overwrite_frequency, loss_scale_factor, gradient_accumulation_steps.
 
-    **Ranks:** local; `cx.DistributedOptimizer` wraps it as any other. Equal gradients give equal
-    weights on every rank, bit by bit.
+    **Ranks:** local; `cx.DistributedOptimizer` wraps it as any other. Equal gradients result in
+    equal weights on every rank, bit by bit.
     **Cost:** one pass over weights and gradients for the norms, one for the update; a momentum for
     each weight.
     **Raises:** ConfigurationError for numbers out of range.
@@ -72,7 +72,7 @@ class LARS(LayerwiseOptimizer):
         self.trust_coefficient = check_number("trust_coefficient", trust_coefficient, "above 0")
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Make a momentum for each variable."""
+        """Create a momentum for each variable."""
         if self.built:
             return
         super().build(variables)
@@ -85,7 +85,7 @@ class LARS(LayerwiseOptimizer):
         positions: Sequence[int],
         learning_rate: Any,
     ) -> None:
-        """Update all variables, the ratios first."""
+        """Update all variables, after computing their ratios."""
         trust = self.trust_coefficient
         ratios = self.ratios(
             positions,
@@ -97,7 +97,7 @@ class LARS(LayerwiseOptimizer):
         decays = [self.decay_of(position) for position in positions]
         momenta = [self.momentums[position].value for position in positions]
         options = (decays, self.momentum, self.nesterov)
-        if not compiled_by_xla() and all(one.dtype == tf.float32 for one in variables):
+        if not compiled_by_xla() and all(variable.dtype == tf.float32 for variable in variables):
             gradients = [tf.cast(gradient, tf.float32) for gradient in gradients]
             lars_update(variables, momenta, gradients, rates, *options)
             return

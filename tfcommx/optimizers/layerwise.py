@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: which variables have a trust ratio, and the ratios."""
+"""The common part of LARS and LAMB: the variables with a trust ratio, and the ratios."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfcommx.optim.requested_plan import path_of
 from tfcommx.optimizers.parallel_operator import parallel_operator
 from tfcommx.optimizers.parallel_shares import MODES
 
-# Biases, and the scales and offsets of normalisation: few, near 0 or 1, and not scale-free.
+# Biases, and the scales and offsets of normalisation: few, near 0 or 1, and not scale-free
 EXCLUDED = ("*bias", "*gamma", "*beta", "*scale")
 RANGES: dict[str, Callable[[float], bool]] = {
     "in [0, 1)": lambda value: 0 <= value < 1,
@@ -30,12 +30,12 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
     """A Keras optimizer whose learning rate has a trust ratio for each variable.
 
     Args:
-        learning_rate: as Keras's optimizers take it.
+        learning_rate: as for Keras's optimizers.
         weight_decay: >= 0; None: none.
         exclude: patterns of variable paths, as in file names: such variables have the ratio 1 and
-            no weight decay. Keras's `exclude_from_weight_decay` takes others from the decay alone.
-        norms: who computes the norms. "local": every rank all. "parallel": a share each, by
-            `parallel_operator`; "auto": what takes less time. Both need a wrapped optimizer on
+            no weight decay. Keras's `exclude_from_weight_decay` excludes from the decay alone.
+        norms: how ranks compute the norms. "local": every rank all. "parallel": a share each, by
+            `parallel_operator`; "auto": the faster of the two. Both need a wrapped optimizer on
             several ranks whose weights stay equal and which all update (not strategy="root");
             otherwise they are local.
         keras_options: the other arguments of every Keras optimizer.
@@ -59,9 +59,9 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         self.exclude, self.norms = patterns, norms
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Make the state for these variables."""
+        """Create the state for these variables."""
         super().build(variables)
-        # Of each variable: whether it has a ratio of its own, and whether it decays
+        # For each variable: True if it has its own ratio; True if it decays
         self.adapted = tuple(not self.excludes(path_of(variable)) for variable in variables)
         self.decays = tuple(
             adapted and self.uses_weight_decay(variable)
@@ -69,7 +69,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         )
 
     def excludes(self, path: str) -> bool:
-        """Tell whether a variable of this path has the ratio 1 and no weight decay.
+        """Return True if a variable of this path has the ratio 1 and no weight decay.
 
         >>> LayerwiseOptimizer(0.1, None, ["*bias"], "local").excludes("dense/bias")
         True
@@ -77,7 +77,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         return matches_any(path, self.exclude)
 
     def decay_of(self, position: int) -> float:
-        """Return the weight decay of a variable: 0 if it is excluded here or in Keras's way."""
+        """Return the weight decay of a variable: 0 if `exclude` or Keras excludes it."""
         return (self.weight_decay or 0.0) if self.decays[position] else 0.0
 
     def ratios(
@@ -92,30 +92,32 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         Args:
             positions: of the variables, among those that the optimizer was built for.
             variables: the weights.
-            updates: what the ratio compares them with, of the same shapes.
+            updates: the tensors whose norms enter the ratio, of the same shapes.
             formula: (norms of the weights, norms of the updates, weight decay of each) -> the
-                ratios where both norms are above 0; they are 1 elsewhere.
+                ratios if both norms are above 0; otherwise the ratio is 1.
 
         Returns:
             float32 [number of variables].
 
         **Cost:** one pass over the weights and updates that are not excluded.
         """
-        mine = [i for i, position in enumerate(positions) if self.adapted[position]]
-        if not mine:
+        included = [i for i, position in enumerate(positions) if self.adapted[position]]
+        if not included:
             return tf.ones([len(positions)])
-        weights = {i: tf.convert_to_tensor(variables[i]) for i in mine}
-        pairs = [(_for_norms(weights[i]), _for_norms(updates[i])) for i in mine]
+        weights = {i: tf.convert_to_tensor(variables[i]) for i in included}
+        pairs = [(_for_norms(weights[i]), _for_norms(updates[i])) for i in included]
         if self.norms == "local" or not shares_norms(self):
             squares = _squares(pairs)
         else:
             squares = tf.stack(parallel_operator(_rows_of_squares, pairs, self.norms))
         weight_norms, update_norms = tf.unstack(tf.sqrt(squares), axis=1)
-        known = (weight_norms > 0) & (update_norms > 0)
-        decays = tf.constant([self.decay_of(positions[i]) for i in mine], tf.float32)
-        found = tf.where(known, formula(weight_norms, update_norms, decays), 1.0)
-        order = [mine.index(i) if i in mine else len(mine) for i in range(len(positions))]
-        return tf.gather(tf.concat([found, [1.0]], axis=0), order)
+        nonzero = (weight_norms > 0) & (update_norms > 0)
+        decays = tf.constant([self.decay_of(positions[i]) for i in included], tf.float32)
+        ratios = tf.where(nonzero, formula(weight_norms, update_norms, decays), 1.0)
+        order = [
+            included.index(i) if i in included else len(included) for i in range(len(positions))
+        ]
+        return tf.gather(tf.concat([ratios, [1.0]], axis=0), order)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that make an equal optimizer."""
@@ -123,7 +125,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
 
 
 def shares_norms(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Tell whether all ranks update equal weights by this optimizer, so that they can share."""
+    """Return True if all ranks update equal weights by this optimizer and can share norms."""
     exchanger = getattr(optimizer, "exchanger", None)
     if exchanger is None or exchanger.ranks == 1:
         return False
@@ -131,7 +133,7 @@ def shares_norms(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def check_patterns(exclude: Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns of an `exclude`. **Raises:** ConfigurationError if it is no list."""
+    """Return the patterns of `exclude`. **Raises:** ConfigurationError if it is no list."""
     if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
         raise ConfigurationError(
             "`exclude` must be a list of patterns of variable paths, such as "
@@ -143,7 +145,7 @@ def check_patterns(exclude: Sequence[str]) -> tuple[str, ...]:
 def is_large_matrix(
     variable: keras.Variable | tf.Variable, exclude: Sequence[str], dense_below: int
 ) -> bool:
-    """Return True for two dimensions or more, this many entries, and no excluded path."""
+    """Return True for at least two dimensions and `dense_below` entries, and no excluded path."""
     shape = tuple(variable.shape)
     large = len(shape) > 1 and math.prod(shape) >= dense_below
     return large and not matches_any(path_of(variable), exclude)
@@ -154,20 +156,20 @@ def matches_any(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def check_number(what: str, value: float, wanted: str) -> float:
+def check_number(name: str, value: float, wanted: str) -> float:
     """Return a number in the range that is `wanted`, a key of RANGES.
 
     **Raises:** ConfigurationError.
     """
     if not isinstance(value, int | float) or not RANGES[wanted](value):
-        raise ConfigurationError(f"`{what}` must be a number {wanted}. Received {value!r}.")
+        raise ConfigurationError(f"`{name}` must be a number {wanted}. Received {value!r}.")
     return float(value)
 
 
 def _squares(pairs: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> tf.Tensor:
     """Return the squared norms of pairs, float32 [pairs, 2]."""
-    both = [one for pair in pairs for one in pair]
-    squares = (squared_norms_definition if compiled_by_xla() else squared_norms)(both)
+    tensors = [tensor for pair in pairs for tensor in pair]
+    squares = (squared_norms_definition if compiled_by_xla() else squared_norms)(tensors)
     return tf.reshape(squares, [len(pairs), 2])
 
 
@@ -176,5 +178,5 @@ def _rows_of_squares(pairs: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> list[tf.Te
 
 
 def _for_norms(tensor: tf.Tensor) -> tf.Tensor:
-    known = (tf.float32, tf.float16, tf.bfloat16)
-    return tensor if tensor.dtype in known else tf.cast(tensor, tf.float32)
+    supported = (tf.float32, tf.float16, tf.bfloat16)
+    return tensor if tensor.dtype in supported else tf.cast(tensor, tf.float32)

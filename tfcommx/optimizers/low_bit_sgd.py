@@ -1,4 +1,4 @@
-"""LowBitSGD: SGD whose momentum travels in 2 bits an entry."""
+"""LowBitSGD: SGD that sends its momentum in 2 bits an entry."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tfcommx.optimizers.layerwise import check_number, check_patterns, is_large_
 class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
     """SGD with momentum that sends the momentum, in few bits, in place of the gradient.
 
-    Gradients in 1 or 2 bits diverge in front of a momentum, which amplifies the noise of so few
-    levels. Here rank i moves the momentum m, which is equal on all ranks, by its own gradient g_i,
-    and the result travels by the scheme, with error feedback:
+    SGD with momentum diverges on gradients in 1 or 2 bits, because momentum amplifies the noise of
+    so few levels. Here rank i updates the momentum m, which is equal on all ranks, with its own
+    gradient g_i, and sends the result by the scheme, with error feedback:
 
         m_i = momentum m - learning_rate g_i
-        m'  = mean over the ranks of m_i, as it arrives
+        m'  = mean over the ranks of m_i, as received
         w   = w + m'        (Nesterov: w + momentum m' + (m' - momentum m))
 
     Without rounding it is Keras's SGD on the mean gradient, because m_i is linear in g_i.
 
-    Variables of one dimension or of few entries, and those that `exclude` names, send gradients in
-    bfloat16, because they are few or sensitive.
+    Variables of one dimension or of few entries, and those that `exclude` matches, send gradients
+    in bfloat16, because they are few or sensitive.
 
     >>> import keras
     >>> import tfcommx as cx
@@ -37,21 +37,21 @@ class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
     >>> optimizer = cx.DistributedOptimizer(sgd, cx.Scheme("asa", wire="int2"))
 
     Args:
-        learning_rate, nesterov: as of Keras's SGD.
+        learning_rate, nesterov: as in Keras's SGD.
         momentum: in (0, 1).
-        exclude: patterns of variable paths, as in file names, whose gradients travel.
-        dense_below: entries, >= 0; of smaller variables gradients travel, too.
+        exclude: patterns of variable paths, as in file names; such variables send gradients.
+        dense_below: entries, >= 0; smaller variables also send gradients.
         keras_options: the other arguments of every Keras optimizer. Weight decay is decoupled, as
             in Keras. `clipnorm`, `clipvalue` and `global_clipnorm` clip each rank's own gradient,
-            before it moves the momentum.
+            before it enters the momentum.
 
     **Ranks:** as `cx.DistributedOptimizer`, with strategy "synchronous" and op "average".
     **Cost:** SGD's, and one pass over gradients and momenta; a residual of 4 bytes an entry on each
     rank (on "torus" divided by the slots of a node).
     **Raises:** ConfigurationError for numbers out of range.
     **Source:** Zheng, Huang, Kwok, "Communication-Efficient Distributed Blockwise Momentum SGD with
-    Error-Feedback" (2019), algorithm 3: we differ in that ranks move a momentum that all agree on,
-    where each has its own there, and in the codes.
+    Error-Feedback" (2019), algorithm 3. We differ in the codes, and in the momentum: there each
+    rank has its own, here all ranks update the same one.
     """
 
     default_wire: ClassVar[str] = "int2"
@@ -76,14 +76,14 @@ class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
         self.dense_below = check_whole("dense_below", dense_below, least=0)
 
     def sends_momentum(self, variable: keras.Variable | tf.Variable) -> bool:
-        """Return True if this variable's momentum travels, and not its gradient."""
+        """Return True if this variable's momentum is sent instead of its gradient."""
         return is_large_matrix(variable, self.exclude, self.dense_below)
 
     def _momentum_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
-        return self.momentums[self.place_of(variable)].value
+        return self.momentums[self.position_of(variable)].value
 
     def moved(self, gradient: tf.Tensor, variable: keras.Variable | tf.Variable) -> tf.Tensor:
-        """Return the momentum, moved by this rank's gradient."""
+        """Return the momentum, updated with this rank's gradient."""
         before = self._momentum_of(variable)
         step = tf.cast(self.learning_rate, before.dtype) * tf.cast(gradient, before.dtype)
         return self.momentum * before - step
@@ -91,19 +91,24 @@ class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
     def update_by_momenta(
         self, received: Sequence[tf.Tensor], variables: Sequence[keras.Variable], learning_rate: Any
     ) -> None:
-        """Update by the momenta that were received."""
-        if getattr(self, "exchanger", None) is None:  # These are gradients, which nothing has sent
+        """Update by the received momenta."""
+        if getattr(self, "exchanger", None) is None:  # Not wrapped: these are gradients
             received = self.momenta(received, variables)
         for result, variable in zip(received, variables, strict=True):
             if not self.sends_momentum(variable):
                 self.update_step(result, variable, learning_rate)
                 continue
-            momentum, now = self._momentum_of(variable), tf.cast(result, variable.dtype)
-            step = now
+            momentum, received_momentum = (
+                self._momentum_of(variable),
+                tf.cast(result, variable.dtype),
+            )
+            step = received_momentum
             if self.nesterov:
-                step = self.momentum * now + (now - self.momentum * momentum)
+                step = self.momentum * received_momentum + (
+                    received_momentum - self.momentum * momentum
+                )
             with tf.control_dependencies([step]):
-                self.assign(momentum, now)
+                self.assign(momentum, received_momentum)
             self.assign_add(variable, step)
 
     def get_config(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""OneBitAdam: Adam whose momentum travels in 1 bit an entry, once its second moments are known."""
+"""OneBitAdam: Adam that sends its momentum in 1 bit an entry after learning its second moments."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from tfcommx.core import (
 from tfcommx.keras_internals import LearnsThenSendsMomentum, trainable_variables
 from tfcommx.optimizers.layerwise import check_number, check_patterns, is_large_matrix
 
-# Second moments are known if their sum changes by less than this factor in 1 / (1 - beta_2) updates
+# Second moments are stable if their sum changes by less than this factor in 1 / (1 - beta_2)
+# updates
 STABLE = 0.96
-# Of gradients while second moments are learnt: 2 bits and 1 spoil Adam
+# Wire formats of gradients while second moments are learnt; 2 bits and 1 spoil Adam
 LEARNING_WIRES = tuple(wire for wire in NARROW if wire not in ("int2", "int1"))
-# Frozen second moments are at least this share of the mean of those of their variable that are not
-# 0. In 1 bit an entry without momentum gets the mean magnitude of its block, about .3 of the root
-# of the mean second moment; divided by the root of this share it is about the largest step that
-# Adam itself takes, (1 - beta_1) / sqrt(1 - beta_2) = 3 times the rate.
+# Lower bound of frozen second moments, as a share of the mean of their variable's nonzero ones. In
+# 1 bit an entry without momentum receives the mean magnitude of its block, about .3 of the root of
+# the mean second moment; divided by the root of this share it is about the largest step that Adam
+# itself takes, (1 - beta_1) / sqrt(1 - beta_2) = 3 times the rate.
 FLOOR = 0.01
 
 
@@ -33,21 +34,21 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
     """Adam that sends its momentum, in few bits, after a phase in which it learns its scales.
 
     Gradients in 1 bit spoil Adam, because squares of their noise enter the second moments, and
-    momentum amplifies it. So there are two phases. In the first one gradients g travel in
-    `learning_wire`, and every rank is Keras's Adam. Then the second moments v are frozen, at the
-    same step on all ranks. From there on rank i moves the momentum m, which is equal on all ranks,
-    by its own gradient, and the result travels by the scheme, with error feedback:
+    momentum amplifies it. Training therefore has two phases. In the first, ranks exchange gradients
+    g in `learning_wire`, and every rank runs Keras's Adam. Then the second moments v are frozen, at
+    the same step on all ranks. From then on rank i updates the momentum m, which is equal on all
+    ranks, with its own gradient, and sends the result by the scheme, with error feedback:
 
         m_i = beta_1 m + (1 - beta_1) g_i
-        m = mean over the ranks of m_i, as it arrives
+        m = mean over the ranks of m_i, as received
         w = w - learning_rate m / (1 - beta_1^t) / (sqrt(v) + epsilon)
 
-    with v / (1 - beta_2^t) of the step t at which it was frozen as v. Entries of v that are 0 by
-    then, such as rows of an embedding that have not occurred, would turn noise into huge steps: v
-    is at least 1 % of the mean of its variable's entries that are not 0.
+    where v is v / (1 - beta_2^t) of the step t at which it was frozen. It is raised to at least 1 %
+    of the mean of its variable's nonzero entries, because entries that are 0 by then, such as rows
+    of an embedding that have not occurred, would turn noise into huge steps.
 
-    Variables of one dimension or of few entries, and those that `exclude` names, are always updated
-    by Adam, with gradients in bfloat16, because they are few or sensitive.
+    Variables of one dimension or of few entries, and those that `exclude` matches, are always
+    updated by Adam, with gradients in bfloat16, because they are few or sensitive.
 
     >>> import keras
     >>> import tfcommx as cx
@@ -55,37 +56,38 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
     >>> adam = cx.optimizers.OneBitAdam(0.001, freeze_after=1000)
     >>> optimizer = cx.DistributedOptimizer(adam, cx.Scheme("asa", wire="int1"))
 
-    The phase changes within the graph of a step: in `fit` and in loops of your own nothing is
-    traced again. Not wrapped, it freezes alike and sends nothing.
+    The graph of a step contains both phases, so nothing is traced again at the change, in `fit` or
+    in a custom loop. Without a wrap, v is frozen alike and nothing is sent.
 
     Args:
-        learning_rate, beta_1, beta_2, epsilon: as of Keras's Adam.
+        learning_rate, beta_1, beta_2, epsilon: as in Keras's Adam.
         freeze_after: updates after which v is frozen, >= 1; 5 to 20 % of the run is usual. None: by
             the change of v. Every 1 / (1 - beta_2) updates the sum of v / (1 - beta_2^t) is
-            compared with that before; v is frozen if it has changed by less than 4 %, and the
+            compared with the previous one; v is frozen if it has changed by less than 4 %, and the
             learning rate has not risen.
-        exclude: patterns of variable paths, as in file names, whose variables stay with Adam.
-        dense_below: entries, >= 0; smaller variables stay with Adam, too.
-        learning_wire: of gradients in the first phase: "float16", "bfloat16", "int8" or "int4". The
-            shorter it is, the fewer bytes the first phase costs.
+        exclude: patterns of variable paths, as in file names; such variables stay with Adam.
+        dense_below: entries, >= 0; smaller variables also stay with Adam.
+        learning_wire: wire format of gradients in the first phase: "float16", "bfloat16", "int8" or
+            "int4". A shorter one costs fewer bytes in the first phase.
         keras_options: the other arguments of every Keras optimizer. Weight decay is decoupled, as
             in Keras. `clipnorm`, `clipvalue` and `global_clipnorm` clip the mean gradient in the
-            first phase, and in the second each rank's own, before it moves the momentum.
+            first phase, and in the second each rank's own, before it enters the momentum.
 
     **Ranks:** as `cx.DistributedOptimizer`, with strategy "synchronous" and op "average".
     **Cost:** Adam's; in the second phase v is read, and not written. Each phase has a residual of 4
-    bytes an entry on each rank (on "torus" divided by the slots of a node); that of the first phase
-    is dropped at the change: what one gradient's rounding left. A bucket travels when its gradients
-    exist, as with Adam; with `clipnorm` and its kin when all exist.
+    bytes an entry on each rank (on "torus" divided by the slots of a node); that of the first
+    phase, the rounding error of one gradient, is dropped at the change. A bucket is exchanged when
+    its gradients exist, as with Adam; with `clipnorm`, `clipvalue` or `global_clipnorm` when all
+    exist.
     **Raises:** ConfigurationError for numbers out of range, or `amsgrad`.
     **Source:** Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
     Convergence Speed" (2021), algorithm 1. The paper has no floor for v, does not correct m and v
     for their first steps, freezes v of all variables, and also while v still grows.
 
-    Simulated, not measured: 4 ranks that train a small Transformer for 1,338 steps, of which 67 in
-    the first phase, without the floor, one seed. It predicts .539 of the words right, dense Adam
-    .533; 8 ranks after 334 steps .372 and .366. Not measured at all: the time of a step,
-    real clusters, other models, and the floor and the rule for `freeze_after=None` in training.
+    Simulated, not measured: 4 ranks that train a small Transformer for 1,338 steps, 67 of them in
+    the first phase, without the floor, one seed. It predicts .539 of the words correctly, dense
+    Adam .533; 8 ranks after 334 steps .372 and .366. Not measured at all: the time of a step, real
+    clusters, other models, and the floor and the rule for `freeze_after=None` in training.
     """
 
     default_wire: ClassVar[str] = "int1"
@@ -122,30 +124,30 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
         self.learning_wire = learning_wire
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Make Adam's moments, and the state of the phases."""
+        """Create Adam's moments, and the state of the phases."""
         if self.built:
             return
         super().build(variables)
-        with tf.init_scope():  # Read while the first step is traced
+        with tf.init_scope():  # Outside the graph: tracing the first step reads its value
             self.frozen_at = self.add_variable((), dtype="int64", name="frozen_at")
-        # Sum of the second moments, and the learning rate, when they were compared last
+        # Sum of the second moments, and the learning rate, at the last comparison
         self.last_sum = self.add_variable((), dtype="float32", name="last_sum")
         self.last_rate = self.add_variable((), dtype="float32", name="last_rate")
 
     def sends_momentum(self, variable: keras.Variable | tf.Variable) -> bool:
-        """Return True if this variable's momentum travels once v is frozen."""
+        """Return True if this variable's momentum is sent once v is frozen."""
         return is_large_matrix(variable, self.exclude, self.dense_below)
 
     def moved(self, gradient: tf.Tensor, variable: keras.Variable | tf.Variable) -> tf.Tensor:
-        """Return the momentum, moved by this rank's gradient."""
+        """Return the momentum, updated with this rank's gradient."""
         momentum = self.momentum_of(variable)
         return momentum + (tf.cast(gradient, momentum.dtype) - momentum) * (1 - self.beta_1)
 
     def update_by_momenta(
         self, received: Sequence[tf.Tensor], variables: Sequence[keras.Variable], learning_rate: Any
     ) -> None:
-        """Update by the momenta that were received, and frozen second moments."""
-        if getattr(self, "exchanger", None) is None:  # These are gradients, which nothing has sent
+        """Update by the received momenta and the frozen second moments."""
+        if getattr(self, "exchanger", None) is None:  # Not wrapped: these are gradients
             received = self.momenta(received, variables)
         correction = 1 - tf.pow(self.beta_1, tf.cast(self.iterations + 1, tf.float32))
         rate = tf.cast(learning_rate, tf.float32) / correction
@@ -159,7 +161,7 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
             self.assign_sub(variable, tf.cast(rate, momentum.dtype) * momentum / scale)
 
     def freeze_if_due(self, learning_rate: Any) -> None:
-        """End the first phase if this is its last update."""
+        """End the first phase, if this is its last update."""
         if not any(map(self.sends_momentum, trainable_variables(self))):
             return
         step = tf.cast(self.iterations + 1, tf.int64)
@@ -174,35 +176,39 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
         tf.cond(due, lambda: self._freeze(step), lambda: None)
 
     def _second_moments(self) -> list[tf.Variable]:
-        """Return those that are frozen."""
+        """Return the second moments that are frozen in the second phase."""
         variables = trainable_variables(self)
-        return [self.second_moment_of(one) for one in variables if self.sends_momentum(one)]
+        return [
+            self.second_moment_of(variable)
+            for variable in variables
+            if self.sends_momentum(variable)
+        ]
 
     def _correction(self, step: tf.Tensor) -> tf.Tensor:
-        """Return the part of the squares that v has by this step, float32."""
+        """Return the divisor that corrects v for its start at 0 at this step, float32."""
         return 1 - tf.pow(self.beta_2, tf.cast(step, tf.float32))
 
     def _has_settled(self, step: tf.Tensor, learning_rate: Any) -> tf.Tensor:
-        """Return True if v and the rate have settled since the last time; record them."""
-        sums = [tf.reduce_sum(tf.cast(one, tf.float32)) for one in self._second_moments()]
-        now = self._equal(tf.reshape(tf.add_n(sums), [1]))[0] / self._correction(step)
+        """Return True if v and the rate have settled since the last comparison; record them."""
+        sums = [tf.reduce_sum(tf.cast(moment, tf.float32)) for moment in self._second_moments()]
+        total = self._equal(tf.reshape(tf.add_n(sums), [1]))[0] / self._correction(step)
         before, rate = tf.identity(self.last_sum.value), tf.cast(learning_rate, tf.float32)
-        settled = (STABLE * before <= now) & (STABLE * now <= before) & (before > 0)
+        settled = (STABLE * before <= total) & (STABLE * total <= before) & (before > 0)
         settled &= rate <= self.last_rate.value
-        self.assign(self.last_sum, now)
+        self.assign(self.last_sum, total)
         self.assign(self.last_rate, rate)
         return settled
 
     def _freeze(self, step: tf.Tensor) -> None:
         """Correct v for its first steps, raise its smallest entries, and begin the second phase.
 
-        Not before any gradient differs from 0.
+        The second phase does not begin while all gradients have been 0.
         """
         moments = self._second_moments()
-        wide = [tf.cast(one, tf.float32) for one in moments]
+        wide = [tf.cast(moment, tf.float32) for moment in moments]
         counts = tf.cast(tf.stack(list(map(tf.math.count_nonzero, wide))), tf.float32)
-        sums = self._equal(tf.stack([tf.reduce_sum(one) for one in wide]))
-        # A variable whose gradients were all 0 has no mean of its own
+        sums = self._equal(tf.stack([tf.reduce_sum(moment) for moment in wide]))
+        # Used for a variable whose gradients were all 0, because it has no nonzero second moments
         mean_of_all = tf.math.divide_no_nan(tf.reduce_sum(sums), tf.reduce_sum(counts))
         means = tf.where(counts > 0, tf.math.divide_no_nan(sums, counts), mean_of_all)
         for moment, value, mean in zip(moments, wide, tf.unstack(means), strict=True):
@@ -211,7 +217,7 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
         self.assign(self.frozen_at, tf.where(mean_of_all > 0, step, 0))
 
     def _equal(self, numbers: tf.Tensor) -> tf.Tensor:
-        """Return numbers that all ranks have, but for rounding, with the same bits on each."""
+        """Return numbers, equal across ranks up to rounding, with the same bits on every rank."""
         exchanger = getattr(self, "exchanger", None)
         return numbers if exchanger is None else exchanger.guard.mean_over_ranks(numbers)
 

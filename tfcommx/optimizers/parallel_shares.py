@@ -1,4 +1,4 @@
-"""Plan a `parallel_operator`: which rank computes which tensors, and whether it pays.
+"""Plan a `parallel_operator`: the tensors of each rank, and the faster form.
 
 shapes -> results (op is traced) -> shares of about equal cost -> "local" or "parallel", timed
 """
@@ -24,18 +24,18 @@ from tfcommx.planner.plan import balance
 log = logging.getLogger("tfcommx")
 
 MODES = ("auto", "local", "parallel")
-# What is shared out: a tensor, or several that belong together
+# The unit of work: a tensor, or several that belong together
 Item = Any
 Operation = Callable[[list[Item]], Sequence[tf.Tensor]]
-REPEATS = 5  # of what is timed; the median counts
+REPEATS = 5  # Timings of each kind of work; the median counts
 
 
 class Choice(NamedTuple):
-    """Which form an operator takes for some tensors, and why."""
+    """The form that an operator takes for some tensors, and the reason."""
 
     # "local" or "parallel"
     form: str
-    # For people
+    # For the log
     reason: str
     # Seconds of the slowest rank; NaN if they were not measured
     local_s: float = math.nan
@@ -43,25 +43,25 @@ class Choice(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Who computes what, equal on all ranks."""
+    """The items that each rank computes; equal on all ranks."""
 
-    # Of each member of the group: positions of its items
+    # For each member of the group: positions of its items
     positions: tuple[tuple[int, ...], ...]
-    # Of each item
+    # For each item: shape and dtype of its result
     results: tuple[tf.TensorSpec, ...]
     choice: Choice
-    # Names the all-gathers
+    # Prefix of the all-gathers' names
     scope: str
 
     @property
     def width(self) -> int:
-        """Return the bytes that each member sends: the largest share's results."""
-        sizes = [sum(size_bytes(self.results[i]) for i in own) for own in self.positions]
+        """The bytes that each member sends: those of the largest share's results."""
+        sizes = [sum(size_bytes(self.results[i]) for i in member) for member in self.positions]
         return max(sizes, default=0)
 
 
 class SharesPlanner:
-    """Decides who computes what, for the arguments of one `parallel_operator`."""
+    """Assigns items to ranks, for the arguments of one `parallel_operator`."""
 
     def __init__(
         self,
@@ -80,28 +80,29 @@ class SharesPlanner:
             )
         self.op, self.mode, self.group, self.links, self.comm = op, mode, group, links, comm
         self.members = comm.members(group)
-        # This rank's among the members
-        self.place = self.members.index(comm.rank)
+        # This rank's position among the members
+        self.position = self.members.index(comm.rank)
         self._cost_of = cost_of or _entries
 
     def plan(self, specs: list[Item], ranges: bool, traced: bool) -> Shares:
-        """Choose the form, and who computes what. **Ranks:** all of the world."""
+        """Choose the form, and the items of each rank. **Ranks:** all of the world."""
         results, problem = (), ""
         try:
             results = self._results(specs, ranges)
-        except Exception as error:  # It may be this rank's alone
+        except Exception as error:  # Raised below on all ranks, because others may have none
             problem = f"{type(error).__name__}: {error}"
-        said = self.comm.gather_objects((problem, str(specs), str(results), self.mode))
-        for rank, (found, *rest) in enumerate(said):
-            if found:
-                raise ConfigurationError(f"op failed while it was tried on rank {rank}: {found}")
-            if rest != list(said[0][1:]):
+        reports = self.comm.gather_objects((problem, str(specs), str(results), self.mode))
+        for rank, (failure, *rest) in enumerate(reports):
+            if failure:
+                raise ConfigurationError(f"op failed while it was tried on rank {rank}: {failure}")
+            if rest != list(reports[0][1:]):
                 raise ConfigurationError(
                     "parallel_operator needs equal arguments on every rank. Rank 0 and rank "
-                    f"{rank} differ: {said[0][1:]} and {tuple(rest)}."
+                    f"{rank} differ: {reports[0][1:]} and {tuple(rest)}."
                 )
         costs = [float(self._cost_of(spec)) for spec in specs]
-        # What costs nothing is dealt out evenly, too: the least that a large load's sum still shows
+        # Items without cost count as the least cost that still shows in a large sum, so that they
+        # are distributed evenly, too
         least = max(costs, default=0.0) * 1e-6 or 1.0
         costs = [max(cost, least) for cost in costs]
         count = len(self.members)
@@ -109,8 +110,8 @@ class SharesPlanner:
         positions = tuple(
             tuple(i for i, owner in enumerate(owners) if owner == member) for member in range(count)
         )
-        asked = Choice("parallel", "as asked for")
-        shares = Shares(positions, results, asked, self.comm.own_scope())
+        requested = Choice("parallel", "as asked for")
+        shares = Shares(positions, results, requested, self.comm.own_scope())
         if self.mode == "auto":
             shares = shares._replace(choice=self._choose(shares, specs, ranges, traced))
         if self.comm.rank == 0:
@@ -119,35 +120,41 @@ class SharesPlanner:
         return shares
 
     def _results(self, specs: list[Item], ranges: bool) -> tuple[tf.TensorSpec, ...]:
-        """Return what op makes of the items, found by tracing it."""
+        """Return shapes and dtypes of op's results, found by tracing it."""
         traced = tf.function(lambda items: list(self.op(items)), autograph=False)
         results = traced.get_concrete_function(specs)
-        found = tuple(map(spec_of, results.structured_outputs))
-        if len(found) != len(specs) or (
+        results_specs = tuple(map(spec_of, results.structured_outputs))
+        if len(results_specs) != len(specs) or (
             ranges
-            and any(one.shape[:1] != spec.shape[:1] for one, spec in zip(found, specs, strict=True))
+            and any(
+                result.shape[:1] != spec.shape[:1]
+                for result, spec in zip(results_specs, specs, strict=True)
+            )
         ):
             raise ConfigurationError(
                 "`op` must return one tensor for each item, and one of as many rows for a range. "
-                f"Received {found} for {specs}."
+                f"Received {results_specs} for {specs}."
             )
-        return found
+        return results_specs
 
     def _choose(self, shares: Shares, specs: list[Item], ranges: bool, traced: bool) -> Choice:
-        """Compare the prices of both forms, the same on every rank."""
-        whole = [_joined(specs)] if ranges else specs
-        # Made here, not while tracing: TensorFlow computes once, and never again, what it can
-        # make of constants
-        samples = tf.nest.map_structure(_sample, whole)
+        """Compare the prices of both forms; the choice is equal on every rank."""
+        items = [_joined(specs)] if ranges else specs
+        # Made here, not while tracing, because TensorFlow would fold operations on constants
+        samples = tf.nest.map_structure(_sample, items)
 
         def compute_all() -> list[tf.Tensor]:
             return list(self.op(samples))
 
         local = tf.function(compute_all, autograph=False) if traced else compute_all
         local_s = self._seconds(lambda: local()[-1])
-        mine = shares.positions[self.place]
-        own = functools.cache(lambda: [tf.nest.map_structure(_sample, specs[i]) for i in mine])
-        share_s = self._seconds(lambda: computed(self.op, own(), shares.width, self.comm.rank))
+        positions = shares.positions[self.position]
+        own_items = functools.cache(
+            lambda: [tf.nest.map_structure(_sample, specs[i]) for i in positions]
+        )
+        share_s = self._seconds(
+            lambda: computed(self.op, own_items(), shares.width, self.comm.rank)
+        )
         sent = tf.zeros([HEAD + shares.width], tf.uint8)
         if self.links is None:
             gather_s = self._seconds(
@@ -169,7 +176,7 @@ class SharesPlanner:
         return Choice(form, reason, local_s, share_s + gather_s)
 
     def _seconds(self, work: Callable[[], tf.Tensor]) -> float:
-        """Time some work on all ranks at once, as it will run; infinity if it fails on this one."""
+        """Time some work on all ranks at once, as it will run; infinity if it fails here."""
         times = []
         for _ in range(REPEATS + 1):
             self.comm.gather_objects(None)  # All start together
@@ -177,10 +184,10 @@ class SharesPlanner:
             try:
                 work().numpy()
                 times.append(time.perf_counter() - start)
-            except tf.errors.OpError as error:  # The others are at the next start
+            except tf.errors.OpError as error:  # The others wait at the next start
                 log.info("parallel_operator: this work cannot be timed: %s", error)
                 times.append(math.inf)
-        return statistics.median(times[1:])  # The first one makes connections
+        return statistics.median(times[1:])  # Without the first, which opens connections
 
 
 def spec_of(tensor: tf.Tensor) -> tf.TensorSpec:
@@ -198,12 +205,12 @@ def _entries(item: Item) -> int:
 
 
 def _joined(ranges: Sequence[tf.TensorSpec]) -> tf.TensorSpec:
-    rows = sum(one.shape[0] for one in ranges)
+    rows = sum(part.shape[0] for part in ranges)
     return tf.TensorSpec([rows, *ranges[0].shape[1:]], ranges[0].dtype)
 
 
 def _sample(spec: tf.TensorSpec) -> tf.Tensor:
-    """Make random numbers: on zeros some ops take less time."""
+    """Return random numbers, because some ops take less time on zeros."""
     if not spec.dtype.is_floating:
         return tf.zeros(spec.shape, spec.dtype)
     return tf.cast(tf.random.stateless_normal(spec.shape, [1, 2]), spec.dtype)

@@ -1,24 +1,24 @@
-"""Who sends to whom: one route a file, and the table of them.
+"""Routes, which decide how ranks exchange vectors: one route per file, and the table of routes.
 
 `allreduce` is the identity: with the rule `all` it is plain Horovod.
 
 A DenseRoute sends whole vectors, a SparseRoute selected entries. Each file has, in this order: its
-options, if it has any; the class with `options`, `shard`, `run` and the prices `wire_bytes`,
-`port_bytes` and `seconds`, as `route` says; and `ROUTE`, the one object of that class. A route made
-of messages has a `schedule`, which is a pure function, and a price; `messages.MessageRoute` makes a
-route of them. Routes are given a communicator, a codec and a selection, and import none of these:
-prices and plans need no TensorFlow.
+options, if any; the class with `options`, `shard`, `run` and the prices `wire_bytes`, `port_bytes`
+and `seconds`, as defined in `route`; and `ROUTE`, the one object of that class. A route made of
+messages has a `schedule`, which is a pure function, and a price; `messages.MessageRoute` turns them
+into a route. Routes receive a communicator, a codec and a selection, and import none of these,
+because prices and plans need no TensorFlow.
 
 To add one:
     1. Write the file: a class derived from `route.DenseRoute` or `route.SparseRoute`, or a schedule
-       for a `MessageRoute`. The price stands beside what it prices; docs/explanation/routes.md
-       derives it.
+       for a `MessageRoute`. The price belongs in the same file; docs/explanation/routes.md derives
+       it.
     2. Add its ROUTE to `_DENSE` or `_SPARSE` below.
-       One of another package is named "module:MEMBER", and its `name` is just that.
-    3. If it needs something that no other route needs, give it a frozen class of options:
+       A route of another package is named "module:MEMBER", and its `name` must be the same string.
+    3. If it needs an option that no other route has, write a frozen class of options:
        `DenseRoute[ItsOptions]`, `options_type` and `options(scheme, links)`. A bucket carries them.
     The laws (tests/laws), the planner, the benchmark (`scripts/bench routes`) and the tests of
-    the prices walk over the table.
+    the prices iterate over the table.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _DENSE: tuple[DenseRoute, ...] = (
     bidirectional.ROUTE,
 )
 _SPARSE: tuple[SparseRoute, ...] = (allgather.ROUTE, hitopk.ROUTE)
-# By name
+# Name -> route
 DENSE = {route.name: route for route in _DENSE}
 SPARSE = {route.name: route for route in _SPARSE}
 ROUTES: dict[str, DenseRoute | SparseRoute] = {**DENSE, **SPARSE}
 
 
 def get(name: str) -> DenseRoute | SparseRoute:
-    """Return the route of a name, or the one that "module:MEMBER" names.
+    """Return the route of a name, or the member given as "module:MEMBER".
 
     >>> get("hitopk").levels
     2
@@ -75,16 +75,16 @@ def get(name: str) -> DenseRoute | SparseRoute:
 
 
 def of(bucket: Bucket) -> Route:
-    """Return the route of a bucket, with the prices of what travels on it."""
+    """Return the route of a bucket, with the prices of the vectors that it sends."""
     route = get(bucket.route)
     return compressed.CompressedRoute(route) if bucket.compresses else route
 
 
 def read_plan(text: str) -> Plan:
-    """Read what `Plan.to_json` wrote, with the options of every route."""
+    """Read a plan written by `Plan.to_json`, with the options of every route."""
     return Plan.from_json(text, _read_options)
 
 
-def _read_options(name: str, found: Mapping[str, Any]) -> RouteOptions:
+def _read_options(name: str, fields: Mapping[str, Any]) -> RouteOptions:
     options_type: type[RouteOptions] = get(name).options_type
-    return options_type.from_dict(found)
+    return options_type.from_dict(fields)

@@ -1,4 +1,4 @@
-"""Flat sparse all-gather: every rank selects from its whole gradient and sends that to all others.
+"""Flat sparse all-gather: every rank selects from its whole gradient and sends to all others.
 
 Source: Renggli et al., "SparCML" (2019); named NaiveAG in Shi et al. (2021), section 5.3, and
 priced by its equation 3.
@@ -24,7 +24,7 @@ class Allgather(SparseRoute):
     name = "allgather"
 
     def run(self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select) -> Tensor:
-        """Return the sum over all ranks of what each selected, as a dense vector.
+        """Return the sum over all ranks of their selected entries, as a dense vector.
 
         **Ranks:** all. **Cost:** one collective.
         """
@@ -33,7 +33,7 @@ class Allgather(SparseRoute):
         return codec.merge(gathered, bucket.selected, bucket.padded, bucket.wire)
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """Count what one rank sends: its pairs go to p - 1 ranks around the ring."""
+        """Count the bytes that one rank sends: its pairs go to p - 1 ranks around the ring."""
         return cost.ring_traffic((topology.size - 1) * _pairs_bytes(bucket), "world", topology)
 
     def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:

@@ -1,10 +1,11 @@
 """Horovod's own allreduce: the identity of the routes.
 
-In float16, as with Horovod's `Compression.fp16`, half the bytes travel, and the engine adds in
-float16: each addition rounds to 11 bits. Each rank's own rounding error stays in its residual; that
-of the engine's partial sums is lost. Entries are divided by a power of two, at least p, before they
-are written, so that no sum overflows: a finite number beyond 65504 travels as 65504, and the rest
-stays. The engines add no bfloat16. Routes that add in float32: `asa`, and `torus` in bfloat16.
+In float16, as with Horovod's `Compression.fp16`, half the bytes are sent, and each addition rounds
+to 11 bits, because the engine adds in float16. Each rank's own rounding error stays in its
+residual; that of the engine's partial sums is lost. Entries are divided by a power of two, at least
+p, before they are written, because sums must not overflow; a finite number beyond 65504 is sent as
+65504, and the rest stays in the residual. The engines cannot add bfloat16. Routes that add in
+float32: `asa`, and `torus` in bfloat16.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Allreduce(PeerRoute, ListRoute):
         """Return the sum of `flat` over a group in float16, made by the engine.
 
         Args:
-            own: scale by which numbers such as those of `flat` fit float16.
+            own: scale by which numbers of the magnitude of `flat` fit float16.
 
         Returns:
             The sum, times `own` and `formats.sum_scale` of the group.
@@ -64,19 +65,20 @@ class Allreduce(PeerRoute, ListRoute):
     ) -> list[Tensor]:
         """Return the sum or average of each tensor over all ranks.
 
-        The engine merges them itself, so this is never slower than plain Horovod. **Ranks:** all.
+        This is never slower than plain Horovod, because the engine merges the tensors itself.
+        **Ranks:** all.
         """
         return comm.allreduce_list(parts, bucket.name, average)
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """Count what one rank sends in a step, as the mean: a ring leaves each node once."""
+        """Count the bytes that one rank sends in a step, as the mean: a ring leaves a node once."""
         sent = 2 * (topology.size - 1) / topology.size * formats.dense_bytes(bucket)
         return cost.ring_traffic(sent, "world", topology)
 
     def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
         """Return the engine's price; a ring over all ranks runs at the pace of its slowest link.
 
-        An addition is priced as one of float32, also in float16.
+        An addition is priced as one of float32, even in float16.
         """
         total, ranks = formats.dense_bytes(bucket), topology.size
         narrower = (ranks - 1) / ranks * (bucket.padded_bytes - total)

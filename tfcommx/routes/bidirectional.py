@@ -1,6 +1,6 @@
 """Bidirectional exchange: pairs swap halves, then quarters: recursive halving and doubling.
 
-Halving adds, doubling collects. Allreduce at 4 positions, 4 parts; what each position holds summed
+Halving adds, doubling collects. Allreduce at 4 positions, 4 parts; the sums that each position has
 so far:
 
     position      0       1       2       3
@@ -10,9 +10,9 @@ so far:
     round 3      abcd    abcd    abcd    abcd     0 <-> 2, 1 <-> 3
 
 Reduce ends with a gather to position 0 along the same pairs; broadcast is a scatter (its mirror)
-and rounds 2 and 3. If p is not a power of two, the positions beyond the largest one first add their
-vectors to those of the lowest positions, and get the result from them: the price is then higher
-than table 1's by a message of n bytes each way.
+and rounds 2 and 3. If p is not a power of two, the positions beyond the largest power first add
+their vectors to those of the lowest positions, and receive the result from them. The price is then
+higher than table 1's by a message of n bytes each way.
 
 Source: Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
 section 3.2, after Thakur et al., "Optimization of Collective Communication Operations in MPICH"
@@ -30,10 +30,10 @@ from tfcommx.routes.route import slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int) -> list[Transfer]:
-    """Return who sends what to whom in which round, as drawn above.
+    """Return the transfers of all rounds, as drawn above.
 
-    Parts are cut into blocks, at the same entries in every round, so that a block can go on while
-    the rest of its part comes.
+    Parts are cut into blocks, at the same entries in every round, so that a block can be sent on
+    while the rest of its part arrives.
 
     Args:
         operation: broadcast (from position 0), reduce (to position 0) or allreduce.
@@ -44,7 +44,7 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[T
     Returns:
         The transfers, rounds ascending; empty parts are left out.
     """
-    # Positions that swap; each of the others depends on one of these.
+    # Number of positions that swap; each of the others depends on one of these
     core = 1 << (positions.bit_length() - 1)
     cut = [entries * part // core for part in range(core + 1)]
     halves, collects, gathers = _swaps(core, cut)
@@ -60,48 +60,53 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[T
         )
         for transfer in gathers
     ]
-    fold = [Transfer(0, other, other - core, 0, entries, True) for other in range(core, positions)]
+    fold = [Transfer(0, extra, extra - core, 0, entries, True) for extra in range(core, positions)]
     unfold = [Transfer(0, transfer.target, transfer.source, 0, entries, False) for transfer in fold]
     phases = {
         "broadcast": [scatters, collects, unfold],
         "reduce": [fold, halves, gathers],
         "allreduce": [fold, halves, collects, unfold],
     }[operation]
-    found: list[Transfer] = []
-    now = 0
+    transfers: list[Transfer] = []
+    first_round = 0
     for phase in phases:
-        found += sorted(_in_blocks(phase, cut, block, now))
-        now += max((transfer.round + 1 for transfer in phase), default=0)
-    return found
+        transfers += sorted(_in_blocks(phase, cut, block, first_round))
+        first_round += max((transfer.round + 1 for transfer in phase), default=0)
+    return transfers
 
 
 def _swaps(core: int, cut: list[int]) -> tuple[list[Transfer], list[Transfer], list[Transfer]]:
     """Return the transfers that halve and add, those that collect, and those that gather at 0.
 
     Args:
-        core: positions, a power of two.
-        cut: where each of as many parts starts, and the end.
+        core: number of positions, a power of two.
+        cut: the first entry of each of as many parts, and the end.
     """
     steps = core.bit_length() - 1
     halves, collects, gathers = [], [], []
     for step, position in itertools.product(range(steps), range(core)):
         reach, back = core >> (step + 1), steps - 1 - step
-        # `first`: of the `reach` parts that the position holds after this step.
-        other, first = position ^ reach, position & -reach
-        partner = other & -reach
-        kept, given = (cut[first], cut[first + reach]), (cut[partner], cut[partner + reach])
-        halves.append(Transfer(step, position, other, *given, True))
-        collects.append(Transfer(back, position, other, *kept, False))
+        # `first`: the first of the `reach` parts that the position holds after this step
+        peer, first = position ^ reach, position & -reach
+        first_of_peer = peer & -reach
+        kept_part, given_part = (
+            (cut[first], cut[first + reach]),
+            (cut[first_of_peer], cut[first_of_peer + reach]),
+        )
+        halves.append(Transfer(step, position, peer, *given_part, True))
+        collects.append(Transfer(back, position, peer, *kept_part, False))
         if position % (2 * reach) == reach:
-            gathers.append(Transfer(back, position, position - reach, *kept, False))
+            gathers.append(Transfer(back, position, position - reach, *kept_part, False))
     return halves, collects, gathers
 
 
-def _in_blocks(phase: list[Transfer], cut: list[int], block: int, now: int) -> list[Transfer]:
-    """Cut each transfer into blocks that do not cross the border of a part, `now` rounds later."""
+def _in_blocks(
+    phase: list[Transfer], cut: list[int], block: int, first_round: int
+) -> list[Transfer]:
+    """Cut each transfer into blocks inside parts, and add `first_round` to its round."""
     return [
         Transfer(
-            now + transfer.round,
+            first_round + transfer.round,
             transfer.source,
             transfer.target,
             start,
@@ -118,7 +123,7 @@ def _in_blocks(phase: list[Transfer], cut: list[int], block: int, now: int) -> l
 def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
     """Return the price, table 1: 2 log2 p alpha + 2 (p - 1)/p n beta + (p - 1)/p n gamma.
 
-    Each rank has its own link in it.
+    It assumes a link for each rank.
     """
     link = slowest_link(topology, links)
     return cost.bidirectional_exchange("allreduce", bucket.padded_bytes, topology.size, link)

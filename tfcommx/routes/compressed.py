@@ -1,6 +1,6 @@
 """Prices of a dense route that sums the vectors of a compression in place of a bucket's entries.
 
-Not a row of the table: any dense route becomes one when a bucket compresses (`routes.of`).
+Not a row of the table: `routes.of` wraps any dense route in one if a bucket compresses.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from tfcommx import compression
 from tfcommx.core import NO_COMPRESSION, Bucket, Links, Topology, Traffic
 from tfcommx.routes.route import SELECT, Route, Stage
 
-# Passes of error feedback over the gradients: copies, the residual, the search for NaN. On a quiet
-# core those of ResNet-50 take 24 ms, where PowerSGD's own four take 24, too: its are of matrices
+# Passes of error feedback over the gradients: copies, the residual, the search for NaN. On an idle
+# core they take 24 ms for ResNet-50, as long as PowerSGD's own four, because those multiply
+# matrices
 FEEDBACK_PASSES = 9
 
 
 def vectors(bucket: Bucket, route: Route, topology: Topology) -> list[Bucket]:
-    """Return a bucket for each vector that travels in place of the entries, in order."""
+    """Return a bucket for each vector that is sent in place of the entries, in order."""
     lengths = compression.get(bucket.compression).sums(bucket.shapes)
     names = [f"{bucket.name}/sum{number}" for number in range(len(lengths))]
     return [
@@ -46,31 +47,42 @@ class CompressedRoute(Route):
         self._route = route
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """Count what one rank sends of all vectors, as the mean over the ranks."""
-        sent = [self._route.wire_bytes(one, topology) for one in self._vectors(bucket, topology)]
-        return Traffic(sum(one.inside for one in sent), sum(one.between for one in sent))
+        """Count the bytes of all vectors that one rank sends, as the mean over the ranks."""
+        sent = [
+            self._route.wire_bytes(vector, topology) for vector in self._vectors(bucket, topology)
+        ]
+        return Traffic(
+            sum(traffic.inside for traffic in sent), sum(traffic.between for traffic in sent)
+        )
 
     def port_bytes(self, bucket: Bucket, topology: Topology) -> float:
         """Count the bytes of all vectors through the busiest port of a node."""
         return self._total(self._route.port_bytes, bucket, topology)
 
     def broadcast_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """Count a broadcast, which sends all entries as they are."""
+        """Count the bytes of a broadcast, which sends all entries uncompressed."""
         return self._route.broadcast_bytes(bucket, topology)
 
     def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
-        """Return the price of the sums, which follow each other."""
-        return self._total(lambda one, on: self._route.seconds(one, on, links), bucket, topology)
+        """Return the price of the sums, which run one after another."""
+        return self._total(
+            lambda vector, on: self._route.seconds(vector, on, links),
+            bucket,
+            topology,
+        )
 
     def stages(self, bucket: Bucket, topology: Topology, links: Links) -> list[Stage]:
-        """Split the price: what the compression computes, then each sum.
+        """Split the price: the computation of the compression, then each sum.
 
-        Passes over the gradients are its own and those of error feedback, at the pace of an
-        addition; what it does between two sums is counted before the first.
+        Its passes over the gradients and those of error feedback are priced as additions; its
+        computation between two sums is counted before the first.
         """
         passes = compression.get(bucket.compression).passes() + FEEDBACK_PASSES
         computes = Stage(SELECT, passes * bucket.padded_bytes * links.inside.gamma_s_per_byte)
-        sums = [self._route.stages(one, topology, links) for one in self._vectors(bucket, topology)]
+        sums = [
+            self._route.stages(vector, topology, links)
+            for vector in self._vectors(bucket, topology)
+        ]
         return [computes, *(stage for stages in sums for stage in stages)]
 
     def _vectors(self, bucket: Bucket, topology: Topology) -> list[Bucket]:
@@ -79,4 +91,4 @@ class CompressedRoute(Route):
     def _total(
         self, price: Callable[[Bucket, Topology], float], bucket: Bucket, topology: Topology
     ) -> float:
-        return sum(price(one, topology) for one in self._vectors(bucket, topology))
+        return sum(price(vector, topology) for vector in self._vectors(bucket, topology))

@@ -4,7 +4,7 @@
     slot 0     slot 1           slot 0     slot 1
     [a b]      [c d]            [e f]      [g h]        gradients, two halves each
      a+c        b+d              e+g        f+h         1. reduce-scatter in the node
-     top(a+c)   top(b+d)         top(e+g)   top(f+h)    2. select; what stays is the residual
+     top(a+c)   top(b+d)         top(e+g)   top(f+h)    2. select; the rest is the residual
      top(a+c) + top(e+g)         the same               3. all-gather of pairs among peers, merged
     [both halves]                [both halves]          4. all-gather in the node
 
@@ -49,8 +49,8 @@ LAST_STEPS = ("dense", "pairs")
 class HitopkOptions(RouteOptions):
     """The options of hitopk."""
 
-    # What is gathered in the node at the end: "dense", the merged shard, or "pairs", those of the
-    # peers. `cheapest` decides by price.
+    # Content of the last all-gather in the node: "dense", the merged shard, or "pairs", the peers'
+    # pairs. `cheapest` decides by price
     last_step: str = "dense"
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Hitopk(SparseRoute[HitopkOptions]):
     def cheapest(
         self, bucket: Bucket[HitopkOptions], topology: Topology, links: Links
     ) -> Bucket[HitopkOptions]:
-        """Return the bucket with the last step that costs less. If both cost the same it is dense.
+        """Return the bucket with the cheaper last step; "dense" if both cost the same.
 
         **Ranks:** a pure function, so equal on every rank.
         """
@@ -87,7 +87,7 @@ class Hitopk(SparseRoute[HitopkOptions]):
     def run(
         self, flat: Tensor, bucket: Bucket[HitopkOptions], comm: Comm, codec: Codec, select: Select
     ) -> Tensor:
-        """Return the sum over all nodes of what was selected, as a dense vector.
+        """Return the sum over all nodes of the selected entries, as a dense vector.
 
         **Ranks:** all. **Cost:** three collectives.
         """
@@ -103,7 +103,7 @@ class Hitopk(SparseRoute[HitopkOptions]):
         return codec.merge(pairs, bucket.selected, length, wire, shards=slots)
 
     def wire_bytes(self, bucket: Bucket[HitopkOptions], topology: Topology) -> Traffic:
-        """Count what one rank sends: k entries to each of m - 1 peers, two steps in its node.
+        """Count the bytes that one rank sends: k entries to m - 1 peers, two steps in its node.
 
         In the node: (n - 1)/n of the vector, then n - 1 times its merged shard or its m buffers of
         pairs.
@@ -115,37 +115,37 @@ class Hitopk(SparseRoute[HitopkOptions]):
     def seconds(self, bucket: Bucket[HitopkOptions], topology: Topology, links: Links) -> float:
         """Return the price, equations 7 to 10.
 
-        The n slots of a node share its link to the others; the paper gives each a stream of its
-        own. Equation 8, the selection, is priced at the link's gamma per byte.
+        The n slots of a node share its link to the others; the paper assumes a separate stream for
+        each. Equation 8, the selection, is priced at the link's gamma per byte.
         """
         return sum(stage.seconds for stage in self.stages(bucket, topology, links))
 
     def stages(
         self, bucket: Bucket[HitopkOptions], topology: Topology, links: Links
     ) -> list[Stage]:
-        """Split the price: inside, the selection, the peers between, inside."""
+        """Split the price: inside the node, the selection, between peers, inside the node."""
         n, total, engine = topology.slots, bucket.padded_bytes, engines.of(links)
-        own, peers = _pairs_bytes(bucket, topology), Topology(topology.nodes, 1)
+        sent_bytes, peers = _pairs_bytes(bucket, topology), Topology(topology.nodes, 1)
         return [
             Stage("inside", engine.reduce_scatter(total, Topology(1, n), links)),
             Stage(SELECT, total / n * links.inside.gamma_s_per_byte),
-            Stage("between", engine.all_gather(own, peers, engine.shared_port(links, n))),
+            Stage("between", engine.all_gather(sent_bytes, peers, engine.shared_port(links, n))),
             Stage("inside", _last_seconds(bucket, topology, links)),
         ]
 
 
 def _last_seconds(bucket: Bucket[HitopkOptions], topology: Topology, links: Links) -> float:
-    """Price step 4.
+    """Return the price of step 4.
 
-    Either one shard is merged and sent dense, or the pairs that came are sent (equation 10) and n
+    Either one shard is merged and sent dense, or the received pairs are sent (equation 10) and n
     shards are merged.
     """
     n, m, pairs = topology.slots, topology.nodes, _pairs_bytes(bucket, topology)
     if bucket.options.last_step == "dense":
-        merged, own = 1, bucket.padded_bytes / n
+        merged, sent_bytes = 1, bucket.padded_bytes / n
     else:
-        merged, own = n, m * pairs
-    gather = engines.of(links).all_gather(own, Topology(1, n), links)
+        merged, sent_bytes = n, m * pairs
+    gather = engines.of(links).all_gather(sent_bytes, Topology(1, n), links)
     return gather + merged * m * pairs * links.inside.gamma_s_per_byte
 
 

@@ -1,4 +1,4 @@
-"""MessageRoute: an allreduce made of messages between two ranks, which a schedule lists.
+"""MessageRoute: an allreduce made of messages between two ranks, by a schedule.
 
 A schedule is a list of transfers between positions 0 .. p - 1, and there are two ways to run it.
 Position 0 is the root, and position i the i-th rank after it, cyclically. A transfer sends a part
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
     from tfcommx.wire.codec import Codec
 
 OPERATIONS = ("broadcast", "reduce", "allreduce")
-# Messages that each direction has under way: hides the latency, bounds what waits in memory.
+# Messages under way in each direction: enough to hide the latency, few enough to bound the memory
 WINDOW = 8
 
 
 class Transfer(NamedTuple):
     """One message of a schedule."""
 
-    # >= 0; a schedule lists its transfers with ascending rounds.
+    # Round, >= 0; a schedule lists its transfers with ascending rounds
     round: int
-    # Position of the sender.
+    # Position of the sender
     source: int
-    # Position of the receiver.
+    # Position of the receiver
     target: int
-    # First entry of the vector that is sent.
+    # First entry of the vector that is sent
     start: int
-    # After the last entry; > start.
+    # One after the last entry; > start
     stop: int
-    # Is it added to the receiver's entries? Otherwise it replaces them.
+    # True: it is added to the receiver's entries; False: it replaces them
     add: bool
 
 
@@ -62,17 +62,17 @@ Schedule = Callable[[str, int, int, int], list[Transfer]]
 
 
 class Participants(NamedTuple):
-    """The ranks that carry out one collective, and how this one reaches the others."""
+    """The ranks of one collective, and this rank's means to send to the others."""
 
-    # All that take part, in the order of their positions except that the root has position 0.
+    # All participants, in cyclic order of their positions; the root has position 0
     ranks: Sequence[int]
-    # This rank, one of them.
+    # This rank, one of `ranks`
     rank: int
-    # One of them.
+    # The root, one of `ranks`
     root: int
-    # Sends and receives.
+    # Sends and receives
     point_to_point: PointToPoint
-    # Of the messages, in [0, 2**15); different for collectives that may be under way at once.
+    # Tag of the messages, in [0, 2**15); different for collectives that may be under way at once
     tag: int = 0
 
     @property
@@ -98,7 +98,7 @@ class Participants(NamedTuple):
         return self.point_to_point.wait_any(requests)
 
 
-# (the transfers of one position, the vector that they change, who takes part)
+# (the transfers of one position, the vector that they change, the participants)
 RunTransfers = Callable[[Sequence[Transfer], "np.ndarray[Any, Any]", Participants], None]
 
 
@@ -110,19 +110,19 @@ def carry_out(
     run_transfers: RunTransfers,
     block: int = 16384,
 ) -> np.ndarray[Any, Any]:
-    """Carry out one broadcast, reduce or allreduce.
+    """Run one broadcast, reduce or allreduce.
 
     Args:
         operation: one of OPERATIONS.
         array: one-dimensional, of any length, the same length and dtype on every rank; not changed.
         participants: the ranks, the same on each of them except for `rank`.
-        schedule: says which message is sent when.
+        schedule: lists the messages by round.
         run_transfers: `run_by_round` or `run_when_ready`.
         block: entries of a block, >= 1.
 
     Returns:
-        "broadcast": the root's vector on all ranks; "reduce": the sum on the root, elsewhere the
-        own vector; "allreduce": the sum on all, with the same bits.
+        "broadcast": the root's vector on all ranks; "reduce": the sum on the root, this rank's own
+        vector elsewhere; "allreduce": the sum on all, with the same bits.
 
     **Ranks:** all participants.
     **Raises:** PlanError for an unknown operation or a root that does not take part.
@@ -147,8 +147,8 @@ def own_transfers(
 ) -> tuple[Transfer, ...]:
     """Return the transfers of one position, cut into messages of at most a block.
 
-    Two long messages that meet on a link wait for each other in Open MPI's TCP: short ones use both
-    directions.
+    They are cut because two long messages in opposite directions of a link wait for each other in
+    Open MPI's TCP, while short ones use both directions.
     """
     return tuple(
         transfer._replace(start=start, stop=min(start + block, transfer.stop))
@@ -163,42 +163,43 @@ def run_by_round(
 ) -> None:
     """Run the transfers of one position, round after round; within a round it sends and receives.
 
-    Needs a schedule in which no position sends in a round what it receives in the same one.
+    Needs a schedule in which no position sends entries in the round in which it receives them.
     """
-    for _, now in itertools.groupby(transfers, key=lambda transfer: transfer.round):
-        run_when_ready(list(now), vector, participants)
+    for _, transfers_of_round in itertools.groupby(transfers, key=lambda transfer: transfer.round):
+        run_when_ready(list(transfers_of_round), vector, participants)
 
 
 def run_when_ready(
     transfers: Sequence[Transfer], vector: np.ndarray[Any, Any], participants: Participants
 ) -> None:
-    """Run the transfers of one position as soon as their data are there.
+    """Run the transfers of one position as soon as their data exist.
 
-    Neither directions nor rounds wait for each other. A block is sent when all earlier transfers of
-    it have come, and what comes is applied in the order of the rounds, so that sums are the same
-    every time. Blocks to one position are sent in the order of their rounds, in which
-    they are awaited there. Needs a schedule that cuts the vector into the same blocks for all
-    transfers.
+    Neither directions nor rounds wait for each other. A block is sent when all its earlier
+    transfers have been applied. Received blocks are applied in the order of the rounds, because
+    sums must be the same every time. Blocks to one position are sent in the order of their rounds,
+    in which the receiver awaits them. Needs a schedule that cuts the vector into the same blocks
+    for all transfers.
 
-    **Cost:** one copy of each block that is sent, because the vector goes on changing meanwhile.
+    **Cost:** one copy of each sent block, because the vector continues to change meanwhile.
     """
     queues = _Queues(transfers, vector, participants)
-    queues.start_what_is_ready()
+    queues.start_ready()
     while queues.finish_one():
-        queues.start_what_is_ready()
+        queues.start_ready()
 
 
 class _UnderWay(NamedTuple):
     request: Any
     transfer: Transfer
-    # Must live until the request is done.
+    # Must live until the request is done
     buffer: np.ndarray[Any, Any]
 
 
 class _Queues:
-    """The transfers of one position: waiting, under way, and come before their turn.
+    """The transfers of one position: waiting, under way, and received before their turn.
 
-    The turn of a transfer is the number of transfers that must have brought the same block before.
+    The turn of a transfer is the number of earlier transfers that this position receives for the
+    same block.
     """
 
     def __init__(
@@ -209,36 +210,36 @@ class _Queues:
     ) -> None:
         self.vector, self.participants = vector, participants
         self.position = participants.position
-        # ("from" or "to", other position) -> transfers that are not under way yet, in order
+        # ("from" or "to", position of the peer) -> transfers not yet under way, in order
         self.waiting: dict[tuple[str, int], deque[Transfer]] = {}
         self.turn: dict[Transfer, int] = {}
-        awaited: Counter[int] = Counter()  # Transfers by the start of the block that they bring
+        awaited: Counter[int] = Counter()  # Transfers to receive, by the start of their block
         for transfer in transfers:
-            comes = transfer.target == self.position
-            line = ("from", transfer.source) if comes else ("to", transfer.target)
+            is_received = transfer.target == self.position
+            line = ("from", transfer.source) if is_received else ("to", transfer.target)
             self.waiting.setdefault(line, deque()).append(transfer)
             self.turn[transfer] = awaited[transfer.start]
-            awaited[transfer.start] += comes
+            awaited[transfer.start] += is_received
         self.under_way: dict[tuple[str, int], deque[_UnderWay]] = {
             line: deque() for line in self.waiting
         }
-        self.came: Counter[int] = Counter()  # As `awaited`: transfers that have been applied
-        # (start of a block, turn) -> what has come before its turn
+        self.applied: Counter[int] = Counter()  # Applied transfers, by the start of their block
+        # (start of a block, turn) -> a transfer received before its turn, and its data
         self.early: dict[tuple[int, int], tuple[Transfer, np.ndarray[Any, Any]]] = {}
 
-    def start_what_is_ready(self) -> None:
-        """Start every transfer whose data are there, up to WINDOW in each direction."""
-        for (way, other), queue in self.waiting.items():
-            line = self.under_way[way, other]
-            while queue and len(line) < WINDOW and (way == "from" or self._has_come(queue[0])):
+    def start_ready(self) -> None:
+        """Start every transfer whose data exist, up to WINDOW in each direction."""
+        for (way, peer), queue in self.waiting.items():
+            line = self.under_way[way, peer]
+            while queue and len(line) < WINDOW and (way == "from" or self._is_ready(queue[0])):
                 transfer = queue.popleft()
                 part = self.vector[transfer.start : transfer.stop]
                 buffer = np.empty_like(part) if way == "from" else part.copy()
-                request = self.participants.start(way, buffer, other)
+                request = self.participants.start(way, buffer, peer)
                 line.append(_UnderWay(request, transfer, buffer))
 
     def finish_one(self) -> bool:
-        """Wait for one transfer and apply what can be applied; False if none is under way."""
+        """Wait for one transfer and apply those whose turn it is; False if none is under way."""
         fronts = [line for line in self.under_way.values() if line]
         if not fronts:
             return False
@@ -246,13 +247,13 @@ class _Queues:
         _, transfer, buffer = fronts[done].popleft()
         if transfer.target == self.position:
             self.early[transfer.start, self.turn[transfer]] = transfer, buffer
-            while ready := self.early.pop((transfer.start, self.came[transfer.start]), None):
+            while ready := self.early.pop((transfer.start, self.applied[transfer.start]), None):
                 _apply(*ready, self.vector)
-                self.came[transfer.start] += 1
+                self.applied[transfer.start] += 1
         return True
 
-    def _has_come(self, transfer: Transfer) -> bool:
-        return self.turn[transfer] <= self.came[transfer.start]
+    def _is_ready(self, transfer: Transfer) -> bool:
+        return self.turn[transfer] <= self.applied[transfer.start]
 
 
 def _apply(transfer: Transfer, buffer: np.ndarray[Any, Any], vector: np.ndarray[Any, Any]) -> None:
@@ -270,9 +271,9 @@ COLLECTIVES = ("allreduce", "reduce")
 class MessageOptions(RouteOptions):
     """The options of routes of messages."""
 
-    # Bytes of a block, >= 8, one entry of the widest dtype; `Links.block_bytes` has the default.
+    # Bytes of a block, >= 8, one entry of the widest dtype; `Links.block_bytes` has the default
     block_bytes: int
-    # What `run` is: an allreduce, or a reduce to rank 0 if that one alone updates the weights.
+    # The collective of `run`: an allreduce, or a reduce if only rank 0 updates the weights
     collective: str = "allreduce"
 
     def __post_init__(self) -> None:
@@ -288,20 +289,20 @@ Price = Callable[[Bucket[MessageOptions], Topology, Links], float]
 class MessageRoute(PeerRoute[MessageOptions]):
     """A route whose messages a schedule lists."""
 
-    # In the table.
+    # Name in the table
     name: str
-    # Which message is sent when, a pure function.
+    # Lists the messages by round; a pure function
     schedule: Schedule
-    # How a rank carries out its part: `run_by_round` or `run_when_ready`.
+    # Runs a rank's transfers: `run_by_round` or `run_when_ready`
     run_transfers: RunTransfers
-    # Seconds of an allreduce.
+    # Returns the seconds of an allreduce
     price: Price
 
     messages = True
     options_type = MessageOptions
 
     def options(self, scheme: Scheme, links: Links) -> MessageOptions:
-        """Return the scheme's size of a block, or else the one that the links are tuned to."""
+        """Return the scheme's block size, or else the one that suits the links."""
         return MessageOptions(scheme.block_bytes or links.block_bytes)
 
     def run(self, flat: Tensor, bucket: Bucket[MessageOptions], comm: Comm, codec: Codec) -> Tensor:
@@ -345,12 +346,12 @@ class MessageRoute(PeerRoute[MessageOptions]):
         )
 
     def wire_bytes(self, bucket: Bucket[MessageOptions], topology: Topology) -> Traffic:
-        """Count the bytes of all messages of a step: what one rank sends, as the mean."""
+        """Count the bytes of messages that one rank sends in a step, as the mean."""
         collective = bucket.options.collective
         return self._traffic(collective, bucket, topology)
 
     def broadcast_bytes(self, bucket: Bucket[MessageOptions], topology: Topology) -> Traffic:
-        """Count the bytes of all messages of a broadcast: what one rank sends, as the mean."""
+        """Count the bytes of messages that one rank sends in a broadcast, as the mean."""
         return self._traffic("broadcast", bucket, topology)
 
     def _traffic(
@@ -389,7 +390,7 @@ class MessageRoute(PeerRoute[MessageOptions]):
             )
 
     def seconds(self, bucket: Bucket[MessageOptions], topology: Topology, links: Links) -> float:
-        """Return the price of an allreduce, as the file of the schedule has it."""
+        """Return the price of an allreduce, by the formula in the schedule's file."""
         return self.price(bucket, topology, links)
 
 

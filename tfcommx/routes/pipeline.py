@@ -1,8 +1,8 @@
 """Linear pipeline: in a chain of ranks, blocks are received, added and sent on at the same time.
 
 Allreduce of 6 blocks at 3 positions, each line a link and its direction. Capitals are totals. A sum
-is made towards one end of the chain, and the total turns round there at once. Each block has the
-chain of its number: a and d are added towards position 0, b and e towards 1, c and f towards 2.
+moves towards one end of the chain, and the total turns round there at once. The chain of a block
+depends on its number: a and d are added towards position 0, b and e towards 1, c and f towards 2.
 
     round     0  1  2  3  4  5
     2 -> 1    a  b  d  e
@@ -15,10 +15,10 @@ chain of its number: a and d are added towards position 0, b and e towards 1, c 
 `reduce` and `broadcast` use one chain: towards position 0, and from it.
 
 Source: Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
-section 3 and figure 2. The paper's allreduce (figure 2c) fills the pipe once too, but all blocks
-have the same chain: a position in its middle sends 2 n bytes and its ends n. If each position has
-one port, as nodes on a switch have, that port is the limit: turning the chain around spreads the
-load, so that each sends 2 (p - 1)/p n bytes; no allreduce can send less.
+section 3 and figure 2. The paper's allreduce (figure 2c) also fills the pipe once, but all blocks
+have the same chain: a position in its middle sends 2 n bytes and its ends n. We rotate the chain,
+because a port is the limit if each position has one, as nodes on a switch have. The load is then
+spread: each position sends 2 (p - 1)/p n bytes; no allreduce can send less.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tfcommx.routes.route import slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int) -> list[Transfer]:
-    """Return which block is sent from where to where in which round, as drawn above.
+    """Return the transfers of all blocks, as drawn above.
 
     Args:
         operation: broadcast (from position 0), reduce (to position 0) or allreduce.
@@ -40,37 +40,37 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[T
     Returns:
         The transfers, rounds ascending.
     """
-    found: list[Transfer] = []
+    transfers: list[Transfer] = []
     for number, start in enumerate(range(0, entries, block)):
         stop = min(start + block, entries)
-        # The totals of one group of p blocks go back while the next group comes.
+        # The totals of one group of p blocks return while the next group is added
         if operation == "allreduce":
             group, first = divmod(number, positions)
-            # Between two positions, both ways use the same lines.
-            now = group * max(positions - 1, 2)
+            # At least 2, because between two positions both ways use the same lines
+            first_round = group * max(positions - 1, 2)
         else:
-            now, first = number, 0
+            first_round, first = number, 0
         chain = [(first + position) % positions for position in range(positions)]
         if operation != "broadcast":
-            found += [
-                Transfer(now + hop, chain[-1 - hop], chain[-2 - hop], start, stop, True)
+            transfers += [
+                Transfer(first_round + hop, chain[-1 - hop], chain[-2 - hop], start, stop, True)
                 for hop in range(positions - 1)
             ]
-            now += positions - 1
+            first_round += positions - 1
         if operation != "reduce":
-            found += [
-                Transfer(now + hop, chain[hop], chain[hop + 1], start, stop, False)
+            transfers += [
+                Transfer(first_round + hop, chain[hop], chain[hop + 1], start, stop, False)
                 for hop in range(positions - 1)
             ]
-    return sorted(found, key=lambda transfer: transfer.round)
+    return sorted(transfers, key=lambda transfer: transfer.round)
 
 
 def seconds(bucket: Bucket[MessageOptions], topology: Topology, links: Links) -> float:
-    """Return the price: 2 (p - 1)/p of the blocks go through each port, the first one hops alone.
+    """Return the price: 2 (p - 1)/p of the blocks pass each port, after the first one's hops.
 
     Table 1 of the paper has 2 (p - 1 + n/b) messages through the port of a position in the middle
-    of its one chain, and pays the latency of each. Here a direction has several messages under way
-    (`messages.WINDOW`), whose latencies overlap.
+    of its one chain, with the latency of each. Here latencies overlap, because a direction has
+    several messages under way (`messages.WINDOW`).
     """
     ranks, total = topology.size, bucket.padded_bytes
     if ranks == 1 or total == 0:
@@ -78,7 +78,7 @@ def seconds(bucket: Bucket[MessageOptions], topology: Topology, links: Links) ->
     link = slowest_link(topology, links)
     block = min(bucket.options.block_bytes, total)
     travels = block * link.beta_s_per_byte
-    # Of a block at one position: in and out.
+    # Seconds of a block at one position, in and out
     turn = 2 * max(travels, link.alpha_s / WINDOW) + block * link.gamma_s_per_byte
     return (ranks - 1) * (total / (ranks * block) * turn + 2 * (link.alpha_s + travels))
 

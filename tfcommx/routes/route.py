@@ -1,4 +1,4 @@
-"""DenseRoute and SparseRoute: what a route is, and what it is given to work with."""
+"""DenseRoute and SparseRoute: the contracts of routes."""
 
 from __future__ import annotations
 
@@ -26,48 +26,48 @@ if TYPE_CHECKING:
     from tfcommx.collectives.comm import Comm
     from tfcommx.wire.codec import Codec
 
-# Of TensorFlow, which this room does not import: prices and plans need none.
+# A TensorFlow tensor. This package does not import TensorFlow, because prices and plans need none
 Tensor = Any
-# A part of the flat gradient -> the entries of it that travel.
+# A part of the flat gradient -> its selected entries, which are sent
 Select = Callable[[Tensor], Sparse]
 
-# The resource of a stage that selects; its place is on the rank, its price the simulator's.
+# Resource of a stage that selects: the rank's processor, priced by the simulator
 SELECT = "select"
 
 
 class Stage(NamedTuple):
-    """A part of a route's price: what is busy, and how long."""
+    """A part of a route's price: the busy resource, and its seconds."""
 
-    # A port of the node, "inside" or "between", or SELECT.
+    # A port of the node, "inside" or "between", or SELECT
     resource: str
     seconds: float
 
 
 class Route(abc.ABC, Generic[Options]):
-    """Describes and prices a route: neither needs TensorFlow or a running cluster.
+    """Describes and prices a route, without TensorFlow or a running cluster.
 
-    `Options` is the class of its options: its buckets carry them. A route derives from DenseRoute
-    or SparseRoute, whose `run` carries it out. The defaults are those of one level, made of rings.
+    `Options` is the class of its options, which its buckets carry. A route derives from DenseRoute
+    or SparseRoute, whose `run` executes it. The defaults suit a route of one level made of rings.
     """
 
-    # In the table and in a Scheme
+    # Name in the table and in a Scheme
     name: str
-    # 2 if it works on node and peer groups: then all nodes need equally many slots
+    # 2 if it works on node and peer groups, for which all nodes need equally many slots
     levels: int = 1
     # Formats that it can write; the first one is its plain form
     wires: tuple[str, ...] = (PLAIN,)
-    # How many equal parts it cuts the flat vector into: "none", "slots" or "ranks"
+    # Number of equal parts into which it cuts the flat vector: "none" (one), "slots" or "ranks"
     shards: str = "none"
-    # Is it made of messages between two ranks? These need an MPI launch
+    # True if it consists of messages between two ranks, which need an MPI launch
     messages: bool = False
     # The class of its options
     options_type: type[Options] = cast(Any, NoOptions)
 
     def options(self, scheme: Scheme, links: Links) -> Options:
-        """Return what a bucket must carry for this route; the defaults of its options.
+        """Return the options of a bucket on this route; here their defaults.
 
         Args:
-            scheme: what the user asks for.
+            scheme: the user's scheme.
             links: of the cluster, the same on every rank.
         """
         return self.options_type()
@@ -75,19 +75,20 @@ class Route(abc.ABC, Generic[Options]):
     def cheapest(
         self, bucket: Bucket[Options], topology: Topology, links: Links
     ) -> Bucket[Options]:
-        """Return the bucket with the options that cost least: a pure function of the arguments."""
+        """Return the bucket with the cheapest options: a pure function of the arguments."""
         return bucket
 
     def padding(self, size: int, wire: str, topology: Topology) -> int:
         """Count the zeros that must follow `size` entries so that the route can cut equal shards.
 
-        In 16 or fewer bits peers cut a slot's shard among themselves.
+        In 16 or fewer bits the number of ranks counts, because peers also cut a slot's shard among
+        themselves.
         """
         shards = "ranks" if self.shards == "slots" and wire in NARROW else self.shards
         return -size % {"none": 1, "slots": topology.slots, "ranks": topology.size}[shards]
 
     def needs_messages(self, bucket: Bucket[Options]) -> bool:
-        """Tell whether this bucket sends messages between two ranks."""
+        """Return True if this bucket sends messages between two ranks."""
         return self.messages
 
     def shard(self, bucket: Bucket[Options], topology: Topology, rank: int) -> tuple[int, int]:
@@ -95,22 +96,22 @@ class Route(abc.ABC, Generic[Options]):
         return 0, bucket.padded
 
     def broadcast(self, flat: Tensor, bucket: Bucket[Options], comm: Comm) -> Tensor:
-        """Return rank 0's `flat` on every rank: weights travel so. **Ranks:** all."""
+        """Return rank 0's `flat`, such as weights, on every rank. **Ranks:** all."""
         return comm.broadcast(flat, 0, f"{bucket.name}/weights", counted=True)
 
     @abc.abstractmethod
     def wire_bytes(self, bucket: Bucket[Options], topology: Topology) -> Traffic:
-        """Count what one rank sends in a step, exactly, as the mean over the ranks."""
+        """Count the bytes that one rank sends in a step, exactly, as the mean over the ranks."""
 
     def broadcast_bytes(self, bucket: Bucket[Options], topology: Topology) -> Traffic:
-        """Count what one rank sends in a `broadcast`, as the mean over the ranks."""
+        """Count the bytes that one rank sends in a `broadcast`, as the mean over the ranks."""
         return cost.broadcast_traffic(bucket.padded_bytes, topology)
 
     def port_bytes(self, bucket: Bucket[Options], topology: Topology) -> float:
         """Count the bytes of a step through the busiest port of a node, in its busier direction.
 
-        With rings and alltoalls all nodes are loaded alike; if they have unequal numbers of slots,
-        this is their mean.
+        This default is the mean over the nodes, because rings and alltoalls load all nodes alike if
+        these have equally many slots.
         """
         return self.wire_bytes(bucket, topology).between * topology.size / topology.nodes
 
@@ -119,9 +120,9 @@ class Route(abc.ABC, Generic[Options]):
         """Return the price of a step."""
 
     def stages(self, bucket: Bucket[Options], topology: Topology, links: Links) -> list[Stage]:
-        """Split the price by what is busy, in the order in which it is.
+        """Split the price by the busy resource, in the order of use.
 
-        The seconds add up to `seconds`, without what a SELECT of a one-level route takes.
+        The seconds add up to `seconds`, in which the selection of a one-level route counts as 0.
         """
         port = "between" if topology.nodes > 1 else "inside"
         return [Stage(port, self.seconds(bucket, topology, links))]
@@ -141,7 +142,7 @@ class DenseRoute(Route[Options]):
             codec: writes entries and reads them.
 
         Returns:
-            float [bucket.padded], in the dtype that came, with the same bits on every rank.
+            float [bucket.padded], in the dtype of `flat`, with the same bits on every rank.
 
         **Ranks:** all.
         """
@@ -156,7 +157,7 @@ class SparseRoute(Route[Options]):
     def run(
         self, flat: Tensor, bucket: Bucket[Options], comm: Comm, codec: Codec, select: Select
     ) -> Tensor:
-        """Return the sum over all ranks of what each selected, as a dense vector.
+        """Return the sum over all ranks of their selected entries, as a dense vector.
 
         Args:
             flat: float32 [bucket.padded].
@@ -172,12 +173,12 @@ class SparseRoute(Route[Options]):
         """
 
     def stages(self, bucket: Bucket[Options], topology: Topology, links: Links) -> list[Stage]:
-        """Split the price by what is busy: the selection first."""
+        """Split the price by the busy resource, with the selection first."""
         return [Stage(SELECT, 0.0), *super().stages(bucket, topology, links)]
 
 
 class ListRoute(DenseRoute[Options]):
-    """A dense route that also takes gradients as they are, without a flat copy."""
+    """A dense route that also takes a list of gradients, without a flat copy."""
 
     @abc.abstractmethod
     def run_list(
@@ -202,5 +203,5 @@ def slot_part(bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
 
 
 def slowest_link(topology: Topology, links: Links) -> Link:
-    """Return the link at whose pace messages go that leave nodes if there are several."""
+    """Return the link that limits the pace: the one between nodes if there are several."""
     return links.between if topology.nodes > 1 else links.inside

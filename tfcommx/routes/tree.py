@@ -1,6 +1,6 @@
 """Minimum spanning tree: the whole vector moves along a binomial tree, in ceil(log2 p) rounds.
 
-Broadcast at 5 positions; reduce is the same backwards:
+Broadcast at 5 positions; reduce is the reverse:
 
     round 0    0 -> 4
     round 1    0 -> 2
@@ -21,7 +21,7 @@ from tfcommx.routes.route import slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int = 0) -> list[Transfer]:
-    """Return who sends the vector to whom in which round, as drawn above.
+    """Return the transfers of all rounds, as drawn above.
 
     Args:
         operation: broadcast (from position 0), reduce (to position 0) or allreduce.
@@ -53,7 +53,7 @@ def schedule(operation: str, positions: int, entries: int, block: int = 0) -> li
 def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
     """Return the price, table 1: log2 p (2 alpha + 2 n beta + n gamma).
 
-    Each rank has a link of its own in it.
+    It assumes a link for each rank.
     """
     link = slowest_link(topology, links)
     return cost.spanning_tree("allreduce", bucket.padded_bytes, topology.size, link)

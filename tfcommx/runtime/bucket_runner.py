@@ -3,7 +3,7 @@
     gradients -> clip -> flat vector -> select, or compress -> route -> average -> gradients
                                         the rest is the residual
 
-The only file here that asks the table of routes for anything except shards and prices.
+Other files of this package use the table of routes only for shards, prices and `needs_messages`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tfcommx.wire import codec
 
 
 def cut(gradients: Mapping[str, tf.Tensor], plan: Plan) -> dict[str, tf.Tensor]:
-    """Return the gradients under the plan's names: some variables are cut in pieces.
+    """Return the gradients by the plan's names, with some variables cut in pieces.
 
     Args:
         gradients: variable path -> tensor, any shape.
@@ -44,24 +44,24 @@ def _stretch(tensor: tf.Tensor, piece: Piece) -> tf.Tensor:
     return tf.slice(tf.reshape(tensor, [-1]), [piece.start], [piece.stop - piece.start])
 
 
-def join(pieces: Mapping[str, tf.Tensor], whole: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Undo `cut`: paths and shapes as in `whole`."""
+def join(pieces: Mapping[str, tf.Tensor], like: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """Undo `cut`: paths and shapes as in `like`."""
     parts: dict[str, list[tuple[int, tf.Tensor]]] = {}
     for name, tensor in pieces.items():
         piece = Piece.of(name)
         parts.setdefault(piece.path, []).append((piece.start, tensor))
-    return {path: _joined(found, whole[path]) for path, found in parts.items()}
+    return {path: _joined(parts_of_path, like[path]) for path, parts_of_path in parts.items()}
 
 
-def _joined(parts: list[tuple[int, tf.Tensor]], whole: tf.Tensor) -> tf.Tensor:
+def _joined(parts: list[tuple[int, tf.Tensor]], like: tf.Tensor) -> tf.Tensor:
     if len(parts) == 1:
         return parts[0][1]
     in_order = [tensor for _, tensor in sorted(parts, key=lambda part: part[0])]
-    return tf.reshape(tf.concat(in_order, axis=0), whole.shape)
+    return tf.reshape(tf.concat(in_order, axis=0), like.shape)
 
 
 def flatten(parts: Sequence[tf.Tensor], bucket: Bucket) -> tf.Tensor:
-    """Return a bucket's tensors as one vector in its dtype, with its padding at the end.
+    """Return a bucket's tensors as one vector in its dtype, with padding at the end.
 
     **Cost:** one copy; none if the bucket holds one variable of its dtype, without padding.
     """
@@ -74,11 +74,10 @@ def flatten(parts: Sequence[tf.Tensor], bucket: Bucket) -> tf.Tensor:
 def unflatten(flat: tf.Tensor, parts: Sequence[tf.Tensor], bucket: Bucket) -> list[tf.Tensor]:
     """Undo `flatten`: shapes and dtypes as in `parts`; the padding is dropped.
 
-    **Cost:** none for a stretch whose ends are multiples of 64 bytes, which is not copied; others
-    are.
+    **Cost:** one copy of each stretch, except those whose ends are multiples of 64 bytes.
     """
     ends = itertools.accumulate(bucket.sizes)
-    # Not by tf.split, which copies all
+    # Not by tf.split, because it copies every stretch
     return [
         tf.cast(tf.reshape(tf.slice(flat, [end - size], [size]), part.shape), part.dtype)
         for size, end, part in zip(bucket.sizes, ends, parts, strict=True)
@@ -90,9 +89,9 @@ def clip_before_accumulation(
 ) -> list[tf.Tensor]:
     """Scale a rank's gradients together so that their result over the ranks has about this norm.
 
-    Gradients of independent ranks add up as their squares do. So the limit of one rank is
-    norm / sqrt(ranks) for "sum", and norm * sqrt(ranks) for "average", which divides by the number
-    of ranks afterwards. If the joint norm is NaN or infinite, all pass unchanged.
+    The limit of one rank is norm / sqrt(ranks) for "sum", because squared norms of independent
+    gradients add up, and norm * sqrt(ranks) for "average", which divides by the number of ranks
+    afterwards. If the joint norm is NaN or infinite, the gradients stay unchanged.
 
     >>> (clipped,) = clip_before_accumulation([tf.constant([3.0, 4.0])], norm=1.0, ranks=4)
     >>> print(clipped.numpy().round(3))
@@ -105,12 +104,12 @@ def clip_before_accumulation(
         operation: "sum" or "average" over the ranks.
 
     Returns:
-        The gradients, scaled by one factor in (0, 1]; shapes and dtypes as they came.
+        The gradients, scaled by one factor in (0, 1], with their shapes and dtypes.
 
-    **Ranks:** local. **Cost:** two passes; no gradient is returned before the last one is there.
+    **Ranks:** local. **Cost:** two passes; no gradient is returned before the last one exists.
     **Raises:** ConfigurationError for a norm or a number of ranks out of range.
-    **Source:** Lin et al., "Deep Gradient Compression" (2018), section 3.3; there, what is summed
-    are gradients divided by the number of ranks.
+    **Source:** Lin et al., "Deep Gradient Compression" (2018), section 3.3, which sums gradients
+    divided by the number of ranks.
     """
     if norm <= 0 or ranks < 1:
         raise ConfigurationError(
@@ -121,7 +120,7 @@ def clip_before_accumulation(
     scale = tf.where(tf.math.is_finite(length) & (length > limit), limit / length, 1.0)
 
     def scaled(gradient: tf.Tensor) -> tf.Tensor:
-        # Float16 may not be able to hold the scale.
+        # Because float16 may be unable to hold the scale
         wide = tf.float32 if gradient.dtype.size < 4 else gradient.dtype
         return tf.cast(tf.cast(gradient, wide) * tf.cast(scale, wide), gradient.dtype)
 
@@ -129,7 +128,7 @@ def clip_before_accumulation(
 
 
 def clip_buckets(gradients: Mapping[str, tf.Tensor], plan: Plan) -> dict[str, tf.Tensor]:
-    """Clip, together, what all buckets with the same `clip_norm` hold.
+    """Clip the gradients of all buckets with the same `clip_norm` together.
 
     Args:
         gradients: name in the plan -> tensor, of all variables and pieces of the plan.
@@ -148,10 +147,10 @@ def clip_buckets(gradients: Mapping[str, tf.Tensor], plan: Plan) -> dict[str, tf
 
 
 class BucketSelector:
-    """The selection of one bucket on this rank: its rule, residual and velocity, and its seeds."""
+    """The selection of one bucket on this rank: its rule, residual, velocity and seeds."""
 
     def __init__(self, plan: Plan, index: int, state: BucketState, comm: Comm) -> None:
-        """Resolve what is needed for the plan's bucket number `index`, which has a `k`."""
+        """Prepare the selection of the plan's bucket number `index`, which has a `k`."""
         self.bucket, self.state = plan.buckets[index], state
         assert self.bucket.k is not None
         self._rule, self._k = selection.rule(self.bucket.selection), self.bucket.k
@@ -159,15 +158,15 @@ class BucketSelector:
         self._stream = stream % 2**63
 
     def seed(self, step: tf.Tensor) -> tf.Tensor:
-        """Return the int64 seed of a step: each step, bucket and rank draws its own numbers."""
+        """Return the int64 seed of a step, which differs between steps, buckets and ranks."""
         with tf.device("/cpu:0"):
             return step * 2**20 + self._stream
 
     def select(self, part: tf.Tensor, seed: tf.Tensor) -> Sparse:
-        """Choose k entries of gradient + residual, rounded to what the wire format can write.
+        """Choose k entries of gradient + residual, rounded to the wire format.
 
-        `part` is this rank's shard of the flat vector. What is not chosen, and what rounding loses,
-        stays in the residual.
+        `part` is this rank's shard of the flat vector. The other entries, and the rounding errors,
+        stay in the residual.
         """
         bucket, state = self.bucket, self.state
         chosen = self._rule.select_with_residual(
@@ -182,22 +181,22 @@ class BucketSelector:
 class Compressor:
     """The compression of one bucket on this rank, with error feedback around it.
 
-    A rank whose gradients are not finite sends NaN: so all ranks see it, whatever the compression.
+    A rank whose gradients are not finite sends NaN, so that all ranks see it with any compression.
     """
 
     def __init__(self, bucket: Bucket, state: BucketState, comm: Comm) -> None:
-        """Resolve what is needed for a bucket that compresses."""
+        """Prepare the compression of a bucket that compresses."""
         self.bucket, self.state, self._comm = bucket, state, comm
         self._compression = compression.get(bucket.compression)
         self._route = routes.get(bucket.route)
         self._vectors = vectors(bucket, self._route, comm.topology)
 
     def exchange(self, flat: tf.Tensor) -> tf.Tensor:
-        """Return the sum over the ranks of what each sent of gradient + residual.
+        """Return the sum over the ranks of the sent part of gradient + residual.
 
-        What is not sent stays in the residual, to float32 rounding. If something that was summed
-        is NaN or infinite, the residual and the state of the compression stay as they were: so
-        neither ever holds such a number.
+        The unsent part stays in the residual, to float32 rounding. If a sum is NaN or infinite, the
+        residual and the state of the compression do not change, because neither may ever hold such
+        a number.
 
         Args:
             flat: float32 [bucket.padded].
@@ -207,12 +206,13 @@ class Compressor:
         copies between the vector and its variables, two look for NaN.
         """
         state = self.state
-        whole = flat + state.residual
+        full = flat + state.residual
         shapes = [tf.TensorSpec(shape) for shape in self.bucket.shapes]
-        parts = unflatten(whole, shapes, self.bucket)
+        parts = unflatten(full, shapes, self.bucket)
         waiting = iter(self._vectors)
-        # Whatever a compression leaves out of its vectors, a NaN or Inf must reach all ranks
-        poison = tf.where(_is_finite(whole), 0.0, float("nan"))
+        # Added to each vector, because a NaN or Inf must reach all ranks even if the compression
+        # leaves it out of its vectors
+        poison = tf.where(_is_finite(full), 0.0, float("nan"))
         sums = []
 
         def add(vector: tf.Tensor) -> tf.Tensor:
@@ -222,11 +222,11 @@ class Compressor:
         done = self._compression.run(parts, state.compression.value(), add)
         if next(waiting, None) is not None:
             raise self._miscounted()
-        stays = whole - flatten(done.sent, self.bucket)
-        # Equal on all ranks; what stays is this rank's own
-        usable = tf.reduce_all([_is_finite(one) for one in (*sums, done.state)])
+        unsent = full - flatten(done.sent, self.bucket)
+        # `usable` is equal on all ranks, while `unsent` is this rank's own
+        usable = tf.reduce_all([_is_finite(value) for value in (*sums, done.state)])
         _assign_if(usable, state.compression, done.state)
-        _assign_if(usable & _is_finite(stays), state.residual, stays)
+        _assign_if(usable & _is_finite(unsent), state.residual, unsent)
         return flatten(done.totals, self.bucket)
 
     def _add(self, vector: tf.Tensor, described: Bucket | None) -> tf.Tensor:
@@ -241,41 +241,41 @@ class Compressor:
     def _miscounted(self) -> ValueError:
         return ValueError(
             f"The compression {self.bucket.compression!r} must add the vectors that its `sums` "
-            f"counts: of {[one.size for one in self._vectors]} entries for the shapes "
+            f"counts: of {[vector.size for vector in self._vectors]} entries for the shapes "
             f"{list(self.bucket.shapes)}. It added others."
         )
 
 
 def _assign_if(wanted: tf.Tensor, variable: tf.Variable, value: tf.Tensor) -> None:
-    """Assign if `wanted`; not by tf.where, which would make a copy."""
+    """Assign if `wanted`; not by tf.where, because it would make a copy."""
     variable.assign(tf.cond(wanted, lambda: value, variable.value))
 
 
 def _is_finite(vector: tf.Tensor) -> tf.Tensor:
-    """Tell whether no entry is NaN or infinite, and their sum is not: in one pass, as none else."""
+    """Return True if the sum of all entries is finite, a check for NaN and Inf in one pass."""
     return tf.math.is_finite(tf.reduce_sum(vector))
 
 
 class BucketRunner:
-    """Carries out one bucket of a plan on this rank: its route, selection and state, resolved."""
+    """Exchanges one bucket of a plan on this rank, with its route, selection and state."""
 
     def __init__(self, plan: Plan, index: int, state: BucketState, comm: Comm) -> None:
-        """Decide how the plan's bucket number `index` travels.
+        """Decide how the plan's bucket number `index` is exchanged.
 
-        `state` is what this rank keeps of it. A dense bucket that has a residual to add, from a
-        plan before, travels as a flat vector.
+        `state` is this rank's state of it. A dense bucket with a pending residual of an earlier
+        plan is exchanged as a flat vector.
         """
         bucket = plan.buckets[index]
         self.bucket, self.state, self._comm = bucket, state, comm
         self._route = routes.get(bucket.route)
-        # Its sum is the engine's allreduce of what comes, and nothing else
+        # True if this bucket is a plain allreduce: no residual, momentum or pending state
         changed = bucket.keeps_residual or bucket.momentum or state.pending is not None
         self.is_plain = isinstance(self._route, ListRoute) and not changed
         self._average = plan.operation == "average"
-        # The sum over the ranks times this is the result.
+        # The result is the sum over the ranks times this factor
         self.factor = 1 / plan.topology.size if self._average else 1.0
-        # A power of two may multiply the entries that came instead of the whole vector: the same
-        # bits, except for numbers so small or large that float32 cannot hold them
+        # A power of two may multiply the received entries instead of the whole vector, because the
+        # bits are the same, except for numbers too small or large for float32
         exact = bucket.k is not None and math.frexp(self.factor)[0] == 0.5
         self.codec = codec.Codec(self.factor if exact else 1.0)
         if bucket.wire in DENSE_CODES:
@@ -307,7 +307,7 @@ class BucketRunner:
     def broadcast(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return rank 0's tensors, such as the weights of the bucket's variables, on every rank.
 
-        **Ranks:** all. **Cost:** one broadcast, by the route's own messages if it has such.
+        **Ranks:** all. **Cost:** one broadcast, by the route's own messages if it has any.
         """
         flat = self._route.broadcast(flatten(parts, self.bucket), self.bucket, self._comm)
         return unflatten(flat, parts, self.bucket)
@@ -319,7 +319,7 @@ class BucketRunner:
         return [tf.cast(total, part.dtype) for total, part in zip(totals, parts, strict=True)]
 
     def _sum(self, flat: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        """Return the sum over the ranks of what is sent of the flat vector."""
+        """Return the sum over the ranks of the sent part of the flat vector."""
         if self.compressor is not None:
             return self.compressor.exchange(flat)
         route = self._route
@@ -328,5 +328,5 @@ class BucketRunner:
             return route.run(flat, self.bucket, self._comm, self.codec, select)
         assert isinstance(route, DenseRoute), "a sparse route has a selector"
         total = route.run(flat, self.bucket, self._comm, self.codec)
-        # Earlier residuals are added after momentum, which has been applied to them already.
+        # Earlier residuals are added after momentum, because it was applied to them already
         return self.state.add_residual(self.state.add_velocity(total))

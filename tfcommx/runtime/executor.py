@@ -1,10 +1,10 @@
-"""PlanExecutor: exchange gradients by a plan; keep residuals for the next step.
+"""PlanExecutor: exchanges gradients by a plan and keeps residuals for the next step.
 
     gradients -> per bucket: flat vector -> route (+ residual -> select -> wire -> exchange ->
     merge) -> average -> unflatten
 
-Each bucket is a chain of its own in the TensorFlow graph, so one whose gradients are ready travels
-while others are computed. Before the first step all ranks check that they have the same plan.
+Each bucket is a separate chain in the TensorFlow graph, so a bucket whose gradients are ready is
+sent while others are computed. Before the first step all ranks check that they have the same plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tfcommx.runtime.residuals import GradientStore
 
 
 def agree_on_plan(plan: Plan, comm: Comm) -> None:
-    """Refuse, on every rank, plans that differ between ranks.
+    """Refuse plans that differ between ranks, on every rank.
 
     **Ranks:** all. **Cost:** one small exchange on the host, before training.
     **Raises:** PlanError that names the first difference and the rank.
@@ -33,24 +33,24 @@ def agree_on_plan(plan: Plan, comm: Comm) -> None:
     texts = comm.gather_objects(plan.to_json())
     for rank, text in enumerate(texts):
         if text != texts[0]:
-            found = first_difference(read_plan(texts[0]), read_plan(text))
+            difference = first_difference(read_plan(texts[0]), read_plan(text))
             raise PlanError(
                 f"The plan must be the same on every rank. Rank 0 and rank {rank} differ first "
-                f"in {found}. "
+                f"in {difference}. "
                 "Build the same model and scheme on every rank; load it on every rank, or none, "
                 "or add BroadcastState."
             )
 
 
-# (runner of a bucket, its tensors, number of the step) -> what is made of them
+# (runner of a bucket, its tensors, number of the step) -> the exchanged tensors
 ExchangeBucket = Callable[[BucketRunner, Sequence[tf.Tensor], tf.Tensor], list[tf.Tensor]]
 
 
 class PlanExecutor:
-    """A plan on this rank: a runner for each bucket, and what the rank keeps between steps."""
+    """A plan on this rank: a runner for each bucket, and the rank's state between steps."""
 
     def __init__(self, plan: Plan, comm: Comm) -> None:
-        """Agree on the plan and get ready for it.
+        """Agree on the plan and prepare its exchange.
 
         **Ranks:** all, outside of traced code. **Raises:** PlanError if the plans of two ranks
         differ, or for routes of messages without an MPI launch.
@@ -61,13 +61,13 @@ class PlanExecutor:
         self.plan, self.comm, self._scope = plan, comm, comm.own_scope()
         self._store = GradientStore(plan, comm)
         self.steps = self._store.steps
-        # Steps in a state that was loaded
+        # Steps of loaded states
         self._steps_before = 0
         self._make_runners()
         self._waits = comm.progress.of_exchange([_in_words(bucket) for bucket in plan.buckets])
 
     def _make_runners(self) -> None:
-        """Decide what kind of bucket each one is; again after residuals came from elsewhere."""
+        """Create the runners; again after `load`, which may add residuals to buckets."""
         self.runners = [
             BucketRunner(self.plan, index, self._store.states[bucket.name], self.comm)
             for index, bucket in enumerate(self.plan.buckets)
@@ -75,11 +75,11 @@ class PlanExecutor:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Name the collectives within after this plan, equally on all ranks."""
+        """Name the collectives inside after this plan, equally on all ranks."""
         with self.comm.scope(self._scope):
             yield
 
-    # What follows is a graph already, also in a caller's loop.
+    # AutoGraph must not convert graph code, even inside a caller's loop
     @tf.autograph.experimental.do_not_convert
     def exchange(
         self,
@@ -91,12 +91,12 @@ class PlanExecutor:
 
         Args:
             gradients: variable path -> dense tensor, for exactly the variables of the plan.
-            part: some of the plan's buckets, which have these variables alone; None: all.
+            part: a plan of some of the buckets, with exactly these variables; None: all buckets.
             work: exchanges one bucket.
 
         Returns:
-            The same paths, shapes and dtypes; bit-identical on every rank. A plan that was made to
-            reduce to the root gives the result to rank 0 alone.
+            The same paths, shapes and dtypes; bit-identical on every rank. With a plan that reduces
+            to the root only rank 0 has the result.
 
         **Ranks:** all, with the same plan; in traced code, or eagerly in the same order.
         **Cost:** per bucket one copy into and one out of the flat vector, and the route.
@@ -117,27 +117,28 @@ class PlanExecutor:
         work: ExchangeBucket,
         part: Plan | None = None,
     ) -> list[list[tf.Tensor]]:
-        """Take a step: let `work` exchange each bucket in the plan's order; return its results.
+        """Take a step: call `work` for each bucket in the plan's order; return its results.
 
-        `part` has some of the plan's buckets, to which the step is limited.
+        If `part`, a plan of some of the buckets, is given, the step is limited to these.
 
-        **Ranks:** all, with work that exchanges alike.
+        **Ranks:** all, with a `work` of the same collectives.
         """
         with self.scope():
             step = self.steps.read_value() + 1
-            # The run that finds no more data carries out what does not wait for data: no step
+            # In the last call of an iterator, which has no data, TensorFlow still runs ops without
+            # a data dependency; the control dependency keeps it from counting a step
             with tf.control_dependencies(list(gradients.values())[-1:]):
                 self.steps.assign_add(1)
             part = part or self.plan
             pieces = clip_buckets(cut(gradients, part), part)
             number = self._waits.begin(pieces.values())
             done: list[list[tf.Tensor]] = []
-            for place, runner in enumerate(self.runners):
+            for position, runner in enumerate(self.runners):
                 if runner.bucket not in part.buckets:
-                    self._waits.end(place, [], number)
+                    self._waits.end(position, [], number)
                     continue
                 done.append(work(runner, [pieces[name] for name in runner.bucket.variables], step))
-                self._waits.end(place, done[-1], number)
+                self._waits.end(position, done[-1], number)
             return done
 
     @property
@@ -148,20 +149,20 @@ class PlanExecutor:
     def follow_rate(self, rate: tf.Tensor) -> None:
         """Record the step's learning rate, a float scalar, before `exchange`.
 
-        While it rises residuals shrink as much, so that they stand for updates (`rates`).
+        Residuals shrink as it rises, because they stand for updates (see `rates`).
         """
         self._store.follow_rate(rate)
 
     def dense_bytes_between_nodes(self) -> float:
         """Return the bytes plain Horovod would have sent between nodes for this process's steps.
 
-        Per rank, as the mean over the ranks.
+        Mean over the ranks.
         """
         steps = int(self.steps.numpy()) - self._steps_before
         return float(steps) * self.dense_bytes_of_a_step()
 
     def dense_bytes_of_a_step(self) -> float:
-        """Return the bytes plain Horovod sends between nodes in a step: per rank, as the mean."""
+        """Return the bytes plain Horovod sends between nodes in a step, as the mean over ranks."""
         topology = self.plan.topology
         return sum(
             routes.get("allreduce").wire_bytes(as_it_is, topology).between
@@ -179,12 +180,12 @@ class PlanExecutor:
         return self._store.export(variables)
 
     def load(self, state: GradientState) -> GradientState:
-        """Add a state of any plan before the first step; return the part that has no place here.
+        """Add a state of any plan before the first step; return the part that does not fit here.
 
-        On the plan and the ranks that it was exported from it is restored exactly. Otherwise its
-        sums over the ranks are conserved: on a sparse route residuals go to the rank that selects
-        from that part of the vector; on a dense one every rank gets their sum, which is added to
-        the next gradients' sum, and the sum of the velocities.
+        With the plan and the ranks of the export it is restored exactly. Otherwise its sums over
+        the ranks are conserved: on a sparse route the rank that selects from a part of the vector
+        receives the residuals of that part; on a dense one every rank receives their sum, which is
+        added to the next gradients' sum, and the sum of the velocities.
 
         **Ranks:** all, outside of traced code.
         """
@@ -195,7 +196,7 @@ class PlanExecutor:
         return rest
 
     def clear(self, variables: Set[str]) -> None:
-        """Forget the residuals and velocities of these variables. Outside of traced code."""
+        """Set the residuals and velocities of these variables to 0. Outside of traced code."""
         self._store.clear(variables)
 
     def release(self) -> None:
@@ -204,7 +205,7 @@ class PlanExecutor:
 
 
 def only_plan(executor: Executor) -> PlanExecutor:
-    """Return an executor that has one plan as what it is: trials are for Synchronous alone."""
+    """Narrow an executor to PlanExecutor: only Synchronous supports trials of plans."""
     assert isinstance(executor, PlanExecutor)
     return executor
 

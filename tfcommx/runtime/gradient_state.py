@@ -4,17 +4,17 @@
                               |
                               +--> sums of several plans; a file; other numbers of ranks
 
-    residuals       gradients that were not sent, and what narrow formats round off: each rank's
-                    own, whose sum over the ranks is conserved
-    velocities      the momentum of a scheme: likewise
+    residuals       unsent gradients and rounding errors of narrow formats: each rank's own, with a
+                    conserved sum over the ranks
+    velocities      the momentum of a scheme: also with a conserved sum
     compressions    states of compressions, equal on all ranks
     steps           taken so far under the variable's plan
     rates           exponent of the highest learning rate so far, see `rates`
 
-Rank 0 carries the state that is equal on all ranks: velocities and residuals of dense buckets, and
-compressions. A share on each rank would be rounded, so this keeps sums exact: under the plan and on
-the ranks that it was exported from, a state is restored to the bit; on others its sum over the
-ranks is conserved.
+Rank 0 holds the state that is equal on all ranks: velocities and residuals of dense buckets, and
+compressions. This keeps sums exact, because a share on each rank would be rounded. With the plan
+and the ranks of its export a state is restored to the bit; otherwise its sum over the ranks is
+conserved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import Bucket, Piece, Plan
 
-# Variable path -> float32 [its size], or [as many entries as its compression keeps]
+# Variable path -> float32 [its size], or [entries of its compression's state]
 Vectors = dict[str, Any]
 T = TypeVar("T")
 
@@ -46,9 +46,9 @@ class GradientState:
     def __add__(self, other: GradientState) -> GradientState:
         """Add the states of two plans or ranks; `other` is the later one.
 
-        >>> one, two = (GradientState({"w": np.float32([n, n])}, steps={"w": n}) for n in (1, 2))
-        >>> both = sum([one, two], GradientState())
-        >>> both.residuals["w"].tolist(), both.steps
+        >>> states = [GradientState({"w": np.float32([n, n])}, steps={"w": n}) for n in (1, 2)]
+        >>> total = sum(states, GradientState())
+        >>> total.residuals["w"].tolist(), total.steps
         ([3.0, 3.0], {'w': 2})
         """
         return GradientState(
@@ -60,7 +60,7 @@ class GradientState:
         )
 
     def times(self, factor: float) -> GradientState:
-        """Return the state with residuals and velocities times a factor."""
+        """Return the state with residuals and velocities multiplied by a factor."""
         return replace(
             self,
             residuals=scaled(self.residuals, factor),
@@ -77,50 +77,52 @@ class GradientState:
         return set().union(*(getattr(self, kind.name) for kind in fields(self)))
 
 
-def _of(kept: Mapping[str, T], variables: Set[str]) -> dict[str, T]:
-    return {path: part for path, part in kept.items() if path in variables}
+def _of(by_path: Mapping[str, T], variables: Set[str]) -> dict[str, T]:
+    return {path: part for path, part in by_path.items() if path in variables}
 
 
-def without(kept: Mapping[str, T], variables: Set[str]) -> dict[str, T]:
-    """Return what is kept of other variables.
+def without(by_path: Mapping[str, T], variables: Set[str]) -> dict[str, T]:
+    """Return the entries of all other variables.
 
     >>> without({"w": 1, "b": 2}, {"w"})
     {'b': 2}
     """
-    return {path: part for path, part in kept.items() if path not in variables}
+    return {path: part for path, part in by_path.items() if path not in variables}
 
 
-def add_vectors(one: Vectors, other: Vectors) -> Vectors:
-    """Return the sums, variable by variable; a vector that one of them lacks counts as zeros."""
-    return one | {path: one.get(path, np.float32(0)) + part for path, part in other.items()}
+def add_vectors(earlier: Vectors, later: Vectors) -> Vectors:
+    """Return the sums, variable by variable; a missing vector counts as zeros."""
+    return earlier | {path: earlier.get(path, np.float32(0)) + part for path, part in later.items()}
 
 
-def scaled(kept: Vectors, factor: float) -> Vectors:
-    """Return the vectors times a factor, in float32 as they are."""
-    return {path: part * np.float32(factor) for path, part in kept.items()}
+def scaled(vectors: Vectors, factor: float) -> Vectors:
+    """Return the float32 vectors multiplied by a factor."""
+    return {path: part * np.float32(factor) for path, part in vectors.items()}
 
 
-def _highest(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return one | {path: max(one.get(path, number), number) for path, number in other.items()}
+def _highest(earlier: dict[str, int], later: dict[str, int]) -> dict[str, int]:
+    return earlier | {
+        path: max(earlier.get(path, number), number) for path, number in later.items()
+    }
 
 
 class Stretch(NamedTuple):
     """A stretch of a variable that lies in a shard of a bucket's flat vector."""
 
     path: str
-    # Its entries in the variable, and in the shard
+    # The stretch's entries in the variable, and in the shard
     of_variable: slice
     of_shard: slice
 
 
 def stretches(bucket: Bucket, shard: slice) -> list[Stretch]:
-    """Return the stretches of variables that a shard of a bucket holds; padding is in none."""
-    found, before = [], 0
+    """Return the stretches of variables in a shard of a bucket; none contains padding."""
+    stretches_of_shard, before = [], 0
     for piece, size in zip(map(Piece.of, bucket.variables), bucket.sizes, strict=True):
         first, last = max(before, shard.start), min(before + size, shard.stop)
         if first < last:
             start = piece.start - before
-            found.append(
+            stretches_of_shard.append(
                 Stretch(
                     piece.path,
                     slice(start + first, start + last),
@@ -128,7 +130,7 @@ def stretches(bucket: Bucket, shard: slice) -> list[Stretch]:
                 )
             )
         before += size
-    return found
+    return stretches_of_shard
 
 
 def variable_sizes(plan: Plan) -> dict[str, int]:
@@ -147,7 +149,7 @@ class Executor(Protocol):
 
     @property
     def plan(self) -> Plan:
-        """The plan, or the one that counts among several."""
+        """The plan, or the main one of several."""
 
     @property
     def plans(self) -> list[Plan]:
@@ -163,13 +165,13 @@ class Executor(Protocol):
         """Return a copy of this rank's state of these variables; None: of all."""
 
     def load(self, state: GradientState) -> GradientState:
-        """Add a state of any plan before the first step; return the part that has no place here.
+        """Add a state of any plan before the first step; return the part that does not fit here.
 
         **Ranks:** all, outside of traced code.
         """
 
     def clear(self, variables: Set[str]) -> None:
-        """Forget the residuals and velocities of these variables. Outside of traced code."""
+        """Set the residuals and velocities of these variables to 0. Outside of traced code."""
 
     def dense_bytes_between_nodes(self) -> float:
         """Return the bytes plain Horovod would have sent between nodes for the steps so far."""

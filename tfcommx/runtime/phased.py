@@ -1,12 +1,12 @@
-"""MomentumExecutor: momenta of some variables travel by one plan, gradients of others by another.
+"""MomentumExecutor: exchanges momenta of some variables and gradients of others, by separate plans.
 
     variables that send no momentum   -> gradients ---------------------------------> result
     others                            -> momenta -----------------------------------> result
     ... with a learning phase         -> cond(frozen?) -> gradients | momenta ------> result
 
-Both phases are in the graph of one step, so nothing is traced again when the phase changes, and a
-checkpoint of either phase can be loaded into it. The optimizer decides when that is, on all ranks
-at the same step. Each bucket has a condition of its own, so that it travels while gradients of
+Both phases are in the graph of one step, so a change of the phase needs no new trace, and a
+checkpoint of either phase can be loaded. The optimizer decides when the phase changes, on all ranks
+at the same step. Each bucket has a separate condition, because it must be sent while gradients of
 others are computed.
 """
 
@@ -26,9 +26,9 @@ from tfcommx.runtime.gradient_state import GradientState
 
 
 class LearningPhase(NamedTuple):
-    """The steps in which gradients travel in place of momenta."""
+    """The steps in which gradients are exchanged in place of momenta."""
 
-    # What gradients are written in; otherwise they travel as the momenta do
+    # Wire format of gradients in place of the momenta's codes; the rest of the scheme is the same
     wire: str
     # An integer scalar of the optimizer: > 0 from the first step with momenta on
     frozen_at: tf.Variable
@@ -45,14 +45,15 @@ class MomentumExecutor:
         comm: Comm,
         momenta_have_rate: bool = False,
     ) -> None:
-        """Get ready for all plans.
+        """Prepare the exchange by all plans.
 
         Args:
-            momenta: of the variables that send their momentum.
-            others: of those that never do; None: all do.
-            learning: gradients travel first; None: momenta travel from the first step.
+            momenta: plan of the variables that send their momentum.
+            others: plan of the variables that never do; None: all variables do.
+            learning: the phase in which gradients are exchanged first; None: momenta are exchanged
+                from the first step.
             comm: of this rank.
-            momenta_have_rate: momenta contain the learning rate, so their residuals do too.
+            momenta_have_rate: momenta, and therefore their residuals, contain the learning rate.
 
         **Ranks:** all, outside of traced code, with equal plans. **Raises:** as PlanExecutor.
         """
@@ -89,14 +90,14 @@ class MomentumExecutor:
 
     @tf.autograph.experimental.do_not_convert
     def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Return the average of each gradient, or of the momentum that is given in its place.
+        """Return the average of each gradient, or of the momentum passed in its place.
 
         **Ranks:** all. **Cost:** of the plans of the present phase.
         """
         result: dict[str, tf.Tensor] = {}
         for executor in self._others:
             result |= executor.exchange({path: gradients[path] for path in executor.plan.paths})
-        sent = {path: one for path, one in gradients.items() if path not in result}
+        sent = {path: gradient for path, gradient in gradients.items() if path not in result}
         if self._phase is None:
             result |= self._momenta.exchange(sent)
             return result
@@ -130,14 +131,14 @@ class MomentumExecutor:
     def export(self, variables: Set[str] | None = None) -> GradientState:
         """Return a copy of this rank's state of these variables in the present phase; None: of all.
 
-        The residual of gradients when the phase changed is not in it, and is never sent.
+        The residual of gradients at the change of the phase is left out, and is never sent.
         """
         steps = self._momenta.export(variables).steps
-        state = sum((one.export(variables) for one in self._active), GradientState())
+        state = sum((executor.export(variables) for executor in self._active), GradientState())
         return replace(state, steps=state.steps | steps)
 
     def load(self, state: GradientState) -> GradientState:
-        """Add a state before the first step; return the part that has no place here.
+        """Add a state before the first step; return the part that does not fit here.
 
         **Ranks:** all, outside of traced code.
         """
@@ -150,13 +151,13 @@ class MomentumExecutor:
         return state
 
     def clear(self, variables: Set[str]) -> None:
-        """Forget the residuals of these variables. Outside of traced code."""
+        """Set the residuals of these variables to 0. Outside of traced code."""
         for executor in self._all:
             executor.clear(variables)
 
 
 def _of_gradients(momenta: Plan, wire: str) -> Plan:
-    """Return a plan of the same buckets, for gradients in their place."""
+    """Return a plan of the same buckets for gradients in place of momenta."""
     buckets = (
         replace(bucket, wire=wire) if bucket.wire in DENSE_CODES else bucket
         for bucket in momenta.buckets

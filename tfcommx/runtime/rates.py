@@ -1,12 +1,12 @@
 """Shrink residuals while the learning rate rises.
 
 An entry waits in the residual for some 1 / density steps, and is applied at the rate of the step
-that sends it. While the rate rises from next to nothing, as in a warm-up, the large gradients of
-the first steps would so weigh as if the rate had never been low. Error feedback is derived for
-updates, rate times gradient: the residual has to shrink as the rate grows.
+that sends it. While the rate rises from almost 0, as in a warm-up, the large gradients of the first
+steps would count as if the rate had never been low. The residual has to shrink as the rate grows,
+because error feedback is derived for updates, rate times gradient.
 
-It shrinks in powers of two, which are exact, and only when the rate reaches a new height. While the
-rate falls nothing grows: that changes little, and at a rate of zero it would be without limit.
+It shrinks by powers of two, which are exact, and only when the rate reaches a new maximum. It does
+not grow while the rate falls, because that would change little, and have no limit at a rate of 0.
 
 **Source:** Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
 Schemes" (2019), algorithm 2, which adds up rate times gradient.
@@ -18,14 +18,14 @@ from collections.abc import Collection
 
 import tensorflow as tf
 
-# More than any rate has
+# Larger than the exponent of any rate
 UNKNOWN = 128
 
 
 def exponent_of(rate: tf.Tensor) -> tf.Tensor:
     """Return the floor of log2 of a rate's magnitude, int32 in [-127, UNKNOWN].
 
-    -127 stands for 0 too, UNKNOWN for what is not finite.
+    -127 also stands for 0, and UNKNOWN for a rate that is not finite.
 
     >>> [int(exponent_of(tf.constant(rate))) for rate in (0.0, 0.25, 0.3, 0.5, 3.0)]
     [-127, -2, -2, -1, 1]
@@ -44,7 +44,7 @@ def power_of_two(exponent: tf.Tensor) -> tf.Tensor:
 
 
 class HighestRate:
-    """The highest rate so far, to the power of two, and what has to shrink when it rises."""
+    """The highest rate so far, as a power of two; shrinks residuals when it rises."""
 
     def __init__(self) -> None:
         with tf.device("/cpu:0"):
@@ -52,34 +52,34 @@ class HighestRate:
 
     @property
     def exponent(self) -> int | None:
-        """The floor of its log2; None before the first step. Outside of traced code."""
+        """The floor of the highest rate's log2; None before the first step. Outside of graphs."""
         exponent = int(self._exponent.numpy())
         return None if exponent == UNKNOWN else exponent
 
     def continue_from(self, exponents: Collection[int]) -> None:
-        """Continue from the highest rate of other plans, unless this one has met a rate already."""
+        """Continue from the highest rate of other plans, unless this one has seen a rate."""
         if self.exponent is None:
             self._exponent.assign(max(exponents, default=UNKNOWN))
 
     def follow(self, rate: tf.Tensor, residuals: list[tf.Variable]) -> None:
         """Record a step's rate; shrink the residuals if it is higher than all before.
 
-        **Cost:** nothing, but in the steps in which the rate passes a power of two for the first
-        time: there one pass over the residuals.
+        **Cost:** one pass over the residuals in steps in which the rate passes a power of two for
+        the first time; otherwise nothing.
         """
 
         def shrink() -> tf.Tensor:
-            factor = power_of_two(so_far - exponent)
+            factor = power_of_two(highest - exponent)
             before: list[tf.Operation] = []
             for residual in residuals:
-                # One after the other: the products need memory for one of them
+                # In sequence, so that the products need memory for only one residual
                 with tf.control_dependencies(before), tf.device(residual.device):
                     before = [residual.assign(residual * factor, read_value=False)]
             with tf.control_dependencies(before):
                 return tf.identity(exponent)
 
         with tf.device("/cpu:0"):
-            exponent, so_far = exponent_of(rate), self._exponent.read_value()
-            kept = tf.where(so_far == UNKNOWN, exponent, so_far)
-            rises = (exponent > so_far) & (exponent < UNKNOWN)
-            self._exponent.assign(tf.cond(rises, shrink, lambda: kept))
+            exponent, highest = exponent_of(rate), self._exponent.read_value()
+            unshrunk = tf.where(highest == UNKNOWN, exponent, highest)
+            rises = (exponent > highest) & (exponent < UNKNOWN)
+            self._exponent.assign(tf.cond(rises, shrink, lambda: unshrunk))

@@ -1,10 +1,10 @@
-"""ReplicaGuard: compare what must be equal on all ranks while they train.
+"""ReplicaGuard: compares the replicas of all ranks while they train.
 
     every `every` steps    fingerprint of the weights, learning rate, step count
                            -> one all-gather of 24 bytes a rank -> equal: nothing; else an error
 
-Replicas that have drifted apart train on, and nothing shows it: a learning rate set from a rank's
-own metric, a model that one rank alone has loaded, a start from different weights.
+The check is needed because nothing else shows that replicas have drifted apart: by a learning rate
+set from a rank's own metric, a model that only one rank has loaded, or different start weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import TfcommxError, check_whole
 
-# Between the error of rank 0 and those of the others: rank 0's is the one to read.
+# Time between the error of rank 0 and those of the others, because users should read rank 0's
 RANK_0_FIRST_SECONDS = 3.0
 # An odd number with its bits well mixed (2^64 divided by the golden ratio), as int64
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
@@ -38,14 +38,14 @@ CAUSES = {
 
 
 class ReplicaError(TfcommxError, RuntimeError):
-    """Replicas that must be equal differ; the message names what, on which ranks, and the cause."""
+    """Replicas that must be equal differ; the message names values, ranks and the usual cause."""
 
 
 class ReplicaGuard:
-    """Compares the replicas of one optimizer's model, at its first step and every some steps."""
+    """Compares the replicas of one optimizer's model, at its first step and every few steps."""
 
     def __init__(self, comm: Comm, every: int | None, compares_weights: bool) -> None:
-        """Get ready to check every so many steps, >= 1; None: never.
+        """Prepare a check every `every` steps, >= 1; None: never.
 
         `compares_weights` is False if the strategy lets the weights differ for a while.
         **Raises:** ConfigurationError for an `every` out of range.
@@ -57,12 +57,12 @@ class ReplicaGuard:
         self._on = every is not None and comm.topology.size > 1
         if self._on:
             with tf.init_scope(), tf.device("/cpu:0"):
-                # Steps until the next check; -1: none comes
+                # Steps until the next check; -1: disarmed
                 self._remaining = tf.Variable(0, dtype=tf.int64, trainable=False)
                 self._checks = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def arm(self, armed: bool) -> None:
-        """Compare from now on, or not: while replicas are known to differ. **Ranks:** all."""
+        """Compare from now on, or stop while replicas are known to differ. **Ranks:** all."""
         if self._on and armed != (int(self._remaining) >= 0):
             self._remaining.assign(0 if armed else -1)
 
@@ -73,20 +73,19 @@ class ReplicaGuard:
         steps: tf.Tensor,
         weights_are_equal: tf.Tensor | bool = True,
     ) -> None:
-        """Compare with the other ranks, if it is time.
+        """Compare with the other ranks, if a check is due.
 
         Args:
-            weights: variable path -> variable, as they are before this step's update.
+            weights: variable path -> variable, before this step's update.
             learning_rate: float scalar, of this step.
-            steps: integer scalar, steps that the optimizer has taken.
-            weights_are_equal: bool scalar, whether they must be in this step: a check that is due
-                waits for it.
+            steps: integer scalar, number of steps that the optimizer has taken.
+            weights_are_equal: bool scalar, True if weights must be equal in this step; a check that
+                is due waits for such a step.
 
-        **Ranks:** all, in each step. **Cost:** of a step with a check two passes over the weights
-        and an all-gather of 24 bytes a rank, for which no update waits; of others one untaken
+        **Ranks:** all, in each step. **Cost:** in a step with a check two passes over the weights
+        and an all-gather of 24 bytes a rank, for which no update waits; in other steps one untaken
         branch, some 2 microseconds a variable.
-        **Raises:** ReplicaError, on every rank; in traced code as an error of TensorFlow's with
-        its text.
+        **Raises:** ReplicaError, on every rank; in traced code as a TensorFlow error with its text.
         """
         if not self._on:
             return
@@ -97,7 +96,7 @@ class ReplicaGuard:
             due = tf.logical_and(waits, weights_are_equal)
             after = tf.where(due, tf.cast(self._every, tf.int64) - 1, remaining - 1)
             self._remaining.assign(tf.where(waits & ~due, remaining, tf.maximum(after, -1)))
-        # Reading the weights stands apart from comparing: the update waits for the reading alone.
+        # Separate from the comparison, because the update must wait only for reading the weights
         sums = tf.cond(
             due,
             lambda: _sums(list(weights.values())) if self._compares_weights else _zeros(weights),
@@ -127,7 +126,7 @@ class ReplicaGuard:
         self._checks.assign_add(1)
 
     def _report(self, rows: tf.Tensor, sums: tf.Tensor, names: Sequence[str]) -> None:
-        """Gather which variables differ, and raise the error."""
+        """Gather the fingerprints of all variables, and raise the error."""
         every_sum = self._comm.all_gather(sums, "world", "replicas_sums", counted=False)
 
         def fail(rows: np.ndarray, sums: np.ndarray, checks: np.ndarray) -> np.ndarray:
@@ -142,7 +141,7 @@ class ReplicaGuard:
 def describe(
     rows: np.ndarray, sums: np.ndarray, names: Sequence[str], equal_before: int | None
 ) -> str:
-    """Say what differs between ranks, on which, since when, and the usual cause.
+    """Describe the differences between ranks: values, ranks, since when, and the usual cause.
 
     >>> rows = np.array([[7, 0, 3], [8, 0, 3]])
     >>> print(describe(rows, np.array([[7, 1], [8, 1]]), ["dense/kernel", "dense/bias"], 100))
@@ -152,47 +151,49 @@ only, such as a callback that assigns or loads weights: do it on every rank. If 
 processors compute the update differently, take strategy=cx.strategies.Rebroadcast(every=5).
 
     Args:
-        rows: int64 [ranks, 3], as COMPARED says.
+        rows: int64 [ranks, 3], with the columns COMPARED.
         sums: int64 [ranks, variables], fingerprints.
         names: of the variables.
-        equal_before: steps since the last check, which found no difference; None: there was none.
+        equal_before: steps since the last check, which found no difference; None: no earlier check.
     """
     differing = [
         name for name, column in zip(COMPARED, rows.T, strict=True) if len(set(column)) > 1
     ]
-    said = []
+    sentences = []
     for name in differing:
         column = rows[:, COMPARED.index(name)]
         if name == "weights":
-            odd = [place for place in range(len(names)) if len(set(sums[:, place])) > 1]
-            which = f", {names[odd[0]]!r} for one" if odd else ""
-            column = sums[:, odd[0]] if odd else column
-            said.append(
-                f"The weights differ in {len(odd)} of {len(names)} variables{which}: "
+            positions = [
+                position for position in range(len(names)) if len(set(sums[:, position])) > 1
+            ]
+            which = f", {names[positions[0]]!r} for one" if positions else ""
+            column = sums[:, positions[0]] if positions else column
+            sentences.append(
+                f"The weights differ in {len(positions)} of {len(names)} variables{which}: "
                 f"{' against '.join(_ranks(group) for group in _groups(column).values())}."
             )
             continue
         values = column.view(np.float64) if name == "learning rate" else column
         parts = [f"{value:g} on {_ranks(group)}" for value, group in _groups(values).items()]
-        said.append(f"The {name} is {', '.join(parts)}.")
+        sentences.append(f"The {name} is {', '.join(parts)}.")
     since = (
         "at the first check"
         if equal_before is None
         else f"at step {int(rows[:, 2].max())}, and were equal {equal_before} steps before"
     )
     causes = ["start"] if equal_before is None and "weights" in differing else []
-    # A different rate or count makes the weights differ, too
+    # "weights" only without another cause, because a different rate or count changes weights, too
     causes += [name for name in differing if name != "weights"]
     causes = causes or ["weights"]
-    return " ".join([f"Replicas differ {since}.", *said, *(CAUSES[name] for name in causes)])
+    return " ".join([f"Replicas differ {since}.", *sentences, *(CAUSES[name] for name in causes)])
 
 
 def _groups(values: np.ndarray) -> dict[float, list[int]]:
     """Return value -> the ranks that have it."""
-    found: dict[float, list[int]] = {}
+    groups: dict[float, list[int]] = {}
     for rank, value in enumerate(values.tolist()):
-        found.setdefault(value, []).append(rank)
-    return found
+        groups.setdefault(value, []).append(rank)
+    return groups
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -204,13 +205,13 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _sums(weights: Sequence[tf.Variable]) -> tf.Tensor:
-    """Return int64 [variables]: of each the sum of its entries' bits, exact in any order."""
+    """Return int64 [variables]: for each the sum of its entries' bits, exact in any order."""
     integers = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
     sums = []
     for variable in weights:
         value = tf.convert_to_tensor(variable)
         bits = tf.bitcast(value, integers[value.dtype.size])
-        # Not summed in int32: on a GPU TensorFlow does that on the host.
+        # Not summed in int32, because on a GPU TensorFlow does that on the host
         sums.append(tf.reduce_sum(tf.cast(bits, tf.int64)))
     return tf.stack(sums)
 
@@ -220,6 +221,6 @@ def _zeros(weights: Mapping[str, tf.Variable]) -> tf.Tensor:
 
 
 def _combine(sums: tf.Tensor) -> tf.Tensor:
-    """Return an int64 that changes if any of the sums does, or if two change places."""
+    """Return an int64 that changes if any of the sums changes, or if two are exchanged."""
     places = tf.range(1, 2 * sums.shape[0], 2, dtype=tf.int64)
     return tf.reduce_sum(sums * places * tf.constant(_MULTIPLIER, tf.int64))

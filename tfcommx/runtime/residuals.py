@@ -2,8 +2,8 @@
 
 Between steps a rank keeps, of each bucket, its shard of
 
-    residual    gradients that were not sent, and what narrow formats round off; on other dense
-                routes what plans before had not sent
+    residual    unsent gradients and rounding errors of narrow formats; on other dense routes the
+                unsent gradients of earlier plans
     velocity    the momentum of a scheme with `momentum`
     compression the state of a compression, equal on all ranks
 """
@@ -31,41 +31,42 @@ from tfcommx.runtime.rates import HighestRate
 
 
 def send_with_residual(gradient: tf.Tensor, residual: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return gradient plus residual, in the gradient's dtype, and what that dtype cannot carry.
+    """Return gradient plus residual in the gradient's dtype, and its rounding error.
 
-    Where the sum is NaN or infinite the residual stays as it is.
+    Where the sum is NaN or infinite the residual does not change.
 
-    >>> sent, stays = send_with_residual(tf.constant([2.0, 4.0]), tf.constant([1.0, 0.0]))
-    >>> sent.numpy().tolist(), stays.numpy().tolist()
+    >>> sent, residual = send_with_residual(tf.constant([2.0, 4.0]), tf.constant([1.0, 0.0]))
+    >>> sent.numpy().tolist(), residual.numpy().tolist()
     ([3.0, 4.0], [0.0, 0.0])
     """
     wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
-    whole = tf.cast(gradient, wide) + tf.cast(residual, wide)
-    sent = tf.cast(whole, gradient.dtype)
-    rounding_error = tf.cast(whole - tf.cast(sent, wide), tf.float32)
+    total = tf.cast(gradient, wide) + tf.cast(residual, wide)
+    sent = tf.cast(total, gradient.dtype)
+    rounding_error = tf.cast(total - tf.cast(sent, wide), tf.float32)
     return sent, tf.where(tf.math.is_finite(sent), rounding_error, residual)
 
 
 class BucketState:
-    """What this rank keeps of one bucket between steps."""
+    """This rank's state of one bucket between steps."""
 
     def __init__(self, bucket: Bucket, topology: Topology, rank: int) -> None:
-        """Make the residual of a bucket that keeps one, and the velocity of one with momentum."""
+        """Create the bucket's residual, velocity and compression state, if it has them."""
         self.bucket = bucket
-        # The part of the flat vector of which this rank keeps residual and velocity
+        # The part of the flat vector for which this rank keeps residual and velocity
         self.shard = slice(*routes.get(bucket.route).shard(bucket, topology, rank))
         self.residual: Any = self._zeros("residual") if bucket.keeps_residual else None
         self.velocity: Any = self._zeros("velocity") if bucket.momentum else None
         self.compression: Any = self._first_compression() if bucket.compresses else None
-        # Of a bucket that keeps none, but got one from another plan: does any of it remain?
+        # For a bucket that keeps no residual but received one from another plan: True while some of
+        # it remains
         self.pending: Any = None
 
-    def _zeros(self, what: str) -> tf.Variable:
+    def _zeros(self, kind: str) -> tf.Variable:
         with tf.device(residual_device()):
             return tf.Variable(
                 tf.zeros(self.shard.stop - self.shard.start),
                 trainable=False,
-                name=f"{self.bucket.name}/{what}",
+                name=f"{self.bucket.name}/{kind}",
             )
 
     def _first_compression(self) -> tf.Variable:
@@ -77,7 +78,7 @@ class BucketState:
             )
 
     def expect_residual(self) -> None:
-        """Get ready for a residual from elsewhere; a bucket that keeps none has had none so far."""
+        """Prepare for a residual of another plan; create it if the bucket keeps none."""
         if self.residual is None:
             self.residual = self._zeros("residual")
             with tf.device("/cpu:0"):
@@ -88,7 +89,7 @@ class BucketState:
     def add_velocity(self, flat: tf.Tensor) -> tf.Tensor:
         """Return the sum over the ranks with momentum, on a dense route: equal on all ranks.
 
-        What is NaN or infinite does not stay in the velocity.
+        Entries that are NaN or infinite do not enter the velocity.
         """
         if self.velocity is None:
             return flat
@@ -97,19 +98,20 @@ class BucketState:
         return tf.cast(moved, flat.dtype)
 
     def add_residual(self, flat: tf.Tensor) -> tf.Tensor:
-        """Return the sum over the ranks plus what sparse plans had not sent, on a dense route.
+        """Return the sum over the ranks plus the residual of other plans, on a dense route.
 
-        What the vector's dtype cannot carry stays. Equal on all ranks, as the sum itself is.
+        The rounding error of the vector's dtype stays in the residual. Equal on all ranks, as the
+        sum itself.
         """
         if self.pending is None:
             return flat
         return tf.cond(self.pending, lambda: self._flushed(flat), lambda: tf.identity(flat))
 
     def _flushed(self, flat: tf.Tensor) -> tf.Tensor:
-        sent, stays = send_with_residual(flat, self.residual.value())
-        with tf.control_dependencies([stays]):
-            self.residual.assign(stays)
-            self.pending.assign(tf.reduce_any(stays != 0))
+        sent, unsent = send_with_residual(flat, self.residual.value())
+        with tf.control_dependencies([unsent]):
+            self.residual.assign(unsent)
+            self.pending.assign(tf.reduce_any(unsent != 0))
         return tf.identity(sent)
 
 
@@ -121,13 +123,13 @@ class GradientStore:
         self.states = {
             bucket.name: BucketState(bucket, plan.topology, comm.rank) for bucket in plan.buckets
         }
-        with tf.device("/cpu:0"):  # Seeds and conditions are read on the host.
+        with tf.device("/cpu:0"):  # Because seeds and conditions are read on the host
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
         self._highest_rate = HighestRate()
 
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Shrink the residuals as the learning rate grows, a float scalar: that of this step."""
-        residuals = [one.residual for one in self.states.values() if one.residual is not None]
+        """Shrink the residuals as the learning rate of the steps, a float scalar, grows."""
+        residuals = [state.residual for state in self.states.values() if state.residual is not None]
         if residuals:
             self._highest_rate.follow(rate, residuals)
 
@@ -151,8 +153,8 @@ class GradientStore:
         return state if variables is None else state.of(variables)
 
     def _by_variable(self, kind: str) -> Vectors:
-        """Return this rank's part of residuals or velocities; rank 0 has those that all share."""
-        found: Vectors = {}
+        """Return this rank's residuals or velocities; state equal on all ranks only on rank 0."""
+        vectors: Vectors = {}
         sizes = variable_sizes(self._plan)
         for state in self.states.values():
             variable = getattr(state, kind)
@@ -161,41 +163,52 @@ class GradientStore:
             values = variable.numpy()
             for path, of_variable, of_shard in stretches(state.bucket, state.shard):
                 if values[of_shard].any():
-                    vector = found.setdefault(path, np.zeros(sizes[path], np.float32))
+                    vector = vectors.setdefault(path, np.zeros(sizes[path], np.float32))
                     vector[of_variable] = values[of_shard]
-        return found
+        return vectors
 
     def load(self, state: GradientState) -> GradientState:
-        """Add a state, its sums over the ranks conserved; return the part without a place here.
+        """Add a state, with conserved sums over the ranks; return the part that does not fit here.
 
         **Ranks:** all, outside of traced code. **Cost:** one exchange on the host, and at most
-        three collectives for each bucket of which any rank has a state.
+        three collectives for each bucket for which any rank has a state.
         """
         plan, comm = self._plan, self._comm
-        mine = state.of(plan.paths)
-        everyone = comm.gather_objects(
+        own_state = state.of(plan.paths)
+        states_of_ranks = comm.gather_objects(
             [
-                max(mine.steps.values(), default=0),
-                sorted(set(mine.rates.values())),
-                list(mine.residuals),
-                list(mine.velocities),
-                {path: part.size for path, part in mine.compressions.items()},
+                max(own_state.steps.values(), default=0),
+                sorted(set(own_state.rates.values())),
+                list(own_state.residuals),
+                list(own_state.velocities),
+                {path: part.size for path, part in own_state.compressions.items()},
             ]
         )
-        steps, exponents, residuals, velocities, compressions = zip(*everyone, strict=True)
+        steps, exponents, residuals, velocities, compressions = zip(*states_of_ranks, strict=True)
         self.steps.assign(max(int(self.steps.numpy()), *steps))
         self._highest_rate.continue_from(set().union(*exponents))
         with_residual, moving = set().union(*residuals), set().union(*velocities)
-        sizes = {path: size for one in compressions for path, size in one.items()}
-        for one in self.states.values():
-            paths = {stretch.path for stretch in stretches(one.bucket, slice(0, one.bucket.padded))}
+        sizes = {
+            path: size for sizes_of_rank in compressions for path, size in sizes_of_rank.items()
+        }
+        for bucket_state in self.states.values():
+            paths = {
+                stretch.path
+                for stretch in stretches(bucket_state.bucket, slice(0, bucket_state.bucket.padded))
+            }
             if paths & with_residual:
-                one.expect_residual()
-                _add(one.residual, self._redistributed(mine.residuals, one, "residuals"))
-            if one.velocity is not None and paths & moving:
-                _add(one.velocity, self._redistributed(mine.velocities, one, "velocities"))
-            if one.compression is not None and paths & sizes.keys():
-                self._load_compression(mine.compressions, sizes, one)
+                bucket_state.expect_residual()
+                _add(
+                    bucket_state.residual,
+                    self._redistributed(own_state.residuals, bucket_state, "residuals"),
+                )
+            if bucket_state.velocity is not None and paths & moving:
+                _add(
+                    bucket_state.velocity,
+                    self._redistributed(own_state.velocities, bucket_state, "velocities"),
+                )
+            if bucket_state.compression is not None and paths & sizes.keys():
+                self._load_compression(own_state.compressions, sizes, bucket_state)
         return GradientState(
             without(state.residuals, plan.paths),
             without(state.velocities, plan.paths_with_momentum),
@@ -204,42 +217,44 @@ class GradientStore:
             without(state.rates, plan.paths),
         )
 
-    def _redistributed(self, kept: Vectors, state: BucketState, what: str) -> np.ndarray:
-        """Return the sum of what the ranks have, for this rank's shard of a bucket."""
+    def _redistributed(self, vectors: Vectors, state: BucketState, kind: str) -> np.ndarray:
+        """Return the sum of the ranks' vectors, for this rank's shard of a bucket."""
         bucket, comm = state.bucket, self._comm
-        whole = np.zeros(bucket.padded, np.float32)
+        full = np.zeros(bucket.padded, np.float32)
         for path, of_variable, of_bucket in stretches(bucket, slice(0, bucket.padded)):
-            if path in kept:
-                whole[of_bucket] = kept[path][of_variable]
-        mine = tf.constant(whole)
-        # My shard of what the ranks of my node have
+            if path in vectors:
+                full[of_bucket] = vectors[path][of_variable]
+        total = tf.constant(full)
+        # This rank's shard of the sum over its node
         if state.shard.stop - state.shard.start < bucket.padded:
-            mine = comm.reduce_scatter(mine, "node", f"{bucket.name}/import_{what}")
+            total = comm.reduce_scatter(total, "node", f"{bucket.name}/import_{kind}")
         if not bucket.keeps_residual:
-            mine = comm.allreduce(mine, "world", f"{bucket.name}/import_{what}_sum")
-        return np.asarray(mine)
+            total = comm.allreduce(total, "world", f"{bucket.name}/import_{kind}_sum")
+        return np.asarray(total)
 
     def _load_compression(
-        self, kept: Vectors, sizes: Mapping[str, int], state: BucketState
+        self, vectors: Vectors, sizes: Mapping[str, int], state: BucketState
     ) -> None:
-        """Set the state of a compression; a variable without one, or of another length, keeps its.
+        """Set a compression's state, except for variables with none or one of another length.
 
         Args:
-            kept: of this rank: parts of a sum.
+            vectors: this rank's addends of the state, by variable path.
             sizes: variable path -> entries of its state on any rank.
             state: of the bucket.
         """
         before = _cut_compression(state.bucket, state.compression.numpy())
-        fits = [sizes.get(path) == own.size for path, own in before]
+        fits = [sizes.get(path) == part_before.size for path, part_before in before]
         part = [
-            kept[path] if path in kept and fit else np.zeros_like(own)
-            for (path, own), fit in zip(before, fits, strict=True)
+            vectors[path] if path in vectors and fit else np.zeros_like(part_before)
+            for (path, part_before), fit in zip(before, fits, strict=True)
         ]
         name = f"{state.bucket.name}/import_compression"
         total = self._comm.allreduce(tf.constant(np.concatenate(part)), "world", name).numpy()
         rows = zip(_cut_compression(state.bucket, total), before, fits, strict=True)
         state.compression.assign(
-            np.concatenate([new if fit else own for (_, new), (_, own), fit in rows])
+            np.concatenate(
+                [new if fit else part_before for (_, new), (_, part_before), fit in rows]
+            )
         )
 
     def clear(self, variables: Set[str]) -> None:
@@ -257,24 +272,24 @@ class GradientStore:
                     variable.assign(values)
 
     def release(self) -> None:
-        """Free the memory of all buckets, which nobody reads any more.
+        """Free the memory of all buckets, which are not read any more.
 
-        A traced step holds the variables themselves, so each gets an empty value.
+        Each variable is set to an empty value, because a traced step holds the variables.
         """
         for state in self.states.values():
             for variable in (state.residual, state.velocity, state.compression):
                 if variable is not None:
                     with tf.device(variable.device):
-                        # Not `assign`, which keeps to the shape
+                        # Not `assign`, which requires the same shape
                         tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0]))
 
 
 def _add(variable: tf.Variable, vector: np.ndarray) -> None:
-    """Add to a residual or velocity on the host: TensorFlow may flush denormal numbers."""
+    """Add to a residual or velocity on the host, because TensorFlow may flush denormal numbers."""
     variable.assign(variable.numpy() + vector)
 
 
 def _cut_compression(bucket: Bucket, state: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Return the variables of a bucket with the parts of its compression's state."""
+    """Return (variable, its part of the compression's state) for each variable of a bucket."""
     sizes = compression.get(bucket.compression).state_sizes(bucket.shapes)
     return list(zip(bucket.variables, np.split(state, np.cumsum(sizes)[:-1]), strict=True))

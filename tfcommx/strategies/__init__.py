@@ -6,8 +6,8 @@
     sharded         each rank updates 1/p of the weights, and pulls the others' parts
     weight_averaging   each rank applies its own gradients; every few steps weights are averaged,
                     or moved by an outer optimizer
-    elastic_averaging  each rank trains its own weights, pulled towards a centre; nobody waits
-    step_ahead      each node's weights contain the updates that it has not sent yet
+    elastic_averaging  each rank trains its own weights, pulled towards a centre; no rank waits
+    step_ahead      each node's weights contain its unsent updates
 
     >>> import tfcommx as cx
     >>> cx.strategies.strategy_of("root")
@@ -16,10 +16,11 @@
     Rebroadcast(every=5)
 
 To add one: write one file with a frozen dataclass that inherits from `strategy.Strategy`, whose
-fields are its options, and a subclass of `strategy.StrategyRun`; both are synchronous training, and
-the new ones override what differs. Add a row to `STRATEGIES` in table.py; list it above. The laws
-in tests/strategies run over the table: after a step all ranks hold the same weights (or, if it lets
-them drift, become equal when it says so), and a mismatch between ranks is refused.
+fields are its options, and a subclass of `strategy.StrategyRun`. Both base classes are synchronous
+training; override the methods that differ. Add a row to `STRATEGIES` in table.py; list it above.
+The laws in tests/strategies run over the table: after a step all ranks hold the same weights (or,
+if the strategy lets them drift, equal weights when it reports so), and a mismatch between ranks is
+refused.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
         strategy_of as strategy_of,
     )
 
-# Where each name is. Loaded at its first use, because the process that holds the centre of elastic
+# Name -> module. Loaded at the first use, because the process that holds the centre of elastic
 # averaging loads no TensorFlow.
 _PUBLIC = {
     "CommonState": "strategy",

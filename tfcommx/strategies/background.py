@@ -1,4 +1,4 @@
-"""Calls in a thread of their own, which go on while steps are taken."""
+"""Calls in a separate thread, which run while training steps continue."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import tensorflow as tf
 from tfcommx.kernels.traced import untraced
 
 Result = TypeVar("Result")
-# For a thread to end at the end of the process
+# Seconds that a thread has to end when the process ends
 END_SECONDS = 2.0
 
 
 def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
-    """Start a call in a daemon thread, which the end of the process does not wait for."""
+    """Start a call in a daemon thread, for which the process does not wait when it ends."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -35,27 +35,27 @@ def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
 
 
 class BackgroundCalls:
-    """Calls of which at most one is under way, begun in one step and awaited in a later one.
+    """Background calls, at most one at a time, started in one step and awaited in a later one.
 
-    `begin` and `wait` are for a step's graph; they return an operation that has run when they have
-    happened. A wait takes no thread of TensorFlow's: the call needs one for its own operations,
-    and there may be no more than one.
+    `begin` and `wait` belong to a step's graph; each returns a tensor that exists once it has run.
+    A wait occupies no TensorFlow thread, because the call needs one for its operations and the
+    pool may have only one.
     """
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
         self._calls = calls
-        # The number of the call that has begun and that nobody has waited for, and its end
+        # Number and future of the call that was started and not yet awaited
         self._under_way: tuple[int, Future[object]] | None = None
         with untraced(), tf.device("/cpu:0"):
             self._ended = tf.queue.FIFOQueue(1, [tf.bool], [[]])
 
     @property
     def under_way(self) -> int | None:
-        """The number of the call that has begun and that nobody has waited for."""
+        """The number of the call that was started and not yet awaited."""
         return None if self._under_way is None else self._under_way[0]
 
     def begin(self, number: int, after: Sequence[tf.Operation]) -> tf.Tensor:
-        """Start a call when some operations have run."""
+        """Start a call after the given operations have run."""
 
         def start() -> np.bool_:
             atexit.register(self._stop)
@@ -64,18 +64,19 @@ class BackgroundCalls:
             return np.bool_(True)
 
         with tf.device("/cpu:0"):
-            # What asks the queue comes, in a graph, after a wait that was written before it
+            # Reading the queue's size orders this after an earlier wait, because automatic control
+            # dependencies keep the order of operations on one resource
             in_turn = self._ended.size()
             with tf.control_dependencies([*after, in_turn]):
                 return tf.numpy_function(start, [], tf.bool)
 
     def wait(self) -> tf.Tensor:
-        """Wait for the call that is under way. **Raises:** what it has raised."""
+        """Wait for the call that is under way. **Raises:** the call's exception."""
         with tf.device("/cpu:0"), tf.control_dependencies([self._ended.dequeue()]):
             return tf.numpy_function(self._take, [], tf.bool)
 
     def settle(self) -> None:
-        """Let the call that is under way end; it is still waited for. Outside of traced code."""
+        """Let the call that is under way end; its `wait` is still due. Outside of traced code."""
         self._end(None)
 
     def _carry_out(self, number: int) -> None:
@@ -92,7 +93,7 @@ class BackgroundCalls:
         return np.bool_(True)
 
     def _stop(self) -> None:
-        """Let the call end before TensorFlow and Horovod do."""
+        """Let the call end before TensorFlow and Horovod shut down."""
         self._end(END_SECONDS)
 
     def _end(self, seconds: float | None) -> None:

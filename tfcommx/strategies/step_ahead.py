@@ -1,4 +1,4 @@
-"""StepAhead: each node trains on weights that contain the updates which it has not sent yet.
+"""StepAhead: each node trains on weights that contain its unsent updates.
 
 A node i of n has the residual e_i of its updates; w are the weights that all ranks agree on.
 
@@ -8,12 +8,12 @@ A node i of n has the residual e_i of its updates; w are the weights that all ra
     sparse route   e_i += U_i;  q_i = the largest entries of e_i;  e_i -= q_i
     all ranks      w += the mean of all q_i           the only traffic between nodes
 
-Error feedback alone computes gradients at w, which lack what the node itself has found: with few
-entries sent, the loss of accuracy is that delay. x_i differs between nodes, by residuals that stay
-bounded, and w does not. On a route that keeps residuals by rank (allgather) "node" means the rank.
+Error feedback alone loses accuracy if few entries are sent, because it computes gradients at w,
+which lacks the node's unsent updates. x_i differs between nodes, by residuals that stay bounded; w
+does not. On a route that keeps residuals by rank (allgather) "node" means the rank.
 
-Adam divides by the root of its second moment, which holds more noise if it is made of the gradients
-of one node and not of all. With M and V the moments without their bias,
+Adam divides by the root of its second moment, which has more noise if it is computed from the
+gradients of one node instead of all. With M and V the moments without their bias,
 
     s = min(M^2, V)        V' = s + (V - s) / n
 
@@ -48,7 +48,7 @@ class StepAhead(Strategy):
 
     Between steps the model's variables differ between nodes; at the end of an epoch, before an
     evaluation and before a checkpoint they become the agreed weights (cx.consolidate), at which the
-    next step then computes its gradients. Whatever assigns to them must do so after that: an
+    next step then computes its gradients. Assign to the variables only after that, because an
     assignment between other steps is lost.
 
     Variables on a sparse route take part. Others, such as biases, have the agreed weights; their
@@ -59,14 +59,13 @@ class StepAhead(Strategy):
     StepAhead(coefficient=1.0)
 
     **Ranks:** all, with equal options. **Cost:** memory for a copy of the weights, and for some
-    four more during the update. Between nodes what the scheme sends. Inside a node of s ranks,
-    beside what the scheme sends, an allreduce of the gradients and an all-gather of the residuals,
-    together 3 (s - 1)/s of the float32 vector. Some five passes over the weights, seven more for
-    Adam.
+    four more during the update. Between nodes the scheme's bytes. Inside a node of s ranks the
+    scheme's bytes plus an allreduce of the gradients and an all-gather of the residuals, together
+    3 (s - 1)/s of the float32 vector. Some five passes over the weights, seven more for Adam.
     **Raises:** ConfigurationError for a coefficient out of range.
     """
 
-    # Share of the residual that is in the variables, in (0, 1]; 1: the node has all its updates
+    # Share of the residual in the variables, in (0, 1]; 1: they contain all the node's updates
     coefficient: float = 1.0
 
     updates_apart: ClassVar[bool] = True
@@ -82,7 +81,7 @@ class StepAhead(Strategy):
         object.__setattr__(self, "coefficient", float(value))
 
     def check(self, plan: Plan) -> None:
-        """Refuse what has no residual of updates, and nodes that are not the same for all buckets.
+        """Refuse buckets without a residual of updates, and nodes that differ between buckets.
 
         **Raises:** PlanError.
         """
@@ -103,12 +102,12 @@ class StepAhead(Strategy):
         nodes_of(plan, plan.topology)
 
     def start(self, executor: Executor) -> StrategyRun:
-        """Get ready for the steps of one plan."""
+        """Prepare the steps of one plan."""
         return StepAheadRun(only_plan(executor), self.coefficient)
 
 
 def nodes_of(plan: Plan, topology: Topology) -> Topology:
-    """Return the topology whose nodes keep a residual each: that of the ranks, or one slot a node.
+    """Return the topology whose nodes each keep a residual: the ranks', or one of single ranks.
 
     **Raises:** PlanError if some buckets keep residuals by node, and others by rank.
     """
@@ -127,7 +126,7 @@ def nodes_of(plan: Plan, topology: Topology) -> Topology:
 
 
 class StepAheadRun(StrategyRun):
-    """The strategy at work on one plan."""
+    """The run of `StepAhead` on one plan."""
 
     executor: PlanExecutor
 
@@ -138,23 +137,23 @@ class StepAheadRun(StrategyRun):
         # A residual on the wire is the sum over the node's ranks, whose updates are equal
         self._coefficient = coefficient / self._nodes.slots
         with tf.device("/cpu:0"):
-            # Whether the variables hold the agreed weights, or what was assigned to them since
+            # True if the variables hold the agreed weights, or values assigned to them since
             self._consolidated = tf.Variable(True, trainable=False, name="tfcommx/consolidated")
         # Variable path -> the agreed weights, from the first step on
         self._agreed: dict[str, tf.Variable] = {}
         # The variables
         self._weights: Mapping[str, tf.Variable] = {}
-        # In a step: the weights at which its gradients were computed
+        # During a step: the weights at which its gradients were computed
         self._began: dict[str, tf.Tensor] = {}
         self._sums = comm.progress.of_exchange(["the mean of a node's gradients"], counted=False)
         self._gathers = comm.progress.of_exchange(["the gather of residuals"], counted=False)
 
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Do nothing: residuals hold updates, in which the rate is already."""
+        """Do nothing: residuals hold updates, which include the rate already."""
 
     @tf.autograph.experimental.do_not_convert
     def agreed_weights(self, weights: Mapping[str, tf.Variable]) -> Mapping[str, tf.Variable]:
-        """Return the agreed weights; keep those of the step, which weight decay moves next."""
+        """Return the agreed weights; keep the step's weights, which weight decay moves next."""
         self._weights = weights
         if not self._agreed:
             with untraced():
@@ -190,7 +189,7 @@ class StepAheadRun(StrategyRun):
 
     @tf.autograph.experimental.do_not_convert
     def update(self, step: Update) -> None:
-        """Apply the node's update, send a part of it, and put the rest on top of what all agree on.
+        """Apply the node's update, send a part of it, and add the rest to the agreed weights.
 
         **Ranks:** all.
         """
@@ -219,8 +218,8 @@ class StepAheadRun(StrategyRun):
             like: variable path -> a tensor of its shape and dtype.
         """
         comm, pieces = self.executor.comm, cut(like, self.executor.plan)
-        runners = [one for one in self.executor.runners if one.bucket.k is not None]
-        residuals = [one.state.residual.read_value() for one in runners]
+        runners = [runner for runner in self.executor.runners if runner.bucket.k is not None]
+        residuals = [runner.state.residual.read_value() for runner in runners]
         number = self._gathers.begin(residuals)
         unsent: dict[str, tf.Tensor] = {}
         with self.executor.scope():
@@ -235,7 +234,7 @@ class StepAheadRun(StrategyRun):
         return join(unsent, like)
 
     def consolidate(self) -> None:
-        """Put the agreed weights into the variables. Local."""
+        """Set the variables to the agreed weights. Local."""
         if not bool(self._consolidated.numpy()):
             for path, weight in self._weights.items():
                 weight.assign(self._agreed[path])

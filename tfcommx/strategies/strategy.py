@@ -1,7 +1,7 @@
-"""What a strategy is: what the ranks exchange, when, and who applies the update.
+"""The contract of a strategy, which decides when ranks exchange values and who applies updates.
 
 model.fit -> optimizer.apply -> run.exchange(gradients) -> Keras clips -> run.update(...)
-                                [what is exchanged]                       [who applies it;
+                                [ranks exchange]                          [some or all apply it;
                                                                            weights are shared]
           -> epoch ends      -> run.consolidate()
                                 [weights become whole and equal]
@@ -20,31 +20,31 @@ from tfcommx.core import Plan, PlanError
 from tfcommx.routes.messages import MessageOptions
 from tfcommx.runtime.gradient_state import Executor
 
-# Variable path -> name -> what a run keeps of the variable, equal on all ranks
+# Variable path -> name -> a run's state of the variable, equal on all ranks
 CommonState = dict[str, dict[str, np.ndarray]]
 
 
 class Update(NamedTuple):
-    """The update of one step, which a strategy lets this rank apply or not."""
+    """The update of one step; the strategy decides if this rank applies it."""
 
     # Applies `gradients` to the weights
     apply: Callable[[], None]
-    # What `StrategyRun.exchange` returned, clipped by Keras
+    # The result of `StrategyRun.exchange`, clipped by Keras
     gradients: Sequence[tf.Tensor]
     # Variable path -> variable, for exactly the variables of the plan
     weights: Mapping[str, tf.Variable]
-    # What the optimizer keeps for each entry of the weights, such as momentum
+    # The optimizer's state for each entry of the weights, such as momentum
     state: Sequence[tf.Variable] = ()
-    # (number of nodes) -> variable path -> factor of the update that `apply` has made, by which it
-    # has the noise of gradients averaged over so many nodes; empty where nothing is to be corrected
+    # (number of nodes) -> variable path -> factor for the update that `apply` has made, which
+    # lowers its noise to that of gradients averaged over all nodes; empty if no correction applies
     noise_factors: Callable[[int], Mapping[str, tf.Tensor]] = lambda _: {}
 
 
 class StrategyRun:
-    """A strategy at work on one plan: it may keep state of its own between steps.
+    """The run of a strategy on one plan, which may keep state between steps.
 
-    What this class does is the identity, synchronous training. Methods that a step traces are graph
-    code, which AutoGraph must not convert, also in a caller's loop.
+    This class is the identity member, synchronous training. Methods that a step traces are graph
+    code, which AutoGraph must not convert, even inside a caller's loop.
     """
 
     # Training steps in which all variables are exchanged once
@@ -84,14 +84,14 @@ class StrategyRun:
         self.executor.follow_rate(rate)
 
     def update(self, step: Update) -> None:
-        """Apply a step's update if this rank does; share the weights if it is time.
+        """Apply a step's update if it is this rank's task; share the weights when due.
 
         **Ranks:** all.
         """
         step.apply()
 
     def weights_are_equal(self) -> tf.Tensor | bool:
-        """Tell whether all ranks have the same weights before this step; asked once a step."""
+        """Return True if all ranks have the same weights before this step; called once a step."""
         return True
 
     def consolidate(self) -> None:
@@ -101,56 +101,56 @@ class StrategyRun:
         """
 
     def settle(self) -> None:
-        """Wait until nothing is under way; the weights stay as they are. Outside of traced code.
+        """Wait for exchanges under way; the weights do not change. Outside of traced code.
 
-        Afterwards what this rank keeps may be read, or another run may take this one's place.
+        Afterwards this rank's state may be read, or another run may replace this one.
         """
 
     def dense_bytes_between_nodes(self) -> float:
-        """Return what plain Horovod would have sent between nodes for this run's steps.
+        """Return the bytes that plain Horovod would have sent between nodes for this run's steps.
 
-        Bytes per rank, as the mean over the ranks.
+        Mean over the ranks of the bytes that each sends.
         """
         return self.executor.dense_bytes_between_nodes()
 
     def common_state(self) -> CommonState:
-        """Return what the run keeps between steps, equal on all ranks, by variable.
+        """Return the run's state between steps, equal on all ranks, by variable.
 
-        Checkpoints and later plans get it. Outside of traced code, after `consolidate`.
+        Checkpoints and later plans receive it. Outside of traced code, after `consolidate`.
         """
         return {}
 
     def continue_from(self, state: CommonState) -> None:
-        """Take what an earlier run or a checkpoint kept of these variables, before the steps."""
+        """Load state of these variables from an earlier run or a checkpoint, before the steps."""
 
 
 @runtime_checkable
 class Strategy(Protocol):
-    """What a user asks for: a frozen dataclass of options, equal (by its repr) on all ranks.
+    """A user's choice: a frozen dataclass of options, equal (by its repr) on all ranks.
 
-    A strategy inherits from this class and says what differs.
+    A strategy inherits from this class and overrides the members that differ.
     """
 
-    # All ranks have the same weights, to the bit, in steps where the run says so
+    # All ranks have the same weights, to the bit, in steps where `weights_are_equal` says so
     keeps_weights_equal: ClassVar[bool] = True
     # Every rank applies the same gradients to the same weights: ranks may share that work
     updates_alike: ClassVar[bool] = False
-    # The sums of gradients are needed on rank 0 alone: routes that can, reduce to it
+    # Only rank 0 needs the sums of gradients; routes with a reduction reduce to it
     reduces_to_root: ClassVar[bool] = False
-    # The optimizer updates this rank's shards of the weights, and keeps state for no more
+    # The optimizer updates this rank's shards of the weights, and keeps state only for them
     shards_weights: ClassVar[bool] = False
-    # Ranks apply gradients of their own, so weights and their moving averages differ for a while
+    # Ranks apply different gradients, so weights and their moving averages differ for a while
     updates_apart: ClassVar[bool] = False
     # Constraints may change the variables after a step, as Keras's do
     takes_constraints: ClassVar[bool] = True
-    # Ranks take every step together; otherwise each trains, and may end, by itself
+    # Ranks take every step together; otherwise each trains, and may end, independently
     in_lock_step: ClassVar[bool] = True
 
     @property
     def plan_fragments(self) -> int:
-        """The number of groups of variables, >= 1, that a plan must keep in buckets of their own.
+        """The number of groups of variables, >= 1, that a plan must keep in separate buckets.
 
-        `planner.plan` says which they are.
+        `planner.plan` defines the groups.
         """
         return 1
 
@@ -159,27 +159,27 @@ class Strategy(Protocol):
         require_sums_on_all_ranks(plan, self)
 
     def start(self, executor: Executor) -> StrategyRun:
-        """Get ready for the steps of one plan. **Ranks:** all, outside of traced code."""
+        """Prepare the steps of one plan. **Ranks:** all, outside of traced code."""
         return StrategyRun(executor)
 
 
 def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:
-    """Refuse, on every rank, strategies that differ between ranks.
+    """Refuse strategies that differ between ranks, on every rank.
 
     **Ranks:** all. **Cost:** one small exchange on the host, before training.
     **Raises:** PlanError that names both strategies and the rank.
     """
-    everyone = comm.gather_objects(repr(strategy))
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
+    strategies = comm.gather_objects(repr(strategy))
+    for rank, received in enumerate(strategies):
+        if received != strategies[0]:
             raise PlanError(
-                f"The strategy must be the same on every rank. Rank 0 has {everyone[0]} and rank "
-                f"{rank} has {other}. Pass the same `strategy` on every rank."
+                f"The strategy must be the same on every rank. Rank 0 has {strategies[0]} and rank "
+                f"{rank} has {received}. Pass the same `strategy` on every rank."
             )
 
 
 def require_sums_on_all_ranks(plan: Plan, strategy: Strategy) -> None:
-    """Refuse a plan that reduces to the root, for a strategy where every rank needs the sums.
+    """Refuse a plan that reduces to rank 0, for a strategy in which every rank needs the sums.
 
     **Raises:** PlanError.
     """

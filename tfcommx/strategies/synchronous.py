@@ -6,7 +6,7 @@ within a step, bucket by bucket. With `Root` rank 0 alone applies the gradients:
     ranks 0 to 3     gradients -> reduce -> rank 0 updates -> broadcast -> weights on all ranks
 
 **Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
-Algorithm 2. Routes of messages reduce to rank 0; others bring the sums to all ranks, as always.
+Algorithm 2. Routes of messages reduce to rank 0; on other routes all ranks receive the sums.
 
 `Rebroadcast` is synchronous, and every few steps rank 0's weights replace those of all ranks.
 
@@ -47,16 +47,16 @@ def broadcast_weights(weights: Mapping[str, tf.Variable], executor: PlanExecutor
         weights: variable path -> variable, for exactly the variables of the plan.
         executor: of the plan.
 
-    **Ranks:** all. **Cost:** one broadcast a bucket, by messages if its route is one of messages.
+    **Ranks:** all. **Cost:** one broadcast a bucket, by messages if its route sends messages.
     """
-    whole = {path: tf.convert_to_tensor(variable) for path, variable in weights.items()}
-    pieces = cut(whole, executor.plan)
+    tensors = {path: tf.convert_to_tensor(variable) for path, variable in weights.items()}
+    pieces = cut(tensors, executor.plan)
     result: dict[str, tf.Tensor] = {}
     with executor.scope():
         for runner in executor.runners:
             names = runner.bucket.variables
             result |= zip(names, runner.broadcast([pieces[name] for name in names]), strict=True)
-    for path, value in join(result, whole).items():
+    for path, value in join(result, tensors).items():
         weights[path].assign(value)
 
 
@@ -64,14 +64,17 @@ def broadcast_weights(weights: Mapping[str, tf.Variable], executor: PlanExecutor
 class Root(Strategy):
     """Let rank 0 alone apply the gradients and broadcast the weights after each step.
 
-    The other ranks' momentum and the like stay as they began, and a checkpoint of rank 0 has the
+    The other ranks' optimizer state keeps its initial values, and a checkpoint of rank 0 has the
     whole state. It costs more bytes than an allreduce; it saves the update on all ranks but one.
     """
 
     reduces_to_root: ClassVar[bool] = True
 
     def check(self, plan: Plan) -> None:
-        """Refuse momentum in the scheme: other ranks lack the sums. **Raises:** PlanError."""
+        """Refuse momentum in the scheme, because other ranks lack the sums.
+
+        **Raises:** PlanError.
+        """
         if any(bucket.momentum for bucket in plan.buckets):
             raise PlanError(
                 'With strategy="root" only rank 0 has the sums that momentum is made of. Received '
@@ -79,12 +82,12 @@ class Root(Strategy):
             )
 
     def start(self, executor: Executor) -> StrategyRun:
-        """Get ready for the steps of one plan."""
+        """Prepare the steps of one plan."""
         return RootRun(only_plan(executor))
 
 
 class RootRun(StrategyRun):
-    """The strategy at work on one plan."""
+    """The run of `Root` on one plan."""
 
     executor: PlanExecutor
 
@@ -94,7 +97,7 @@ class RootRun(StrategyRun):
 
     @tf.autograph.experimental.do_not_convert
     def update(self, step: Update) -> None:
-        """Apply the update on rank 0 and broadcast the weights; elsewhere only take part."""
+        """Apply the update on rank 0 and broadcast the weights; other ranks only take part."""
         if self.executor.comm.rank == 0:
             step.apply()
             done = []
@@ -104,13 +107,13 @@ class RootRun(StrategyRun):
             broadcast_weights(step.weights, self.executor)
 
     def _force(self, results: Sequence[tf.Tensor]) -> tf.Operation | None:
-        """Return an operation after which all the results have been computed, which nobody uses.
+        """Return an operation that runs after all the results, otherwise unused, were computed.
 
-        TensorFlow drops what nobody uses, and Horovod's ops do not say that others wait for them; a
-        control dependency on their results does not keep them either. Assigning an entry of each to
-        a variable does.
+        It assigns an entry of each result to a variable, because TensorFlow prunes unused
+        operations: Horovod's ops are not marked as stateful, and a control dependency on their
+        results does not keep them.
         """
-        entries = [tf.reshape(one, [-1])[0] for one in results if one.shape.num_elements()]
+        entries = [tf.reshape(result, [-1])[0] for result in results if result.shape.num_elements()]
         seen = tf.stack([tf.cast(entry, tf.float32) for entry in entries])
         if self._seen is None:
             with untraced(), tf.device("/cpu:0"):
@@ -135,12 +138,12 @@ class Rebroadcast(Strategy):
         object.__setattr__(self, "every", check_whole("every", self.every, least=1))
 
     def start(self, executor: Executor) -> StrategyRun:
-        """Get ready for the steps of one plan."""
+        """Prepare the steps of one plan."""
         return RebroadcastRun(only_plan(executor), self.every)
 
 
 class RebroadcastRun(StrategyRun):
-    """The strategy at work on one plan."""
+    """The run of `Rebroadcast` on one plan."""
 
     executor: PlanExecutor
 
@@ -150,7 +153,7 @@ class RebroadcastRun(StrategyRun):
 
     @tf.autograph.experimental.do_not_convert
     def update(self, step: Update) -> None:
-        """Apply the update here, as on every rank; broadcast the weights if it is time."""
+        """Apply the update, as on every rank; broadcast the weights if a broadcast is due."""
         step.apply()
         if self._every == 1:
             broadcast_weights(step.weights, self.executor)

@@ -12,7 +12,7 @@ from tfcommx.strategies.step_ahead import StepAhead
 from tfcommx.strategies.strategy import Strategy
 from tfcommx.strategies.synchronous import Rebroadcast, Root, Synchronous
 
-# Name -> class. Those whose options all have defaults can be asked for by name.
+# Name -> class. A strategy whose options all have defaults can be requested by name.
 STRATEGIES: dict[str, type[Strategy]] = {
     "synchronous": Synchronous,
     "root": Root,
@@ -25,10 +25,10 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 
 def strategy_of(asked: str | Strategy) -> Strategy:
-    """Return the strategy that is asked for, by name, as an instance, or as "module:MEMBER".
+    """Return the requested strategy, given by name, as an instance, or as "module:MEMBER".
 
-    **Raises:** ConfigurationError for an unknown name, with the nearest one, and for what is no
-    strategy.
+    **Raises:** ConfigurationError for an unknown name, with the nearest one, and for an object that
+    is no strategy.
     """
     if is_member(asked):
         outside: Strategy = load_member("strategy", asked, Strategy)

@@ -1,13 +1,13 @@
 """The outer optimizer of weight averaging: it moves the start weights of a round.
 
-    start weights --every steps, each rank--> weights now
+    start weights --every steps, each rank--> current weights
          |                                        |
-         +---- start - now, averaged over the ranks: the outer gradient
+         +---- start - current, averaged over the ranks: the outer gradient
          v
     outer optimizer moves the start weights; all ranks continue from there
 
-Each variable has an optimizer of its own, so that its state goes where the variable goes: into
-other fragments, another plan, a checkpoint.
+Each variable has a separate optimizer, because its state must follow the variable into other
+fragments, another plan and a checkpoint.
 
 **Source:** Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models"
 (2023), algorithm 1; there the outer optimizer is SGD with a learning rate of 0.7 and Nesterov
@@ -32,62 +32,64 @@ from tfcommx.kernels.traced import untraced
 
 log = logging.getLogger("tfcommx")
 
-# Options that join variables or rounds, or name variables
+# Options that combine variables or rounds, or select variables by name
 UNFIT = ("global_clipnorm", "use_ema", "gradient_accumulation_steps", "weight_decay")
-# What an optimizer keeps of one variable, by its number in the optimizer's file
+# An optimizer's state of one variable, by its number in the optimizer's file
 State = dict[str, np.ndarray]
-# In such a state: letters of the class's name
+# Key of the class's name, as bytes, in such a state
 KIND = "kind"
 
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """A Keras optimizer's class and configuration: equal on ranks that have the same.
+    """A Keras optimizer's class and configuration, compared by value.
 
     >>> OuterOptimizer.of(keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True))
     SGD(learning_rate=0.7, momentum=0.9, nesterov=True)
     """
 
     kind: type[keras.optimizers.Optimizer]
-    # As `get_config` returns it, in JSON
+    # The result of `get_config`, as JSON
     config: str
 
     @staticmethod
-    def of(asked: Any) -> OuterOptimizer:
-        """Read what a user gives: a Keras optimizer, which is not changed.
+    def of(outer: Any) -> OuterOptimizer:
+        """Read class and configuration of a user's Keras optimizer, which stays unchanged.
 
-        **Raises:** ConfigurationError for what is none, and for one that joins variables or steps.
+        **Raises:** ConfigurationError if it is no plain Keras optimizer, or combines variables or
+        steps.
         """
-        if isinstance(asked, OuterOptimizer):
-            return asked
-        plain = isinstance(asked, keras.optimizers.Optimizer) and not hasattr(asked, "exchanger")
-        if not plain or isinstance(asked, keras.optimizers.LossScaleOptimizer):
+        if isinstance(outer, OuterOptimizer):
+            return outer
+        plain = isinstance(outer, keras.optimizers.Optimizer) and not hasattr(outer, "exchanger")
+        if not plain or isinstance(outer, keras.optimizers.LossScaleOptimizer):
             raise ConfigurationError(
                 "`outer` needs a plain Keras optimizer, such as keras.optimizers.SGD(0.7, "
-                f"momentum=0.9, nesterov=True). Received {asked!r}."
+                f"momentum=0.9, nesterov=True). Received {outer!r}."
             )
         for option in UNFIT:
-            if getattr(asked, option):
+            if getattr(outer, option):
                 raise ConfigurationError(
                     "`outer` takes one step a round, for each variable by itself. Received an "
-                    f"optimizer with {option}={getattr(asked, option)!r}. Leave it out, or give "
+                    f"optimizer with {option}={getattr(outer, option)!r}. Leave it out, or give "
                     "it to the optimizer that is wrapped."
                 )
         try:
-            config = json.dumps(asked.get_config(), sort_keys=True)
+            config = json.dumps(outer.get_config(), sort_keys=True)
         except TypeError as error:
             raise ConfigurationError(
                 "`outer` needs an optimizer whose get_config() JSON can hold. Received "
-                f"{asked!r}: {error}. Give its parts a get_config(), or take one of Keras's."
+                f"{outer!r}: {error}. Give its parts a get_config(), or take one of Keras's."
             ) from error
-        return OuterOptimizer(type(asked), config)
+        return OuterOptimizer(type(outer), config)
 
     def make(self) -> keras.optimizers.Optimizer:
         """Make a new optimizer of this class and configuration."""
         return self.kind.from_config(json.loads(self.config))
 
     def __repr__(self) -> str:
-        # Its name has a number, which may differ between ranks; averages need `use_ema`
+        # Without the name, because its number may differ between ranks, and without `ema_momentum`,
+        # because it has no effect without `use_ema`
         shown = {
             name: value
             for name, value in json.loads(self.config).items()
@@ -98,19 +100,19 @@ class OuterOptimizer:
 
 
 def _in_words(value: Any) -> str:
-    """Return a value of a configuration; Keras makes 0.699999988 of a learning rate of 0.7."""
+    """Format a value of a configuration; Keras turns a learning rate of 0.7 into 0.699999988."""
     return str(np.float32(value)) if isinstance(value, float) else repr(value)
 
 
 class StartWeights:
-    """The start weights of a round, each with the outer optimizer that moves it, if there is one.
+    """The start weights of a round, each with the outer optimizer that moves it, if any.
 
     Args:
         weights: variable path -> variable.
-        outer: None: a round sets them.
-        kept: what an earlier run or a checkpoint kept of some of these variables.
+        outer: None: a round sets the start weights.
+        kept: states of some of these variables from an earlier run or a checkpoint.
 
-    Local; in traced code, too. **Cost:** memory for one copy of the weights, and for the
+    Local; also in traced code. **Cost:** memory for one copy of the weights, and for the
     optimizer's state; both equal on all ranks.
     """
 
@@ -122,7 +124,7 @@ class StartWeights:
     ) -> None:
         self._start: dict[str, keras.Variable] = {}
         self._optimizers: dict[str, keras.optimizers.Optimizer] = {}
-        others: set[str] = set()
+        other_kinds: set[str] = set()
         with untraced():
             for path, weight in weights.items():
                 zeros = tf.zeros_like(weight)
@@ -133,11 +135,11 @@ class StartWeights:
                 optimizer = self._optimizers[path] = outer.make()
                 optimizer.build([self._start[path]])
                 if path in kept:
-                    others |= _load(optimizer, kept[path])
-        if outer is not None and others:
+                    other_kinds |= _load(optimizer, kept[path])
+        if outer is not None and other_kinds:
             log.warning(
                 "The outer optimizer was %s and is now %s: its state begins anew.",
-                " or ".join(sorted(others)),
+                " or ".join(sorted(other_kinds)),
                 outer.kind.__name__,
             )
 
@@ -150,11 +152,11 @@ class StartWeights:
             self._start[path].value.assign(weight)
 
     def move(self, path: str, update: tf.Tensor) -> tf.Tensor:
-        """Return where the next round of a variable starts.
+        """Move a variable's start weights by a round's update, and return them.
 
         Args:
             path: of the variable.
-            update: weights now - start weights, averaged over the ranks, as all ranks have it.
+            update: current weights - start weights, averaged over the ranks; equal on all ranks.
         """
         if path in self._optimizers:
             with allow_plain_optimizers():  # The update is the average over the ranks
@@ -164,35 +166,37 @@ class StartWeights:
         return self[path]
 
     def state(self) -> dict[str, State]:
-        """Return what the outer optimizers keep, by variable. Outside of traced code."""
-        found: dict[str, State] = {}
+        """Return the outer optimizers' states, by variable. Outside of traced code."""
+        states: dict[str, State] = {}
         for path, optimizer in self._optimizers.items():
-            optimizer.save_own_variables(found.setdefault(path, {}))
+            optimizer.save_own_variables(states.setdefault(path, {}))
         return {
             path: {key: np.array(value) for key, value in state.items()}
             | {KIND: _kind(self._optimizers[path])}
-            for path, state in found.items()
+            for path, state in states.items()
         }
 
 
 def _kind(optimizer: keras.optimizers.Optimizer) -> np.ndarray:
-    """Return the name of an optimizer's class, as a checkpoint holds it."""
+    """Return the name of an optimizer's class, encoded for a checkpoint."""
     return np.frombuffer(type(optimizer).__name__.encode(), np.uint8)
 
 
 def _load(optimizer: keras.optimizers.Optimizer, kept: State) -> set[str]:
-    """Load what an optimizer of the same class kept, except its learning rate, which is asked.
+    """Load the state of an optimizer of the same class, except the learning rate.
+
+    The learning rate is the user's current choice.
 
     Returns:
-        The name of the class that kept it, if it is another one and nothing was loaded.
+        The class name in the state, if it is another class, so that nothing was loaded; else empty.
     """
     state = dict(kept)
-    # Earlier checkpoints have none
+    # Earlier checkpoints have no class name
     kind = state.pop(KIND, _kind(optimizer)).tobytes().decode()
     if kind != type(optimizer).__name__:
         return {kind}
     rate = optimizer.get_config()["learning_rate"]
     optimizer.load_own_variables(state)
-    if isinstance(rate, float):  # Others follow the number of rounds
+    if isinstance(rate, float):  # A schedule follows the restored number of rounds
         optimizer.learning_rate = rate
     return set()

@@ -4,17 +4,17 @@ A fragment f of F has its round after the steps whose number, counted since all 
 leaves a remainder of (f + 1) every / F when divided by `every`; with F = 1 all variables every
 `every` steps. A round that overlaps steps ends `overlap` steps later.
 
-`OverlappedRounds` travel while steps are taken:
+`OverlappedRounds` are exchanged while training steps continue:
 
     step         t                 t + 1   ...   t + overlap
     weights w    snapshot = w      w + u1        start + (w - snapshot)
     thread       [ exchange of the snapshot; start moves ]
 
-A rank's updates of the steps between, w - snapshot, stay in its weights, and the next round sends
-them: each update is sent once.
+A rank's updates during the overlap, w - snapshot, stay in its weights, and the next round sends
+them, so each update is sent once.
 
-**Source:** Douillard et al., "Streaming DiLoCo with Overlapping Communication" (2025), section 2.2:
-we differ in that they mix start weights and w, half and half, which drops half of those updates.
+**Source:** Douillard et al., "Streaming DiLoCo with Overlapping Communication" (2025), section 2.2.
+They mix start weights and w, half and half, which drops half of those updates.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tfcommx.strategies.averaging.outer_optimizer import StartWeights
 from tfcommx.strategies.background import BackgroundCalls
 from tfcommx.strategies.strategy import CommonState, StrategyRun, Update
 
-# (fragment, its weights) -> done when the fragment's start weights have moved
+# (fragment, its weights) -> returns when the fragment's start weights have moved
 ExchangeRound = Callable[[Plan, Mapping[str, tf.Tensor]], object]
 # A number of steps, in a graph or outside
 Steps = TypeVar("Steps", int, tf.Tensor)
@@ -66,8 +66,10 @@ class OverlappedRounds:
                 path: tf.Variable(tf.zeros_like(weight), trainable=False, name="tfcommx_snapshot")
                 for path, weight in weights.items()
             }
-            calls = [functools.partial(self._exchange, exchange, one) for one in fragments]
-            if traced:  # As the steps are: so buckets overlap
+            calls = [
+                functools.partial(self._exchange, exchange, fragment) for fragment in fragments
+            ]
+            if traced:  # A graph like the steps, so that buckets overlap
                 calls = [tf.function(call).get_concrete_function() for call in calls]
         self._background = BackgroundCalls(calls)
 
@@ -76,7 +78,7 @@ class OverlappedRounds:
         exchange(fragment, {path: self._snapshots[path] for path in fragment.paths})
 
     def begin(self, number: int) -> None:
-        """Send a fragment as its weights are now; go on."""
+        """Start to exchange a snapshot of a fragment's weights; do not wait."""
         copies = [
             self._snapshots[path].assign(self._weights[path], read_value=False)
             for path in self._fragments[number].paths
@@ -92,7 +94,7 @@ class OverlappedRounds:
                 weight.assign(self._starts[path] + since)
 
     def finish_now(self) -> None:
-        """Do so with the round that is under way, if one is. Outside of traced code."""
+        """Finish the round that is under way, if any. Outside of traced code."""
         if self._background.under_way is not None:
             self.finish(self._background.under_way)
 
@@ -119,7 +121,7 @@ class AveragingOptions(Protocol):
 
 
 class WeightAveragingRun(StrategyRun):
-    """The strategy at work on one plan."""
+    """The run of `WeightAveraging` on one plan."""
 
     executor: PlanExecutor
 
@@ -128,20 +130,20 @@ class WeightAveragingRun(StrategyRun):
         self._options, self.steps_per_exchange = options, options.every
         self._fragments = fragments_of_buckets(executor.plan, options.fragments)
         with tf.device("/cpu:0"):
-            # Steps since the weights were made equal
+            # Steps since `consolidate` made the weights equal
             self._steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/since")
-        # Steps before that
+        # Steps of this run before that
         self._steps_before = 0
         # The weights at the last average, if updates are sent or rounds overlap steps
         self._starts: StartWeights | None = None
-        # Those that overlap steps
+        # The rounds, if they overlap steps
         self._rounds: OverlappedRounds | None = None
-        # Counts steps for the stall watch: while a round is in transit, ranks that take steps do
-        # not wait for it
+        # Counts steps for the stall watch, because ranks that take steps while a round is in
+        # transit do not wait for it
         self._stepping = executor.comm.progress.of_exchange([]) if options.overlap else None
-        # What earlier runs kept, until the start weights are there
+        # State of earlier runs, until the start weights exist
         self._kept: CommonState = {}
-        # Of the last step
+        # Weights and optimizer state of the last step
         self._weights: Mapping[str, tf.Variable] = {}
         self._state: Sequence[tf.Variable] = ()
 
@@ -150,30 +152,31 @@ class WeightAveragingRun(StrategyRun):
         return dict(gradients)
 
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Do nothing: residuals hold updates, in which the rate is already."""
+        """Do nothing: residuals hold updates, which include the rate already."""
 
     def weights_are_equal(self) -> tf.Tensor | bool:
-        """Tell whether the last step ended with an average of all variables."""
+        """Return True if the last step ended with an average of all variables."""
         if self._options.every == 1 and not self._options.overlap:
             return True
         return tf.equal(self._since_equal(self._steps.value()), 0)
 
     def _since_equal(self, steps: Steps) -> Steps:
-        """Return how many steps were taken since all weights were equal."""
+        """Return the number of steps since all weights were equal."""
         apart = len(self._fragments) > 1 or self._options.overlap
         return steps if apart else steps % self._options.every
 
     def _since_round(self, fragment: int, steps: Steps) -> Steps:
-        """Return, after some steps, how many were taken since a fragment's round; 0: it is due."""
+        """Return the number of steps since a fragment's round; 0: a round is due."""
         every = self._options.every
         return (steps - (fragment + 1) * every // len(self._fragments)) % every
 
     @tf.autograph.experimental.do_not_convert
     def update(self, step: Update) -> None:
-        """Apply the update of this rank; average if it is time."""
+        """Apply the update of this rank; average if a round is due."""
         self._weights, self._state = step.weights, step.state
         overlap = self._options.overlap
-        # Without data there is no step
+        # In the last call of an iterator, which has no data, TensorFlow still runs ops without a
+        # data dependency; the control dependency keeps it from counting a step
         with tf.control_dependencies(list(step.gradients)[-1:]):
             before = self._steps.read_value()
         if self._options.sends == "updates" or overlap:
@@ -195,14 +198,14 @@ class WeightAveragingRun(StrategyRun):
             self._when(due, functools.partial(begin, number))
 
     def _open(self, weights: Mapping[str, tf.Variable]) -> StartWeights:
-        """Make what is kept of these weights."""
+        """Create the start weights, and the overlapped rounds if rounds overlap steps."""
         self._starts = starts = StartWeights(weights, self._options.outer, self._kept)
         if self._options.overlap:
             self._rounds = OverlappedRounds(weights, starts, self._fragments, self._exchange_round)
         return starts
 
     def _when(self, due: tf.Tensor, work: Callable[[], None]) -> None:
-        """Do some work if it is due: always if each step averages."""
+        """Do some work if it is due, without a condition if each step averages."""
         if self._options.every == 1 and not self._options.overlap:
             with tf.control_dependencies([due]):
                 work()
@@ -210,10 +213,10 @@ class WeightAveragingRun(StrategyRun):
             tf.cond(due, work, lambda: None)
 
     def _average(self, number: int) -> None:
-        """Average what is sent of a fragment, by the plan. **Ranks:** all."""
+        """Average a fragment's weights or updates, by the plan. **Ranks:** all."""
         fragment = self._fragments[number]
         paths = fragment.paths
-        weights = {path: one for path, one in self._weights.items() if path in paths}
+        weights = {path: weight for path, weight in self._weights.items() if path in paths}
         for path, value in self._exchange_round(fragment, weights).items():
             weights[path].assign(value)
         self._average_state()
@@ -221,7 +224,7 @@ class WeightAveragingRun(StrategyRun):
     def _exchange_round(
         self, fragment: Plan, weights: Mapping[str, tf.Variable]
     ) -> dict[str, tf.Tensor]:
-        """Exchange what is sent of a fragment; return where its next round starts."""
+        """Exchange a fragment's weights or updates; return the start weights of its next round."""
         starts = self._starts
         sent = {path: tf.convert_to_tensor(weight) for path, weight in weights.items()}
         done: dict[str, tf.Tensor]
@@ -235,20 +238,20 @@ class WeightAveragingRun(StrategyRun):
         return done
 
     def _average_state(self) -> None:
-        """Do with the optimizer's state what the option says."""
+        """Keep, average or reset the optimizer's state, by the option `momentum`."""
         comm = self.executor.comm
-        for place, slot in enumerate(self._state):
+        for position, slot in enumerate(self._state):
             if not slot.dtype.is_floating or self._options.momentum == "keep":
                 continue
             if self._options.momentum == "reset":
                 slot.assign(tf.zeros_like(slot))
                 continue
             with self.executor.scope():
-                total = comm.allreduce(tf.convert_to_tensor(slot), "world", f"state{place}")
+                total = comm.allreduce(tf.convert_to_tensor(slot), "world", f"state{position}")
             slot.assign(total / tf.cast(comm.topology.size, total.dtype))
 
     def consolidate(self) -> None:
-        """Average now what was not averaged after the last step."""
+        """Average the fragments that were not averaged after the last step."""
         steps = int(self._steps.numpy())
         if self._rounds is not None:
             self._rounds.finish_now()
@@ -266,14 +269,14 @@ class WeightAveragingRun(StrategyRun):
             self._rounds.settle()
 
     def dense_bytes_between_nodes(self) -> float:
-        """Return what plain Horovod would have sent for as many steps."""
+        """Return the bytes that plain Horovod would have sent for as many steps."""
         steps = self._steps_before + int(self._steps.numpy())
         return steps * self.executor.dense_bytes_of_a_step()
 
     def common_state(self) -> CommonState:
-        """Return what the outer optimizer keeps, by variable."""
+        """Return the outer optimizer's state, by variable."""
         return self._kept if self._starts is None else self._starts.state()
 
     def continue_from(self, state: CommonState) -> None:
-        """Let the outer optimizer continue from this state."""
+        """Load the outer optimizer's state."""
         self._kept = dict(state)

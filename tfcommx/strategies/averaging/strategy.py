@@ -11,7 +11,7 @@ fragments and an overlap Streaming DiLoCo. Averaging the weights after an update
 in the gradient (SGD, also with momentum) equals synchronous training, to float32 rounding, if
 `every` is 1: the average of w - r g_i is w - r times the average of g_i, and likewise for the
 velocities. It does not with clipping, or with Adam and other rules that are not linear, and never
-with `every` above 1. (Weight decay reads the weights, which are equal, so it may be there.)
+with `every` above 1. (Weight decay is allowed because it reads the weights, which are equal.)
 
 This file has the options; `run` has the steps, and rounds that end in a later step;
 `outer_optimizer` moves the start weights.
@@ -20,8 +20,8 @@ This file has the options; `run` has the steps, and rounds that end in a later s
 section on AWAGD (average weights after gradient descent) and SUBGD (sum of updates before gradient
 descent; it is `op="sum"` with the strategy "synchronous", or with sends="updates" here).
 Douillard et al., "DiLoCo" (2023), and "Streaming DiLoCo with Overlapping Communication" (2025),
-section 2: we differ in that a fragment is chosen by size, not by layer, and in what becomes of the
-updates of the steps that a round overlaps (`OverlappedRounds`).
+section 2. We choose a fragment by size, not by layer, and keep all updates of the steps that a
+round overlaps (`OverlappedRounds`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MOMENTUM = ("keep", "average", "reset")
 
 @dataclass(frozen=True)
 class WeightAveraging(Strategy):
-    """Update by each rank's own gradients; average the weights every some steps.
+    """Update by each rank's own gradients; average the weights every few steps.
 
     Between averages the ranks' weights differ; at the end of an epoch, before an evaluation and
     before a checkpoint they are averaged (cx.consolidate).
@@ -56,19 +56,19 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
 
     **Ranks:** all, with equal options. **Cost:** one exchange of all variables in `every` steps, by
     their schemes. sends="updates" keeps a copy of the weights at the last average, and `outer` its
-    state beside it: two copies with momentum. `overlap` keeps one copy more, or two with
-    sends="weights"; the exchange takes what the steps leave of cores and network, and another
-    collective of Horovod's waits until it has ended.
+    state with it: two copies with momentum. `overlap` keeps one copy more, or two with
+    sends="weights"; the exchange uses the cores and the bandwidth that the steps leave free, and
+    other Horovod collectives wait until it has ended.
     **Raises:** ConfigurationError for options out of range or that exclude each other.
     """
 
     # Steps, an integer >= 1, after which weights are averaged: tau
     every: int = 1
     # "weights", by dense schemes; or "updates", the sum of a rank's updates since the last average,
-    # by any scheme, whose residuals hold what was not sent. With `outer` always "updates"
+    # by any scheme, whose residuals hold the unsent entries. With `outer` always "updates"
     sends: str = "weights"
-    # Of the optimizer's state at an average: each rank keeps its own, all average, or all begin
-    # again from 0
+    # The optimizer's state at an average: each rank keeps its own, all average it, or all reset it
+    # to 0
     momentum: str = "keep"
     # Keras optimizer that moves the weights of the last average by the averaged updates (DiLoCo:
     # SGD(0.7, momentum=0.9, nesterov=True)); None: they become the average
@@ -76,11 +76,11 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
     # Groups of variables with about equally many entries, in [1, every], whose averages are spread
     # evenly over the steps
     fragments: int = 1
-    # Steps, in [0, every // fragments], for which training goes on while a round is in transit;
+    # Steps, in [0, every // fragments], for which training continues while a round is in transit;
     # 0: a step that sends waits for the average
     overlap: int = 0
 
-    # In the steps that begin with an average; `WeightAveragingRun.weights_are_equal` says which
+    # Only in steps that begin with an average; `WeightAveragingRun.weights_are_equal` says which
     keeps_weights_equal: ClassVar[bool] = True
     updates_apart: ClassVar[bool] = True
 
@@ -113,11 +113,11 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
 
     @property
     def plan_fragments(self) -> int:
-        """The number of groups of variables whose buckets travel apart."""
+        """The number of groups of variables that have separate buckets."""
         return self.fragments
 
     def check(self, plan: Plan) -> None:
-        """Refuse what cannot carry weights or rounds, and buckets of two fragments.
+        """Refuse buckets that cannot carry weights or rounds, or that span two fragments.
 
         **Raises:** ConfigurationError.
         """
@@ -133,21 +133,23 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
                 )
         if self.sends == "updates":
             return
-        odd = next((one for one in plan.buckets if one.keeps_residual or one.momentum), None)
-        if plan.operation != "average" or odd is not None:
-            what = f"op={plan.operation!r}"
-            if odd:
-                what = (
-                    f"{odd.name} on the route {odd.route!r} with wire={odd.wire!r} and "
-                    f"compression={odd.compression!r}"
+        unfit = next(
+            (bucket for bucket in plan.buckets if bucket.keeps_residual or bucket.momentum), None
+        )
+        if plan.operation != "average" or unfit is not None:
+            received = f"op={plan.operation!r}"
+            if unfit:
+                received = (
+                    f"{unfit.name} on the route {unfit.route!r} with wire={unfit.wire!r} and "
+                    f"compression={unfit.compression!r}"
                 )
             raise ConfigurationError(
                 'Weights travel whole, and are averaged: sends="weights" needs dense schemes '
                 "without momentum, without a compression and without 16 or fewer bits on the wire, "
-                f'which would round the weights, and op="average". Received {what}. Take '
+                f'which would round the weights, and op="average". Received {received}. Take '
                 'sends="updates", or other schemes.'
             )
 
     def start(self, executor: Executor) -> StrategyRun:
-        """Get ready for the steps of one plan."""
+        """Prepare the steps of one plan."""
         return WeightAveragingRun(only_plan(executor), self)

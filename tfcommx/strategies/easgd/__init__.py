@@ -4,5 +4,5 @@ strategy  the options
 run       the steps
 worker    a rank's messages to the servers that hold the centre
 server    the centre's arithmetic, and the server that holds it or a range of it (no TensorFlow)
-process   a process for the centre, beside the ranks that train (no TensorFlow)
+process   a separate process for the centre, next to the ranks that train (no TensorFlow)
 """

@@ -1,15 +1,15 @@
-"""The process that holds the centres of elastic averaging, beside the ranks that train.
+"""The process that holds the centres of elastic averaging, next to the ranks that train.
 
     tfcommx run -np 4 --mpi --mpi-args=--enable-recovery -- tfcommx centre -- python train.py
 
     ranks 0, 1, 2    python train.py       size() is 3; Horovod knows nothing of the fourth
-    process 3        this file             a centre for each optimizer that begins with START
+    process 3        this file             a centre for each optimizer that sends START
 
-`tfcommx centre` (cli/centre.py) becomes it in the launch's last process. It takes part in the
-watch: ranks that die during a training are not missed, and if it dies itself, all ranks end and
-name it. It ends when all ranks have said END, or are gone.
+`tfcommx centre` (cli/centre.py) runs this file in the launch's last process. It takes part in the
+watch: training continues without ranks that die, and if this process dies, all ranks end and name
+it. It ends when all ranks have sent END, or are gone.
 
-**Cost:** without TensorFlow, some 50 MB beside the centres; each optimizer's stays to the end.
+**Cost:** without TensorFlow, some 50 MB plus the centres; each optimizer's centre stays to the end.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ class CentreProcess:
 
     Args:
         messages: with all ranks.
-        ranks: that train, >= 1; this process has the next number.
-        membership: what it is told of them.
+        ranks: number of ranks that train, >= 1; it is also this process's rank.
+        membership: which of them have ended or died.
     """
 
     def __init__(self, messages: PointToPoint, ranks: int, membership: Membership) -> None:
         self._messages, self._ranks, self._membership = messages, set(range(ranks)), membership
         self._rank = ranks
-        # Those that have said END, and of these the ones that had failed
+        # Ranks that have sent END, and those of them that had failed
         self._ended: set[int] = set()
         self._failed: set[int] = set()
-        # The last one waits for its START
+        # The last server waits for its START
         self.servers = [self._next_server(1)]
-        # Whether ranks may leave
+        # True while a training is under way, in which ranks may leave
         self._trains = False
 
     def run(self) -> None:
-        """Answer until nobody is there any more.
+        """Answer until all ranks have ended or are gone.
 
-        **Raises:** RuntimeError if all have failed or died: the launch's status must say so.
+        **Raises:** RuntimeError if all have failed or died, so that the launch fails.
         """
         while self._ranks - self._membership.gone():
             if not self.answer_next():
@@ -74,10 +74,10 @@ class CentreProcess:
             )
 
     def answer_next(self) -> bool:
-        """Answer what has arrived for each centre; tell whether there was anything."""
-        found = self._messages.take(END)
-        if found is not None:
-            rank, status = found[0], int(found[1].view(np.int32)[0])
+        """Answer the next message of each centre; return True if any message had arrived."""
+        message = self._messages.take(END)
+        if message is not None:
+            rank, status = message[0], int(message[1].view(np.int32)[0])
             self._ended.add(rank)
             self._membership.mark_gone(rank, "it has ended", True)
             if status:
@@ -93,45 +93,45 @@ class CentreProcess:
                 self._membership.allow_leaving({self._rank})
             else:
                 self._membership.forbid_leaving()
-        return found is not None or any(heard)
+        return message is not None or any(heard)
 
     def _next_server(self, number: int) -> CentreServer:
         return CentreServer(Channel(self._messages, number), self._ranks, self._membership)
 
 
-class _Place:
-    """This process, as the watch sees it."""
+class _WatchedProcess:
+    """This process, in the form that the watch expects."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.membership, self.progress = rank, Membership(), self
 
     def watch(self, send: Callable[[bytes], object], period: float) -> None:
-        """Say what it does, once."""
+        """Report this process's activity, once."""
         with contextlib.suppress(OSError):
             send(f'at [0, "{SERVES}", ""]\n'.encode())
 
 
-def wait_until_all_ranks_call_init(here: _Place) -> CentreProcess:
-    """Return what answers them, and begin to watch them.
+def wait_until_all_ranks_call_init(process: _WatchedProcess) -> CentreProcess:
+    """Start MPI and the watch over the ranks; return the object that answers them.
 
-    **Ranks:** as `mpi.start`, whose limit ends this process, too, if a rank does not come.
+    **Ranks:** as `mpi.start`, whose time limit also ends this process if a rank does not call it.
     """
     mpi.start()
     messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
     liveness.start(
-        here,
+        process,
         launch_interfaces(),
         liveness.Limits(None),
         mpi.gather_with_centre,
         on_one_host(),
         holds=", which holds the centre",
     )
-    return CentreProcess(messages, here.rank, here.membership)
+    return CentreProcess(messages, process.rank, process.membership)
 
 
 def main() -> None:
     """Run the process. **Ranks:** the launch's last, while the others call init()."""
-    wait_until_all_ranks_call_init(_Place(launcher().size)).run()
+    wait_until_all_ranks_call_init(_WatchedProcess(launcher().size)).run()
 
 
 if __name__ == "__main__":

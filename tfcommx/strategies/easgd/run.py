@@ -1,8 +1,8 @@
 """The steps of elastic averaging: begin the centre, exchange with it, take it.
 
 begin   the centre starts from rank 0's weights
-steps   every few: send a snapshot of the weights; subtract the force when it is there
-end     wait for all ranks that still train; the weights become the centre
+steps   every few: send a snapshot of the weights; subtract the force when it has arrived
+end     wait for all ranks that still train; the weights are set to the centre
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ServerThread:
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Answer from now on, unless it does already."""
+        """Start the thread, unless it runs already."""
         if self._thread is not None:
             return
         self._stopped.clear()
@@ -40,11 +40,11 @@ class ServerThread:
             target=self._server.run, args=(self._stopped,), name="tfcommx-centre", daemon=True
         )
         self._thread.start()
-        # MPI must not be taken down under it
+        # The thread must end before MPI is finalized, because it calls MPI
         atexit.register(self._stop)
 
     def end(self) -> None:
-        """Answer no more: all ranks have what they need."""
+        """Stop the thread after all ranks have received their answers."""
         self._stop()
         self._server.finish()
 
@@ -57,7 +57,7 @@ class ServerThread:
 
 
 class ElasticRun(StrategyRun):
-    """The strategy at work on one plan."""
+    """The run of `ElasticAveraging` on one plan."""
 
     executor: PlanExecutor
 
@@ -70,15 +70,15 @@ class ElasticRun(StrategyRun):
         blocking: bool,
         averages_statistics: bool,
     ) -> None:
-        """Get ready; the exchange begins with the first step.
+        """Prepare the steps; the exchange begins with the first one.
 
         Args:
             executor: of the plan.
             servers: the ranks that hold the centre, each a range of it.
             alpha: the moving rate, > 0.
             every: steps between two exchanges, >= 1.
-            blocking: wait for each force; False: go on, and apply it when it is there.
-            averages_statistics: whether such as batch norm's means are averaged at the end.
+            blocking: wait for each force; False: continue, and apply it when it has arrived.
+            averages_statistics: True: average statistics such as batch norm's means at the end.
         """
         super().__init__(executor)
         self._comm, self._servers, self._alpha = executor.comm, servers, alpha
@@ -86,23 +86,24 @@ class ElasticRun(StrategyRun):
         self._averages_statistics = averages_statistics
         self._weights: Mapping[str, tf.Variable] = {}
         self._worker: EasgdWorker | None = None
-        # On a rank that holds a range of the centre
+        # None on ranks that hold no range of the centre
         self._server: ServerThread | None = None
-        # Between the beginning of a training and its end
+        # True between the beginning of a training and its end
         self._trains = False
         # Step at which the last snapshot was sent
         self._sent_at = int(executor.steps.numpy())
 
     def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return this rank's own gradients; count the step."""
-        # The run that finds no more data carries out what does not wait for data: no step
+        # In the last call of an iterator, which has no data, TensorFlow still runs ops without a
+        # data dependency; the control dependency keeps it from counting a step
         with tf.control_dependencies(list(gradients.values())[-1:]):
             self.executor.steps.assign_add(1)
         return dict(gradients)
 
     @tf.autograph.experimental.do_not_convert
     def update(self, step: Update) -> None:
-        """Apply this rank's update; exchange with the centre if it is time."""
+        """Apply this rank's update; exchange with the centre if an exchange is due."""
         if self._comm.topology.size > 1 and not self._weights:
             with tf.init_scope():
                 self._open(step.weights)
@@ -110,7 +111,7 @@ class ElasticRun(StrategyRun):
         if self._comm.topology.size == 1:
             return
         with tf.device("/cpu:0"):
-            # Steps as they are after this one, whose gradients they have waited for
+            # Includes this step, which `exchange` has counted
             steps = self.executor.steps.read_value()
             if self._blocking:
                 tf.cond(steps % self._every == 0, self._exchange_now, lambda: None)
@@ -120,7 +121,7 @@ class ElasticRun(StrategyRun):
             tf.cond(sends, self._send, lambda: None)
 
     def weights_are_equal(self) -> bool:
-        """Return False: they are not, before the end of the training."""
+        """Return False: the weights differ until the training ends."""
         return False
 
     # --- the exchange, in the graph -----------------------------------------------------
@@ -144,7 +145,7 @@ class ElasticRun(StrategyRun):
         tf.numpy_function(begin, [self._flat()], tf.int64)
 
     def _turn(self, steps: np.ndarray) -> tuple[np.bool_, np.bool_]:
-        """Tell whether a force is applied in this step, and whether a snapshot is sent."""
+        """Return (True if a force is applied in this step, True if a snapshot is sent)."""
         worker = self._opened()
         receives = worker.arrived()
         due = steps - self._sent_at >= self._every
@@ -155,17 +156,17 @@ class ElasticRun(StrategyRun):
 
     @property
     def _dtype(self) -> tf.DType:
-        """The dtype in which weights travel: exact for all that Keras trains in."""
-        wide = any(one.dtype == tf.float64 for one in self._weights.values())
+        """The dtype in which weights are sent: exact for every dtype that Keras trains in."""
+        wide = any(weight.dtype == tf.float64 for weight in self._weights.values())
         return tf.float64 if wide else tf.float32
 
     def _sizes(self) -> list[int]:
-        return [one.shape.num_elements() for one in self._weights.values()]
+        return [weight.shape.num_elements() for weight in self._weights.values()]
 
     def _flat(self) -> tf.Tensor:
         parts = [
-            tf.reshape(tf.cast(one.read_value(), self._dtype), [-1])
-            for one in self._weights.values()
+            tf.reshape(tf.cast(weight.read_value(), self._dtype), [-1])
+            for weight in self._weights.values()
         ]
         return tf.concat(parts, axis=0)
 
@@ -173,13 +174,15 @@ class ElasticRun(StrategyRun):
         """Subtract the force from the weights."""
         sizes = self._sizes()
         parts = tf.split(tf.ensure_shape(force, [sum(sizes)]), sizes)
-        for one, part in zip(self._weights.values(), parts, strict=True):
-            one.assign_sub(tf.cast(tf.reshape(part, one.shape), one.dtype), read_value=False)
+        for weight, part in zip(self._weights.values(), parts, strict=True):
+            weight.assign_sub(
+                tf.cast(tf.reshape(part, weight.shape), weight.dtype), read_value=False
+            )
 
     # --- the beginning and the end ------------------------------------------------------
 
     def _open(self, weights: Mapping[str, tf.Variable]) -> None:
-        """Open the messages, and the centre. **Ranks:** all."""
+        """Open the message channels and set the centre. **Ranks:** all."""
         self._weights = dict(weights)
         comm, extra = self._comm, self._servers == [self._comm.messages.centre_rank]
         messages = comm.messages.open_to_centre() if extra else comm.messages.open_own()
@@ -197,7 +200,7 @@ class ElasticRun(StrategyRun):
         return self._worker
 
     def _set_centre(self) -> None:
-        """Let the centre begin with rank 0's weights. **Ranks:** all."""
+        """Initialize the centre with rank 0's weights. **Ranks:** all."""
         if self._server is not None:
             self._server.start()
         if self._comm.rank == CHIEF:
@@ -206,9 +209,10 @@ class ElasticRun(StrategyRun):
         self._serve()
 
     def _serve(self) -> None:
-        """Let ranks leave from now on, and on a server's rank a thread answer.
+        """Allow ranks to leave from now on, and start the thread of a server's rank.
 
-        After the end of a training, if it has not begun anew: it goes on from the centre.
+        After the end of a training, if `begin` was not called again, the centre continues from its
+        last values.
         """
         if not self._trains:
             self._trains = True
@@ -217,7 +221,7 @@ class ElasticRun(StrategyRun):
                 self._server.start()
 
     def begin(self) -> None:
-        """Set the centre to rank 0's weights, as at the beginning of another `fit`.
+        """Set the centre to rank 0's weights, for instance at the beginning of another `fit`.
 
         **Ranks:** all, with equal weights, outside of traced code.
         """
@@ -232,7 +236,7 @@ class ElasticRun(StrategyRun):
         self._sent_at = int(self.executor.steps.numpy())
 
     def centre(self) -> dict[str, np.ndarray] | None:
-        """Return the centre as it is now, by variable; None if no training is under way.
+        """Return the current centre, by variable; None if no training is under way.
 
         **Ranks:** any, outside of traced code; it waits for the servers only.
         """
@@ -242,30 +246,30 @@ class ElasticRun(StrategyRun):
         """Wait until all ranks have ended their training; set the weights to the centre.
 
         Args:
-            statistics: float64, of this rank, equally many on all; None: there are none.
+            statistics: float64, of this rank, equally many on all; None: the model has none.
 
         Returns:
-            Their averages over the ranks.
+            Their averages over the ranks, or this rank's own if they are not averaged.
 
         **Ranks:** all that still train, outside of traced code. From then on a rank that ends
-        without a word makes the others end, as in every training.
+        without a message makes the others end, as in every training.
         """
-        mine = np.zeros(0) if statistics is None else statistics
+        own_statistics = np.zeros(0) if statistics is None else statistics
         if self._worker is None:
-            return mine
-        self._serve()  # Since the end before this rank may have exchanged nothing
-        centre, averages = self._worker.end(mine)
+            return own_statistics
+        self._serve()  # This rank may not have exchanged since the previous training ended
+        centre, averages = self._worker.end(own_statistics)
         if self._server is not None:
             self._server.end()
         self._trains = False
         for path, value in self._by_variable(centre).items():
             self._weights[path].assign(tf.cast(value, self._weights[path].dtype))
         self._comm.membership.forbid_leaving()
-        return averages if self._averages_statistics else mine
+        return averages if self._averages_statistics else own_statistics
 
     def _by_variable(self, flat: np.ndarray) -> dict[str, np.ndarray]:
         parts = np.split(flat, np.cumsum(self._sizes())[:-1])
         return {
-            path: part.reshape(one.shape)
-            for (path, one), part in zip(self._weights.items(), parts, strict=True)
+            path: part.reshape(weight.shape)
+            for (path, weight), part in zip(self._weights.items(), parts, strict=True)
         }

@@ -5,12 +5,12 @@
     worker   weights x --SNAPSHOT--> server                    server   force = alpha (x - centre)
              x -= force <---FORCE---                                    centre += force
     worker   READ --> server
-             <--VALUES--- the centre as it is now
+             <--VALUES--- the current centre
     worker   has ended its training: DONE, with its statistics --> server waits until all are done
-             <-- CENTRE, STATISTICS (the average over the workers that are there)
+             <-- CENTRE, STATISTICS (the average over the workers that have sent DONE)
 
-Messages of each kind have a tag of their own: a rank may be worker and server, and a message to
-itself must not be taken for its own answer. Needs no TensorFlow.
+Each kind of message has a separate tag, because a rank may be both worker and server, and must not
+mistake its own message for an answer. Needs no TensorFlow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tfcommx.collectives.point_to_point import PointToPoint, Request
 from tfcommx.watch.membership import Membership
 
 START, STARTED, SNAPSHOT, FORCE, READ, VALUES, DONE, CENTRE, STATISTICS = range(1, 10)
-# Between two looks for messages: a look takes 1 microsecond, and a core may be shared
+# Between two polls for messages: a poll takes 1 microsecond, and a core may be shared
 LOOK_SECONDS = 0.0005
 # Bytes of START before the weights: alpha and the bytes of an entry, as float64
 HEADER = 16
@@ -36,9 +36,9 @@ HEADER = 16
 class CentreRange(NamedTuple):
     """The range of the flat centre that one server holds."""
 
-    # Its rank
+    # The server's rank
     server: int
-    # Entries [start, stop); none if the servers are more than the entries
+    # Entries [start, stop); may be empty if there are more servers than entries
     start: int
     stop: int
 
@@ -46,7 +46,7 @@ class CentreRange(NamedTuple):
 def cut(entries: int, servers: Sequence[int]) -> list[CentreRange]:
     """Cut the centre into ranges, one for each server, whose lengths differ by at most 1.
 
-    >>> [tuple(one) for one in cut(8, [0, 1, 2])]
+    >>> [tuple(part) for part in cut(8, [0, 1, 2])]
     [(0, 0, 2), (1, 2, 5), (2, 5, 8)]
     """
     ends = [entries * number // len(servers) for number in range(len(servers) + 1)]
@@ -65,28 +65,29 @@ def start_message(alpha: float, values: np.ndarray) -> np.ndarray:
 
 
 def read_start(message: np.ndarray) -> Centre:
-    """Make the centre that a START asks for."""
+    """Create the centre from a START message."""
     alpha, itemsize = message[:HEADER].view(np.float64)
     return Centre(message[HEADER:].view(f"float{8 * int(itemsize)}"), alpha)
 
 
 def _average(statistics: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the average of those that are finite, of all if none is; empty if lengths differ.
+    """Average the finite statistics, or all if none is finite; empty if lengths differ.
 
-    A rank that has diverged has statistics that would spoil those of all ranks.
+    Statistics that are not finite are left out, because those of a rank that has diverged would
+    spoil the average.
 
     >>> _average([np.array([1.0, 2.0]), np.array([np.nan, 2.0]), np.array([3.0, 2.0])])
     array([2., 2.])
     """
-    if len({len(one) for one in statistics}) > 1:
+    if len({len(values) for values in statistics}) > 1:
         return np.zeros(0)
-    finite = [one for one in statistics if np.isfinite(one).all()]
+    finite = [values for values in statistics if np.isfinite(values).all()]
     average: np.ndarray = np.mean(finite or statistics, axis=0)
     return average
 
 
 class Centre:
-    """The centre and what an exchange does to it: pure arithmetic, in the centre's dtype.
+    """The centre and the arithmetic of an exchange, in the centre's dtype.
 
     >>> centre = Centre(np.zeros(2), alpha=0.25)
     >>> centre.meet(np.array([4.0, 8.0]))
@@ -99,7 +100,7 @@ class Centre:
         alpha: > 0, the moving rate.
 
     **Source:** Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD" (2015),
-    Algorithm 1, steps a and b: what the worker loses, the centre gains.
+    Algorithm 1, steps a and b: the worker subtracts the force, and the centre adds it.
     """
 
     def __init__(self, start: np.ndarray, alpha: float) -> None:
@@ -107,10 +108,10 @@ class Centre:
         self._alpha = self.values.dtype.type(alpha)
 
     def meet(self, weights: np.ndarray) -> np.ndarray:
-        """Move the centre towards a worker's weights; return what the worker subtracts from them.
+        """Move the centre towards a worker's weights; return the force, which the worker subtracts.
 
-        A force that is not finite would spoil the centre for all: it stays, and the force is 0.
-        Workers send finite weights only, so that is one that overflows.
+        If the force is not finite, the centre stays and 0 is returned, because such a force would
+        spoil the centre for all. It has overflowed, because workers send finite weights only.
 
         **Cost:** three passes over the entries, one more to look for NaN and Inf.
         """
@@ -127,39 +128,39 @@ class CentreServer:
     Args:
         messages: of the server's rank.
         workers: ranks that take part.
-        membership: the ranks that have ended or died: nobody waits for them.
+        membership: the ranks that have ended or died; the server does not wait for them.
     """
 
     def __init__(
         self, messages: PointToPoint, workers: Collection[int], membership: Membership
     ) -> None:
         self._messages, self._workers, self._membership = messages, set(workers), membership
-        # What it holds, from the first START on
+        # Set by the first START
         self.centre: Centre | None = None
-        # Whether a training is under way
+        # True while a training is under way
         self.trains = False
         # Statistics of the workers that have ended their training
         self._done: dict[int, np.ndarray] = {}
-        # Answers on their way: an array must live until it has been sent
+        # Answers in transit, kept because an array must live until it has been sent
         self._answers: dict[int, list[tuple[Request, np.ndarray]]] = {}
 
     def answer_next(self) -> bool:
-        """Answer a message that has arrived, or the end of all; tell whether there was anything."""
+        """Handle one message, or answer all workers once all are done; return True if any work."""
         for tag, answer in (
             (START, self._start),
             (SNAPSHOT, self._meet),
             (READ, self._read),
             (DONE, self._note),
         ):
-            found = self._messages.take(tag)
-            if found is not None:
-                answer(*found)
+            message = self._messages.take(tag)
+            if message is not None:
+                answer(*message)
                 return True
         return self._end_if_all_are_done()
 
     def _start(self, source: int, message: np.ndarray) -> None:
         self.centre, self.trains = read_start(message), True
-        self._done = {}  # A training that was left by an error may not have come to its end
+        self._done = {}  # An error may have ended the previous training before all were done
         self._answer(source, (np.zeros(0), STARTED))
 
     def _meet(self, source: int, message: np.ndarray) -> None:
@@ -192,27 +193,27 @@ class CentreServer:
         return True
 
     def _answer(self, worker: int, *parts: tuple[np.ndarray, int]) -> None:
-        """Send to a worker, without waiting: it may die before it receives."""
+        """Send to a worker without waiting: it may die before it receives."""
         under_way = self._answers.get(worker, [])
-        self._answers[worker] = [one for one in under_way if not self._messages.done(one[0])] + [
-            (self._messages.send(array, worker, tag), array) for array, tag in parts
-        ]
+        self._answers[worker] = [
+            answer for answer in under_way if not self._messages.done(answer[0])
+        ] + [(self._messages.send(array, worker, tag), array) for array, tag in parts]
 
     def finish(self) -> None:
-        """Wait until all answers have been sent: this rank may end its process next.
+        """Wait until all answers have been sent, because this rank may end its process next.
 
-        Nobody waits for a worker that is gone, or goes meanwhile.
+        Workers that are gone, or end meanwhile, are not waited for.
         """
         while self._answers:
             for worker, answers in list(self._answers.items()):
-                answers[:] = [one for one in answers if not self._messages.done(one[0])]
+                answers[:] = [answer for answer in answers if not self._messages.done(answer[0])]
                 if not answers or worker in self._membership.gone():
                     del self._answers[worker]
             self._membership.find_dead()
             time.sleep(LOOK_SECONDS if self._answers else 0)
 
     def run(self, stopped: threading.Event) -> None:
-        """Answer until `stopped`; a failure is a failure of the rank."""
+        """Answer until `stopped` is set; an exception ends the rank."""
         try:
             while not stopped.is_set():
                 if not self.answer_next():

@@ -2,16 +2,16 @@
 
     rank 0   server thread: centre        no rank waits for another:
     rank 0   steps . . . . . . . .        a slow one exchanges less often,
-    rank 1   steps . . . . . . . .        one that is gone is not missed
+    rank 1   steps . . . . . . . .        and the loss of one stops no other
     rank 2   steps   .   .   .   .
 
-    server="thread"       the centre is a thread's of rank 0
-    server="sharded"      each rank's thread has an equal range of it
-    server="extra_rank"   one more process has it, which does not train
+    server="thread"       a thread of rank 0 holds the centre
+    server="sharded"      a thread of each rank holds an equal range of it
+    server="extra_rank"   an additional process holds it, which does not train
 
 Every few steps a rank sends its weights x to the server and receives the force alpha (x - centre),
-which pulls the rank towards the centre and the centre towards the rank. Nothing else travels, and
-the centre is what is trained: at the end of `fit` all ranks have it.
+which pulls the rank towards the centre and the centre towards the rank. Nothing else is sent. The
+centre is the trained model: at the end of `fit` all ranks have it.
 
 **Source:** Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD" (NIPS 2015),
 Algorithms 1 (EASGD) and 2 (EAMSGD), asynchronous. We differ: the elastic step follows the gradient
@@ -49,31 +49,33 @@ STATISTICS = ("average", "own")
 
 @dataclass(frozen=True)
 class ElasticAveraging(Strategy):
-    """Train each rank by itself and pull it, every few steps, towards a centre that all share.
+    """Train each rank alone and pull it, every few steps, towards a centre that all share.
 
     >>> import tfcommx as cx
     >>> cx.strategies.ElasticAveraging(every=4)
     ElasticAveraging(every=4, beta=0.9, alpha=None, blocking=False, statistics='average', \
 server='thread')
 
-    It needs messages, and ranks that may end while others go on: `tfcommx run --mpi
+    It needs messages, and ranks that may end while others continue: `tfcommx run --mpi
     --mpi-args=--enable-recovery ...`. Without `--enable-recovery` Open MPI ends all ranks if one
     dies.
 
-    A rank that ends or dies leaves the others training; if a server dies, all end and name it. With
-    "sharded" every rank is a server. With "extra_rank" none is that trains, so each may die.
+    If a rank ends or dies, the others continue to train; if a server dies, all end and name it.
+    With "sharded" every rank is a server. With "extra_rank" no rank that trains is one, so each may
+    die.
 
-    The force is taken from weights as they were d steps ago. Per direction of curvature h, with
+    The force is computed from the weights of d steps ago. Per direction of curvature h, with
     r = 1 - (1 - learning rate x h)^d, it is stable if alpha <= (4 - 2r)/(4 - r): the paper's
-    condition for round-robin exchanges, with r in the place of its learning rate. For r up to 1
-    that is alpha <= 2/3. A blocking exchange is stable for alpha <= 1. Larger ones are warned of.
+    condition for round-robin exchanges, with r in place of its learning rate. For r up to 1
+    that is alpha <= 2/3. A blocking exchange is stable for alpha <= 1. A larger alpha causes a
+    warning.
 
     Weights that are not finite are not sent: the centre leaves them out, with a warning.
 
     **Ranks:** all, with equal options. **Cost:** 8 bytes an entry per exchange (16 in float64),
-    all of them through the server's link; there a thread that does four passes over the weights per
-    exchange. With "sharded" each of p ranks carries and does 1/p of that, in p messages each way
-    per exchange. With "extra_rank" one more process, without TensorFlow.
+    all of them through the server's link; on the server a thread that makes four passes over the
+    weights per exchange. With "sharded" each of p ranks has 1/p of that traffic and work, in p
+    messages each way per exchange. With "extra_rank" one more process, without TensorFlow.
     **Raises:** ConfigurationError for options out of range.
     """
 
@@ -84,17 +86,17 @@ server='thread')
     beta: float = 0.9
     # The moving rate itself, > 0; None: beta / p with p ranks. Theano-MPI: 0.5 on 8 GPUs
     alpha: float | None = None
-    # Wait for each force; False: go on, and apply it when it is there
+    # Wait for each force; False: continue, and apply it when it has arrived
     blocking: bool = False
-    # What layers keep beside what they train, such as batch norm's means, at the end of `fit`:
+    # Layers' values that are not trained, such as batch norm's means, at the end of `fit`:
     # "average" over the ranks, or each rank's "own"
     statistics: str = "average"
-    # Where the centre is: in a "thread" of rank 0; "sharded": an equal range of it in a thread of
-    # each rank; in an "extra_rank", a process that `tfcommx centre` makes of the launch's last
+    # Location of the centre: a "thread" of rank 0; "sharded": an equal range of it in a thread of
+    # each rank; an "extra_rank": the launch's last process, which runs `tfcommx centre`
     server: str = "thread"
 
     keeps_weights_equal: ClassVar[bool] = False
-    # Ranks take steps, and whole epochs, without each other
+    # Ranks take steps, and whole epochs, independently
     in_lock_step: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -112,7 +114,7 @@ server='thread')
         check_name("server", self.server, SERVERS)
 
     def moving_rate(self, ranks: int) -> float:
-        """Return alpha for so many ranks: beta / p, if it was not given.
+        """Return alpha for a number of ranks: `alpha` if set, else beta / ranks.
 
         >>> ElasticAveraging().moving_rate(3)
         0.3
@@ -120,13 +122,13 @@ server='thread')
         return self.beta / ranks if self.alpha is None else self.alpha
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan that exchanges gradients in a way of its own.
+        """Refuse a plan that differs from plain Horovod: no gradients are exchanged.
 
         **Raises:** ConfigurationError.
         """
         for bucket in plan.buckets:
-            own = bucket.selection != "all" or bucket.momentum or bucket.clip_norm
-            if own or bucket.route != "allreduce" or bucket.wire != "plain":
+            exchanges_differently = bucket.selection != "all" or bucket.momentum or bucket.clip_norm
+            if exchanges_differently or bucket.route != "allreduce" or bucket.wire != "plain":
                 raise ConfigurationError(
                     f"{self.__class__.__name__} exchanges whole weights and no gradients. Received "
                     f"a scheme with route={bucket.route!r}, selection={bucket.selection!r}, "
@@ -139,7 +141,7 @@ server='thread')
             )
 
     def start(self, executor: Executor) -> ElasticRun:
-        """Get ready for the steps of one plan; the exchange begins with the first step.
+        """Prepare the steps of one plan; the exchange begins with the first step.
 
         **Raises:** ConfigurationError without an MPI launch, and for "extra_rank" without one whose
         last process is `tfcommx centre`'s.

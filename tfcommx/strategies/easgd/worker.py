@@ -3,7 +3,7 @@
     one server      x = [ 0 ................... n )  --SNAPSHOT--> server       <--FORCE--
     several         x = [ 0 ... a ) [ a ... b ) [ b ... n )  a part to each, and one from each
 
-strategies/easgd/server.py says what the messages are, and answers them.
+strategies/easgd/server.py defines the messages, and answers them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tfcommx.watch.membership import Membership
 
 log = logging.getLogger("tfcommx")
 
-# A worker that waits longer for the others to end says so, and again after twice as long
+# A worker that waits longer than this for the others to end logs it, and again after twice as long
 PATIENT_SECONDS = 60.0
-# After a server has ended, for what it has sent before
+# Time after a server's end in which its last messages may still arrive
 GRACE_SECONDS = 10.0
 AWAITED = {FORCE: "the force", CENTRE: "the other ranks to end their training"}
 EMPTY = np.zeros(0)
@@ -51,8 +51,8 @@ class EasgdWorker:
 
     Args:
         messages: of the worker's rank.
-        rank: the worker's, for people.
-        parts: who holds which range of the centre; all of it, in order.
+        rank: the worker's, for messages to the user.
+        parts: the ranges of the centre and their servers; together all of it, in order.
         dtype: of the centre.
         membership: the ranks that have ended or died.
     """
@@ -69,16 +69,16 @@ class EasgdWorker:
         self._dtype, self._membership = dtype, membership
         self._stopped = threading.Event()
         self._under_way: Future[np.ndarray] | None = None
-        # Whether weights that are not finite were warned of
+        # True after the warning about weights that are not finite
         self._spoilt = False
 
     @property
     def waits(self) -> bool:
-        """Whether a snapshot was sent whose force nobody has taken yet."""
+        """True if a snapshot was sent whose force has not been taken yet."""
         return self._under_way is not None
 
     def start(self, alpha: float, values: np.ndarray) -> None:
-        """Let the centre begin with these values, and wait until it has.
+        """Initialize the centre with these values, and wait until it has them.
 
         Args:
             alpha: > 0, the moving rate.
@@ -88,29 +88,29 @@ class EasgdWorker:
         self._ask(START, parts, STARTED)
 
     def read(self) -> np.ndarray:
-        """Return the centre as it is now; several servers' parts may differ by an exchange."""
+        """Return the current centre; parts of several servers may differ by an exchange."""
         (values,) = self._ask(READ, [EMPTY] * len(self._parts), VALUES)
         return self._joined(values)
 
     def arrived(self) -> bool:
-        """Tell whether the force of the last snapshot is there."""
+        """Return True if the force of the last snapshot has arrived."""
         return self._under_way is not None and self._under_way.done()
 
     def begin(self, snapshot: np.ndarray) -> None:
-        """Send a snapshot and go on: a thread awaits the force.
+        """Send a snapshot and continue; a thread awaits the force.
 
-        Messages get on only while a thread of the process looks for them.
+        The thread is needed because messages progress only while a thread of the process polls.
 
-        **Raises:** RuntimeError if nobody has taken the force of the snapshot before: the answers
-        could be mistaken for each other.
+        **Raises:** RuntimeError if the force of the previous snapshot was not taken, because the
+        answers could be mistaken for each other.
         """
         if self.waits:
             raise RuntimeError("A force must be taken before the next snapshot is sent.")
-        kept = np.array(snapshot, self._dtype)  # The caller's memory is its own again
-        self._under_way = in_thread(lambda: self.exchange(kept), "tfcommx-elastic")
+        own_copy = np.array(snapshot, self._dtype)  # The caller may reuse its memory
+        self._under_way = in_thread(lambda: self.exchange(own_copy), "tfcommx-elastic")
 
     def take(self) -> np.ndarray:
-        """Return the force of the last snapshot; wait for it, if need be."""
+        """Return the force of the last snapshot; wait for it if necessary."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             raise RuntimeError("A snapshot must be sent before its force is taken.")
@@ -119,8 +119,8 @@ class EasgdWorker:
     def exchange(self, snapshot: np.ndarray) -> np.ndarray:
         """Send a snapshot and wait for its force.
 
-        Weights that are not finite would spoil the centre for all: nothing is sent, and the force
-        is 0. The worker decides, because it alone sees all parts.
+        If the weights are not finite, nothing is sent and the force is 0, because they would spoil
+        the centre for all. The worker decides, because it alone sees all parts.
 
         **Cost:** one pass over the entries to look for NaN and Inf.
         **Raises:** RuntimeError if a server's rank has ended.
@@ -141,7 +141,7 @@ class EasgdWorker:
         **Raises:** RuntimeError if a server's rank has ended, and for unequal lengths.
         """
         if self.waits:
-            self.take()  # The centre takes the place of these weights
+            self.take()  # Dropped: the centre replaces these weights
         statistics = np.ascontiguousarray(statistics, np.float64)
         none = [EMPTY] * (len(self._parts) - 1)
         centre, averages = self._ask(DONE, [statistics, *none], CENTRE, STATISTICS)
@@ -155,7 +155,7 @@ class EasgdWorker:
         return self._joined(centre), average
 
     def stop(self) -> None:
-        """End the waits of this process's threads: MPI is about to end."""
+        """End the waits of this process's threads before MPI ends."""
         self._stopped.set()
         if self._under_way is not None:
             futures.wait([self._under_way], END_SECONDS)
@@ -173,7 +173,7 @@ class EasgdWorker:
         return [flat[part.start : part.stop] for part in self._parts]
 
     def _joined(self, parts: list[np.ndarray]) -> np.ndarray:
-        # With one server there is nothing to copy
+        # With one server no copy is needed
         flat = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return flat.view(self._dtype)
 
@@ -183,25 +183,25 @@ class EasgdWorker:
             self._messages.send(array, part.server, tag)
             for array, part in zip(arrays, self._parts, strict=True)
         ]
-        found = [self._await(answer) for answer in answers]
+        received = [self._await(answer) for answer in answers]
         for request in requests:
             self._messages.wait_any([request])
-        return found
+        return received
 
     def _await(self, tag: int) -> list[np.ndarray]:
         start, late, gone_at = time.monotonic(), PATIENT_SECONDS, math.inf
-        found: dict[int, np.ndarray] = {}
+        received: dict[int, np.ndarray] = {}
         servers = [part.server for part in self._parts]
-        while missing := [server for server in servers if server not in found]:
+        while missing := [server for server in servers if server not in received]:
             message = self._messages.take(tag)
             if message is not None:
-                found[message[0]] = message[1]
+                received[message[0]] = message[1]
                 continue
             if self._stopped.is_set():
                 raise RuntimeError("The process ends while it waits for the centre.")
             if gone := sorted(set(missing) & self._membership.gone()):
                 gone_at = min(gone_at, time.monotonic())
-            # What it sent last may still be on its way
+            # Its last messages may still be in transit
             if time.monotonic() - gone_at > GRACE_SECONDS:
                 raise RuntimeError(
                     f"Rank {gone[0]}, which held {'part of ' if servers[1:] else ''}the centre, "
@@ -218,4 +218,4 @@ class EasgdWorker:
                 )
             self._membership.find_dead()
             time.sleep(LOOK_SECONDS)
-        return [found[server] for server in servers]
+        return [received[server] for server in servers]

@@ -4,9 +4,9 @@
     batch of layers       |   1   |     0        |     all-gather of its weights
     segment               |  s2   |  s1   |  s0  |     one flat shard on each rank
 
-A segment holds whole variables of one batch, one bucket, one dtype, that all decay or all do not.
-It is padded so that each of p ranks owns an equal part: rank r entries [r n, (r + 1) n). The p
-ranks are those of a group: of the world, of a node, or the peers.
+A segment holds whole variables of one batch, one bucket and one dtype, with weight decay for all or
+for none. It is padded to p equal parts, one for each rank: rank r owns entries [r n, (r + 1) n).
+The p ranks are those of a group: the world, a node, or the peers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import Piece, Plan, PlanError
 
-# What Horovod carries
+# Dtypes that Horovod's collectives support
 DTYPES = ("float16", "float32", "float64")
-# What an optimizer keeps of each variable that it updates: attribute -> one for each, or None
+# An optimizer's state: attribute -> for each variable that it updates a state variable, or None
 Slots = Mapping[str, Sequence[keras.Variable | None]]
-# The same of whole variables: attribute -> path -> array
+# State of whole variables: attribute -> path -> array
 WholeSlots = dict[str, dict[str, np.ndarray]]
 
 
@@ -39,35 +39,35 @@ class Segment:
     name: str
     # Paths of whole variables, in the order of the vector
     paths: tuple[str, ...]
-    # Entries of each
+    # Entries of each variable
     sizes: tuple[int, ...]
-    # Where each begins in the vector; what lies between them is padding
+    # Position of each variable's first entry in the vector; gaps between variables are padding
     starts: tuple[int, ...]
     # Entries of one rank's shard
     length: int
-    # Of the weights
+    # Dtype of the weights
     dtype: str
-    # Whether the optimizer's weight decay applies to each
+    # For each variable, True if the optimizer's weight decay applies to it
     decays: tuple[bool, ...]
-    # Which batch of layers they are pulled with, from 0
+    # Number of the batch of layers that is pulled together, from 0
     batch: int
-    # Name of the bucket of their gradients; "" if they are of several
+    # Name of the bucket of their gradients; "" if they belong to several buckets
     bucket: str
     # Number of ranks, >= 1
     ranks: int
 
     def _stretches(self) -> list[tuple[str | None, int]]:
-        """Return what the vector is made of: (path, entries), and (None, entries) of padding."""
-        found: list[tuple[str | None, int]] = []
+        """Return the vector's parts in order: (path, entries), and (None, entries) for padding."""
+        stretches: list[tuple[str | None, int]] = []
         at = 0
         for path, size, start in zip(self.paths, self.sizes, self.starts, strict=True):
-            found += [(None, start - at), (path, size)]
+            stretches += [(None, start - at), (path, size)]
             at = start + size
-        found.append((None, self.length * self.ranks - at))
-        return [one for one in found if one != (None, 0)]
+        stretches.append((None, self.length * self.ranks - at))
+        return [stretch for stretch in stretches if stretch != (None, 0)]
 
     def flatten(self, tensors: Mapping[str, tf.Tensor], dtype: str) -> tf.Tensor:
-        """Return all variables as one flat vector of a dtype, with its padding."""
+        """Return all variables as one flat vector of the given dtype, with padding."""
         parts = [
             tf.zeros([size], dtype)
             if path is None
@@ -89,7 +89,7 @@ class Segment:
         }
 
     def parts_of(self, rank: int) -> Iterator[tuple[str, int, int]]:
-        """Yield (path, start, stop): the stretches of variables that are a rank's shard."""
+        """Yield (path, start, stop): the ranges of variables in a rank's shard."""
         first, last = rank * self.length, (rank + 1) * self.length
         for path, size, begin in zip(self.paths, self.sizes, self.starts, strict=True):
             start, stop = max(first - begin, 0), min(last - begin, size)
@@ -107,14 +107,14 @@ class Segment:
 
 
 def sizes_of(plan: Plan) -> dict[str, tuple[str, int]]:
-    """Return path -> (the bucket where it begins, its entries) of each variable of a plan."""
-    found: dict[str, tuple[str, int]] = {}
+    """Return path -> (its first bucket, its number of entries) of each variable of a plan."""
+    sizes: dict[str, tuple[str, int]] = {}
     for bucket in plan.buckets:
         for name, size in zip(bucket.variables, bucket.sizes, strict=True):
             path = Piece.of(name).path
-            first, before = found.get(path, (bucket.name, 0))
-            found[path] = first, before + size
-    return found
+            first, before = sizes.get(path, (bucket.name, 0))
+            sizes[path] = first, before + size
+    return sizes
 
 
 def require_carried(dtypes: Mapping[str, str]) -> None:
@@ -141,10 +141,10 @@ def lay_out(
         plan: covers exactly these variables.
         paths, dtypes, decays: of the variables in forward order.
         batches: [start, stop) of the variables that are pulled together, in forward order.
-        ranks: of the group that shares them.
+        ranks: number of ranks in the group that shares the weights.
 
     Returns:
-        Segments, each variable in exactly one.
+        Segments, with each variable in exactly one.
 
     **Raises:** PlanError for a dtype that cannot be gathered.
     """
@@ -156,17 +156,17 @@ def lay_out(
         at = position[path]
         members.setdefault((bucket, batch_of[at], dtypes[at], decays[at]), []).append((path, size))
     segments = []
-    for number, ((bucket, batch, dtype, decaying), found) in enumerate(members.items()):
-        *starts, total = itertools.accumulate((size for _, size in found), initial=0)
+    for number, ((bucket, batch, dtype, decaying), variables) in enumerate(members.items()):
+        *starts, total = itertools.accumulate((size for _, size in variables), initial=0)
         segments.append(
             Segment(
                 name=f"shard{number}",
-                paths=tuple(path for path, _ in found),
-                sizes=tuple(size for _, size in found),
+                paths=tuple(path for path, _ in variables),
+                sizes=tuple(size for _, size in variables),
                 starts=tuple(starts),
                 length=-(-total // ranks),
                 dtype=dtype,
-                decays=(decaying,) * len(found),
+                decays=(decaying,) * len(variables),
                 batch=batch,
                 bucket=bucket,
                 ranks=ranks,
@@ -176,10 +176,10 @@ def lay_out(
 
 
 class Shards:
-    """This rank's shards of a model's weights, and whether the weights themselves are current.
+    """This rank's shards of a model's weights, and a flag that the weights are current.
 
     Args:
-        segments: in which the weights are gathered; each weight is in one.
+        segments: in which the weights are gathered; each weight is in exactly one.
         weights: of all segments, by path, in forward order.
         rank: this rank's position in the group that shares the weights.
     """
@@ -187,58 +187,60 @@ class Shards:
     def __init__(
         self, segments: Sequence[Segment], weights: Mapping[str, tf.Variable], rank: int
     ) -> None:
-        """Make the shards, as zeros."""
+        """Create the shards, as zeros."""
         self.segments, self.weights, self.rank = list(segments), dict(weights), rank
-        # Whether a step function has said that it pulls at its beginning; while it is traced
+        # True if the step function pulls at its beginning; set while it is traced
         self.pulls_first = False
         with tf.init_scope():
-            # What the optimizer updates, and keeps state of
+            # The variables that the optimizer updates, and for which it keeps state
             self.variables = self._make_variables()
             with tf.device("/cpu:0"):
-                # The weights are as new as the shards, or somebody has set them
+                # True if the weights are as recent as the shards, or were assigned since
                 self.current = tf.Variable(True, trainable=False, name="tfcommx/current")
 
-    # --- what a kind of shards decides: here one flat variable for each segment ------------
+    # --- methods that a subclass overrides: here one flat variable for each segment --------
 
     def _make_variables(self) -> list[keras.Variable]:
         return [
-            keras.Variable(np.zeros(one.length, one.dtype), one.dtype, name=one.name)
-            for one in self.segments
+            keras.Variable(
+                np.zeros(segment.length, segment.dtype), segment.dtype, name=segment.name
+            )
+            for segment in self.segments
         ]
 
     @property
     def names(self) -> list[str]:
-        """A name for each of the variables."""
-        return [one.name for one in self.segments]
+        """The name of each variable."""
+        return [segment.name for segment in self.segments]
 
     @property
     def decays(self) -> list[bool]:
-        """Whether weight decay applies to each of the variables."""
-        return [one.decays[0] for one in self.segments]
+        """For each variable, True if weight decay applies to it."""
+        return [segment.decays[0] for segment in self.segments]
 
     @property
     def pushes(self) -> list[Segment]:
         """The segments in which gradients are reduce-scattered."""
         return self.segments
 
-    def parts(self, place: int) -> list[tuple[str, int, int]]:
-        """Return (path, start, stop) of what the variable at a place has of weights, flat."""
-        return list(self.segments[place].parts_of(self.rank))
+    def parts(self, position: int) -> list[tuple[str, int, int]]:
+        """Return (path, start, stop): the flat ranges of weights in the variable at a position."""
+        return list(self.segments[position].parts_of(self.rank))
 
-    def entries(self, place: int, tensors: Mapping[str, tf.Tensor]) -> tf.Tensor:
-        """Return what the variable at a place has of whole tensors."""
-        return self.segments[place].shard_of(tensors, self.rank)
+    def entries(self, position: int, tensors: Mapping[str, tf.Tensor]) -> tf.Tensor:
+        """Return the entries of whole tensors that belong to the variable at a position."""
+        return self.segments[position].shard_of(tensors, self.rank)
 
     def pushed(self, segment: Segment, flat: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Return name of a variable -> gradient, from this rank's shard of a pushed segment."""
+        """Return variable name -> gradient, from this rank's shard of a pushed segment."""
         return {segment.name: flat}
 
-    def flat(self, place: int) -> tf.Tensor:
-        """Return this rank's shard of the segment at a place, to be gathered."""
-        return self.variables[place].value
+    def flat(self, position: int) -> tf.Tensor:
+        """Return this rank's shard of the segment at a position, to be gathered."""
+        return self.variables[position].value
 
     def gather(self, slots: Slots, comm: Comm, group: str) -> WholeSlots:
-        """Return what the optimizers of all ranks keep, of whole variables, on rank 0.
+        """Return the state of all ranks' optimizers, by whole variable, on rank 0.
 
         **Ranks:** all, outside of traced code. **Cost:** an all-gather.
         """
@@ -255,17 +257,17 @@ class Shards:
         return whole
 
     def set_slots(self, slots: Slots, whole: WholeSlots) -> None:
-        """Set what this rank's optimizer keeps to its part of what is kept of whole variables."""
+        """Set this rank's optimizer state to its part of the state of whole variables."""
         for name, slot in slots.items():
             tensors = {path: tf.constant(array) for path, array in whole[name].items()}
-            for place, shard in enumerate(slot):
+            for position, shard in enumerate(slot):
                 assert shard is not None, "every flat shard has each slot"
-                shard.assign(self.entries(place, tensors))
+                shard.assign(self.entries(position, tensors))
 
-    # --- the same for all kinds ------------------------------------------------------------
+    # --- methods common to all kinds of shards ----------------------------------------------
 
     def rename(self, paths: Sequence[str]) -> None:
-        """Call the variables by other paths, given in forward order."""
+        """Rename the variables to these paths, in forward order."""
         new = dict(zip(self.weights, paths, strict=True))
         self.segments = renamed(self.segments, new)
         self.weights = {new[path]: variable for path, variable in self.weights.items()}
@@ -276,43 +278,43 @@ class Shards:
         return {path: variable.shape for path, variable in self.weights.items()}
 
     def batches(self) -> list[list[int]]:
-        """Return the positions of the segments of each batch and dtype, in the order of pulls."""
-        keys = sorted({(one.batch, one.dtype) for one in self.segments})
+        """Return the positions of the segments of each batch and dtype, in pull order."""
+        keys = sorted({(segment.batch, segment.dtype) for segment in self.segments})
         return [
-            [i for i, one in enumerate(self.segments) if (one.batch, one.dtype) == key]
+            [i for i, segment in enumerate(self.segments) if (segment.batch, segment.dtype) == key]
             for key in keys
         ]
 
     def take_from_weights(self) -> None:
-        """Set the shards to their entries of the weights, if those are current."""
+        """Set the shards to their entries of the weights, if the weights are current."""
         current = self.current.read_value()
-        for place, shard in enumerate(self.variables):
+        for position, shard in enumerate(self.variables):
             value = tf.cond(
                 current,
-                lambda place=place: tf.identity(self.entries(place, self.weights)),
+                lambda position=position: tf.identity(self.entries(position, self.weights)),
                 shard.value.read_value,
             )
             shard.assign(value)
 
     def squares(self, gradients: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return path -> sum of squares of this rank's part of a gradient, float32."""
-        found = {path: tf.zeros([]) for path in self.weights}
-        for place, gradient in enumerate(gradients):
+        sums = {path: tf.zeros([]) for path in self.weights}
+        for position, gradient in enumerate(gradients):
             flat, at = tf.reshape(gradient, [-1]), 0
-            for path, start, stop in self.parts(place):
+            for path, start, stop in self.parts(position):
                 part = tf.cast(flat[at : at + stop - start], tf.float32)
-                found[path] += tf.reduce_sum(part * part)
+                sums[path] += tf.reduce_sum(part * part)
                 at += stop - start
-        return found
+        return sums
 
     def scale(
         self, gradients: Sequence[tf.Tensor], factors: Mapping[str, tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Return the gradients of shards, each variable's part times its factor."""
+        """Return the gradients of shards, with each variable's part scaled by its factor."""
         scaled = []
-        for place, gradient in enumerate(gradients):
+        for position, gradient in enumerate(gradients):
             flat, parts, at = tf.reshape(gradient, [-1]), [], 0
-            for path, start, stop in self.parts(place):
+            for path, start, stop in self.parts(position):
                 part = flat[at : at + stop - start]
                 parts.append(part * tf.cast(factors[path], part.dtype))
                 at += stop - start
@@ -321,7 +323,8 @@ class Shards:
 
 
 def renamed(segments: Sequence[Segment], new: Mapping[str, str]) -> list[Segment]:
-    """Return segments whose variables have other paths: old path -> new one."""
+    """Return the segments with other variable paths, given as old path -> new path."""
     return [
-        dataclasses.replace(one, paths=tuple(new[path] for path in one.paths)) for one in segments
+        dataclasses.replace(segment, paths=tuple(new[path] for path in segment.paths))
+        for segment in segments
     ]

@@ -3,14 +3,15 @@
     gradients -> reduce-scatter -> each rank updates its shard -> all-gather -> weights on all ranks
                  [push]            [1/p of the optimizer's state]  [pull]
 
-Over a node (or the peers) each node (or slot) has all weights, and the push adds an allreduce of
-the shard over the peers (or the node): the collectives of the torus, the update between them.
+With the group "node" (or "peers") each node (or slot) has all weights, and the push adds an
+allreduce of the shard over the peers (or the node): the collectives of the torus, with the update
+between them.
 
-This file has the options and cuts the weights; `shards` and `whole_shards` are what is cut,
-`run` has the steps. `pull_times` are the times by which the batches of a pull are planned.
+This file has the options and cuts the weights; `shards` and `whole_shards` hold the parts, `run`
+has the steps. `pull_times` returns the times by which the batches of a pull are planned.
 
 **Source:** Wang, Pi, Zhou, "Scalable Distributed DL Training: Batching Communication and
-Computation" (2019), on the parameter servers of BigDL. There a server is a thread of its own beside
+Computation" (2019), on the parameter servers of BigDL. There a server is a separate thread next to
 each worker; here ranks exchange by collectives.
 """
 
@@ -58,22 +59,30 @@ def pull_times(
     links: Links,
     group: str = "world",
 ) -> PullTimes:
-    """Return what pulls and the forward pass of each layer take.
+    """Return the times of pulls and of the forward pass, by layer.
 
     Args:
-        profile: of this model, with times; matched by order and shape, as names may differ.
-        layers: [start, stop) of the variables of each, in forward order.
+        profile: of this model, with times; matched by order and shape, because names may differ.
+        layers: [start, stop) of the variables of each layer, in forward order.
         weights: in forward order, each with `shape` and `dtype`.
-        topology, links: price an all-gather, by the engine of the links.
+        topology, links: for the price of an all-gather, by the engine of the links.
         group: of the ranks that gather. The slots of a node share its port.
 
     **Raises:** PlanError for a profile of other variables, or without times.
     """
     rows = profile.variables[::-1]
-    ours, theirs = [tuple(one.shape) for one in weights], [row.shape for row in rows]
-    if ours != theirs or not profile.timed:
+    model_shapes, profile_shapes = (
+        [tuple(weight.shape) for weight in weights],
+        [row.shape for row in rows],
+    )
+    if model_shapes != profile_shapes or not profile.timed:
         differs = next(
-            (pair for pair in itertools.zip_longest(ours, theirs) if pair[0] != pair[1]), None
+            (
+                pair
+                for pair in itertools.zip_longest(model_shapes, profile_shapes)
+                if pair[0] != pair[1]
+            ),
+            None,
         )
         raise PlanError(
             'pull="batched" needs a profile of this model with times. Received one of '
@@ -83,28 +92,31 @@ def pull_times(
         )
     ranks = len(topology.group(group, 0))
     entry_bytes = [
-        2 if "16" in str(one.dtype) else 8 if "64" in str(one.dtype) else 4 for one in weights
+        2 if "16" in str(weight.dtype) else 8 if "64" in str(weight.dtype) else 4
+        for weight in weights
     ]
-    own = [sum(rows[i].size * entry_bytes[i] for i in range(*layer)) / ranks for layer in layers]
-    startup_s, per_byte = _line(sum(own), group, topology, links)
+    shard_bytes = [
+        sum(rows[i].size * entry_bytes[i] for i in range(*layer)) / ranks for layer in layers
+    ]
+    startup_s, per_byte = _line(sum(shard_bytes), group, topology, links)
     return PullTimes(
         startup_s,
-        tuple(per_byte * size for size in own),
+        tuple(per_byte * size for size in shard_bytes),
         tuple(sum(rows[i].forward_s for i in range(*layer)) for layer in layers),
     )
 
 
 def _line(own_bytes: float, group: str, topology: Topology, links: Links) -> tuple[float, float]:
-    """Return start-up time and seconds per byte of gathers of half as many bytes to as many.
+    """Return start-up time and seconds per byte of gathers of half of `own_bytes` up to all of it.
 
-    The paper's methods need a line, and an engine's price has another one where it takes another
-    algorithm for short vectors.
+    The paper's methods need a linear price. An engine's price is linear only in sections, because
+    it uses another algorithm for short vectors.
     """
-    half, whole = (
+    half, full = (
         engines.gather_seconds(share * own_bytes, group, topology, links) for share in (0.5, 1.0)
     )
-    startup_s = max(2 * half - whole, 0.0)
-    return startup_s, (whole - startup_s) / own_bytes if own_bytes else 0.0
+    startup_s = max(2 * half - full, 0.0)
+    return startup_s, (full - startup_s) / own_bytes if own_bytes else 0.0
 
 
 log = logging.getLogger("tfcommx")
@@ -116,21 +128,21 @@ PULLS = ("at_once", "layers", "batched")
 class Sharded(Strategy):
     """Let every rank update 1/p of the weights, with 1/p of the optimizer's state.
 
-    Buckets that travel by a plain allreduce are reduce-scattered; others, such as sparse ones, go
-    their route, and each rank keeps its part of the sum.
+    Buckets on a plain allreduce are reduce-scattered; others, such as sparse ones, take their
+    route, and each rank keeps its part of the sum.
 
-    An optimizer with statistics of whole variables (LARS, LAMB, Adafactor, Muon) has whole
-    variables as its shards, balanced by size; they are pulled at once.
+    For an optimizer with statistics of whole variables (LARS, LAMB, Adafactor, Muon) the shards are
+    whole variables, balanced by size and pulled at once.
     """
 
     # "at_once": one all-gather; "layers": one for each layer; "batched": by times of the layers
     pull: str = "at_once"
-    # Of the model, or the file of it; "batched" needs it. `tfcommx profile` and cx.profile make it.
+    # The model's profile or its file, made by `tfcommx profile` or cx.profile; for "batched" only
     profile: Profile | str | Path | None = None
-    # How "batched" chooses: a solver of tfcommx.planner.merging.pulls; "best" simulates all
+    # Solver for "batched": one of tfcommx.planner.merging.pulls; "best" simulates all
     solver: str = "best"
-    # Who shares the weights: the "world"; or the "node" or the "peers", so that each of these
-    # groups has all weights, and its ranks 1/n or 1/m of them. The bytes are then those of a torus.
+    # Group that shares the weights: the "world"; or the "node" or the "peers", so that each such
+    # group has all weights, and its ranks 1/n or 1/m of them. The bytes are then those of a torus.
     group: str = "world"
 
     shards_weights: ClassVar[bool] = True
@@ -148,13 +160,13 @@ class Sharded(Strategy):
             )
 
     def start(self, executor: Executor) -> ShardedRun:
-        """Get ready for the steps of one plan; `attach` gives it the shards."""
+        """Prepare the steps of one plan; `attach` sets the shards."""
         return ShardedRun(only_plan(executor), self.group)
 
     def batches(
         self, paths: Sequence[str], weights: Sequence[Any], topology: Topology, links: Links
     ) -> list[tuple[int, int]]:
-        """Return which variables are pulled together, given in forward order: [start, stop).
+        """Return [start, stop) of the variables that are pulled together, in forward order.
 
         **Raises:** PlanError for a profile of another model, or without times.
         """
@@ -187,23 +199,23 @@ class Sharded(Strategy):
         links: Links,
         whole: Sequence[str] | None = None,
     ) -> Shards:
-        """Make this rank's shards. Local: a pure function of the arguments, and memory.
+        """Create this rank's shards. Local: depends on the arguments only, and allocates memory.
 
         Args:
             plan: covers exactly these variables.
             weights: path -> variable, in forward order.
-            decays: whether the optimizer's weight decay applies to each.
+            decays: for each variable, True if the optimizer's weight decay applies to it.
             rank: this rank.
-            links: what a gather costs.
-            whole: the paths by which the optimizer knows the variables, if it needs whole ones.
+            links: for the price of a gather.
+            whole: the optimizer's paths of the variables, if it needs whole variables.
 
-        **Raises:** PlanError for whole variables and pulls in batches; for unequal nodes and a
-        group that needs equal ones.
+        **Raises:** PlanError for whole variables with pulls in batches, and for unequal nodes with
+        a group that needs equal ones.
         """
         members = plan.topology.group(self.group, rank)
-        place = members.index(rank)
+        position = members.index(rank)
         if whole is None:
-            return Shards(self.segments(plan, weights, decays, links), weights, place)
+            return Shards(self.segments(plan, weights, decays, links), weights, position)
         if self.pull != "at_once":
             raise PlanError(
                 "An optimizer that needs whole variables has them pulled at once: a layer is on "
@@ -212,7 +224,7 @@ class Sharded(Strategy):
                 "itself."
             )
         laid = lay_out_whole(plan, weights, decays, len(members))
-        return WholeShards(*laid, weights, place, whole)
+        return WholeShards(*laid, weights, position, whole)
 
     def segments(
         self,
@@ -221,7 +233,7 @@ class Sharded(Strategy):
         decays: Sequence[bool],
         links: Links,
     ) -> list[Segment]:
-        """Return the segments of these weights; arguments as of `make_shards`."""
+        """Return the segments of these weights; arguments as for `make_shards`."""
         paths = list(weights)
         batches = self.batches(paths, list(weights.values()), plan.topology, links)
         dtypes = [variable.dtype.name for variable in weights.values()]

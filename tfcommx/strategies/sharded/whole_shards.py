@@ -1,12 +1,12 @@
 """Shards of whole variables, for LARS, LAMB, Adafactor and Muon.
 
-    variables      aaaaaa bbbb ccc d          longest first, each to the rank that has least
-    rank 0         aaaaaa d                   its optimizer knows a and d alone
+    variables      aaaaaa bbbb ccc d          longest first, each to the rank with the least load
+    rank 0         aaaaaa d                   its optimizer has only a and d
     rank 1         bbbb ccc
-    flat vector    |aaaaaad|bbbbccc|          padded to the rank that has most
+    flat vector    |aaaaaad|bbbbccc|          padded to the rank with the most
 
 The pull gathers one such vector of each dtype. The push reduce-scatters one of each bucket and
-dtype, with the same owners, where its padding leaves it no longer than an allreduce.
+dtype, with the same owners, unless padding makes it longer than an allreduce.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tfcommx.strategies.sharded.shards import (
 def lay_out_whole(
     plan: Plan, weights: Mapping[str, Any], decays: Sequence[bool], ranks: int
 ) -> tuple[list[Segment], list[Segment]]:
-    """Give each variable to a rank, by bytes; lay the ranks' variables side by side.
+    """Assign each variable to a rank, by bytes; lay the ranks' variables side by side.
 
-    Arguments are as of `lay_out`.
+    Arguments are as for `lay_out`.
 
     Returns:
-        The segments that are gathered, one of each dtype, and those that are reduce-scattered, one
-        of each bucket and dtype.
+        The segments that are gathered, one for each dtype, and the segments that are
+        reduce-scattered, one for each bucket and dtype.
 
     **Raises:** PlanError for fewer variables than ranks, and a dtype that cannot be gathered.
     """
@@ -54,14 +54,14 @@ def lay_out_whole(
         )
     dtypes = {path: variable.dtype.name for path, variable in weights.items()}
     require_carried(dtypes)
-    found = sizes_of(plan)
-    amounts = [found[path][1] * one.dtype.size for path, one in weights.items()]
+    sizes_by_path = sizes_of(plan)
+    amounts = [sizes_by_path[path][1] * variable.dtype.size for path, variable in weights.items()]
     owners = dict(zip(weights, balance(amounts, ranks), strict=True))
     decaying = dict(zip(weights, decays, strict=True))
 
     def segment(name: str, dtype: str, bucket: str, paths: list[str]) -> Segment:
-        paths = sorted(paths, key=owners.__getitem__)  # Those of a rank stay in their order
-        sizes = {path: found[path][1] for path in paths}
+        paths = sorted(paths, key=owners.__getitem__)  # Stable: a rank's keep their order
+        sizes = {path: sizes_by_path[path][1] for path in paths}
         loads = [sum(sizes[path] for path in paths if owners[path] == r) for r in range(ranks)]
         starts: list[int] = []
         for rank, members in itertools.groupby(paths, key=owners.__getitem__):
@@ -84,13 +84,13 @@ def lay_out_whole(
         segment(f"whole/{dtype}", dtype, "", [path for path in weights if dtypes[path] == dtype])
         for dtype in sorted(set(dtypes.values()))
     ]
-    keys = sorted({(found[path][0], dtypes[path]) for path in weights})
+    keys = sorted({(sizes_by_path[path][0], dtypes[path]) for path in weights})
     pushes = [
         segment(
             f"{bucket}/{dtype}",
             dtype,
             bucket,
-            [path for path in weights if (found[path][0], dtypes[path]) == (bucket, dtype)],
+            [path for path in weights if (sizes_by_path[path][0], dtypes[path]) == (bucket, dtype)],
         )
         for bucket, dtype in keys
     ]
@@ -104,7 +104,7 @@ class WholeShards(Shards):
         pulls, pushes: as `lay_out_whole` returns them.
         weights: by path, in forward order.
         rank: this rank's position in the group that shares them.
-        known_as: the paths by which the optimizer knows the weights, which may be equal.
+        known_as: the optimizer's paths of the weights, which need not be unique.
     """
 
     def __init__(
@@ -115,22 +115,23 @@ class WholeShards(Shards):
         rank: int,
         known_as: Sequence[str],
     ) -> None:
-        """Make the copies, as zeros."""
+        """Create the copies, as zeros."""
         self._known_as = dict(zip(weights, known_as, strict=True))
-        mine = {path for one in pulls for path, _, _ in one.parts_of(rank)}
-        self._pushes, self._names = list(pushes), [path for path in weights if path in mine]
+        paths = {path for segment in pulls for path, _, _ in segment.parts_of(rank)}
+        self._pushes, self._names = list(pushes), [path for path in weights if path in paths]
         super().__init__(pulls, weights, rank)
 
     def _make_variables(self) -> list[keras.Variable]:
         made = []
         for path in self._names:
-            whole = self.weights[path]
+            weight = self.weights[path]
             parents, _, name = self._known_as[path].rpartition("/")
             above, _, parent = parents.rpartition("/")
-            # Optimizers exclude variables by their paths; "" is the scope of one without a parent
+            # The paths must match, because optimizers exclude variables by path; "" is the scope of
+            # a variable without a parent
             with keras.name_scope(parent, override_parent=above):
-                zeros = np.zeros(whole.shape, whole.dtype.as_numpy_dtype)
-                made.append(keras.Variable(zeros, whole.dtype.name, name=name))
+                zeros = np.zeros(weight.shape, weight.dtype.as_numpy_dtype)
+                made.append(keras.Variable(zeros, weight.dtype.name, name=name))
         return made
 
     @property
@@ -140,11 +141,11 @@ class WholeShards(Shards):
 
     @property
     def decays(self) -> list[bool]:
-        """Whether weight decay applies to each of the variables."""
+        """For each variable, True if weight decay applies to it."""
         of_path = {
             path: decays
-            for one in self.segments
-            for path, decays in zip(one.paths, one.decays, strict=True)
+            for segment in self.segments
+            for path, decays in zip(segment.paths, segment.decays, strict=True)
         }
         return [of_path[path] for path in self._names]
 
@@ -153,59 +154,63 @@ class WholeShards(Shards):
         """The segments in which gradients are reduce-scattered."""
         return self._pushes
 
-    def parts(self, place: int) -> list[tuple[str, int, int]]:
-        """Return that the variable at a place has all of one weight."""
-        path = self._names[place]
+    def parts(self, position: int) -> list[tuple[str, int, int]]:
+        """Return (path, 0, entries): the variable at a position is one whole weight."""
+        path = self._names[position]
         return [(path, 0, self.weights[path].shape.num_elements())]
 
-    def entries(self, place: int, tensors: Mapping[str, tf.Tensor]) -> tf.Tensor:
-        """Return the whole tensor of the variable at a place."""
-        return tf.convert_to_tensor(tensors[self._names[place]])
+    def entries(self, position: int, tensors: Mapping[str, tf.Tensor]) -> tf.Tensor:
+        """Return the whole tensor of the variable at a position."""
+        return tf.convert_to_tensor(tensors[self._names[position]])
 
     def pushed(self, segment: Segment, flat: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return path -> gradient, from this rank's shard of a pushed segment."""
-        found, at = {}, 0
+        gradients, at = {}, 0
         for path, _, size in segment.parts_of(self.rank):
-            found[path] = tf.reshape(flat[at : at + size], self.weights[path].shape)
+            gradients[path] = tf.reshape(flat[at : at + size], self.weights[path].shape)
             at += size
-        return found
+        return gradients
 
-    def flat(self, place: int) -> tf.Tensor:
-        """Return this rank's variables of the segment at a place, to be gathered."""
-        tensors = {path: one.value for path, one in zip(self._names, self.variables, strict=True)}
-        return self.segments[place].shard_of(tensors, self.rank)
+    def flat(self, position: int) -> tf.Tensor:
+        """Return this rank's variables of the segment at a position, to be gathered."""
+        tensors = {
+            path: variable.value for path, variable in zip(self._names, self.variables, strict=True)
+        }
+        return self.segments[position].shard_of(tensors, self.rank)
 
     def gather(self, slots: Slots, comm: Comm, group: str) -> WholeSlots:
-        """Return what the optimizers of all ranks keep, of whole variables, on rank 0.
+        """Return the state of all ranks' optimizers, by whole variable, on rank 0.
 
-        **Ranks:** all, outside of traced code. **Cost:** a broadcast of each, which may have
-        another shape than the variable.
+        **Ranks:** all, outside of traced code. **Cost:** a broadcast for each state variable, whose
+        shape may differ from its variable's.
         """
-        mine = {
-            (name, path): one.numpy()
+        states = {
+            (name, path): variable.numpy()
             for name, slot in slots.items()
-            for path, one in zip(self._names, slot, strict=True)
-            if one is not None
+            for path, variable in zip(self._names, slot, strict=True)
+            if variable is not None
         }
-        forms = comm.gather_objects({key: (one.shape, one.dtype.name) for key, one in mine.items()})
+        forms = comm.gather_objects(
+            {key: (state.shape, state.dtype.name) for key, state in states.items()}
+        )
         whole: WholeSlots = {}
         for root in comm.topology.group(group, 0):  # Other groups have the same
             for (name, path), (shape, dtype) in sorted(forms[root].items()):
-                value = mine[name, path] if comm.rank == root else np.zeros(shape, dtype)
-                found = comm.broadcast(tf.constant(value), root, f"state/{name}/{path}")
+                value = states[name, path] if comm.rank == root else np.zeros(shape, dtype)
+                received = comm.broadcast(tf.constant(value), root, f"state/{name}/{path}")
                 if comm.rank == 0:
-                    whole.setdefault(name, {})[path] = found.numpy()
+                    whole.setdefault(name, {})[path] = received.numpy()
         return whole
 
     def set_slots(self, slots: Slots, whole: WholeSlots) -> None:
-        """Set what this rank's optimizer keeps to what is kept of its variables."""
+        """Set this rank's optimizer state to the state of its variables."""
         for name, slot in slots.items():
-            for path, one in zip(self._names, slot, strict=True):
-                if one is not None:
-                    one.assign(whole[name][path])
+            for path, variable in zip(self._names, slot, strict=True):
+                if variable is not None:
+                    variable.assign(whole[name][path])
 
     def rename(self, paths: Sequence[str]) -> None:
-        """Call the variables by other paths, given in forward order."""
+        """Rename the variables to these paths, in forward order."""
         new = dict(zip(self.weights, paths, strict=True))
         super().rename(paths)
         self._pushes = renamed(self._pushes, new)
