@@ -14,7 +14,7 @@ from tfcommx.core import ConfigurationError
 from tfcommx.keras_internals import numbered_stem
 from tfcommx.optim.requested_plan import AGREED_NAMES, path_of
 
-# Horovod does not have these dtypes itself.
+# Dtypes that Horovod does not support.
 _CARRIED_AS = {
     tf.bfloat16: tf.float32,
     tf.bool: tf.float32,
@@ -28,8 +28,8 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
 
     For custom loops, as `callbacks.BroadcastState` is for `fit`: after everything is built and
     restored, before the first step. `model.variables` has the seeds of dropout, too: ranks that
-    drop the same entries learn less from a batch. Plans and checkpoints then call the variables
-    what rank `root` calls them: a rank that made another model before has other paths. Layers that
+    drop the same entries learn less from a batch. Plans and checkpoints then name the variables
+    as rank `root` does, because a rank that made another model before has other paths. Layers that
     derive constants from their weights, as Normalization does in `adapt`, keep the old ones: call
     their `finalize_state()` afterwards, on every rank.
 
@@ -67,10 +67,10 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
 
 
 def _require_equal_variables(variables: Sequence[keras.Variable]) -> list[list[str]]:
-    """Compare shapes and dtypes: Horovod would wait for what other ranks do not have.
+    """Compare shapes and dtypes: Horovod would wait for variables that a rank lacks.
 
     Returns:
-        Of every rank the paths of its variables.
+        The paths of each rank's variables, by rank.
     """
     here = process.current()
     mine = [
@@ -93,8 +93,8 @@ def _require_equal_variables(variables: Sequence[keras.Variable]) -> list[list[s
 def _require_same_order(mine: Sequence[str], theirs: Sequence[str], rank: int) -> None:
     """Refuse variables of layers that another rank has in another order.
 
-    Layers whose names Keras has numbered are paired by position, as is a model that is called
-    otherwise on some ranks: only the same names in another order are surely a mistake.
+    Layers whose names Keras has numbered are paired by position, as is a model that has
+    another name on some ranks: only the same names in another order are surely a mistake.
     """
     if mine == theirs:
         return
@@ -111,5 +111,5 @@ def _require_same_order(mine: Sequence[str], theirs: Sequence[str], rank: int) -
 
 
 def _layers_in(paths: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the layers of variables' paths, without numbers of Keras's."""
+    """Return the layers in variables' paths, without the numbers that Keras added."""
     return [tuple(map(numbered_stem, path.split("/")[:-1])) for path in paths]

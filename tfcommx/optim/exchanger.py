@@ -5,9 +5,9 @@
                 |                                                     `requested` (schemes -> plans)
                 |                                                     `waiting` (between plans)
     a plan                |================|=================|=====>  `runs`: the strategy at work
-    a step                | | | | | | | | | | | | | | | | | | | | |   `guard`: what a step must be
+    a step                | | | | | | | | | | | | | | | | | | | | |   `guard`: conditions of a step
 
-What is one strategy's or one plan's own belongs to its run, or to the run's executor.
+The state of one strategy or one plan belongs to its run, or to the run's executor.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ log = logging.getLogger("tfcommx")
 
 
 class Exchanger:
-    """The exchange of one optimizer's gradients, for every set of variables that comes."""
+    """The exchange of one optimizer's gradients, for every set of variables that it receives."""
 
     def __init__(
         self, comm: Comm, schemes: Scheme | Mapping[str, Scheme], settings: ExchangeSettings
     ) -> None:
-        """Check what can be checked before the first step. **Raises:** ConfigurationError."""
+        """Check the settings, as far as possible now. **Raises:** ConfigurationError."""
         self.comm, self.settings = comm, settings
         self.names = VariableNames()
         self.requested = RequestedPlan(comm, schemes, settings, self.names)
         self.guard = StepGuard(comm, settings, self.names)
-        # Between plans, and of variables that no plan exchanges
+        # State between plans, and of variables that no plan exchanges
         self.waiting, self._common = GradientState(), CommonState()
-        # That plain Horovod would have sent between nodes in the steps of earlier plans
+        # Bytes that plain Horovod would have sent between nodes in the steps of earlier plans
         self._dense_bytes = 0.0
-        # How `copy` and `pickle` make the wrapped optimizer again; the wrap sets it
+        # Makes the wrapped optimizer again in `copy` and `pickle`; set by the wrap
         self.reduce_for_pickle: Callable[..., tuple[Any, ...]]
         # The wrapped optimizer
         self.optimizer: Callable[[], keras.optimizers.Optimizer | None] = lambda: None
@@ -62,8 +62,8 @@ class Exchanger:
     def serve(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Record the wrapped optimizer, of which this is the exchanger.
 
-        When it is gone, its variables are given up: only then can they be freed, because residuals
-        wait here for the next optimizer of these variables.
+        When it is freed, its variables are released. They could not be freed otherwise, because
+        residuals wait here for the next optimizer of these variables.
         """
         self.optimizer = weakref.ref(optimizer, lambda _: self._give_up_shards())
 
@@ -76,8 +76,8 @@ class Exchanger:
             variables, decays: in forward order, and whether weight decay applies to each.
             whole: whether the optimizer needs whole variables.
 
-        Local: what ranks must agree on, they compare at the first step.
-        **Raises:** PlanError for what cannot be sharded.
+        Local: the ranks compare their settings at the first step.
+        **Raises:** PlanError for variables that cannot be sharded.
         """
         strategy, links = self.settings.strategy, self.settings.links or NOMINAL
         assert isinstance(strategy, Sharded), "no other strategy shards weights"
@@ -101,7 +101,7 @@ class Exchanger:
         return self.comm.topology.size
 
     def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
-        """Exchange by other schemes from now on; what was not sent yet is sent under the new ones.
+        """Exchange by other schemes from now on; residuals are sent under the new ones.
 
         Velocities continue under the new schemes, their sum over the ranks conserved; under schemes
         without momentum they wait until others with momentum follow. Functions that were traced
@@ -131,7 +131,7 @@ class Exchanger:
     def load(self, state: GradientState, common: CommonState) -> None:
         """Continue from a state, and that of the strategy, in place of this one; plan anew.
 
-        Steps that were taken still count as traffic, and other trials do not wait for these.
+        Past steps still count as traffic, and other trials do not wait for those of this one.
         """
         self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
         for run in self.runs.values():
@@ -146,7 +146,7 @@ class Exchanger:
     def traffic(self) -> dict[str, float]:
         """Return the bytes between nodes of this process so far, and of plain Horovod.
 
-        The latter is what it would have sent for the same steps.
+        The latter are the bytes that it would have sent for the same steps.
         """
         dense = sum(run.dense_bytes_between_nodes() for run in self.runs.values())
         return {
@@ -163,7 +163,7 @@ class Exchanger:
             ahead = self.requested.expected_run
             if not ahead.whole_run:
                 self.requested.expected_run = ahead._replace(batch=traced_batch() or ahead.batch)
-            with untraced():  # Also while a step is traced: planning is done once, for real.
+            with untraced():  # Plan once, untraced, also while a step is traced.
                 self._take_from_overlapping(set(names))
                 self._take_from_predecessors(variables)
                 self.runs[names] = self._start(variables, names)
@@ -259,7 +259,7 @@ class Exchanger:
             one.assign(tf.cast(tf.reshape(mean, one.shape), one.dtype))
 
     def common_state(self) -> CommonState:
-        """Return what the strategy keeps between steps, equal on all ranks, by variable."""
+        """Return the strategy's state between steps, equal on all ranks, by variable."""
         found = dict(self._common)
         for run in self.runs.values():
             found |= run.common_state()
@@ -271,7 +271,7 @@ class Exchanger:
     def exchange(
         self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Return the gradients that the strategy lets the optimizer continue with.
+        """Return the gradients that the strategy passes on to the optimizer.
 
         With a synchronous one: averaged (or summed) over the ranks, bit-identical on all.
 
@@ -286,8 +286,8 @@ class Exchanger:
         variables, step.exchange_ran = step.variables, True
         names = self.names.of(variables)
         run = self.run_for(variables)
-        run.follow_rate(learning_rate)  # Waits for no gradient, as residuals do not
-        with tf.control_dependencies(list(gradients[-1:])):  # No data: no step
+        run.follow_rate(learning_rate)  # Without waiting for gradients, as residuals
+        with tf.control_dependencies(list(gradients[-1:])):  # No step in a call without data
             weights = run.agreed_weights(self.names.weights_of(variables))
             equal = run.weights_are_equal()
             self.guard.replicas.check(weights, learning_rate, steps, equal)

@@ -28,10 +28,10 @@ class MetricState(NamedTuple):
     """The variables of some metrics as they were at one time on this rank."""
 
     metrics: list[keras.metrics.Metric]
-    # Of each metric. Not read from it later: some make their variables at their first update
+    # Variables of each metric, read once because some metrics make theirs at the first update
     variables: list[list[keras.Variable]]
     values: list[list[np.ndarray]]
-    # Returns the results of all of them by name, from the variables
+    # Returns the results of all metrics by name, from their variables
     results: Callable[[], Mapping[str, Any]]
 
     @classmethod
@@ -49,7 +49,7 @@ class MetricState(NamedTuple):
 
     @property
     def sums(self) -> list[list[SumState] | None]:
-        """What is known of the variables of each metric; None if they cannot be added."""
+        """Facts about the variables of each metric; None if they cannot be added."""
         known = map(sums_in, self.metrics)
         return [
             states if states is not None and len(states) == len(values) else None
@@ -68,16 +68,16 @@ class MetricState(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What ranks must have alike, so that the sums of a metric can be added."""
+    """The properties of a metric that must be equal on all ranks for its sums to be added."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
-    # Of each variable, whether it is a sum; else it is constant. None: they cannot be added
+    # For each variable True: a sum, False: a constant. None: they cannot be added
     adds: tuple[bool, ...] | None
 
 
 class _Report(NamedTuple):
-    """What one rank tells the others of a state, by the name of its phase."""
+    """One rank's report of its states to the others, by the name of the phase."""
 
     forms: dict[str, list[_Form]]
     # Names in the logs that the state explains
@@ -89,7 +89,7 @@ class _Combined(NamedTuple):
     """The results of a state over all ranks, as one rank has computed them."""
 
     results: Results
-    # Those that depend on a variable that cannot be added
+    # Names of results that depend on a variable that cannot be added
     not_sums: list[str]
 
 
@@ -102,7 +102,7 @@ def metrics_over_ranks(
     `fit` does it at each epoch's end with the callback BroadcastState or AverageMetrics. Shards may
     be unequal, and samples weighted. The metrics stay as they are.
 
-    What a metric keeps is added over the ranks: each of Keras's metrics, and one of your own whose
+    A metric's variables are added over the ranks: each of Keras's metrics, and a custom one whose
     `update_state` adds to its variables and whose `reset_state` resets them. The result of any
     other, such as a maximum, becomes the mean of the ranks' results, and a warning names it.
 
@@ -144,7 +144,7 @@ def _results_of(metrics: Iterable[keras.metrics.Metric]) -> dict[str, Any]:
 
 
 def numbers_in(logs: Mapping[str, Any]) -> Results:
-    """Return what are numbers or arrays of numbers, those in mappings too."""
+    """Return the numbers and arrays of numbers, also those in mappings."""
     numbers: Results = {}
     for name, value in logs.items():
         if isinstance(value, Mapping):
@@ -226,7 +226,7 @@ def _forms_of(state: MetricState, sums: list[list[SumState] | None]) -> list[_Fo
 def _explained(prefix: str, state: MetricState, numbers: Results) -> set[str]:
     """Return the names of the numbers that are the results of a state, to rounding.
 
-    Others come from elsewhere: a training step of the user's that returns its last loss, or
+    Others have other origins: a training step of the user's that returns its last loss, or
     metrics that another evaluation has reset since.
     """
     names = set()
@@ -245,14 +245,14 @@ def _common_forms(prefix: str, reports: list[_Report]) -> list[_Form]:
     if any(len(other) != len(first) for other in others):
         return [form._replace(adds=None) for form in first]
     return [
-        # Keras may number the names
+        # Names may differ in the numbers that Keras adds
         form if all(form[1:] == other[place][1:] for other in others) else form._replace(adds=None)
         for place, form in enumerate(first)
     ]
 
 
 def _start_of(sums: list[SumState] | None, number: int) -> np.ndarray:
-    """Return where a variable that is a sum starts."""
+    """Return the initial value of a variable that is a sum."""
     start = None if sums is None else sums[number].start
     assert start is not None, "a form adds only variables that are sums"
     return start
@@ -263,7 +263,7 @@ def _add(
     sums: Mapping[str, list[list[SumState] | None]],
     forms: Mapping[str, list[_Form]],
 ) -> dict[str, list[list[np.ndarray]]]:
-    """Add over the ranks what each variable has got since its reset, in float64.
+    """Add over the ranks the increase of each variable since its reset, in float64.
 
     Returns:
         Prefix -> of each metric, of each variable that is a sum, the sum; no entries for others.
@@ -301,7 +301,7 @@ def _combine(
     forms: list[_Form],
     totals: list[list[np.ndarray]],
 ) -> _Combined:
-    """Return the results from the sums of all ranks, and which of them are not of sums alone."""
+    """Return the results from the sums of all ranks, and the names of those not from sums alone."""
     values, others = [], []
     for metric, own, parts, form, added in zip(
         state.metrics, state.values, sums, forms, totals, strict=True
@@ -359,7 +359,7 @@ def _overflows(own: list[np.ndarray], combined: list[np.ndarray], added: list[np
 def _choose(
     reports: list[_Report], results: Results, not_sums: set[str], warned: set[str]
 ) -> Results:
-    """Return the result of the sums where there is one, else the mean of the ranks' numbers."""
+    """Return the result of the sums if it exists, else the mean of the ranks' numbers."""
     chosen: Results = {}
     for name in sorted({name for report in reports for name in report.numbers}):
         having = [report for report in reports if name in report.numbers]

@@ -26,7 +26,7 @@ from tfcommx.optim.requested_plan import path_of
 from tfcommx.optim.wrapped import wrapped_optimizers
 
 T = TypeVar("T")
-# Settings that differ between ranks in a correct training: ranks have seeds of their own, their
+# Settings that differ between ranks in a correct training, because ranks have separate seeds, their
 # first weights are replaced by the root's, and the rate is a variable, which is broadcast.
 _NOT_COMPARED = re.compile(r"name|seed|learning_rate|vocabulary|bin_boundaries|.*initializer")
 
@@ -34,11 +34,11 @@ _NOT_COMPARED = re.compile(r"name|seed|learning_rate|vocabulary|bin_boundaries|.
 class LayerForm(NamedTuple):
     """A layer as the ranks compare it."""
 
-    # Given by the user; None: made by Keras
+    # Name set by the user; None: made by Keras
     name: str | None
     # For messages: a path of its first variable, or its name
     label: str
-    # What is compared -> its value as text
+    # Compared property -> its value as text
     settings: dict[str, str]
 
 
@@ -119,7 +119,7 @@ def _table_of(layer: keras.layers.Layer) -> str | None:
     read = getattr(layer, "get_vocabulary", None)
     try:
         table = read() if callable(read) else getattr(layer, "bin_boundaries", None)
-    except Exception:  # Of any kind: no vocabulary yet, or a method of the user
+    except Exception:  # Any exception: no vocabulary yet, or a method of the user
         return None
     if table is None:
         return None
@@ -128,10 +128,10 @@ def _table_of(layer: keras.layers.Layer) -> str | None:
 
 
 def _settings_of(owner: Any) -> dict[str, str]:
-    """Return what an owner's config says in numbers, flags and words, as text."""
+    """Return the numbers, flags and words of an owner's config, as text."""
     try:
         config = owner.get_config()
-    except Exception:  # Of any kind: it is the user's method
+    except Exception:  # Any exception: it is the user's method
         return {}
     of_keras = type(owner).__module__.startswith(("keras.", "tfcommx."))
     settings = {"class": type(owner).__name__}
@@ -140,7 +140,7 @@ def _settings_of(owner: Any) -> dict[str, str]:
             settings[name] = repr(_plain(value, words=True))
         elif not _NOT_COMPARED.fullmatch(name) and (
             isinstance(value, bool | int | float | np.number | list | tuple)
-            # A user's own words may be this rank's, such as the path of a file
+            # Words of a user may be specific to this rank, such as the path of a file
             or (of_keras and isinstance(value, str))
             or (name.endswith(("regularizer", "constraint")) and value is not None)
         ):
@@ -149,7 +149,7 @@ def _settings_of(owner: Any) -> dict[str, str]:
 
 
 def _plain(value: Any, words: bool) -> Any:
-    """Return a value without what two processes write differently, such as addresses."""
+    """Return a value without parts that differ between processes, such as addresses."""
     if isinstance(value, dict):
         return {
             key: _plain(part, words)

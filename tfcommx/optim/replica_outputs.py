@@ -1,4 +1,4 @@
-"""Compare what the ranks' models compute: outputs and loss of the first batch of rank 0.
+"""Compare the outputs and the loss of the ranks' models on the first batch of rank 0.
 
 Equal variables do not make equal models: a constant that a layer made of random numbers, a lookup
 table, a closure or an attribute of a layer are no variables, and no rank broadcasts them.
@@ -23,7 +23,7 @@ from tfcommx.keras_internals import call_alike, calls_recorded, constants_of, lo
 log = logging.getLogger("tfcommx")
 
 # Largest difference of equal models, as a share of the largest output: processors of other types
-# round differently, and layers add up what they round
+# round differently, and rounding errors add up over the layers
 TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "float16": 0.05, "bfloat16": 0.05}
 # Entries of an output that are exchanged if digests differ, evenly spread
 SAMPLE = 16384
@@ -36,7 +36,7 @@ class Result(NamedTuple):
     digests: dict[str, str]
     # Name -> some of its entries
     samples: dict[str, np.ndarray]
-    # Empty if there was none
+    # Error message; empty if there was none
     error: str = ""
 
 
@@ -111,12 +111,12 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
         return
     weights = [_digest(variable) for variable in model.weights]
     if any(theirs != weights for theirs in here.gather_objects(weights)):
-        return  # A run that continues in mid-epoch has statistics of each rank's own
+        return  # A run that continues in mid-epoch has separate statistics on each rank
     result = _result_of(model, batch)
     everyone = here.gather_objects((result.digests, result.error))
     errors = [error for _, error in everyone]
     if all(errors):
-        # A model with a training step of its own need not have a call
+        # A model with a custom training step need not have a call
         if here.rank == root and not result.error.startswith("NotImplementedError"):
             log.warning(
                 "The replicas' outputs were not compared, because calling the model on a batch "
@@ -132,7 +132,7 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
         )
     if all(other == everyone[0] for other in everyone):
         return
-    # A second call tells models whose outputs vary from those that differ
+    # A second call distinguishes outputs that vary from outputs that differ between ranks
     second = _result_of(model, batch, seed=1)
     varies = _differences(result, second)
     gathered = here.gather_objects((tuple(result), varies))
@@ -176,7 +176,7 @@ def _pack(batch: Any) -> tuple[str, Any]:
 
 
 def _unpack(kind: str, content: Any) -> Any:
-    """Return the batch that `_pack` has made this of."""
+    """Return the batch from the result of `_pack`."""
     if kind == "dict":
         return {key: _unpack(*part) for key, part in content.items()}
     if kind in ("list", "tuple", "ragged", "sparse"):
@@ -208,7 +208,7 @@ def _result_of(model: keras.Model, batch: Any, seed: int = 0) -> Result:
 
     try:
         named = call_alike(model, inputs, with_loss, seed)
-    except Exception as error:  # Of any kind: `fit` may never call the model so
+    except Exception as error:  # Any exception: `fit` may never call the model so
         return Result({}, {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     arrays = {name: np.asarray(part) for name, part in named.items()}
     digests = {name: _digest(array) for name, array in arrays.items()}
@@ -275,7 +275,7 @@ def _largest_difference(first: Result, other: Result, name: str) -> str:
 
 
 def _first_layer(model: keras.Model, batch: Any, root: int, rank: int) -> str:
-    """Say which layer is the first that computes something else, and what to do. **Ranks:** all."""
+    """Name the first layer that computes something else, and the remedy. **Ranks:** all."""
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     rows: list[tuple[str, str, str]] = []
     with calls_recorded(model, _digest) as calls:

@@ -17,13 +17,13 @@ def computed(
 ) -> tf.Tensor:
     """Compute op of a share's items; return head and results, uint8 [HEAD + width].
 
-    Operation by operation: a compiled function inside of an operation of the step would wait for
-    threads that the step may keep, forever.
+    Runs eagerly, because a compiled function inside of an operation of the step would wait forever
+    for threads that the step may hold.
     """
     try:
         results = list(op(items)) if items else []
         return tf.concat([head_of(""), pack(results, width)], axis=0)
-    except Exception as error:  # Whatever it is, all ranks must hear of it
+    except Exception as error:  # Any exception: all ranks must receive it
         text = f"op failed on rank {rank}: {type(error).__name__}: {error}"
         return tf.concat([head_of(text), tf.zeros([width], tf.uint8)], axis=0)
 
@@ -40,7 +40,7 @@ def head_of(text: str) -> tf.Tensor:
 
 
 def outcome_of(heads: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return whether any share failed, and the text of the first that did.
+    """Return True if any share failed, and the text of the first that did.
 
     Args:
         heads: uint8 [shares, HEAD].

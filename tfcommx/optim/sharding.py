@@ -28,21 +28,21 @@ class Sharding:
         """Keep the whole variables, in forward order, and their shards over a group of ranks."""
         self.variables, self.shards = list(variables), shards
         self.comm, self.group = comm, group
-        # The strategy at work, from the first step on
+        # The run of the strategy, from the first step on
         self.run: ShardedRun | None = None
-        # Whether a step may begin with the pull
+        # True if a step may begin with the pull
         self.can_pull_first = False
-        # What the optimizer keeps of each shard, by attribute
+        # State of each shard, by attribute of the optimizer
         self.slots: dict[str, list[keras.Variable | None]] = {}
-        # Steps at which the whole state was gathered, and the state on rank 0
+        # Step count at which the whole state was gathered, and the state on rank 0
         self._gathered: tuple[int, WholeState] | None = None
-        # Of this rank's part of it then
+        # Checksums of this rank's part of it at that step
         self._digest: list[int] = []
-        # What this rank has loaded, until all ranks have it
+        # State that this rank has loaded, until all ranks have it
         self._loaded: WholeState | None = None
 
     def attach(self, run: StrategyRun, names: Sequence[str]) -> None:
-        """Let a run of the strategy work on the shards. **Ranks:** all."""
+        """Attach a run of the strategy to the shards. **Ranks:** all."""
         assert isinstance(run, ShardedRun), "only Sharded makes shards"
         self.shards.rename(names)
         self.run = run
@@ -61,12 +61,12 @@ class Sharding:
 
         **Ranks:** all, outside of traced code. **Cost:** the state is sent once, by all-gathers of
         flat shards and broadcasts of whole variables, and rank 0 keeps it in memory until the next
-        one. A pass over this rank's state, and a small exchange on the host, are all if it has not
-        changed since it was gathered.
+        one. If it has not changed since, only a pass over this rank's state and a small exchange on
+        the host.
         """
         digest = [zlib.crc32(one.numpy().tobytes()) for one in self.state]
         known = self._gathered is not None and self._gathered[0] == steps
-        # One rank alone may have loaded another state, and anybody may have set it
+        # One rank alone may have loaded another state, and a caller may have set it
         if all(self.comm.gather_objects(known and self._digest == digest)):
             return
         found = self.shards.gather(self.slots, self.comm, self.group)
@@ -115,7 +115,7 @@ class Sharding:
                 for place, form in enumerate(rows):
                     if form is None:
                         continue
-                    # Forms come from the rank that has loaded something
+                    # Forms are received from the rank that has loaded a state
                     loaded = self._loaded if self.comm.rank == root else None
                     mine = np.zeros(*form) if loaded is None else loaded[name][place]
                     received = self.comm.broadcast(

@@ -17,7 +17,7 @@ from tfcommx.runtime.replica_guard import ReplicaGuard
 
 
 class StepGuard:
-    """The step under way of a wrapped optimizer, and the conditions it must meet."""
+    """The current step of a wrapped optimizer, and the conditions it must meet."""
 
     def __init__(self, comm: Comm, settings: ExchangeSettings, names: VariableNames) -> None:
         strategy = settings.strategy
@@ -35,7 +35,7 @@ class StepGuard:
     def open_step(self) -> Iterator[None]:
         """Enter a step that has exchanged nothing yet; open its scope."""
         self.step.exchange_ran = False
-        # A class of a user's may call other optimizers in its step
+        # A user's class may call other optimizers in its step
         with allow_plain_optimizers(), contextlib.ExitStack() as self.step.scope:
             yield
 
@@ -43,7 +43,7 @@ class StepGuard:
     def begin(self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]) -> None:
         """Record the next gradients' variables; name all that the optimizer was built for.
 
-        **Raises:** ConfigurationError for what would fail or hang later: XLA, and a loss scale
+        **Raises:** ConfigurationError for settings that fail or hang later: XLA, and a loss scale
         decided by each rank alone.
         """
         self.step.variables = tuple(variables)
@@ -65,7 +65,7 @@ class StepGuard:
 
     @tf.autograph.experimental.do_not_convert
     def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
-        """Tell whether `finite` (bool) holds on every rank, if ranks take their steps together.
+        """Return True if `finite` (bool) holds on every rank, if ranks take their steps together.
 
         **Ranks:** all. **Cost:** one allreduce of 4 bytes.
         """
@@ -78,7 +78,7 @@ class StepGuard:
     def mean_over_ranks(self, numbers: tf.Tensor) -> tf.Tensor:
         """Return the mean of a float32 vector over the ranks, with the same bits on each.
 
-        Ranks reduce equal variables on processors that may add in another order.
+        Ranks need this because their processors may reduce equal variables in another order.
 
         **Ranks:** all. **Cost:** one allreduce of the vector.
         """

@@ -33,29 +33,29 @@ from tfcommx.planner.predict import Prediction, Setting, describe
 from tfcommx.planner.prices import sub_profile
 from tfcommx.simulator.assumptions import Assumptions, measured_time
 
-# With fewer bytes of gradients nothing is tried: latencies decide, and plain Horovod, which merges
-# all it finds, has the fewest.
+# Least bytes of gradients for a trial. With fewer, latencies decide, and plain Horovod has the
+# fewest because it merges all pending gradients.
 MIN_BYTES = 2**18
-# A plan is tried if its predicted step takes at most this share of plain Horovod's.
+# Largest predicted step of a plan worth a trial, as a share of plain Horovod's.
 WORTH_A_TRIAL = 0.97
-# A plan whose predicted step takes at most this share is clearly faster, and taken where no trial
-# can be held.
+# Largest predicted step of a clearly faster plan, as a share of plain Horovod's: it is taken where
+# no trial can be held.
 CLEARLY_FASTER = 0.8
-# Plans tried beside plain Horovod's, at most: each has a graph and residuals of its own.
+# Most plans tried with plain Horovod's, because each has a separate graph and residuals.
 MAX_TRIALS = 3
-# As many without a measured profile and measured links, where predictions are only of the exchange.
+# Most without a measured profile and measured links, where predictions are only of the exchange.
 MAX_GUESSES = 2
-# How selected entries travel if the scheme names no format: about half the bytes of
-# block16/float16. What rounding loses, some 1e-5 of the squares, stays in the residual. Prices know
+# Format of selected entries if the scheme names none: about half the bytes of
+# block16/float16. Rounding errors, some 1e-5 of the squares, stay in the residual. Prices depend on
 # bytes alone, and these are always fewer; reading an entry takes a nanosecond more, as long as the
 # saved bits do on a link of some 20 Gbit/s. elias/int4 is shorter, and loses some 1e-2: by request.
 SHORT_WIRE = "elias/int8"
-# Seconds of computing that vanish beside any exchange.
+# Seconds of computing that are negligible against any exchange.
 NO_TIME = 1e-9
 
 
 class PlanRequest(NamedTuple):
-    """What plans are made from, besides the schemes."""
+    """The inputs of a plan, except for the schemes."""
 
     # In forward order
     gradients: Sequence[Gradient]
@@ -66,9 +66,9 @@ class PlanRequest(NamedTuple):
     links: Links | None = None
     # None: not measured
     profile: Profile | None = None
-    # Groups of variables with buckets of their own, >= 1, as `fragments` makes them
+    # Groups of variables with separate buckets, >= 1, as `fragments` makes them
     fragments: int = 1
-    # Whether the optimizer has a momentum, which amplifies the noise of 2 and 1 bits
+    # True if the optimizer has a momentum, which amplifies the noise of 2 and 1 bits
     has_momentum: bool = False
 
     def plan(
@@ -123,9 +123,9 @@ class _Ranking(NamedTuple):
 
     profile: Profile
     candidates: list[Prediction]
-    # Of a step by plain Horovod
+    # Seconds of a step by plain Horovod
     plain_s: float
-    # Whether one of them must be taken, because plain Horovod exceeds the budget
+    # True if one of them must be taken, because plain Horovod exceeds the budget
     must_choose: bool
 
     def share(self, scheme: Scheme) -> float:
@@ -135,7 +135,7 @@ class _Ranking(NamedTuple):
 
     @property
     def worth(self) -> list[Prediction]:
-        """Those that are predicted to be faster than plain Horovod; all if that is ruled out."""
+        """Candidates that are predicted to be faster than plain Horovod; all if that is ruled out."""
         if self.must_choose:
             return self.candidates
         return [one for one in self.candidates if one.step_s <= WORTH_A_TRIAL * self.plain_s]
@@ -144,7 +144,7 @@ class _Ranking(NamedTuple):
 class Proposal(NamedTuple):
     """A plan that is worth a trial."""
 
-    # The scheme in a few words
+    # Short text of the scheme
     name: str
     plan: Plan
     # Its predicted step over plain Horovod's; if compute was not measured, the larger of the two
@@ -153,14 +153,14 @@ class Proposal(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether it is fast enough to be taken where no trial can be held."""
+        """True if it is fast enough to be taken where no trial can be held."""
         return self.share <= CLEARLY_FASTER
 
 
 def find_auto(schemes: Mapping[str, Scheme]) -> Scheme | None:
     """Return the scheme "auto" of a mapping; None if there is none.
 
-    **Raises:** PlanError for two different ones, and for one beside a scheme with momentum.
+    **Raises:** PlanError for two different ones, and for one together with a scheme with momentum.
     """
     found = {scheme for scheme in schemes.values() if scheme.route == AUTO}
     if len(found) > 1:
@@ -214,7 +214,7 @@ def _budget(auto: Scheme | None, topology: Topology) -> float | None:
 
 
 def is_worth_a_trial(schemes: Mapping[str, Scheme], asked: PlanRequest) -> bool:
-    """Tell whether there is anything to choose: several ranks, and enough gradients."""
+    """Return True if there is a choice to make: several ranks, and enough gradients."""
     size = sum(gradient.entries for gradient in _of_auto(schemes, asked.gradients))
     return asked.topology.size > 1 and 4 * size >= MIN_BYTES
 
@@ -230,12 +230,12 @@ def propose(
 
     Args:
         schemes: pattern -> scheme; one of them is "auto".
-        asked: what else is known.
+        asked: the other inputs of the plans.
         messages: can the launch send messages between two ranks? An MPI launch can.
 
     Returns:
-        At most MAX_TRIALS, and as few as the intervals of the predictions leave open: those that
-        cannot be the fastest by what predictions miss are left out. None if no scheme is predicted
+        At most MAX_TRIALS, and only those that may be the fastest within the intervals of the
+        predictions. None if no scheme is predicted
         to be faster. With a budget that rules plain Horovod out at least one, within the budget.
 
     **Cost:** a plan and a simulated step for each scheme; some seconds for a model of 500
@@ -291,7 +291,7 @@ def _of_auto(schemes: Mapping[str, Scheme], gradients: Sequence[Gradient]) -> li
 
 
 def _assumed(gradients: Sequence[Gradient], seconds: float) -> Profile:
-    """Return a profile in which each entry takes equally long, a third of it forward."""
+    """Return a profile with equal times for all entries, a third of them forward."""
     rows = tuple(reversed(gradients))
     ends = itertools.accumulate(row.entries for row in rows)
     total, backward = sum(row.entries for row in rows), 2 / 3 * seconds
@@ -348,9 +348,9 @@ def _ranking(
 
 
 def _in_order(rankings: Sequence[_Ranking]) -> Iterator[tuple[Profile, Prediction]]:
-    """Yield what is predicted to be faster: the best of each ranking, then other routes, then all.
+    """Yield faster candidates: the best of each ranking, then other routes, then all.
 
-    A second plan by the first one's route would fail where that route does.
+    Another route is preferred because a second plan by the first one's route would fail with it.
     """
     best = [one.worth[0].scheme.route for one in rankings if one.worth]
     for ranking in rankings:

@@ -49,7 +49,7 @@ class Ways(NamedTuple):
 
     # None: nothing is selected
     sparse: SparseWay | None
-    # Of all variables, or of those that a sparse scheme leaves dense
+    # Way of all variables, or of those that a sparse scheme leaves dense
     dense: DenseWay
 
 
@@ -57,7 +57,7 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> W
     """Refuse a scheme whose names are unknown, or do not fit each other, the topology, the launch.
 
     Args:
-        scheme: what the user asks for.
+        scheme: of the user.
         topology: of the ranks that will carry it out.
         messages: can the launch send messages between two ranks? An MPI launch can.
 
@@ -91,7 +91,7 @@ def require_coverage(plan: Plan, names: set[str]) -> None:
 
 
 def _ways(scheme: Scheme) -> Ways:
-    """Check what depends on whether the route is sparse."""
+    """Check the fields that depend on the kind of route, dense or sparse."""
     route, dense = routes.get(scheme.route), routes.get(scheme.dense_route)
     if isinstance(dense, SparseRoute):
         raise PlanError(
@@ -141,7 +141,7 @@ def _wire(route: Route, name: str, wire: str) -> str:
 
 
 def _check_auto(scheme: Scheme) -> None:
-    """Refuse what `auto` chooses itself, and what plain Horovod, which it may choose, cannot do."""
+    """Refuse fields that `auto` sets itself, or that plain Horovod, its fallback, does not support."""
     plain = Scheme()
     for name in ("dense_route", "peer_route", "merging"):
         if getattr(scheme, name) != getattr(plain, name):

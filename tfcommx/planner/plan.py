@@ -1,4 +1,4 @@
-"""Makes the plan: from the schemes that a user asks for to buckets, each with its route and k.
+"""Makes the plan: from a user's schemes to buckets, each with its route and k.
 
     gradients --streams--> those that may travel together --merging--> groups --> buckets
 
@@ -66,12 +66,12 @@ def balance(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
-# What the engine reduces; others travel as float32.
+# Dtypes that the engine reduces; others travel as float32.
 DENSE_DTYPES = ("float16", "float32", "float64")
 
 
 class Gradient(NamedTuple):
-    """What the planner must know of a variable's gradient."""
+    """The properties of a variable's gradient that a plan depends on."""
 
     # Path of the variable.
     path: str
@@ -90,12 +90,12 @@ class Stream(NamedTuple):
 
     scheme: Scheme
     way: DenseWay | SparseWay
-    # Of the flat vectors.
+    # Dtype of the flat vectors.
     dtype: str
 
     @property
     def compression(self) -> str:
-        """What shorter vectors travel in place of the entries."""
+        """The compression to shorter vectors, which travel in place of the entries."""
         return NO_COMPRESSION if isinstance(self.way, SparseWay) else self.way.compression
 
 
@@ -153,7 +153,7 @@ def scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Tell whether a pattern matches a variable.
+    """Return True if a pattern matches a variable.
 
     A variable whose path another one has, too, has a number after its name.
     """
@@ -270,21 +270,21 @@ def make_plan(
         schemes: pattern of variable paths (as in file names) -> scheme; the first match counts.
         topology: of the ranks that will carry it out.
         operation: "average" or "sum" over the ranks.
-        links: what messages cost, the same on every rank; if a route can go several ways, the
-            cheapest is planned.
+        links: the cost of messages, the same on every rank; the cheapest form of a route is
+            planned.
         reduce_to_root: the sums are needed on rank 0 alone, as strategy "root" needs them; routes
             of messages reduce to it.
         largest: entries at which a bucket on a sparse route is closed, because indices are int32. A
-            longer variable is cut into pieces of equal length; each selects and keeps its residual
-            for itself.
+            longer variable is cut into pieces of equal length; each has a separate
+            selection and residual.
         profile: when gradients are ready, the same on every rank; a merging that goes by time
             needs it.
-        assumptions: what selections and the engine take, for such a merging.
+        assumptions: times of selections and of the engine, for such a merging.
 
     Returns:
-        The plan; a pure function of the arguments, so equal on every rank that asks the same.
+        The plan; a pure function of the arguments, so equal on every rank with the same arguments.
 
-    **Raises:** PlanError for what cannot be carried out, naming the scheme, variable or hosts.
+    **Raises:** PlanError for schemes that cannot be carried out, naming the scheme, variable or hosts.
     """
     ways = _check_schemes(schemes, gradients, topology)
     _check_times(schemes, profile)
@@ -308,7 +308,7 @@ def make_plan(
 def _check_schemes(
     schemes: Mapping[str, Scheme], gradients: Sequence[Gradient], topology: Topology
 ) -> dict[Scheme, Ways]:
-    """Refuse what cannot be carried out; warn of a pattern that matches no variable."""
+    """Refuse schemes that cannot be carried out; warn of a pattern that matches no variable."""
     ways: dict[Scheme, Ways] = {}
     for pattern, scheme in schemes.items():
         found = check_scheme(scheme, topology)
@@ -333,7 +333,7 @@ def _check_schemes(
 
 
 def _check_times(schemes: Mapping[str, Scheme], profile: Profile | None) -> None:
-    """Refuse a merging that goes by time if nobody knows the times."""
+    """Refuse a merging that depends on times if these are unknown."""
     for pattern, scheme in schemes.items():
         if merging.get(scheme.merging).needs_times and (profile is None or not profile.timed):
             by_size = [name for name, solver in merging.MERGINGS.items() if not solver.needs_times]
@@ -440,7 +440,7 @@ def _compressed(
 
 
 def _wire(stream: Stream, topology: Topology) -> str:
-    """Return how a stream is written: in fewer bits only if it is of float32, and travels."""
+    """Return the wire format of a stream: fewer bits only if it is of float32, and travels."""
     wire = stream.way.wire
     as_it_is = stream.dtype != "float32" or topology.size == 1
     return PLAIN if wire in NARROW and as_it_is else wire

@@ -1,4 +1,4 @@
-"""Prepares what merging solvers work on: prices of a group of gradients, and ready times."""
+"""Prepares the input of merging solvers: prices of a group of gradients, and ready times."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def prices_of(
     Args:
         make_bucket: entries of a group -> its bucket.
         topology: of the ranks.
-        links: what messages cost.
-        assumptions: what selections and the engine take.
-        bucket_bytes: what the user asks for.
+        links: the cost of messages.
+        assumptions: times of selections and of the engine.
+        bucket_bytes: size of a bucket that the user requests, >= 1.
     """
 
     @functools.cache
@@ -42,7 +42,7 @@ def prices_of(
         return first, total - first
 
     sample = make_bucket(1)
-    # Of a route whose first collective is in a group of one rank, the selection comes first, too
+    # The selection is first, too, if the route's first collective is in a group of one rank
     begins = stages_of(sample, topology, links, assumptions)[:1]
     selects_first = [stage.resource for stage in begins] == [SELECT]
 

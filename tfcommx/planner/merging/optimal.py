@@ -1,7 +1,7 @@
 """The merging with the shortest step: dynamic programming over (compute delay, port free) states.
 
-After position j every way of grouping what came before is one point; only those on the lower left
-border can lead to the shortest step, because both times only ever add:
+After position j every grouping of the earlier gradients is one point; only those on the lower left
+border can lead to the shortest step, because both times only grow:
 
     port free
       |  x
@@ -10,10 +10,10 @@ border can lead to the shortest step, because both times only ever add:
       |        .   x
       +----------------- delay of the backward pass by selection
 
-The delay is 0 where nothing is selected, so one point is kept. With a stream beside for the
+The delay is 0 where nothing is selected, so one point is kept. With a separate stream for the
 selection, the first coordinate is the time at which that stream is free.
 
-Source: dynamic programming with dominance; what it minimizes is equations 17 and 18 of Shi et al.,
+Source: dynamic programming with dominance; the objective is equations 17 and 18 of Shi et al.,
 "Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs"
 (2020), with any prices. Their Algorithm 1 does not always reach it.
 """
@@ -48,7 +48,7 @@ def optimal(profile: Profile, prices: Prices) -> Groups:
     and spread, if a longer message never costs less. Where more than 32 states are kept after
     a position (hundreds of gradients, an exact selection on the compute stream and messages
     that need tens of milliseconds each), 32 of them are followed: then it is exact only up to
-    what lies between two of these.
+    the distance between two of these.
 
     **Cost:** for 500 gradients a few seconds at most; some thousand prices.
     """
@@ -67,7 +67,7 @@ def optimal(profile: Profile, prices: Prices) -> Groups:
 
 
 def _border(first: Floats, port: Floats) -> Integers:
-    """Return the places of the states of which no other one is as early at both times."""
+    """Return the positions of the states of which no other one is as early at both times."""
     order = np.lexsort((port, first))
     smallest = np.minimum.accumulate(port[order])
     kept = np.ones(len(order), bool)
@@ -100,10 +100,10 @@ class _Bounded:
 
 
 class _Bounds:
-    """What the gradients after a position cost at least, however they are grouped.
+    """The least cost of the gradients after a position, over all groupings.
 
-    The step ends with the port, after all messages to come, and it ends with the last message,
-    after the backward pass, its delay and all selections to come. So it is no shorter than any mean
+    The step ends with the port, after all remaining messages, and it ends with the last message,
+    after the backward pass, its delay and all remaining selections. So it is no shorter than any mean
     of both, and the smallest mean over all groupings is a sum over groups: one dynamic program for
     each weight.
     """
@@ -115,7 +115,7 @@ class _Bounds:
         smallest = min((row.size for row in profile.variables if row.size), default=1)
         self.message = _Bounded(prices.message_s, smallest, int(self.ends[-1]))
         self.selection = _Bounded(prices.selection_s, smallest, int(self.ends[-1]))
-        # With a stream beside, selections delay nothing: the port alone counts
+        # With a separate stream, selections delay nothing: the port alone counts
         self.weights = np.ones(1) if self.beside else np.linspace(0, 1, WEIGHTS)
         self.rest = self._rest()
 
@@ -132,7 +132,7 @@ class _Bounds:
         return found
 
     def end(self, first: Floats, port: Floats, stop: int) -> Floats:
-        """Bound from below when a step ends that is in these states after position `stop`."""
+        """Return a lower bound of the end of a step in these states after position `stop`."""
         if stop == len(self.ready):
             return port if self.beside else np.maximum(port, self.backward + first)
         weights = self.weights[:, None]
@@ -150,7 +150,7 @@ class _Search:
         self.message, self.selection = bounds.message, bounds.selection
         # A state that is kept for an equal one may be later by as much for each position
         self.limit = limit * (1 + 1000 * ROUNDING)
-        # Of every kept state: position after its last group, both times, the state before it
+        # For every kept state: position after its last group, both times, the state before it
         self.position: Integers = np.zeros(1, np.int64)
         self.first: Floats = np.zeros(1)
         self.port: Floats = np.zeros(1)
@@ -219,7 +219,7 @@ class _Search:
     def _promising(
         self, lows: tuple[Floats, Floats], highs: tuple[Floats, Floats], stop: int
     ) -> NDArray[np.bool_]:
-        """Tell which states may be kept: not certainly dominated, and not certainly too late."""
+        """Return True for each state that is not certainly dominated and not certainly too late."""
         order = np.argsort(highs[0], kind="stable")
         smallest = np.minimum.accumulate(highs[1][order])
         places = np.searchsorted(highs[0][order], lows[0], side="right") - 1
