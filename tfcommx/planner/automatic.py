@@ -41,7 +41,7 @@ WORTH_A_TRIAL = 0.97
 # Largest predicted step of a clearly faster plan, as a share of plain Horovod's: it is taken where
 # no trial can be held.
 CLEARLY_FASTER = 0.8
-# Most plans tried with plain Horovod's, because each has a separate graph and residuals.
+# Most plans tried with plain Horovod's: each has a separate graph and residuals.
 MAX_TRIALS = 3
 # Most without a measured profile and measured links, where predictions are only of the exchange.
 MAX_GUESSES = 2
@@ -135,7 +135,7 @@ class _Ranking(NamedTuple):
 
     @property
     def worth(self) -> list[Prediction]:
-        """Candidates that are predicted to be faster than plain Horovod; all if that is ruled out."""
+        """Candidates predicted to be faster than plain Horovod; all if that is ruled out."""
         if self.must_choose:
             return self.candidates
         return [one for one in self.candidates if one.step_s <= WORTH_A_TRIAL * self.plain_s]
@@ -350,7 +350,7 @@ def _ranking(
 def _in_order(rankings: Sequence[_Ranking]) -> Iterator[tuple[Profile, Prediction]]:
     """Yield faster candidates: the best of each ranking, then other routes, then all.
 
-    Another route is preferred because a second plan by the first one's route would fail with it.
+    Other routes are next: a second plan by the first one's route would fail with it.
     """
     best = [one.worth[0].scheme.route for one in rankings if one.worth]
     for ranking in rankings:

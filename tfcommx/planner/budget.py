@@ -130,7 +130,7 @@ def _nothing_fits(budget: float, sent: SentBytes, tried: Sequence[Scheme]) -> st
 def fewer_bytes(plan: Plan, gradients: Sequence[Gradient]) -> str | None:
     """Name the low-bit sum by which a plan's selected variables send fewer bytes and lose less.
 
-    Bytes of a selection grow with the nodes, because each gathers the entries of all.
+    Each node gathers the selected entries of all, so bytes grow with the number of nodes.
 
     Args:
         plan: of any variables of these.

@@ -141,7 +141,7 @@ def _wire(route: Route, name: str, wire: str) -> str:
 
 
 def _check_auto(scheme: Scheme) -> None:
-    """Refuse fields that `auto` sets itself, or that plain Horovod, its fallback, does not support."""
+    """Refuse fields that `auto` sets itself, or that plain Horovod, its fallback, lacks."""
     plain = Scheme()
     for name in ("dense_route", "peer_route", "merging"):
         if getattr(scheme, name) != getattr(plain, name):

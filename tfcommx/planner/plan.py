@@ -284,7 +284,7 @@ def make_plan(
     Returns:
         The plan; a pure function of the arguments, so equal on every rank with the same arguments.
 
-    **Raises:** PlanError for schemes that cannot be carried out, naming the scheme, variable or hosts.
+    **Raises:** PlanError for an infeasible request, naming the scheme, variable or hosts.
     """
     ways = _check_schemes(schemes, gradients, topology)
     _check_times(schemes, profile)

@@ -5,8 +5,8 @@ A prediction has an interval, the 5-95 % range of steps with this prediction:
     predicted   |        compute        |     exposed exchange     |
     interval    |        compute        |  shortest  |  ...  longest  | ... compute takes longer |
 
-A prediction is missed for two reasons. Messages take another time than their price, because the
-price leaves effects out and measurements vary; and a step takes longer than
+A prediction is missed for two reasons. Messages take another time than their price, which
+leaves effects out and varies between measurements; and a step takes longer than
 its computing and its exchange together, where the exchange slows the computing that hides it. Both
 were counted on published steps that nothing here was tuned to.
 

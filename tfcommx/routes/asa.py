@@ -7,12 +7,12 @@
 There is no arithmetic in the collectives. Entries travel in the bucket's wire dtype; sums are made
 in float32 (float64 vectors on the plain wire: in float64). In 16 bits, and in codes of 8 to 1 bits,
 entries are rounded where they leave their rank, and sums where they leave their owner; both keep
-what rounding loses. A finite number that float16 cannot hold arrives as the largest that it can,
-and the rest stays: loss scaling looks at gradients before the exchange, and would not see an Inf
-that is made in it.
+the rounding errors. A finite number that float16 cannot hold arrives as the largest that it can,
+and the remainder stays, because loss scaling checks gradients before the exchange and would not
+see an Inf that is made in it.
 
 A rank keeps both errors in one residual, as long as the vector. In the shard that a rank owns, the
-owner adds to the sum what it did not write itself, so its own entries are exact there, and the
+owner adds to the sum the parts that it did not write, so its own entries are exact there, and the
 rounding error of the sum takes their place. That is one error for the whole cluster, which the next
 step adds once, and the residuals of a bucket can be saved, summed and redistributed alike.
 
@@ -20,7 +20,7 @@ The bytes that a rank sends do not grow with the number of ranks, unlike those o
 which all ranks gather.
 
 Source: Ma et al., "Theano-MPI: a Theano-based Distributed Training Framework" (2016), section 3.2;
-with the wire dtype float16 it is the paper's ASA16, which loses what it rounds. With codes, error
+with the wire dtype float16 it is the paper's ASA16, which loses the rounding errors. With codes, error
 feedback on both hops: Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with
 Double-Pass Error-Compensated Compression" (2019), algorithm 1, whose server is here the owner.
 """
@@ -65,8 +65,8 @@ class Asa(DenseRoute):
     def run(self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec) -> Tensor:
         """Return the sum of `flat` over all ranks, in its own dtype.
 
-        **Ranks:** all; the result has the same bits on all: the owner of a shard, too, uses what it
-        sent.
+        **Ranks:** all; the result has the same bits on all: the owner of a shard, too, uses the
+        sums as sent.
         **Cost:** two collectives.
         """
         ranks, dtype = comm.topology.size, formats.dense_dtype(bucket)

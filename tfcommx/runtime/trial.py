@@ -5,10 +5,10 @@ r"""TrialExecutor: plans for the same gradients take turns, and the fastest stay
     at a round's end    stamps of all ranks -> the slowest rank's times -> rounds -> whose turn
 
 All of it is in the graph of one step, so nothing is traced again when the turn changes. The times
-are those between the ends of two exchanges: whole steps, with what of the exchange they hide.
+are those between the ends of two exchanges: whole steps, including hidden parts of an exchange.
 
-Several trials, as of the two optimizers of a GAN, follow each other: steps of one would count what
-the other tries. Those that wait for another one take plan 0's turn in each step.
+Several trials, as of the two optimizers of a GAN, follow each other, because steps of one would
+include the trial of the other. Those that wait for another one take plan 0's turn in each step.
 
 `TrialRounds` has the order of plans in a trial, and makes the choice from their times:
 
@@ -18,8 +18,8 @@ the other tries. Those that wait for another one take plan 0's turn in each step
             does not count
 
 Plan 0 is plain Horovod, or the plan in its place where a budget rules it out. In a round each plan
-has one step, each time in another order, so that a machine that becomes slower, and what the ranks
-do between two rounds, weigh on all plans alike.
+has one step, each time in another order, so that a machine that becomes slower, and the ranks'
+work between two rounds, affect all plans alike.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from tfcommx.runtime.residuals import send_with_residual
 
 # Of the whole trial, at most; a round that would go beyond is not begun
 STEPS = 18
-# Rounds without which a trial says nothing: the first does not count
+# Least number of rounds of a trial; the first does not count
 LEAST_ROUNDS = 4
 # A plan takes no more turns if its fastest step takes this many times the median of the best plan,
-# after so many rounds that count
+# after this number of rounds that count
 HOPELESS, ROUNDS_BEFORE = 1.5, 2
 # Plain Horovod stays unless the mean of another is at most this share of its own, and smaller by
 # more than the standard error. With 4 ranks on 2 cores, whose steps differ by a fifth, five rounds
@@ -106,8 +106,8 @@ class TrialRounds:
     def mean(self, plan: int) -> float | None:
         """Return the mean seconds of a plan's steps, without the slowest; None if none counts.
 
-        Other work on the machine makes steps slower, never faster; a plan that stalls more often
-        than once shows it.
+        The slowest step is left out because other work on the machine makes steps slower, never
+        faster; a plan that stalls more than once still shows it.
         """
         return statistics.fmean(self._kept(plan)) if self._seconds[plan] else None
 
@@ -132,8 +132,8 @@ class TrialRounds:
     def _standard_error(self, plan: int) -> float:
         """Of the mean; LEAST_ROUNDS leave two steps at least.
 
-        It counts what differs from round to round, too: a trial on a machine whose speed changes
-        says little, and plain Horovod stays.
+        It includes differences between rounds: a trial on a machine whose speed changes is
+        inconclusive, and plain Horovod stays.
         """
         kept = self._kept(plan)
         return statistics.stdev(kept) / math.sqrt(len(kept))
@@ -169,23 +169,23 @@ class TrialExecutor:
         self.executors = [PlanExecutor(plan, comm) for plan in plans]
         self.comm, self.rounds, self._decided = comm, TrialRounds(len(plans), steps), decided
         self._scope, count = comm.own_scope(), len(plans)
-        # Whether this round is one of the trial
+        # True if this round is one of the trial
         self._counts = all(comm.gather_objects(comm.trials.is_first(self)))
         with tf.device("/cpu:0"):
             order = tf.range(count) if self._counts else tf.zeros([count], tf.int32)
             self._order = tf.Variable(order, trainable=False, name="tfcommx/order")
-            # Steps of this round that are over, and how many it has; the round after the last one
-            # has no end
+            # Finished steps of this round, and the number it has; the round after the last one has no
+            # end
             self._place = tf.Variable(0, trainable=False, name="tfcommx/place")
             self._steps_of_round = tf.Variable(count, trainable=False, name="tfcommx/round")
-            # When the last step before this round, and each step of it, has ended
+            # End times of the last step before this round, and of each step of it
             self._ends = tf.Variable(tf.zeros([count + 1], tf.float64), trainable=False)
-            # What each turn writes and the record reads: so it waits for all that a turn does
+            # Written by each turn and read by the record, which therefore waits for the whole turn
             self._last = tf.Variable(-1, trainable=False, name="tfcommx/last")
-            # Whether any residual outside of the plans is unsent
+            # True if any residual outside of the plans is unsent
             self._has_unsent = tf.Variable(False, trainable=False, name="tfcommx/unsent")
-        # Variable path -> float32 [its size]: what losing plans, and those before, have not sent;
-        # [0] if nothing of it is left
+        # Variable path -> float32 [its size]: residuals of losing and earlier plans;
+        # [0] if none is left
         self._unsent: dict[str, tf.Variable] = {}
         self._sizes: dict[str, int] = {}
         self._expect_unsent({})
@@ -237,7 +237,7 @@ class TrialExecutor:
             tf.cond(last, lambda: self._end_round(ends), lambda: None)
 
     def _now(self, results: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return when a turn has ended: its results are there, and what it keeps is written."""
+        """Return the time at which a turn has ended: its results exist, and its state is written."""
         entry = next(one for one in results if one.shape.num_elements())
         with tf.control_dependencies([self._last.read_value(), *results]):
             return stamp(tf.reshape(entry, [-1])[:1])
@@ -256,14 +256,14 @@ class TrialExecutor:
         )
         last = tf.gather(ends, self._steps_of_round)
         self._ends.assign(tf.where(tf.range(count + 1) == 0, last, ends))
-        # By operations of the graph, so that the next step's reading comes after them
+        # By operations of the graph, so that the next step's read follows them
         self._order.assign(tf.ensure_shape(order, [count]))
         self._steps_of_round.assign(tf.ensure_shape(steps, []))
         self._place.assign(0)
         self._has_unsent.assign(tf.logical_or(self._has_unsent, tf.ensure_shape(waits, [])))
 
     def _conclude(self, seconds: tf.Tensor, waits: tf.Tensor) -> tuple[np.ndarray, int, bool]:
-        """Return the next round's order and steps, and whether anything waits to be sent.
+        """Return the next round's order and steps, and True if any residual is unsent.
 
         Args:
             seconds: float64 [plans], of the steps of the round, on the slowest rank.
@@ -309,7 +309,7 @@ class TrialExecutor:
             sent.append(tf.identity(goes))
         waits = tf.reduce_any([tf.reduce_any(one != 0) for one in left])
         for path, stays in zip(paths, left, strict=True):
-            # Nothing is left of any: no memory is held
+            # No residual is left: no memory is held
             self._unsent[path].assign(
                 tf.cond(waits, lambda kept=stays: kept, lambda: tf.zeros([0]))
             )
@@ -346,7 +346,7 @@ class TrialExecutor:
         return {path: np.array(part) for path, part in kept.items() if part.any()}
 
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Record the step's learning rate, for all plans: one that waits keeps a residual."""
+        """Record the step's learning rate, for all plans, because one that waits keeps a residual."""
         for executor in self._active():
             executor.follow_rate(rate)
 

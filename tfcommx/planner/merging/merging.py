@@ -66,7 +66,7 @@ class Merging:
     # (profile of the gradients in backward order, prices) -> the positions of each group,
     # ascending; every position is in exactly one group. A pure function, so equal on every rank.
     groups: Callable[[Profile, Prices], Groups]
-    # True if it needs the times at which gradients are ready; otherwise a profile of sizes suffices.
+    # True if it needs the ready times of gradients; otherwise a profile of sizes suffices.
     needs_times: bool = True
 
 

@@ -103,8 +103,8 @@ class _Bounds:
     """The least cost of the gradients after a position, over all groupings.
 
     The step ends with the port, after all remaining messages, and it ends with the last message,
-    after the backward pass, its delay and all remaining selections. So it is no shorter than any mean
-    of both, and the smallest mean over all groupings is a sum over groups: one dynamic program for
+    after the backward pass, its delay and all remaining selections. So it is no shorter than any
+    mean of both, and the smallest mean over all groupings is a sum over groups: one dynamic program for
     each weight.
     """
 
