@@ -8,7 +8,7 @@ There is no arithmetic in the collectives. Entries travel in the bucket's wire d
 in float32 (float64 vectors on the plain wire: in float64). In 16 bits, and in codes of 8 to 1 bits,
 entries are rounded where they leave their rank, and sums where they leave their owner; both keep
 the rounding errors. A finite number that float16 cannot hold arrives as the largest that it can,
-and the remainder stays, because loss scaling checks gradients before the exchange and would not
+and the remainder stays: loss scaling checks gradients before the exchange and would not
 see an Inf that is made in it.
 
 A rank keeps both errors in one residual, as long as the vector. In the shard that a rank owns, the
@@ -20,8 +20,8 @@ The bytes that a rank sends do not grow with the number of ranks, unlike those o
 which all ranks gather.
 
 Source: Ma et al., "Theano-MPI: a Theano-based Distributed Training Framework" (2016), section 3.2;
-with the wire dtype float16 it is the paper's ASA16, which loses the rounding errors. With codes, error
-feedback on both hops: Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with
+with the wire dtype float16 it is the paper's ASA16, which drops the rounding errors. With codes,
+error feedback on both hops: Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with
 Double-Pass Error-Compensated Compression" (2019), algorithm 1, whose server is here the owner.
 """
 
@@ -98,7 +98,7 @@ class Asa(DenseRoute):
         return comm.all_gather(total, group, f"{bucket.name}/gather")
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """Count what one rank sends: (p - 1)/p straight to the owners, then its shard in a ring."""
+        """Count the bytes of one rank: (p - 1)/p straight to the owners, then its shard in a ring."""
         sent = (topology.size - 1) / topology.size * formats.dense_bytes(bucket, topology.size)
         alltoall = cost.alltoall_traffic(sent, "world", topology)
         gather = cost.ring_traffic(sent, "world", topology)

@@ -7,8 +7,8 @@ In fewer bits the node's sums are made in float32, because its links are fast; e
 shard of them and keeps the rounding error. Among peers fewer bytes travel: float16 by the
 engine, which rounds each of its additions, as `allreduce` does; bfloat16, which no engine adds, by
 alltoall and all-gather as on `asa`, which adds in float32 and keeps all that it rounds, and so do
-codes of 8 to 1 bits. (One peer to a node: both send as many bytes as a ring.) The sums travel so to the
-rest of the node, too.
+codes of 8 to 1 bits. (One peer to a node: both send as much as a ring.) The sums travel so to the
+other slots of the node, too.
 
 Source: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash" (2018),
 section 3.2; named 2DTAR in Shi et al., "Towards Scalable Distributed Training of Deep Learning on
@@ -59,7 +59,7 @@ class TorusOptions(RouteOptions):
 
     # Route among peers; a name of PEER_ROUTES.
     peer_route: str = "allreduce"
-    # Of that route.
+    # Options of that route.
     peers: RouteOptions = field(default_factory=NoOptions)
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class Torus(DenseRoute[TorusOptions]):
         return comm.all_gather(part, "node", f"{bucket.name}/gather")
 
     def wire_bytes(self, bucket: Bucket[TorusOptions], topology: Topology) -> Traffic:
-        """Count what one rank sends: 2 (n - 1)/n of the vector in its node, its shard by peers.
+        """Count the bytes of one rank: 2 (n - 1)/n of the vector in its node, its shard by peers.
 
         In fewer bits less of the latter, and of the all-gather in the node.
         """

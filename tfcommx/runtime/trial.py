@@ -7,7 +7,7 @@ r"""TrialExecutor: plans for the same gradients take turns, and the fastest stay
 All of it is in the graph of one step, so nothing is traced again when the turn changes. The times
 are those between the ends of two exchanges: whole steps, including hidden parts of an exchange.
 
-Several trials, as of the two optimizers of a GAN, follow each other, because steps of one would
+Several trials, as of the two optimizers of a GAN, follow each other: steps of one would
 include the trial of the other. Those that wait for another one take plan 0's turn in each step.
 
 `TrialRounds` has the order of plans in a trial, and makes the choice from their times:
@@ -39,7 +39,7 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.gradient_state import GradientState, Vectors, variable_sizes, without
 from tfcommx.runtime.residuals import send_with_residual
 
-# Of the whole trial, at most; a round that would go beyond is not begun
+# Most steps of a trial; a round that would go beyond is not begun
 STEPS = 18
 # Least number of rounds of a trial; the first does not count
 LEAST_ROUNDS = 4
@@ -130,7 +130,7 @@ class TrialRounds:
         return best if other <= CLEARLY * plain and plain - other > error else 0
 
     def _standard_error(self, plan: int) -> float:
-        """Of the mean; LEAST_ROUNDS leave two steps at least.
+        """Return the standard error of the mean; LEAST_ROUNDS leave at least two steps.
 
         It includes differences between rounds: a trial on a machine whose speed changes is
         inconclusive, and plain Horovod stays.
@@ -174,8 +174,8 @@ class TrialExecutor:
         with tf.device("/cpu:0"):
             order = tf.range(count) if self._counts else tf.zeros([count], tf.int32)
             self._order = tf.Variable(order, trainable=False, name="tfcommx/order")
-            # Finished steps of this round, and the number it has; the round after the last one has no
-            # end
+            # Finished steps of this round, and their total number; the round after the last one has
+            # no end
             self._place = tf.Variable(0, trainable=False, name="tfcommx/place")
             self._steps_of_round = tf.Variable(count, trainable=False, name="tfcommx/round")
             # End times of the last step before this round, and of each step of it
@@ -237,7 +237,7 @@ class TrialExecutor:
             tf.cond(last, lambda: self._end_round(ends), lambda: None)
 
     def _now(self, results: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return the time at which a turn has ended: its results exist, and its state is written."""
+        """Return the time at which a turn ended: its results exist, and its state is written."""
         entry = next(one for one in results if one.shape.num_elements())
         with tf.control_dependencies([self._last.read_value(), *results]):
             return stamp(tf.reshape(entry, [-1])[:1])
@@ -346,7 +346,7 @@ class TrialExecutor:
         return {path: np.array(part) for path, part in kept.items() if part.any()}
 
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Record the step's learning rate, for all plans, because one that waits keeps a residual."""
+        """Record the step's learning rate, for all plans: one that waits keeps a residual."""
         for executor in self._active():
             executor.follow_rate(rate)
 

@@ -104,8 +104,8 @@ class _Bounds:
 
     The step ends with the port, after all remaining messages, and it ends with the last message,
     after the backward pass, its delay and all remaining selections. So it is no shorter than any
-    mean of both, and the smallest mean over all groupings is a sum over groups: one dynamic program for
-    each weight.
+    mean of both, and the smallest mean over all groupings is a sum over groups: one dynamic program
+    for each weight.
     """
 
     def __init__(self, profile: Profile, prices: Prices) -> None:
