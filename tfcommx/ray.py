@@ -108,8 +108,8 @@ def run(
                 f"workers_per_node must divide num_workers, {num_workers}. Received "
                 f"{workers_per_node}."
             )
-        whole = {name: amount * workers_per_node for name, amount in each.items()}
-        bundles, strategy = [whole] * (num_workers // workers_per_node), "STRICT_SPREAD"
+        per_node = {name: amount * workers_per_node for name, amount in each.items()}
+        bundles, strategy = [per_node] * (num_workers // workers_per_node), "STRICT_SPREAD"
     if not ray.is_initialized():
         ray.init()
     group = ray.util.placement_group(bundles, strategy=strategy)
@@ -165,8 +165,8 @@ def _start(ray: Any, group: Any, each: dict[str, float], workers: int, bundles: 
             "actors` says why."
         ) from error
     # Rank 0 is on the driver's node, if that has a worker, because it writes files
-    own = ray.util.get_node_ip_address()
-    nearest = sorted(places, key=lambda place: place.address != own)
+    driver_address = ray.util.get_node_ip_address()
+    nearest = sorted(places, key=lambda place: place.address != driver_address)
     nodes = list(dict.fromkeys(place.node for place in nearest))
     order = sorted(range(workers), key=lambda number: nodes.index(places[number].node))
     return [started[number] for number in order]
@@ -191,13 +191,15 @@ def _call(
     seen: Counter[str] = Counter()
     ranks: dict[Any, int] = {}
     for rank, (worker, place) in enumerate(zip(workers, places, strict=True)):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(seen[place.address])}
+        rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(seen[place.address])}
         seen[place.address] += 1
         # `cx.init` takes the GPU with the number of the local rank
-        named = ",".join(other.gpus for other in places if other.address == place.address)
+        named = ",".join(
+            neighbour.gpus for neighbour in places if neighbour.address == place.address
+        )
         gpus = ",".join(dict.fromkeys(filter(None, named.split(","))))
-        own |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-        ranks[worker.call.remote({**shared, **own}, train, *args)] = rank
+        rank_variables |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        ranks[worker.call.remote({**shared, **rank_variables}, train, *args)] = rank
     results: dict[int, Any] = {}
     waiting = list(ranks)
     while waiting:

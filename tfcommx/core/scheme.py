@@ -136,8 +136,8 @@ class Scheme:
     def _check_sizes(self) -> None:
         for name, least in (("dense_below", 0), ("bucket_bytes", 1), ("seed", None)):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or (least is not None and value < least):
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            if not is_integer or (least is not None and value < least):
                 raise PlanError(
                     f"`{name}` must be an integer{'' if least is None else f' >= {least}'}. "
                     f"Received {name}={value!r}."

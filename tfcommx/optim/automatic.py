@@ -75,9 +75,9 @@ def read(kind: str, key: object) -> dict[str, Any] | None:
         if not path.exists():
             return None
         with reading("A measurement that was kept", path, "It is measured again."):
-            found = json.loads(path.read_text())
-            if found["key"] == json.loads(json.dumps(key)):
-                return dict(found["value"])
+            record = json.loads(path.read_text())
+            if record["key"] == json.loads(json.dumps(key)):
+                return dict(record["value"])
     except (OSError, TfcommxError) as error:
         log.warning("What was measured before cannot be read, and is measured again: %s", error)
     return None
@@ -141,8 +141,10 @@ class ExpectedRun(NamedTuple):
         Args:
             batch: samples of a profile, which take precedence.
         """
-        found = self.batch if batch is None else batch
-        return {"batch": found} | ({"steps_of_epoch": self.steps_of_epoch} if found is None else {})
+        samples = self.batch if batch is None else batch
+        return {"batch": samples} | (
+            {"steps_of_epoch": self.steps_of_epoch} if samples is None else {}
+        )
 
 
 PLAIN_HOROVOD = "plain Horovod"
@@ -198,49 +200,53 @@ def executor_for(
     return _choose_or_try(schemes, asked, comm, plain, of_root)
 
 
-def _agree_on_request(schemes: Mapping[str, Scheme], asked: PlanRequest, comm: Comm) -> None:
+def _agree_on_request(schemes: Mapping[str, Scheme], request: PlanRequest, comm: Comm) -> None:
     """Refuse, on every rank, requests that would lead ranks into different exchanges."""
-    profile = None if asked.profile is None else asked.profile.to_json()
-    everyone = comm.gather_objects((repr(dict(schemes)), repr(asked.links), profile))
-    for rank, theirs in enumerate(everyone):
-        for what, mine, other in zip(
-            ("scheme", "links", "profile"), everyone[0], theirs, strict=True
+    profile = None if request.profile is None else request.profile.to_json()
+    everyone = comm.gather_objects((repr(dict(schemes)), repr(request.links), profile))
+    for rank, values in enumerate(everyone):
+        for argument, first, value in zip(
+            ("scheme", "links", "profile"), everyone[0], values, strict=True
         ):
-            if mine != other:
+            if first != value:
                 raise PlanError(
-                    f"`{what}` must be the same on every rank. Rank 0 has {str(mine)[:200]} and "
-                    f"rank {rank} has {str(other)[:200]}. Pass the same on every rank."
+                    f"`{argument}` must be the same on every rank. Rank 0 has {str(first)[:200]} "
+                    f"and rank {rank} has {str(value)[:200]}. Pass the same on every rank."
                 )
 
 
 def _choose_or_try(
     schemes: Mapping[str, Scheme],
-    asked: PlanRequest,
+    request: PlanRequest,
     comm: Comm,
     plain: Plan,
     expected: ExpectedRun,
 ) -> Executor:
     cluster = _cluster(comm)
-    key = _cache_key(schemes, asked, cluster, expected)
-    kept = _on_rank_0(comm, lambda: read("choice", key))
-    if kept is not None and (plan := _cached_plan(kept, plain, expected)):
-        announce(comm, f"{kept['chosen']}, as measured in a run before. {kept['said']}")
+    key = _cache_key(schemes, request, cluster, expected)
+    record = _on_rank_0(comm, lambda: read("choice", key))
+    if record is not None and (plan := _cached_plan(record, plain, expected)):
+        announce(comm, f"{record['chosen']}, as measured in a run before. {record['said']}")
         return PlanExecutor(plan, comm)
-    must_fit = rules_out_plain(schemes, asked.topology)
-    tries = not expected.is_short and is_worth_a_trial(schemes, asked)
+    must_fit = rules_out_plain(schemes, request.topology)
+    tries = not expected.is_short and is_worth_a_trial(schemes, request)
     if expected.is_short and not must_fit:
         announce(
             comm, f"{PLAIN_HOROVOD}: {expected.steps} steps follow, too few to measure anything."
         )
         return PlanExecutor(plain, comm)
-    if asked.links is None and tries:
-        asked = asked._replace(links=links_of(comm, cluster))
+    if request.links is None and tries:
+        request = request._replace(links=links_of(comm, cluster))
     written = _on_rank_0(
         comm,
         lambda: [
             # No prediction is clear for links that were assumed or whose measurements vary
-            (found.name, found.plan.to_json(), found.is_clear and _are_steady(asked.links))
-            for found in propose(schemes, asked, comm.messages.possible)
+            (
+                proposal.name,
+                proposal.plan.to_json(),
+                proposal.is_clear and _are_steady(request.links),
+            )
+            for proposal in propose(schemes, request, comm.messages.possible)
         ],
     )
     if not written:
@@ -253,26 +259,26 @@ def _choose_or_try(
         return PlanExecutor(read_plan(text), comm)
     if fit < 2:
         return PlanExecutor(_plan_by_prediction(written[0], plain, comm, expected), comm)
-    others = [(name, read_plan(text)) for name, text, _ in written]
-    tried = (others if must_fit else [(PLAIN_HOROVOD, plain), *others])[:fit]
+    proposals = [(name, read_plan(text)) for name, text, _ in written]
+    tried = (proposals if must_fit else [(PLAIN_HOROVOD, plain), *proposals])[:fit]
     names, plans = [name for name, _ in tried], [plan for _, plan in tried]
 
     def decided(rounds: TrialRounds) -> None:
         assert rounds.chosen is not None
-        chosen, said = names[rounds.chosen], _in_words(names, rounds)
-        announce(comm, f"{chosen}. {said}")
+        chosen, details = names[rounds.chosen], _in_words(names, rounds)
+        announce(comm, f"{chosen}. {details}")
         if comm.rank == 0 and expected.keeps_choice:
-            value = {"chosen": chosen, "said": said, "plan": plans[rounds.chosen].to_json()}
+            value = {"chosen": chosen, "said": details, "plan": plans[rounds.chosen].to_json()}
             write("choice", key, value | {"of_trial": expected.trial_steps})
 
     return TrialExecutor(plans, comm, decided, expected.trial_steps)
 
 
 def _plan_by_prediction(
-    found: tuple[str, str, bool], plain: Plan, comm: Comm, expected: ExpectedRun
+    proposal: tuple[str, str, bool], plain: Plan, comm: Comm, expected: ExpectedRun
 ) -> Plan:
     """Return the first proposal (name, plan, whether it is clear), or plain Horovod's plan."""
-    name, text, is_clear = found
+    name, text, is_clear = proposal
     why = (
         f"A trial takes {2 * LEAST_ROUNDS} steps or more, and {SHARE:.0%} of the {expected.steps} "
         f"that follow are {expected.trial_steps}"
@@ -300,18 +306,20 @@ def _in_words(names: list[str], rounds: TrialRounds) -> str:
 
 def _on_rank_0(comm: Comm, work: Callable[[], T]) -> T:
     """Return the result of `work` on rank 0; if it fails there, raise on all ranks."""
-    found: Any = None
+    value: Any = None
     error: Exception | None = None
     if comm.rank == 0:
         try:
-            found = work()
+            value = work()
         except Exception as failed:
             error = failed
-    said = error and (str(error) if isinstance(error, PlanError) else f"Rank 0 failed: {error!r}.")
-    found, said = comm.gather_objects((found, said))[0]
-    if said is not None:
-        raise error or PlanError(said)
-    result: T = found
+    message = error and (
+        str(error) if isinstance(error, PlanError) else f"Rank 0 failed: {error!r}."
+    )
+    value, message = comm.gather_objects((value, message))[0]
+    if message is not None:
+        raise error or PlanError(message)
+    result: T = value
     return result
 
 
@@ -335,23 +343,25 @@ def _cluster(comm: Comm) -> dict[str, Any]:
 
 def _cache_key(
     schemes: Mapping[str, Scheme],
-    asked: PlanRequest,
+    request: PlanRequest,
     cluster: dict[str, Any],
     expected: ExpectedRun,
 ) -> dict[str, Any]:
     """Return the key of a choice: all its dependencies that the optimizer knows."""
-    profile = None if asked.profile is None else asked.profile.to_json()
-    links = None if asked.links is None else asked.links.to_dict()
-    model = hashlib.sha256(repr([tuple(one) for one in asked.gradients]).encode()).hexdigest()
+    profile = None if request.profile is None else request.profile.to_json()
+    links = None if request.links is None else request.links.to_dict()
+    model = hashlib.sha256(
+        repr([tuple(gradient) for gradient in request.gradients]).encode()
+    ).hexdigest()
     return {
         "model": model,
         "cluster": cluster,
-        "operation": asked.operation,
+        "operation": request.operation,
         "schemes": {pattern: dataclasses.asdict(scheme) for pattern, scheme in schemes.items()},
         "links": links,
-        "has_momentum": asked.has_momentum,
+        "has_momentum": request.has_momentum,
         "profile": profile and hashlib.sha256(profile.encode()).hexdigest(),
-        **expected.key(None if asked.profile is None else asked.profile.batch),
+        **expected.key(None if request.profile is None else request.profile.batch),
     }
 
 

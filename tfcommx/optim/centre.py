@@ -83,12 +83,12 @@ def _elastic(exchanger: Exchanger) -> list[ElasticRun]:
 
 
 def _flat_statistics(model: keras.Model) -> np.ndarray:
-    parts = [np.ravel(keras.ops.convert_to_numpy(one)) for one in statistics_of(model)]
+    parts = [np.ravel(keras.ops.convert_to_numpy(variable)) for variable in statistics_of(model)]
     return np.concatenate([np.zeros(0), *(part.astype(np.float64) for part in parts)])
 
 
 def _set_statistics(model: keras.Model, flat: np.ndarray) -> None:
     statistics = statistics_of(model)
-    ends = np.cumsum([int(np.prod(one.shape)) for one in statistics])[:-1]
-    for one, part in zip(statistics, np.split(flat, ends), strict=False):
-        one.assign(np.reshape(part, one.shape))
+    ends = np.cumsum([int(np.prod(variable.shape)) for variable in statistics])[:-1]
+    for variable, part in zip(statistics, np.split(flat, ends), strict=False):
+        variable.assign(np.reshape(part, variable.shape))

@@ -73,10 +73,10 @@ def refuse_horovod_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if found := next((name for name in kwargs if name in INSTEAD), None):
+        if argument := next((name for name in kwargs if name in INSTEAD), None):
             raise ConfigurationError(
-                f"tfcommx.DistributedOptimizer has no `{found}`. {INSTEAD[found]} All arguments of "
-                "Horovod: docs/how-to/move-from-horovod.md."
+                f"tfcommx.DistributedOptimizer has no `{argument}`. {INSTEAD[argument]} All "
+                "arguments of Horovod: docs/how-to/move-from-horovod.md."
             )
         _check_operation(kwargs.get("op"))
         return function(*args, **kwargs)

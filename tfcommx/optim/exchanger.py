@@ -160,9 +160,11 @@ class Exchanger:
         """Return the strategy at work on the plan of these variables; start it if it is new."""
         names = tuple(self.names.of(variables))
         if names not in self.runs:
-            ahead = self.requested.expected_run
-            if not ahead.whole_run:
-                self.requested.expected_run = ahead._replace(batch=traced_batch() or ahead.batch)
+            expected = self.requested.expected_run
+            if not expected.whole_run:
+                self.requested.expected_run = expected._replace(
+                    batch=traced_batch() or expected.batch
+                )
             with untraced():  # Plan once, untraced, also while a step is traced.
                 self._take_from_overlapping(set(names))
                 self._take_from_predecessors(variables)
@@ -185,35 +187,38 @@ class Exchanger:
 
     def _check_constraints(self, variables: Sequence[keras.Variable]) -> None:
         strategy = self.settings.strategy
-        odd = next((one for one in variables if getattr(one, "constraint", None)), None)
-        if odd is not None and not strategy.takes_constraints:
+        constrained = next(
+            (variable for variable in variables if getattr(variable, "constraint", None)), None
+        )
+        if constrained is not None and not strategy.takes_constraints:
             raise ConfigurationError(
                 f"With {strategy} weights must have no constraint, which would change a node's "
-                f"weights and not those that all ranks agree on. Received {odd.constraint!r} of "
-                f'{path_of(odd)!r}. Leave it out, or take strategy="synchronous".'
+                "weights and not those that all ranks agree on. Received "
+                f"{constrained.constraint!r} of {path_of(constrained)!r}. Leave it out, or take "
+                'strategy="synchronous".'
             )
 
     def _take_from_overlapping(self, names: set[str]) -> None:
         """Take the state that other plans have of these variables, which get another plan."""
-        for others, run in self.runs.items():
-            if names & set(others):
+        for paths, run in self.runs.items():
+            if names & set(paths):
                 log.warning(
                     "Gradients of another set of variables are exchanged from now on: %r, for "
                     "example, was added or removed. All ranks must change alike, or they wait for "
                     "each other.",
-                    sorted(names ^ set(others))[0],
+                    sorted(names ^ set(paths))[0],
                 )
                 run.consolidate()
                 self._common |= {
-                    name: kept for name, kept in run.common_state().items() if name in names
+                    name: value for name, value in run.common_state().items() if name in names
                 }
                 self.waiting += run.executor.export(names)
                 run.executor.clear(names)
 
     def _take_from_predecessors(self, variables: Sequence[keras.Variable]) -> None:
         """Take residuals over from optimizers that exchanged these variables' gradients before."""
-        found = {id(one): one for one in map(last_exchanger, variables)}
-        for predecessor in found.values():
+        predecessors = {id(exchanger): exchanger for exchanger in map(last_exchanger, variables)}
+        for predecessor in predecessors.values():
             if predecessor not in (None, self):
                 self.waiting += predecessor.hand_over(variables, self.names)
         for variable in variables:
@@ -252,18 +257,18 @@ class Exchanger:
             run.consolidate()
         if not averages or self.ranks == 1 or not self.settings.strategy.updates_apart:
             return
-        parts = [tf.reshape(tf.cast(one, tf.float64), [-1]) for one in averages]
+        parts = [tf.reshape(tf.cast(average, tf.float64), [-1]) for average in averages]
         total = self.comm.allreduce(tf.concat(parts, axis=0), "world", "tfcommx/averages")
         means = tf.split(total / self.ranks, [part.shape[0] for part in parts])
-        for one, mean in zip(averages, means, strict=True):
-            one.assign(tf.cast(tf.reshape(mean, one.shape), one.dtype))
+        for average, mean in zip(averages, means, strict=True):
+            average.assign(tf.cast(tf.reshape(mean, average.shape), average.dtype))
 
     def common_state(self) -> CommonState:
         """Return the strategy's state between steps, equal on all ranks, by variable."""
-        found = dict(self._common)
+        state = dict(self._common)
         for run in self.runs.values():
-            found |= run.common_state()
-        return found
+            state |= run.common_state()
+        return state
 
     # --- A step ------------------------------------------------------------------------------
 

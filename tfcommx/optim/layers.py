@@ -87,9 +87,11 @@ class SyncBatchNormalization(OwnMoments):
             count, mean, variance = _over_ranks(values, axes, counted, statistics)
 
             def gradient(of_mean: tf.Tensor, of_variance: tf.Tensor) -> tf.Tensor:
-                both = sum_gradient(tf.stack([of_mean, of_variance]))
-                both = tf.math.divide_no_nan(both, tf.cast(count, both.dtype))
-                of_mean, of_variance = (_along(one, values, axes) for one in tf.unstack(both))
+                gradients = sum_gradient(tf.stack([of_mean, of_variance]))
+                gradients = tf.math.divide_no_nan(gradients, tf.cast(count, gradients.dtype))
+                of_mean, of_variance = (
+                    _along(part, values, axes) for part in tf.unstack(gradients)
+                )
                 result = of_mean + 2 * of_variance * (values - _along(mean, values, axes))
                 return result if counted is None else tf.where(counted, result, 0)
 
@@ -114,7 +116,7 @@ def _over_ranks(
         mean = tf.math.divide_no_nan(tf.reduce_sum(tf.where(counted, values, 0), axes), count)
         away = tf.where(counted, values - _along(mean, values, axes), 0)
         variance = tf.math.divide_no_nan(tf.reduce_sum(away**2, axes), count)
-    count, mean, variance = (tf.cast(one, tf.float64) for one in (count, mean, variance))
+    count, mean, variance = (tf.cast(part, tf.float64) for part in (count, mean, variance))
     flat = tf.concat([count, count * mean, count * (variance + mean**2)], axis=0)
     flat = statistics(flat)
     channels = mean.shape[0]
@@ -124,9 +126,9 @@ def _over_ranks(
     return count, tf.cast(mean, values.dtype), tf.cast(variance, values.dtype)
 
 
-def _along(one: tf.Tensor, values: tf.Tensor, axes: list[int]) -> tf.Tensor:
+def _along(statistic: tf.Tensor, values: tf.Tensor, axes: list[int]) -> tf.Tensor:
     """Return a number of each channel in a shape that broadcasts along the values."""
-    return tf.reshape(one, [1 if axis in axes else -1 for axis in range(len(values.shape))])
+    return tf.reshape(statistic, [1 if axis in axes else -1 for axis in range(len(values.shape))])
 
 
 __all__ = ["SyncBatchNormalization"]

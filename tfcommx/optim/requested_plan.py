@@ -155,7 +155,10 @@ class VariableNames:
 
     def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
         """Return name -> TensorFlow's variable."""
-        values = [one if isinstance(one, tf.Variable) else one.value for one in variables]
+        values = [
+            variable if isinstance(variable, tf.Variable) else variable.value
+            for variable in variables
+        ]
         return dict(zip(self.of(variables), values, strict=True))
 
     def rename(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
@@ -238,16 +241,16 @@ class RequestedPlan:
         strategy = self._settings.strategy
         if sender is not None:
             return self._executor_of_momenta(variables, sender)
-        asked = self._asked(variables)
+        request = self._asked(variables)
         executor: Executor
         if self._given_plan is None:
-            executor = executor_for(self.schemes, asked, self._comm, strategy, self.expected_run)
+            executor = executor_for(self.schemes, request, self._comm, strategy, self.expected_run)
         else:
             plan = self.plan_of(variables)
             strategy.check(plan)
             executor = PlanExecutor(plan, self._comm)
         if isinstance(strategy, Synchronous) and not self.is_chosen and not self._has_advised:
-            self._advise(fewer_bytes(executor.plan, asked.gradients))
+            self._advise(fewer_bytes(executor.plan, request.gradients))
         return executor
 
     def _advise(self, advice: str | None) -> None:
@@ -267,7 +270,7 @@ class RequestedPlan:
         sends = [sender.sends_momentum(variable) for variable in variables]
         paths = [gradient.path for gradient in request.gradients]
         moving = {path for path, moves in zip(paths, sends, strict=True) if moves}
-        others = set(paths) - moving
+        fixed = set(paths) - moving
         if not moving:
             return PlanExecutor(request.plan(of_others), self._comm)
         learning = None
@@ -275,7 +278,7 @@ class RequestedPlan:
             learning = LearningPhase(sender.learning_wire, sender.frozen_at.value)
         return MomentumExecutor(
             request.plan(self.schemes, only=moving),
-            request.plan(of_others, only=others) if others else None,
+            request.plan(of_others, only=fixed) if fixed else None,
             learning,
             self._comm,
             sender.momentum_has_rate,
@@ -283,8 +286,8 @@ class RequestedPlan:
 
     def _asked(self, variables: Sequence[keras.Variable]) -> PlanRequest:
         gradients = [
-            Gradient(name, tuple(one.shape), keras.backend.standardize_dtype(one.dtype))
-            for name, one in zip(self._names.of(variables), variables, strict=True)
+            Gradient(name, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
+            for name, variable in zip(self._names.of(variables), variables, strict=True)
         ]
         settings = self._settings
         return PlanRequest(

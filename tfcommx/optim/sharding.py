@@ -51,7 +51,7 @@ class Sharding:
     @property
     def state(self) -> list[keras.Variable]:
         """The optimizer's state of the shards, which no other rank has."""
-        return [one for slot in self.slots.values() for one in slot if one is not None]
+        return [array for slot in self.slots.values() for array in slot if array is not None]
 
     def gather_state(self, steps: int) -> None:
         """Gather the whole state on rank 0, for a file.
@@ -64,15 +64,15 @@ class Sharding:
         one. If it has not changed since, only a pass over this rank's state and a small exchange on
         the host.
         """
-        digest = [zlib.crc32(one.numpy().tobytes()) for one in self.state]
-        known = self._gathered is not None and self._gathered[0] == steps
+        digest = [zlib.crc32(array.numpy().tobytes()) for array in self.state]
+        is_current = self._gathered is not None and self._gathered[0] == steps
         # One rank alone may have loaded another state, and a caller may have set it
-        if all(self.comm.gather_objects(known and self._digest == digest)):
+        if all(self.comm.gather_objects(is_current and self._digest == digest)):
             return
-        found = self.shards.gather(self.slots, self.comm, self.group)
+        gathered = self.shards.gather(self.slots, self.comm, self.group)
         paths = list(self.shards.weights)
-        whole = {name: [one.get(path) for path in paths] for name, one in found.items()}
-        self._gathered, self._digest = (steps, whole), digest
+        state = {name: [array.get(path) for path in paths] for name, array in gathered.items()}
+        self._gathered, self._digest = (steps, state), digest
 
     def gathered_at(self, steps: int) -> WholeState:
         """Return the whole state, if it was gathered at this step, on rank 0.
@@ -89,7 +89,7 @@ class Sharding:
             )
         return self._gathered[1]
 
-    def set_state(self, whole: WholeState) -> None:
+    def set_state(self, state: WholeState) -> None:
         """Take this rank's shards of a whole state, and keep it until `share_loaded`."""
         by_path = {
             name: {
@@ -97,10 +97,10 @@ class Sharding:
                 for path, array in zip(self.shards.weights, arrays, strict=True)
                 if array is not None
             }
-            for name, arrays in whole.items()
+            for name, arrays in state.items()
         }
         self.shards.set_slots(self.slots, by_path)
-        self._loaded = whole
+        self._loaded = state
 
     def share_loaded(self, root: int) -> None:
         """Give all ranks their shards of the state that rank `root` has loaded, if it has.
@@ -109,20 +109,20 @@ class Sharding:
         """
         forms = self.comm.gather_objects(_forms(self._loaded))[root]
         if forms is not None:
-            whole: WholeState = {}
+            state: WholeState = {}
             for name, rows in forms.items():
-                whole[name] = [None] * len(rows)
-                for place, form in enumerate(rows):
+                state[name] = [None] * len(rows)
+                for position, form in enumerate(rows):
                     if form is None:
                         continue
                     # Forms are received from the rank that has loaded a state
                     loaded = self._loaded if self.comm.rank == root else None
-                    mine = np.zeros(*form) if loaded is None else loaded[name][place]
+                    local = np.zeros(*form) if loaded is None else loaded[name][position]
                     received = self.comm.broadcast(
-                        tf.constant(mine), root, f"tfcommx/loaded/{name}/{place}"
+                        tf.constant(local), root, f"tfcommx/loaded/{name}/{position}"
                     )
-                    whole[name][place] = received.numpy()
-            self.set_state(whole)
+                    state[name][position] = received.numpy()
+            self.set_state(state)
         self._loaded = None
 
 
@@ -131,6 +131,6 @@ def _forms(state: WholeState | None) -> dict[str, list[Form | None]] | None:
     if state is None:
         return None
     return {
-        name: [None if one is None else (one.shape, one.dtype.name) for one in arrays]
+        name: [None if array is None else (array.shape, array.dtype.name) for array in arrays]
         for name, arrays in sorted(state.items())
     }

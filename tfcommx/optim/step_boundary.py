@@ -71,11 +71,11 @@ def begin_step(optimizer: keras.optimizers.Optimizer, inputs: Any) -> None:
     """
     exchanger = exchanger_in(optimizer)
     if can_pull_first(optimizer):
-        found = [one for one in tf.nest.flatten(inputs) if tf.is_tensor(one)]
+        tensors = [tensor for tensor in tf.nest.flatten(inputs) if tf.is_tensor(tensor)]
         assert exchanger.sharding is not None, "its steps begin with a pull"
         run = exchanger.run_for(exchanger.sharding.variables)
         assert isinstance(run, ShardedRun), "only Sharded makes shards"
-        run.begin(found[:1])
+        run.begin(tensors[:1])
 
 
 def can_pull_first(optimizer: keras.optimizers.Optimizer) -> bool:

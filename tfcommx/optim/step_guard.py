@@ -22,8 +22,8 @@ class StepGuard:
     def __init__(self, comm: Comm, settings: ExchangeSettings, names: VariableNames) -> None:
         strategy = settings.strategy
         self._comm, self._names, self._in_lock_step = comm, names, strategy.in_lock_step
-        every = settings.check_replicas_every if strategy.in_lock_step else None
-        self.replicas = ReplicaGuard(comm, every, strategy.keeps_weights_equal)
+        interval = settings.check_replicas_every if strategy.in_lock_step else None
+        self.replicas = ReplicaGuard(comm, interval, strategy.keeps_weights_equal)
         # Mode of an outer LossScaleOptimizer: "none" exists, "local" (each alone) or "agreed"
         self.loss_scale = "none"
         self._not_finite = WatchedSum(comm, "finite", "the agreement on finite gradients")
@@ -71,8 +71,8 @@ class StepGuard:
         """
         if self._comm.topology.size == 1 or not self._in_lock_step:
             return finite
-        mine = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
-        return tf.equal(self._not_finite(mine)[0], 0)
+        failures = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
+        return tf.equal(self._not_finite(failures)[0], 0)
 
     @tf.autograph.experimental.do_not_convert
     def mean_over_ranks(self, numbers: tf.Tensor) -> tf.Tensor:

@@ -100,16 +100,16 @@ def optimizers_elsewhere(model: keras.Model) -> list[keras.optimizers.Optimizer]
         for variable in model.trainable_variables
         if (exchanger := last_exchanger(variable)) is not None
     }
-    optimizers = [one.optimizer() for key, one in exchangers.items() if key not in held]
+    optimizers = [reference.optimizer() for key, reference in exchangers.items() if key not in held]
     return [optimizer for optimizer in optimizers if optimizer is not None]
 
 
 def find_exchanger(optimizer: keras.optimizers.Optimizer | None) -> Exchanger | None:
     """Return the exchanger of an optimizer; None if it is not wrapped."""
-    found = getattr(optimizer, "exchanger", None)
-    if found is None and optimizer is not None:  # Inside of a LossScaleOptimizer by Keras
-        found = getattr(inner_optimizer(optimizer), "exchanger", None)
-    return found
+    exchanger = getattr(optimizer, "exchanger", None)
+    if exchanger is None and optimizer is not None:  # Inside of a LossScaleOptimizer by Keras
+        exchanger = getattr(inner_optimizer(optimizer), "exchanger", None)
+    return exchanger
 
 
 def exchanger_in(optimizer: keras.optimizers.Optimizer | None) -> Exchanger:
@@ -117,10 +117,10 @@ def exchanger_in(optimizer: keras.optimizers.Optimizer | None) -> Exchanger:
 
     **Raises:** RuntimeError if it is not wrapped.
     """
-    found = find_exchanger(optimizer)
-    if found is None:
+    exchanger = find_exchanger(optimizer)
+    if exchanger is None:
         raise RuntimeError(NOT_WRAPPED)
-    return found
+    return exchanger
 
 
 def exchanger_of(model: keras.Model) -> Exchanger:

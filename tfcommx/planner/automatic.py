@@ -96,7 +96,7 @@ class PlanRequest(NamedTuple):
                 profile=self.profile,
             )
 
-        planned = [one for one in self.gradients if only is None or one.path in only]
+        planned = [gradient for gradient in self.gradients if only is None or gradient.path in only]
         return plan_in_fragments(planned, self.fragments, make)
 
     def _schemes_of(
@@ -108,8 +108,8 @@ class PlanRequest(NamedTuple):
         """
         first = list(gradients[:1]) == list(self.gradients[:1])
 
-        def match(some: Sequence[Gradient], pattern: str) -> bool:
-            return any(matches(one.path, pattern) for one in some)
+        def match(group: Sequence[Gradient], pattern: str) -> bool:
+            return any(matches(gradient.path, pattern) for gradient in group)
 
         return {
             pattern: scheme
@@ -130,15 +130,19 @@ class _Ranking(NamedTuple):
 
     def share(self, scheme: Scheme) -> float:
         """Return a scheme's step over plain Horovod's; 1 for one that is not ranked."""
-        found = [one.step_s for one in self.candidates if one.scheme == scheme]
-        return found[0] / self.plain_s if found else 1.0
+        steps_s = [candidate.step_s for candidate in self.candidates if candidate.scheme == scheme]
+        return steps_s[0] / self.plain_s if steps_s else 1.0
 
     @property
     def worth(self) -> list[Prediction]:
         """Candidates predicted to be faster than plain Horovod; all if that is ruled out."""
         if self.must_choose:
             return self.candidates
-        return [one for one in self.candidates if one.step_s <= WORTH_A_TRIAL * self.plain_s]
+        return [
+            candidate
+            for candidate in self.candidates
+            if candidate.step_s <= WORTH_A_TRIAL * self.plain_s
+        ]
 
 
 class Proposal(NamedTuple):
@@ -162,20 +166,20 @@ def find_auto(schemes: Mapping[str, Scheme]) -> Scheme | None:
 
     **Raises:** PlanError for two different ones, and for one together with a scheme with momentum.
     """
-    found = {scheme for scheme in schemes.values() if scheme.route == AUTO}
-    if len(found) > 1:
+    automatic = {scheme for scheme in schemes.values() if scheme.route == AUTO}
+    if len(automatic) > 1:
         raise PlanError(
             'Patterns may share one Scheme("auto"): what is chosen is measured for all of them '
-            f"together. Received {len(found)} different ones, for "
+            f"together. Received {len(automatic)} different ones, for "
             f"{[name for name, scheme in schemes.items() if scheme.route == AUTO]}. Name routes "
             "for some of them."
         )
-    if found and any(scheme.momentum for scheme in schemes.values()):
+    if automatic and any(scheme.momentum for scheme in schemes.values()):
         raise PlanError(
             "A scheme with `momentum` keeps a velocity, which plans that take turns cannot share. "
             'Received one beside Scheme("auto"). Name routes for all patterns.'
         )
-    return found.pop() if found else None
+    return automatic.pop() if automatic else None
 
 
 def auto_as_plain(schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
@@ -242,21 +246,21 @@ def propose(
     variables. **Raises:** PlanError for a profile of another model, or one without times, and for
     a budget that nothing fits.
     """
-    given = asked.profile
+    measured_profile = asked.profile
     fitting = _fitting(schemes, asked)
 
     def ranking(profile: Profile) -> _Ranking:
         return _ranking(profile, schemes, asked, messages, fitting)
 
-    first = ranking(given or _assumed(asked.gradients, NO_TIME))
+    first = ranking(measured_profile or _assumed(asked.gradients, NO_TIME))
     rankings = [first]
-    if given is None:
+    if measured_profile is None:
         rankings.append(ranking(_assumed(asked.gradients, first.plain_s)))
-    measured = given is not None and asked.links is not None
+    measured = measured_profile is not None and asked.links is not None
     seen = [asked.plan(auto_as_plain(schemes)).buckets]
-    found: list[Proposal] = []
+    proposals: list[Proposal] = []
     for profile, candidate in _in_order(rankings):
-        if len(found) == (MAX_TRIALS if measured else MAX_GUESSES):
+        if len(proposals) == (MAX_TRIALS if measured else MAX_GUESSES):
             break
         if measured and not candidate.may_beat(first.candidates[0]):
             continue
@@ -265,8 +269,8 @@ def propose(
         if plan.buckets not in seen:
             seen.append(plan.buckets)
             share = max(ranking.share(candidate.scheme) for ranking in rankings)
-            found.append(Proposal(_name(candidate.scheme, schemes), plan, share))
-    return found
+            proposals.append(Proposal(_name(candidate.scheme, schemes), plan, share))
+    return proposals
 
 
 def _name(scheme: Scheme, schemes: Mapping[str, Scheme]) -> str:
@@ -277,17 +281,17 @@ def _name(scheme: Scheme, schemes: Mapping[str, Scheme]) -> str:
     return name if is_named else f"{name}, {scheme.selection} {scheme.density:g}"
 
 
-def _fitting(schemes: Mapping[str, Scheme], asked: PlanRequest) -> list[Scheme] | None:
+def _fitting(schemes: Mapping[str, Scheme], request: PlanRequest) -> list[Scheme] | None:
     """Return the least lossy schemes within the budget of "auto"; None if it has none."""
     auto = find_auto(schemes)
-    if auto is None or _budget(auto, asked.topology) is None:
+    if auto is None or _budget(auto, request.topology) is None:
         return None
-    sent = SentBytes(_of_auto(schemes, asked.gradients), asked.topology)
-    return least_lossy(auto, sent, asked.has_momentum)
+    sent = SentBytes(_of_auto(schemes, request.gradients), request.topology)
+    return least_lossy(auto, sent, request.has_momentum)
 
 
 def _of_auto(schemes: Mapping[str, Scheme], gradients: Sequence[Gradient]) -> list[Gradient]:
-    return [one for one in gradients if scheme_of(one.path, schemes).route == AUTO]
+    return [gradient for gradient in gradients if scheme_of(gradient.path, schemes).route == AUTO]
 
 
 def _assumed(gradients: Sequence[Gradient], seconds: float) -> Profile:
@@ -305,7 +309,7 @@ def _assumed(gradients: Sequence[Gradient], seconds: float) -> Profile:
 def _ranking(
     profile: Profile,
     schemes: Mapping[str, Scheme],
-    asked: PlanRequest,
+    request: PlanRequest,
     messages: bool,
     fitting: list[Scheme] | None,
 ) -> _Ranking:
@@ -320,20 +324,24 @@ def _ranking(
     auto = find_auto(schemes)
     if auto is None:
         raise PlanError(f'A Scheme("auto") is required among them. Received {dict(schemes)}.')
-    mine = _of_auto(schemes, asked.gradients)
+    own_gradients = _of_auto(schemes, request.gradients)
     setting = Setting(
-        sub_profile(list(reversed(mine)), profile),
-        asked.topology,
-        asked.links or NOMINAL,
+        sub_profile(list(reversed(own_gradients)), profile),
+        request.topology,
+        request.links or NOMINAL,
         Assumptions(selection=measured_time(profile)),
     )
-    thorough = asked.profile is not None
+    thorough = request.profile is not None
     plain = _plain_scheme(auto)
     if fitting is not None:
         of_plain, budget = setting.predict(plain), auto.budget or 1.0
-        found = ranked(setting, fitting, ROUTES_FOR_OPTIMAL if thorough else 0)
-        within = [one for one in found if one.bytes_between <= budget * of_plain.bytes_between]
-        must_choose = rules_out_plain(schemes, asked.topology)
+        predictions = ranked(setting, fitting, ROUTES_FOR_OPTIMAL if thorough else 0)
+        within = [
+            prediction
+            for prediction in predictions
+            if prediction.bytes_between <= budget * of_plain.bytes_between
+        ]
+        must_choose = rules_out_plain(schemes, request.topology)
         return _Ranking(profile, within, of_plain.step_s, must_choose)
     shortened = auto.selection != "all" and auto.wire == PLAIN
     wire = SHORT_WIRE if shortened else auto.wire
@@ -343,7 +351,7 @@ def _ranking(
         messages,
         thorough,
     )
-    plain_s = next(one.step_s for one in best_first if one.scheme == plain)
+    plain_s = next(prediction.step_s for prediction in best_first if prediction.scheme == plain)
     return _Ranking(profile, best_first, plain_s, must_choose=False)
 
 
@@ -352,11 +360,13 @@ def _in_order(rankings: Sequence[_Ranking]) -> Iterator[tuple[Profile, Predictio
 
     Other routes are next: a second plan by the first one's route would fail with it.
     """
-    best = [one.worth[0].scheme.route for one in rankings if one.worth]
+    best = [candidate.worth[0].scheme.route for candidate in rankings if candidate.worth]
     for ranking in rankings:
-        yield from ((ranking.profile, one) for one in ranking.worth[:1])
+        yield from ((ranking.profile, candidate) for candidate in ranking.worth[:1])
     for ranking in rankings:
-        others = [one for one in ranking.worth if one.scheme.route not in best]
-        yield from ((ranking.profile, one) for one in others)
+        by_other_routes = [
+            candidate for candidate in ranking.worth if candidate.scheme.route not in best
+        ]
+        yield from ((ranking.profile, candidate) for candidate in by_other_routes)
     for ranking in rankings:
-        yield from ((ranking.profile, one) for one in ranking.worth)
+        yield from ((ranking.profile, candidate) for candidate in ranking.worth)

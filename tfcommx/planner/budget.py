@@ -146,7 +146,7 @@ def fewer_bytes(plan: Plan, gradients: Sequence[Gradient]) -> str | None:
     paths = {Piece.of(name).path for bucket in selects for name in bucket.variables}
     if not paths:
         return None
-    sent = SentBytes([one for one in gradients if one.path in paths], plan.topology)
+    sent = SentBytes([gradient for gradient in gradients if gradient.path in paths], plan.topology)
     between = sum(routes.of(bucket).wire_bytes(bucket, plan.topology).between for bucket in selects)
     codes = sent.fewest("int4")
     if between <= sent.between(codes):

@@ -97,33 +97,35 @@ def ranked(setting: Setting, schemes: Sequence[Scheme], for_optimal: int) -> lis
     Returns:
         The fastest first.
     """
-    found = [
+    predictions = [
         setting.predict(dataclasses.replace(scheme, merging=merging))
         for scheme in schemes
         for merging in QUICK_MERGINGS
     ]
-    fastest_first = sorted(found, key=_step_s)
-    optimal = (dataclasses.replace(one.scheme, merging="optimal") for one in fastest_first)
+    fastest_first = sorted(predictions, key=_step_s)
+    optimal = (
+        dataclasses.replace(prediction.scheme, merging="optimal") for prediction in fastest_first
+    )
     best = list(dict.fromkeys(optimal))[:for_optimal]
-    return sorted([*found, *map(setting.predict, best)], key=_step_s)
+    return sorted([*predictions, *map(setting.predict, best)], key=_step_s)
 
 
-def _step_s(one: Prediction) -> float:
-    return one.step_s
+def _step_s(prediction: Prediction) -> float:
+    return prediction.step_s
 
 
-def _dense(asked: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
+def _dense(request: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
     """Return the schemes that select nothing, plain Horovod's first.
 
     Also in fewer bits, or by a compression, if that is asked for.
     """
-    plain = Scheme(bucket_bytes=asked.bucket_bytes, block_bytes=asked.block_bytes)
-    narrow = asked.wire if asked.selection == "all" else asked.dense_wire
+    plain = Scheme(bucket_bytes=request.bucket_bytes, block_bytes=request.block_bytes)
+    narrow = request.wire if request.selection == "all" else request.dense_wire
     forms = [plain]
     if narrow in NARROW:
         forms.append(dataclasses.replace(plain, wire=narrow))
-    if asked.compression != NO_COMPRESSION:
-        forms.append(dataclasses.replace(plain, compression=asked.compression))
+    if request.compression != NO_COMPRESSION:
+        forms.append(dataclasses.replace(plain, compression=request.compression))
     return on_dense_routes(forms, topology, messages)
 
 
@@ -138,10 +140,10 @@ def on_dense_routes(forms: Sequence[Scheme], topology: Topology, messages: bool)
     return list(_possible(tried, topology, messages))
 
 
-def _sparse(asked: Scheme, dense: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
+def _sparse(request: Scheme, dense: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
     """Return the requested scheme on every sparse route; small variables travel as `dense` says."""
     form = dataclasses.replace(
-        asked, dense_route=dense.route, dense_wire=dense.wire, peer_route=dense.peer_route
+        request, dense_route=dense.route, dense_wire=dense.wire, peer_route=dense.peer_route
     )
     return on_sparse_routes(form, topology, messages)
 

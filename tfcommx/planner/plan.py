@@ -60,9 +60,9 @@ def balance(costs: Sequence[float], ranks: int) -> list[int]:
     has at most 4/3 of what it has in the best partition.
     """
     owners, loads = [0] * len(costs), [0.0] * ranks
-    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
-        owners[place] = loads.index(min(loads))
-        loads[owners[place]] += costs[place]
+    for position in sorted(range(len(costs)), key=lambda position: -costs[position]):
+        owners[position] = loads.index(min(loads))
+        loads[owners[position]] += costs[position]
     return owners
 
 
@@ -130,8 +130,8 @@ def _stream_of(gradient: Gradient, scheme: Scheme, ways: Ways) -> Stream:
         if not small and gradient.dtype != "float64":
             return Stream(scheme, ways.sparse, "float32")
     compresses = ways.dense.compression != NO_COMPRESSION and gradient.dtype != "float64"
-    known = gradient.dtype in DENSE_DTYPES and not compresses
-    dtype = gradient.dtype if known else "float32"
+    is_native = gradient.dtype in DENSE_DTYPES and not compresses
+    dtype = gradient.dtype if is_native else "float32"
     return Stream(scheme, ways.dense, dtype)
 
 
@@ -208,8 +208,11 @@ def plan_in_fragments(
     """
     if count == 1:
         return make(gradients)
-    place = fragment_of({one.path: one.entries for one in gradients}, count)
-    parts = [make([one for one in gradients if place[one.path] == part]) for part in range(count)]
+    fragments = fragment_of({gradient.path: gradient.entries for gradient in gradients}, count)
+    parts = [
+        make([gradient for gradient in gradients if fragments[gradient.path] == part])
+        for part in range(count)
+    ]
     buckets = [bucket for part in parts for bucket in part.buckets]
     named = tuple(
         dataclasses.replace(bucket, name=f"tfcommx/bucket{number}")
@@ -228,17 +231,17 @@ def fragments_of_buckets(plan: Plan, count: int) -> list[Plan]:
         for name, size in zip(bucket.variables, bucket.sizes, strict=True):
             path = Piece.of(name).path
             entries[path] = entries.get(path, 0) + size
-    place = fragment_of(entries, count)
+    fragments_by_path = fragment_of(entries, count)
     parts: list[list[Bucket]] = [[] for _ in range(count)]
     for bucket in plan.buckets:
-        found = {place[Piece.of(name).path] for name in bucket.variables}
-        if len(found) > 1:
+        fragments = {fragments_by_path[Piece.of(name).path] for name in bucket.variables}
+        if len(fragments) > 1:
             raise PlanError(
                 f"Fragments need buckets of their own. Received fragments={count} and a plan whose "
-                f"{bucket.name} has variables of {len(found)} of them. Leave `plan` out, or take "
-                "fragments=1."
+                f"{bucket.name} has variables of {len(fragments)} of them. Leave `plan` out, or "
+                "take fragments=1."
             )
-        parts[found.pop()].append(bucket)
+        parts[fragments.pop()].append(bucket)
     return [dataclasses.replace(plan, buckets=tuple(part)) for part in parts]
 
 
@@ -311,14 +314,14 @@ def _check_schemes(
     """Refuse schemes that cannot be carried out; warn of a pattern that matches no variable."""
     ways: dict[Scheme, Ways] = {}
     for pattern, scheme in schemes.items():
-        found = check_scheme(scheme, topology)
-        if found is None:
+        way = check_scheme(scheme, topology)
+        if way is None:
             raise PlanError(
                 f"A plan is made of schemes that name a route. Received {AUTO!r} for {pattern!r}, "
                 "which DistributedOptimizer resolves. Give it the scheme, or see what "
                 "`tfcommx plan` proposes."
             )
-        ways[scheme] = found
+        ways[scheme] = way
         if pattern == "*" or not gradients:
             continue
         if not any(matches(gradient.path, pattern) for gradient in gradients):
@@ -367,8 +370,8 @@ def _merged(
 
     rows = sub_profile([gradient for _, gradient in members], profile)
     prices = prices_of(make_bucket, *cluster, limit)
-    found = merging.get(stream.scheme.merging).groups(rows, prices)
-    groups = [[members[position] for position in group] for group in found]
+    positions = merging.get(stream.scheme.merging).groups(rows, prices)
+    groups = [[members[position] for position in group] for group in positions]
     if isinstance(stream.way, DenseWay) or stream.scheme.merging == "threshold":
         return groups
     return [part for group in groups for part in _split_long(group, largest)]
@@ -423,19 +426,19 @@ def _compressed(
     links: Links,
 ) -> Bucket:
     """Let other vectors travel in place of the entries, if there is something to gain."""
-    found = dataclasses.replace(
+    compressed = dataclasses.replace(
         bucket,
         padding=0,
         compression=stream.compression,
         shapes=tuple(tuple(gradient.shape) for gradient in gradients),
     )
-    travelling = vectors(found, stream.way.route, topology)
-    is_shorter = sum(one.size for one in travelling) < bucket.size
+    travelling = vectors(compressed, stream.way.route, topology)
+    is_shorter = sum(vector.size for vector in travelling) < bucket.size
     if not travelling or not is_shorter or bucket.dtype != "float32" or topology.size == 1:
         return stream.way.route.cheapest(bucket, topology, links)
-    longest = max(travelling, key=lambda one: one.size)
+    longest = max(travelling, key=lambda vector: vector.size)
     return dataclasses.replace(
-        found, options=stream.way.route.cheapest(longest, topology, links).options
+        compressed, options=stream.way.route.cheapest(longest, topology, links).options
     )
 
 

@@ -114,12 +114,12 @@ class Setting(NamedTuple):
             profile=self.profile,
             assumptions=self.assumptions,
         )
-        found = [
+        predictions = [
             simulate(plan, self.profile, self.links, self.assumptions, quantile)
             for quantile in (QUANTILES if self.assumptions.jitter else QUANTILES[:1])
         ]
-        tenths = Interval(found[1].step_s, found[2].step_s) if found[1:] else None
-        return Prediction(scheme, plan, found[0], self.links.spread, tenths)
+        tenths = Interval(predictions[1].step_s, predictions[2].step_s) if predictions[1:] else None
+        return Prediction(scheme, plan, predictions[0], self.links.spread, tenths)
 
 
 class Prediction(NamedTuple):
@@ -141,8 +141,8 @@ class Prediction(NamedTuple):
     @property
     def interval(self) -> Interval:
         """5-95 % range of steps with this prediction, in seconds."""
-        spans = (one for one in self.timeline.spans if one.kind in COMPUTING)
-        slowest_s = sum(one.end_s - one.start_s for one in spans)
+        spans = (span for span in self.timeline.spans if span.kind in COMPUTING)
+        slowest_s = sum(span.end_s - span.start_s for span in spans)
         return interval(slowest_s, self.step_s - slowest_s, self.spread)
 
     def may_beat(self, other: Prediction) -> bool:
@@ -167,12 +167,12 @@ class Prediction(NamedTuple):
 
         Momentum correction keeps as many again.
         """
-        kept = 0
+        total = 0
         for bucket in self.plan.buckets:
             if bucket.keeps_residual:
                 start, stop = routes.get(bucket.route).shard(bucket, self.plan.topology, 0)
-                kept += 4 * (stop - start) * (2 if bucket.momentum else 1)
-        return kept
+                total += 4 * (stop - start) * (2 if bucket.momentum else 1)
+        return total
 
     def row(self) -> dict[str, Any]:
         """Return the columns of `tfcommx simulate`, for tables and for lines of JSON.
@@ -223,8 +223,8 @@ def what_helps(scheme: Scheme, setting: Setting) -> dict[str, Prediction]:
     topology, links = setting.topology, setting.links
     changed = {"as it is": (scheme, setting)}
 
-    def change(what: str, **fields: Any) -> None:
-        changed[what] = (scheme, setting._replace(**fields))
+    def change(change_name: str, **fields: Any) -> None:
+        changed[change_name] = (scheme, setting._replace(**fields))
 
     if topology.nodes > 1:
         faster = _twice_the_rate(links.between)
@@ -240,7 +240,7 @@ def what_helps(scheme: Scheme, setting: Setting) -> dict[str, Prediction]:
         thinner = dataclasses.replace(scheme, density=scheme.density / 2)
         changed["half the density"] = (thinner, setting)
     change("twice the batch", profile=_twice_the_batch(setting.profile))
-    return {what: under.predict(how) for what, (how, under) in changed.items()}
+    return {change_name: under.predict(how) for change_name, (how, under) in changed.items()}
 
 
 def _twice_the_rate(link: Link) -> Link:

@@ -36,9 +36,9 @@ def prices_of(
     def stages(entries: int) -> tuple[float, float]:
         """Return the seconds of the selection before the message, and of the message."""
         bucket = make_bucket(entries)
-        found = stages_of(bucket, topology, links, assumptions)
-        total = sum(stage.seconds for stage in found)
-        first = found[0].seconds if found and found[0].resource == SELECT else 0.0
+        steps = stages_of(bucket, topology, links, assumptions)
+        total = sum(stage.seconds for stage in steps)
+        first = steps[0].seconds if steps and steps[0].resource == SELECT else 0.0
         return first, total - first
 
     sample = make_bucket(1)
@@ -74,15 +74,15 @@ def sub_profile(
     if profile is None:
         rows = tuple(VariableProfile(*variable) for variable in variables)
         return Profile.of_sizes("these gradients", rows)
-    known, timed = {row.name: row for row in profile.variables}, []
+    measured, timed = {variable.name: variable for variable in profile.variables}, []
     for name, shape, dtype in variables:
         path = Piece.of(name).path
-        found = known.get(path)
-        if found is None or (path == name and found.shape != tuple(shape)):
-            other = "does not have it" if found is None else f"has {found.shape}"
+        row = measured.get(path)
+        if row is None or (path == name and row.shape != tuple(shape)):
+            problem = "does not have it" if row is None else f"has {row.shape}"
             raise PlanError(
                 f"A profile of this model is required. The model has {path!r} of shape "
-                f"{tuple(shape)}; the profile of {profile.model!r} {other}. Measure this model."
+                f"{tuple(shape)}; the profile of {profile.model!r} {problem}. Measure this model."
             )
-        timed.append(VariableProfile(name, shape, dtype, found.ready_s, found.ready_spread_s))
+        timed.append(VariableProfile(name, shape, dtype, row.ready_s, row.ready_spread_s))
     return dataclasses.replace(profile, variables=tuple(timed))

@@ -92,13 +92,13 @@ class Asa(DenseRoute):
         scale = own * formats.sum_scale(dtype, len(members))
         total = codec.write_dense(flat, dtype, 0, own, 1 / own)
         if len(members) > 1:
-            mine = comm.alltoall(total, group, f"{bucket.name}/alltoall")
+            parts = comm.alltoall(total, group, f"{bucket.name}/alltoall")
             start = members.index(comm.rank) * (flat.shape[0] // len(members))
-            total = codec.add_and_write_dense(mine, dtype, len(members), start, own, scale)
+            total = codec.add_and_write_dense(parts, dtype, len(members), start, own, scale)
         return comm.all_gather(total, group, f"{bucket.name}/gather")
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """Count the bytes of one rank: (p - 1)/p straight to the owners, then its shard in a ring."""
+        """Count the bytes of one rank: (p - 1)/p to the owners, then its shard in a ring."""
         sent = (topology.size - 1) / topology.size * formats.dense_bytes(bucket, topology.size)
         alltoall = cost.alltoall_traffic(sent, "world", topology)
         gather = cost.ring_traffic(sent, "world", topology)

@@ -102,10 +102,10 @@ class Torus(DenseRoute[TorusOptions]):
         peers, topology = _of_peers(bucket, comm.topology)[0], comm.topology
         part = comm.reduce_scatter(flat, "node", f"{bucket.name}/scatter")
         if bucket.rounds:
-            own = formats.sum_scale(bucket.wire, topology.slots)
-            sums = _adds_narrow(bucket).written_sums(part, bucket, comm, codec, "peers", own)
+            node_scale = formats.sum_scale(bucket.wire, topology.slots)
+            sums = _adds_narrow(bucket).written_sums(part, bucket, comm, codec, "peers", node_scale)
             sums = comm.all_gather(sums, "node", f"{bucket.name}/sums")
-            scale = own * formats.sum_scale(bucket.wire, topology.nodes)
+            scale = node_scale * formats.sum_scale(bucket.wire, topology.nodes)
             return codec.read_dense(sums, bucket.wire, flat.dtype, scale)
         part = _peer_route(bucket).run_in_group(part, peers, comm, "peers")
         return comm.all_gather(part, "node", f"{bucket.name}/gather")

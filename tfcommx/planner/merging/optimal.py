@@ -70,10 +70,10 @@ def _border(first: Floats, port: Floats) -> Integers:
     """Return the positions of the states of which no other one is as early at both times."""
     order = np.lexsort((port, first))
     smallest = np.minimum.accumulate(port[order])
-    kept = np.ones(len(order), bool)
-    kept[1:] = port[order][1:] < smallest[:-1] * (1 - ROUNDING)
-    found: Integers = order[kept]
-    return found
+    is_on_border = np.ones(len(order), bool)
+    is_on_border[1:] = port[order][1:] < smallest[:-1] * (1 - ROUNDING)
+    positions: Integers = order[is_on_border]
+    return positions
 
 
 class _Bounded:
@@ -121,15 +121,15 @@ class _Bounds:
 
     def _rest(self) -> Floats:
         count, port = len(self.ready), self.weights[:, None]
-        found = np.zeros((len(self.weights), count + 1))
+        bounds = np.zeros((len(self.weights), count + 1))
         for start in reversed(range(count)):
             sizes = self.ends[start + 1 :] - self.ends[start]
             sent, selected = self.message.bounds(sizes)[0], self.selection.bounds(sizes)[0]
-            costs = port * sent + (1 - port) * selected + found[:, start + 1 :]
+            costs = port * sent + (1 - port) * selected + bounds[:, start + 1 :]
             # The last message follows the backward pass whole
             costs[:, -1] += (1 - port[:, 0]) * sent[-1]
-            found[:, start] = costs.min(axis=1)
-        return found
+            bounds[:, start] = costs.min(axis=1)
+        return bounds
 
     def end(self, first: Floats, port: Floats, stop: int) -> Floats:
         """Return a lower bound of the end of a step in these states after position `stop`."""
@@ -137,8 +137,8 @@ class _Bounds:
             return port if self.beside else np.maximum(port, self.backward + first)
         weights = self.weights[:, None]
         means = weights * port + (1 - weights) * (self.ready[-1] + first)
-        found: Floats = (means + self.rest[:, stop, None]).max(axis=0)
-        return found
+        bounds: Floats = (means + self.rest[:, stop, None]).max(axis=0)
+        return bounds
 
 
 class _Search:
@@ -190,14 +190,14 @@ class _Search:
         first, port = self._times(
             self.first[candidates], self.port[candidates], stop, selected, sent
         )
-        kept = _border(first, port)
-        kept = kept[self.bounds.end(first[kept], port[kept], stop) <= self.limit]
-        if len(kept) > self.border:
-            kept = kept[np.linspace(0, len(kept) - 1, self.border).astype(int)]
-        self.position = np.append(self.position, np.full(len(kept), stop))
-        self.first = np.append(self.first, first[kept])
-        self.port = np.append(self.port, port[kept])
-        self.before = np.append(self.before, candidates[kept])
+        indices = _border(first, port)
+        indices = indices[self.bounds.end(first[indices], port[indices], stop) <= self.limit]
+        if len(indices) > self.border:
+            indices = indices[np.linspace(0, len(indices) - 1, self.border).astype(int)]
+        self.position = np.append(self.position, np.full(len(indices), stop))
+        self.first = np.append(self.first, first[indices])
+        self.port = np.append(self.port, port[indices])
+        self.before = np.append(self.before, candidates[indices])
 
     def _times(
         self, first: Floats, port: Floats, stop: int, selected: Floats, sent: Floats
@@ -225,5 +225,5 @@ class _Search:
         places = np.searchsorted(highs[0][order], lows[0], side="right") - 1
         beaten = np.where(places >= 0, smallest[np.maximum(places, 0)], np.inf)
         end = self.bounds.end(lows[0], lows[1], stop)
-        found: NDArray[np.bool_] = (lows[1] <= beaten) & (end <= self.limit)
-        return found
+        promising: NDArray[np.bool_] = (lows[1] <= beaten) & (end <= self.limit)
+        return promising

@@ -97,7 +97,7 @@ def execution_s(batches: Batches, times: PullTimes) -> float:
     It is `finish_s` if no gather ends before the forward pass of the batch before it (constraint
     5), and too short otherwise.
     """
-    return sum(times.pull_s(*one) for one in batches) + times.forward_s(*batches[-1])
+    return sum(times.pull_s(*batch) for batch in batches) + times.forward_s(*batches[-1])
 
 
 def at_once(times: PullTimes) -> Batches:
@@ -132,9 +132,11 @@ def from_first(times: PullTimes) -> Batches:
     ends = [0, first, second]
     while ends[-1] < count:
         covered = times.forward_s(ends[-2], ends[-1])
-        found = [x for x in range(ends[-1] + 1, count + 1) if times.pull_s(ends[-1], x) >= covered]
+        covering = [
+            x for x in range(ends[-1] + 1, count + 1) if times.pull_s(ends[-1], x) >= covered
+        ]
         # A longer gather never takes less: the first that covers is the shortest.
-        ends.append(found[0] if found else count)
+        ends.append(covering[0] if covering else count)
     return list(itertools.pairwise(ends))
 
 
@@ -163,9 +165,9 @@ def from_last(times: PullTimes) -> Batches:
     while starts[-1] > 0:
         stop = starts[-1]
         gather = times.pull_s(stop, starts[-2])
-        found = [x for x in range(stop - 1, -1, -1) if gather >= times.forward_s(x, stop)]
-        longest = max((times.forward_s(x, stop) for x in found), default=0.0)
-        chosen = [x for x in found if times.forward_s(x, stop) == longest]
+        covered_starts = [x for x in range(stop - 1, -1, -1) if gather >= times.forward_s(x, stop)]
+        longest = max((times.forward_s(x, stop) for x in covered_starts), default=0.0)
+        chosen = [x for x in covered_starts if times.forward_s(x, stop) == longest]
         starts.append(chosen[0] if chosen else 0)
     return list(itertools.pairwise(reversed(starts)))
 
@@ -177,7 +179,7 @@ def ibatch(times: PullTimes) -> Batches:
     """
     if not times.layers:
         return []
-    return min(from_first(times), from_last(times), key=lambda one: execution_s(one, times))
+    return min(from_first(times), from_last(times), key=lambda batches: execution_s(batches, times))
 
 
 def optimal(times: PullTimes) -> Batches:
@@ -203,9 +205,9 @@ def optimal(times: PullTimes) -> Batches:
         before, finish = finish, [math.inf] * (count + 1)
         begins.append([0] * (count + 1))
         for stop in range(number, count + 1):
-            there = number * times.startup_s + transfer[stop]
+            arrival_s = number * times.startup_s + transfer[stop]
             finish[stop], begins[-1][stop] = min(
-                (max(before[start], there) + compute[stop] - compute[start], start)
+                (max(before[start], arrival_s) + compute[stop] - compute[start], start)
                 for start in range(number - 1, stop)
             )
         if finish[count] < best:
@@ -254,8 +256,8 @@ def choose(times: PullTimes, solvers: Sequence[str] = tuple(PULLS)) -> PullChoic
         times: of the layers.
         solvers: names in PULLS; of equals the one with the fewest gathers, then the first.
     """
-    found = [(name, PULLS[name](times)) for name in solvers]
-    name, batches = min(found, key=lambda one: (finish_s(one[1], times), len(one[1])))
+    choices = [(name, PULLS[name](times)) for name in solvers]
+    name, batches = min(choices, key=lambda choice: (finish_s(choice[1], times), len(choice[1])))
     single = layer_by_layer(times)
     if "layers" in solvers and finish_s(single, times) <= AS_GOOD * finish_s(batches, times):
         name, batches = "layers", single
