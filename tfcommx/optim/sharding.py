@@ -89,7 +89,7 @@ class Sharding:
             )
         return self._gathered[1]
 
-    def set_state(self, state: WholeState) -> None:
+    def set_state(self, whole: WholeState) -> None:
         """Take this rank's shards of a whole state, and keep it until `share_loaded`."""
         by_path = {
             name: {
@@ -97,10 +97,10 @@ class Sharding:
                 for path, array in zip(self.shards.weights, arrays, strict=True)
                 if array is not None
             }
-            for name, arrays in state.items()
+            for name, arrays in whole.items()
         }
         self.shards.set_slots(self.slots, by_path)
-        self._loaded = state
+        self._loaded = whole
 
     def share_loaded(self, root: int) -> None:
         """Give all ranks their shards of the state that rank `root` has loaded, if it has.
