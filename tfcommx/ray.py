@@ -11,8 +11,8 @@
 
     results = tfcommx.ray.run(train, num_workers=8, workers_per_node=4, args=(0.1,))
 
-Each rank is a Ray actor. The ranks meet as those of torchrun do, by variables that say who they
-are, and by a secret of this launch. Needs Ray: pip install 'ray>=2.40'.
+Each rank is a Ray actor. The ranks meet as those of torchrun do, by variables with their
+ranks, and by a secret of this launch. Needs Ray: pip install 'ray>=2.40'.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from typing import Any, NamedTuple
 from tfcommx.core import ConfigurationError, LaunchError, RankLostError, check_whole
 from tfcommx.launch.known_launchers import variables as of_launchers
 
-# For all workers to be placed and started
+# Seconds for all workers to be placed and started
 START_SECONDS = 300.0
-# For a worker that has trained to end by itself
+# Seconds for a worker that has trained to end without being killed
 END_SECONDS = 10.0
 
 
 class WorkerLocation(NamedTuple):
-    """Where a worker runs."""
+    """The node, address and GPUs of a worker."""
 
     # Ray's name of the node
     node: str
@@ -44,10 +44,10 @@ class WorkerLocation(NamedTuple):
 
 
 class RayWorker:
-    """A rank, in a process of its own; Ray makes an actor of this class."""
+    """A rank, in a separate process; Ray makes an actor of this class."""
 
     def place(self) -> WorkerLocation:
-        """Say where this process runs."""
+        """Return the place of this process."""
         import ray
 
         context = ray.get_runtime_context()
@@ -55,12 +55,12 @@ class RayWorker:
         return WorkerLocation(context.get_node_id(), ray.util.get_node_ip_address(), gpus)
 
     def free_port(self) -> int:
-        """Find a TCP port that nobody listens at now."""
+        """Return a TCP port at which no process listens now."""
         with socket.create_server(("", 0)) as server:
             return int(server.getsockname()[1])
 
     def call(self, variables: Mapping[str, str], train: Callable[..., Any], *args: Any) -> Any:
-        """Become a rank and train; return what the function returns."""
+        """Become a rank and train; return the result of the function."""
         # Ray's own processes may have variables from the launcher that started them
         for name in ("TFCOMMX_PORT", *of_launchers()):
             os.environ.pop(name, None)
@@ -80,18 +80,18 @@ def run(
     """Call a function on new workers, which `cx.init()` makes the ranks of one launch.
 
     Args:
-        train: calls `cx.init()` and trains. Ray pickles it, and what it returns.
+        train: calls `cx.init()` and trains. Ray pickles it and its result.
         num_workers: number of ranks, >= 1.
         args: of `train`, the same on all ranks.
         workers_per_node: ranks on each node, which must divide num_workers; nodes then have equally
             many, as routes that use the node's links need. None: as few nodes as possible.
-        resources: what one worker needs, as Ray counts it, such as {"CPU": 4, "GPU": 1}; default
+        resources: the needs of one worker, in Ray's units, such as {"CPU": 4, "GPU": 1}; default
             {"CPU": 1}.
-        environment: variables of all ranks besides those that say who they are.
+        environment: variables of all ranks, except for those that set a rank's identity.
 
     Returns:
-        What each rank's call returned, by rank. Ranks of a node are consecutive, and those on the
-        driver's own node come first.
+        The result of each rank's call, by rank. Ranks of a node are consecutive, and those on the
+        driver's own node are first.
 
     **Ranks:** the driver calls; `ray.init()` may have been called before. **Raises:** LaunchError
     for a missing Ray, or places that the cluster does not have within 300 s; RuntimeError that
@@ -108,8 +108,8 @@ def run(
                 f"workers_per_node must divide num_workers, {num_workers}. Received "
                 f"{workers_per_node}."
             )
-        whole = {name: amount * workers_per_node for name, amount in each.items()}
-        bundles, strategy = [whole] * (num_workers // workers_per_node), "STRICT_SPREAD"
+        per_node = {name: amount * workers_per_node for name, amount in each.items()}
+        bundles, strategy = [per_node] * (num_workers // workers_per_node), "STRICT_SPREAD"
     if not ray.is_initialized():
         ray.init()
     group = ray.util.placement_group(bundles, strategy=strategy)
@@ -164,9 +164,9 @@ def _start(ray: Any, group: Any, each: dict[str, float], workers: int, bundles: 
             f"{workers} workers must start within {START_SECONDS:g} s. Not all did: `ray list "
             "actors` says why."
         ) from error
-    # Rank 0 writes: where the driver is, if a worker is there
-    own = ray.util.get_node_ip_address()
-    nearest = sorted(places, key=lambda place: place.address != own)
+    # Rank 0 is on the driver's node, if that has a worker, because it writes files
+    driver_address = ray.util.get_node_ip_address()
+    nearest = sorted(places, key=lambda place: place.address != driver_address)
     nodes = list(dict.fromkeys(place.node for place in nearest))
     order = sorted(range(workers), key=lambda number: nodes.index(places[number].node))
     return [started[number] for number in order]
@@ -179,7 +179,7 @@ def _call(
     args: Sequence[Any],
     environment: Mapping[str, str],
 ) -> list[Any]:
-    """Say to each worker who it is, let it train, and end with the first that fails."""
+    """Give each worker its rank, let it train, and stop at the first that fails."""
     places = ray.get([worker.place.remote() for worker in workers])
     shared = {
         "WORLD_SIZE": str(len(workers)),
@@ -191,13 +191,15 @@ def _call(
     seen: Counter[str] = Counter()
     ranks: dict[Any, int] = {}
     for rank, (worker, place) in enumerate(zip(workers, places, strict=True)):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(seen[place.address])}
+        rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(seen[place.address])}
         seen[place.address] += 1
         # `cx.init` takes the GPU with the number of the local rank
-        named = ",".join(other.gpus for other in places if other.address == place.address)
+        named = ",".join(
+            neighbour.gpus for neighbour in places if neighbour.address == place.address
+        )
         gpus = ",".join(dict.fromkeys(filter(None, named.split(","))))
-        own |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-        ranks[worker.call.remote({**shared, **own}, train, *args)] = rank
+        rank_variables |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        ranks[worker.call.remote({**shared, **rank_variables}, train, *args)] = rank
     results: dict[int, Any] = {}
     waiting = list(ranks)
     while waiting:

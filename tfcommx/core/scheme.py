@@ -19,21 +19,21 @@ AUTO = "auto"
 # Densities of the first epochs; deep gradient compression (DGC) then stays at 0.001.
 DGC_WARM_UP = (0.25, 0.063, 0.015, 0.004)
 
-# The remedy in messages. It also works with a Horovod that somebody else has built: see
+# The remedy in messages. It also works with a Horovod that was built elsewhere: see
 # launch/horovodrun.py.
 MPI_LAUNCH = "tfcommx run --mpi ... (or horovodrun --mpi, or mpirun)"
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How gradients travel: what a user asks for, for all variables or those that match a pattern.
+    """How gradients travel: a user's request, for all variables or those that match a pattern.
 
     >>> scheme = Scheme("hitopk", "mstopk", density=0.01)
     >>> scheme.wire
     'plain'
     """
 
-    # Who sends to whom; a name of the table in tfcommx.routes, or "auto".
+    # Route of the exchange; a name of the table in tfcommx.routes, or "auto".
     route: str = "allreduce"
     # Which entries travel; a name of the table in tfcommx.selection.
     selection: str = "all"
@@ -48,7 +48,7 @@ class Scheme:
     # travels when its last gradient is ready, so a larger one hides less behind the backward pass;
     # allreduces that wait for the engine are fused by it in any case.
     bucket_bytes: int = 4 * 2**20
-    # Of the rules that choose at random; each bucket and step draws its own numbers.
+    # Seed of the rules that choose at random; each bucket and step draws its own numbers.
     seed: int = 0
     # How entries are written, one of WIRES; "plain": pair32 on sparse routes, the gradient's own
     # dtype on dense ones. "float16", "bfloat16", and on asa and torus codes of 8, 4, 2 or 1 bits
@@ -62,7 +62,7 @@ class Scheme:
     peer_route: str = "allreduce"
     # Bytes of a block on routes of messages, >= 8; None: as the links say.
     block_bytes: int | None = None
-    # In [0, 1), replaces the optimizer's own and is corrected for what waits in the residual.
+    # In [0, 1), replaces the optimizer's own and is corrected for the residual.
     # 0: none.
     momentum: float = 0.0
     # > 0, of all gradients together; each rank clips its own before they are accumulated.
@@ -70,12 +70,12 @@ class Scheme:
     # Which gradients travel together, so that they share a latency term; a name of the table in
     # tfcommx.planner.merging.
     merging: str = "threshold"
-    # What sends shorter vectors in place of the gradients, which a dense route sums; a name of the
+    # Compression to shorter vectors, which a dense route sums in place of gradients; a name of the
     # table in tfcommx.compression, such as "powersgd/4", or "module:MEMBER".
     compression: str = NO_COMPRESSION
     # With route "auto": at most this share of the bytes that plain Horovod sends between nodes, in
     # (0, 1]; None: no limit. Of all that fits, "auto" takes the kind that loses least, because a
-    # budget says what the network bears, and nothing of the loss that the user accepts: lossless,
+    # budget limits the load of the network, and not the loss that the user accepts: lossless,
     # then 16 bits, int8, int4, int2, int1, and last the most selected entries. Among schemes of
     # that kind the fastest counts. 2 and 1 bits are left out in front of a momentum. On one node,
     # where nothing travels between nodes, it changes nothing.
@@ -136,8 +136,8 @@ class Scheme:
     def _check_sizes(self) -> None:
         for name, least in (("dense_below", 0), ("bucket_bytes", 1), ("seed", None)):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or (least is not None and value < least):
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            if not is_integer or (least is not None and value < least):
                 raise PlanError(
                     f"`{name}` must be an integer{'' if least is None else f' >= {least}'}. "
                     f"Received {name}={value!r}."
@@ -179,7 +179,7 @@ class Scheme:
             )
 
     def warm_up(self, densities: Iterable[float] = DGC_WARM_UP) -> dict[int, Scheme]:
-        """Return schemes of rising sparsity, one an epoch, then this one: what SwitchScheme takes.
+        """Return schemes of rising sparsity, one an epoch, then this one, for SwitchScheme.
 
         >>> sorted(Scheme("hitopk", "mstopk", 0.01).warm_up([0.25, 0.05]))
         [0, 1, 2]

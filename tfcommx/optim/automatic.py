@@ -1,19 +1,19 @@
 """Choose a plan for `Scheme("auto")`: from an earlier run, by prediction, or by a trial.
 
-    kept from a run before? -> its plan
+    choice cached by an earlier run? -> its plan
     few steps follow? -> plain Horovod; with a budget the proposal by nominal links
-    otherwise   links: given, kept, or measured now -> rank 0 proposes -> trial -> kept
+    otherwise   links: given, cached, or measured now -> rank 0 proposes -> trial -> cached
                 too few steps for a trial? -> the proposal if it is clear and the links' spread is
                                               small, or plain Horovod
 
-With a budget that plain Horovod exceeds it takes no part: the first proposal stands in its place.
+If plain Horovod exceeds the budget, the first proposal replaces it in the trial.
 
-Rank 0 alone reads, proposes and writes; the others are told. What it has measured and chosen is in
-files for the next run:
+Rank 0 alone reads, proposes and writes; it broadcasts the results. Its measurements and its choice
+are in files for the next run:
 
-    folder/choice-1f0c9a52b7d3e846.json    {"key": what it depends on, "value": {...}}
+    folder/choice-1f0c9a52b7d3e846.json    {"key": its dependencies, "value": {...}}
 
-`ExpectedRun` is how many steps are expected to follow: a choice must pay within them.
+`ExpectedRun` is the expected number of remaining steps: a choice must pay within them.
 """
 
 from __future__ import annotations
@@ -64,27 +64,27 @@ T = TypeVar("T")
 
 
 def read(kind: str, key: object) -> dict[str, Any] | None:
-    """Return what was kept under an equal key; None if nothing was, or the file is damaged.
+    """Return the value cached under an equal key; None if there is none, or the file is damaged.
 
     Args:
         kind: of measurement, a word.
-        key: what it depends on; as JSON can write it.
+        key: the dependencies of the value, serializable as JSON.
     """
     try:
         path = _path(kind, key)
         if not path.exists():
             return None
         with reading("A measurement that was kept", path, "It is measured again."):
-            found = json.loads(path.read_text())
-            if found["key"] == json.loads(json.dumps(key)):
-                return dict(found["value"])
+            record = json.loads(path.read_text())
+            if record["key"] == json.loads(json.dumps(key)):
+                return dict(record["value"])
     except (OSError, TfcommxError) as error:
         log.warning("What was measured before cannot be read, and is measured again: %s", error)
     return None
 
 
 def write(kind: str, key: object, value: dict[str, Any]) -> None:
-    """Keep a measurement in place of the one before; if that fails, say so and continue."""
+    """Write a measurement over the previous one; if that fails, log a warning and continue."""
     try:
         write_text(_path(kind, key), json.dumps({"key": key, "value": value}, indent=1))
     except OSError as error:
@@ -96,28 +96,28 @@ def _path(kind: str, key: object) -> Path:
     return cache_folder() / f"{kind}-{digest[:16]}.json"
 
 
-# A trial takes at most this share of the steps that follow
+# Largest share of the remaining steps that a trial may take
 SHARE = 0.02
-# In fewer steps than these nothing is measured, predicted or tried
+# Least number of steps in which anything is measured, predicted or tried
 FEW = 50
 
 
 class ExpectedRun(NamedTuple):
-    """What is known of the steps that follow; None where it is not.
+    """Facts about the remaining steps; None for each that is unknown.
 
     >>> [ExpectedRun(steps).trial_steps for steps in (500, 10**6, None)]
     [10, 18, 18]
     """
 
-    # That the optimizer will take, >= 0
+    # Number of steps that the optimizer will take, >= 0
     steps: int | None = None
-    # Of an epoch, likewise
+    # Number of steps of an epoch, >= 0
     steps_of_epoch: int | None = None
-    # Samples of a rank in a step, as told for the whole run, or as the traced step says it
+    # Samples of a rank in a step, as set for the whole run or read from the traced step
     batch: int | None = None
-    # Told for the whole run, which a fit is a part of
+    # True if set for the whole run, of which a fit is a part
     whole_run: bool = False
-    # Whether a choice that is measured is kept for other runs
+    # True if a measured choice is cached for other runs
     keeps_choice: bool = True
 
     @property
@@ -127,32 +127,34 @@ class ExpectedRun(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """Are there too few steps to spend anything on a choice?"""
+        """True if there are too few steps to spend anything on a choice."""
         return self.steps is not None and self.steps < FEW
 
     def key(self, batch: int | None) -> dict[str, int | None]:
-        """Return what a choice that is kept depends on.
+        """Return the part of a cached choice's key that depends on the run.
 
-        Where nobody knows the batch, the steps of an epoch, which change with it, stand for it.
+        If the batch is unknown, the steps of an epoch replace it, because they change with it.
 
         >>> ExpectedRun(100, 10, 32).key(None), ExpectedRun(100, 10).key(None), ExpectedRun().key(8)
         ({'batch': 32}, {'batch': None, 'steps_of_epoch': 10}, {'batch': 8})
 
         Args:
-            batch: of a profile, which counts more.
+            batch: samples of a profile, which take precedence.
         """
-        found = self.batch if batch is None else batch
-        return {"batch": found} | ({"steps_of_epoch": self.steps_of_epoch} if found is None else {})
+        samples = self.batch if batch is None else batch
+        return {"batch": samples} | (
+            {"steps_of_epoch": self.steps_of_epoch} if samples is None else {}
+        )
 
 
 PLAIN_HOROVOD = "plain Horovod"
-# Raised when a trial decides by another rule or between other plans: kept choices are void then
+# Increased when a trial decides by another rule or between other plans: this voids cached choices
 TRIAL = 2
-# Of the quick measurement before the first step: bytes that each rank sends, bytes that come
-# through a port before a time counts, rounds that count
+# Quick measurement before the first step: bytes that each rank sends, bytes received through a
+# port before a time counts, rounds that count
 SIZES, STEADY, REPEATS = (1024, 262144), 2**20, 3
-# The largest spread of links that are kept, and by which a prediction is clear: what CLEARLY_FASTER
-# asks for is as large. Between processes of a busy machine it is often above 1
+# Largest spread of links that are cached, and by which a prediction is clear, because the margin of
+# CLEARLY_FASTER is as large. Between processes of a busy machine the spread is often above 1
 MOST_SPREAD = 0.25
 
 
@@ -163,14 +165,14 @@ def executor_for(
     strategy: Strategy,
     expected: ExpectedRun,
 ) -> Executor:
-    """Return what exchanges gradients under these schemes, "auto" perhaps among them.
+    """Return the executor for these schemes, "auto" perhaps among them.
 
     Args:
         schemes: pattern -> scheme.
-        asked: the gradients, and what was measured of model and cluster.
+        asked: the gradients, and the measurements of model and cluster.
         comm: of this rank.
         strategy: with another one than Synchronous a lossless "auto" is plain Horovod.
-        expected: what is known of the steps that follow; rank 0's counts.
+        expected: facts about the remaining steps; those of rank 0 count.
 
     **Ranks:** all, outside of traced code, with equal arguments. **Cost:** see
     DistributedOptimizer. **Raises:** PlanError for schemes that cannot be carried out, and for a
@@ -198,49 +200,53 @@ def executor_for(
     return _choose_or_try(schemes, asked, comm, plain, of_root)
 
 
-def _agree_on_request(schemes: Mapping[str, Scheme], asked: PlanRequest, comm: Comm) -> None:
+def _agree_on_request(schemes: Mapping[str, Scheme], request: PlanRequest, comm: Comm) -> None:
     """Refuse, on every rank, requests that would lead ranks into different exchanges."""
-    profile = None if asked.profile is None else asked.profile.to_json()
-    everyone = comm.gather_objects((repr(dict(schemes)), repr(asked.links), profile))
-    for rank, theirs in enumerate(everyone):
-        for what, mine, other in zip(
-            ("scheme", "links", "profile"), everyone[0], theirs, strict=True
+    profile = None if request.profile is None else request.profile.to_json()
+    everyone = comm.gather_objects((repr(dict(schemes)), repr(request.links), profile))
+    for rank, values in enumerate(everyone):
+        for argument, first, value in zip(
+            ("scheme", "links", "profile"), everyone[0], values, strict=True
         ):
-            if mine != other:
+            if first != value:
                 raise PlanError(
-                    f"`{what}` must be the same on every rank. Rank 0 has {str(mine)[:200]} and "
-                    f"rank {rank} has {str(other)[:200]}. Pass the same on every rank."
+                    f"`{argument}` must be the same on every rank. Rank 0 has {str(first)[:200]} "
+                    f"and rank {rank} has {str(value)[:200]}. Pass the same on every rank."
                 )
 
 
 def _choose_or_try(
     schemes: Mapping[str, Scheme],
-    asked: PlanRequest,
+    request: PlanRequest,
     comm: Comm,
     plain: Plan,
     expected: ExpectedRun,
 ) -> Executor:
     cluster = _cluster(comm)
-    key = _cache_key(schemes, asked, cluster, expected)
-    kept = _on_rank_0(comm, lambda: read("choice", key))
-    if kept is not None and (plan := _cached_plan(kept, plain, expected)):
-        announce(comm, f"{kept['chosen']}, as measured in a run before. {kept['said']}")
+    key = _cache_key(schemes, request, cluster, expected)
+    record = _on_rank_0(comm, lambda: read("choice", key))
+    if record is not None and (plan := _cached_plan(record, plain, expected)):
+        announce(comm, f"{record['chosen']}, as measured in a run before. {record['said']}")
         return PlanExecutor(plan, comm)
-    must_fit = rules_out_plain(schemes, asked.topology)
-    tries = not expected.is_short and is_worth_a_trial(schemes, asked)
+    must_fit = rules_out_plain(schemes, request.topology)
+    tries = not expected.is_short and is_worth_a_trial(schemes, request)
     if expected.is_short and not must_fit:
         announce(
             comm, f"{PLAIN_HOROVOD}: {expected.steps} steps follow, too few to measure anything."
         )
         return PlanExecutor(plain, comm)
-    if asked.links is None and tries:
-        asked = asked._replace(links=links_of(comm, cluster))
+    if request.links is None and tries:
+        request = request._replace(links=links_of(comm, cluster))
     written = _on_rank_0(
         comm,
         lambda: [
-            # Between links that were assumed, or whose measurements differ, nothing is clear
-            (found.name, found.plan.to_json(), found.is_clear and _are_steady(asked.links))
-            for found in propose(schemes, asked, comm.messages.possible)
+            # No prediction is clear for links that were assumed or whose measurements vary
+            (
+                proposal.name,
+                proposal.plan.to_json(),
+                proposal.is_clear and _are_steady(request.links),
+            )
+            for proposal in propose(schemes, request, comm.messages.possible)
         ],
     )
     if not written:
@@ -253,26 +259,26 @@ def _choose_or_try(
         return PlanExecutor(read_plan(text), comm)
     if fit < 2:
         return PlanExecutor(_plan_by_prediction(written[0], plain, comm, expected), comm)
-    others = [(name, read_plan(text)) for name, text, _ in written]
-    tried = (others if must_fit else [(PLAIN_HOROVOD, plain), *others])[:fit]
+    proposals = [(name, read_plan(text)) for name, text, _ in written]
+    tried = (proposals if must_fit else [(PLAIN_HOROVOD, plain), *proposals])[:fit]
     names, plans = [name for name, _ in tried], [plan for _, plan in tried]
 
     def decided(rounds: TrialRounds) -> None:
         assert rounds.chosen is not None
-        chosen, said = names[rounds.chosen], _in_words(names, rounds)
-        announce(comm, f"{chosen}. {said}")
+        chosen, details = names[rounds.chosen], _in_words(names, rounds)
+        announce(comm, f"{chosen}. {details}")
         if comm.rank == 0 and expected.keeps_choice:
-            value = {"chosen": chosen, "said": said, "plan": plans[rounds.chosen].to_json()}
+            value = {"chosen": chosen, "said": details, "plan": plans[rounds.chosen].to_json()}
             write("choice", key, value | {"of_trial": expected.trial_steps})
 
     return TrialExecutor(plans, comm, decided, expected.trial_steps)
 
 
 def _plan_by_prediction(
-    found: tuple[str, str, bool], plain: Plan, comm: Comm, expected: ExpectedRun
+    proposal: tuple[str, str, bool], plain: Plan, comm: Comm, expected: ExpectedRun
 ) -> Plan:
     """Return the first proposal (name, plan, whether it is clear), or plain Horovod's plan."""
-    name, text, is_clear = found
+    name, text, is_clear = proposal
     why = (
         f"A trial takes {2 * LEAST_ROUNDS} steps or more, and {SHARE:.0%} of the {expected.steps} "
         f"that follow are {expected.trial_steps}"
@@ -285,8 +291,8 @@ def _plan_by_prediction(
 
 
 def announce(comm: Comm, what: str) -> None:
-    """Say on rank 0 how gradients travel from now on."""
-    if comm.rank == 0:  # As a warning: Python shows nothing else that a user has not asked for
+    """Log on rank 0 how gradients travel from now on."""
+    if comm.rank == 0:  # A warning: Python shows no lower level by default
         log.warning("How gradients travel: %s", what)
 
 
@@ -299,24 +305,26 @@ def _in_words(names: list[str], rounds: TrialRounds) -> str:
 
 
 def _on_rank_0(comm: Comm, work: Callable[[], T]) -> T:
-    """Return what `work` returns on rank 0; if it fails there, it fails on all ranks."""
-    found: Any = None
+    """Return the result of `work` on rank 0; if it fails there, raise on all ranks."""
+    value: Any = None
     error: Exception | None = None
     if comm.rank == 0:
         try:
-            found = work()
+            value = work()
         except Exception as failed:
             error = failed
-    said = error and (str(error) if isinstance(error, PlanError) else f"Rank 0 failed: {error!r}.")
-    found, said = comm.gather_objects((found, said))[0]
-    if said is not None:
-        raise error or PlanError(said)
-    result: T = found
+    message = error and (
+        str(error) if isinstance(error, PlanError) else f"Rank 0 failed: {error!r}."
+    )
+    value, message = comm.gather_objects((value, message))[0]
+    if message is not None:
+        raise error or PlanError(message)
+    result: T = value
     return result
 
 
 def _cluster(comm: Comm) -> dict[str, Any]:
-    """Return what identifies the cluster and the programs on it."""
+    """Return the key of the cluster and the programs on it."""
     engine = launcher().kind
     if tf.config.list_logical_devices("GPU"):
         engine = f"{engine} on GPUs{', by NCCL' * comm.by_nccl}"
@@ -335,37 +343,39 @@ def _cluster(comm: Comm) -> dict[str, Any]:
 
 def _cache_key(
     schemes: Mapping[str, Scheme],
-    asked: PlanRequest,
+    request: PlanRequest,
     cluster: dict[str, Any],
     expected: ExpectedRun,
 ) -> dict[str, Any]:
-    """Return all that a choice depends on, as far as the optimizer knows it."""
-    profile = None if asked.profile is None else asked.profile.to_json()
-    links = None if asked.links is None else asked.links.to_dict()
-    model = hashlib.sha256(repr([tuple(one) for one in asked.gradients]).encode()).hexdigest()
+    """Return the key of a choice: all its dependencies that the optimizer knows."""
+    profile = None if request.profile is None else request.profile.to_json()
+    links = None if request.links is None else request.links.to_dict()
+    model = hashlib.sha256(
+        repr([tuple(gradient) for gradient in request.gradients]).encode()
+    ).hexdigest()
     return {
         "model": model,
         "cluster": cluster,
-        "operation": asked.operation,
+        "operation": request.operation,
         "schemes": {pattern: dataclasses.asdict(scheme) for pattern, scheme in schemes.items()},
         "links": links,
-        "has_momentum": asked.has_momentum,
+        "has_momentum": request.has_momentum,
         "profile": profile and hashlib.sha256(profile.encode()).hexdigest(),
-        **expected.key(None if asked.profile is None else asked.profile.batch),
+        **expected.key(None if request.profile is None else request.profile.batch),
     }
 
 
 def _cached_plan(kept: dict[str, Any], plain: Plan, expected: ExpectedRun) -> Plan | None:
-    """Return the plan of a kept choice; None if a longer trial fits now than its own did.
+    """Return the plan of a cached choice; None if the run has room for a longer trial.
 
-    None, with a warning, if it cannot be one for this.
+    None, with a warning, if it is not a plan for these variables.
     """
     try:
         plan = read_plan(kept["plan"])
         if plan.topology == plain.topology and plan.paths == plain.paths:
             kept["chosen"], kept["said"]
             return plan if kept["of_trial"] >= expected.trial_steps else None
-    except Exception:  # Of any kind, because the file may say anything
+    except Exception:  # Any exception: the file may contain anything
         pass
     log.warning("The choice kept by a run before is damaged, and is made again.")
     return None
@@ -374,15 +384,15 @@ def _cached_plan(kept: dict[str, Any], plain: Plan, expected: ExpectedRun) -> Pl
 def links_of(
     comm: Comm, cluster: dict[str, Any] | None = None, again: bool = False
 ) -> Links | None:
-    """Return this cluster's links: kept by a run before, or measured quickly and kept.
+    """Return this cluster's links: cached by an earlier run, or measured quickly and cached.
 
     None for nodes with unequal numbers of slots, on which nothing is measured. Links whose
-    measurements differ by more than MOST_SPREAD are not kept: the next run measures again.
+    measurements differ by more than MOST_SPREAD are not cached: the next run measures again.
 
     Args:
         comm: of this rank.
-        cluster: as `_cluster` returns it; None: to be found out.
-        again: measure, whatever was kept, and keep nothing.
+        cluster: as `_cluster` returns it; None: this function calls that.
+        again: measure without reading or writing the cache.
 
     **Ranks:** all, outside of traced code. **Cost:** about 1 MB through each port, if measured.
     """
@@ -397,15 +407,15 @@ def links_of(
             links = Links.from_dict(kept)
             if _are_steady(links):
                 return links
-        except Exception:  # Likewise
+        except Exception:  # Any exception: the file may contain anything
             log.warning("The links kept by a run before are damaged, and are measured again.")
     links = probe(comm, SIZES, REPEATS, blocks=(), steady=STEADY, fusion=True).links
-    # What a network became in mid-run is not what the next run begins with
+    # Not cached: a network that changed in mid-run does not describe the start of the next run
     if comm.rank == 0 and not again and _are_steady(links):
         write("links", cluster, links.to_dict())
     return links
 
 
 def _are_steady(links: Links | None) -> bool:
-    """Return True for links that were measured, and whose measurements were much alike."""
+    """Return True if links were measured, and their measurements vary little."""
     return links is not None and links.spread <= MOST_SPREAD

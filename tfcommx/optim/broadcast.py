@@ -14,7 +14,7 @@ from tfcommx.core import ConfigurationError
 from tfcommx.keras_internals import numbered_stem
 from tfcommx.optim.requested_plan import AGREED_NAMES, path_of
 
-# Horovod does not have these dtypes itself.
+# Dtypes that Horovod does not support.
 _CARRIED_AS = {
     tf.bfloat16: tf.float32,
     tf.bool: tf.float32,
@@ -28,8 +28,8 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
 
     For custom loops, as `callbacks.BroadcastState` is for `fit`: after everything is built and
     restored, before the first step. `model.variables` has the seeds of dropout, too: ranks that
-    drop the same entries learn less from a batch. Plans and checkpoints then call the variables
-    what rank `root` calls them: a rank that made another model before has other paths. Layers that
+    drop the same entries learn less from a batch. Plans and checkpoints then name the variables
+    as rank `root` does, because a rank that made another model before has other paths. Layers that
     derive constants from their weights, as Normalization does in `adapt`, keep the old ones: call
     their `finalize_state()` afterwards, on every rank.
 
@@ -50,10 +50,10 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     **Raises:** ConfigurationError if ranks have other shapes or dtypes, or layers of the same names
     in another order, before anything is sent.
     """
-    here, variables = process.current(), list(variables)
-    if not 0 <= root < here.topology.size:
+    comm, variables = process.current(), list(variables)
+    if not 0 <= root < comm.topology.size:
         raise ConfigurationError(
-            f"`root` must be a rank in [0, {here.topology.size}). Received {root!r}."
+            f"`root` must be a rank in [0, {comm.topology.size}). Received {root!r}."
         )
     names = _require_equal_variables(variables)[root]
     for variable, name in zip(variables, names, strict=True):
@@ -62,54 +62,56 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     for number, variable in enumerate(variables):
         value = tf.convert_to_tensor(variable)
         carried = tf.cast(value, _CARRIED_AS.get(value.dtype, value.dtype))
-        received = here.broadcast(carried, root, f"tfcommx/state{number}")
+        received = comm.broadcast(carried, root, f"tfcommx/state{number}")
         variable.assign(tf.cast(received, value.dtype))
 
 
 def _require_equal_variables(variables: Sequence[keras.Variable]) -> list[list[str]]:
-    """Compare shapes and dtypes: Horovod would wait for what other ranks do not have.
+    """Compare shapes and dtypes: Horovod would wait for variables that a rank lacks.
 
     Returns:
-        Of every rank the paths of its variables.
+        The paths of each rank's variables, by rank.
     """
-    here = process.current()
-    mine = [
+    comm = process.current()
+    local = [
         (path_of(variable), tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
         for variable in variables
     ]
-    everyone = here.gather_objects(mine)
-    for rank, theirs in enumerate(everyone):
-        for one, other in itertools.zip_longest(mine, theirs):
-            if one is None or other is None or one[1:] != other[1:]:
+    everyone = comm.gather_objects(local)
+    for rank, remote in enumerate(everyone):
+        for local_form, remote_form in itertools.zip_longest(local, remote):
+            if local_form is None or remote_form is None or local_form[1:] != remote_form[1:]:
                 raise ConfigurationError(
                     "Model and optimizer must have the same variables on every rank. On rank "
-                    f"{here.rank} there is {one or 'nothing more'} where rank {rank} has "
-                    f"{other or 'nothing more'}."
+                    f"{comm.rank} there is {local_form or 'nothing more'} where rank {rank} has "
+                    f"{remote_form or 'nothing more'}."
                 )
-        _require_same_order([path for path, _, _ in mine], [path for path, _, _ in theirs], rank)
-    return [[path for path, _, _ in theirs] for theirs in everyone]
+        _require_same_order([path for path, _, _ in local], [path for path, _, _ in remote], rank)
+    return [[path for path, _, _ in remote] for remote in everyone]
 
 
-def _require_same_order(mine: Sequence[str], theirs: Sequence[str], rank: int) -> None:
+def _require_same_order(local: Sequence[str], remote: Sequence[str], rank: int) -> None:
     """Refuse variables of layers that another rank has in another order.
 
-    Layers whose names Keras has numbered are paired by position, as is a model that is called
-    otherwise on some ranks: only the same names in another order are surely a mistake.
+    Layers whose names Keras has numbered are paired by position, as is a model that has
+    another name on some ranks: only the same names in another order are surely a mistake.
     """
-    if mine == theirs:
+    if local == remote:
         return
-    ours, others = _layers_in(mine), _layers_in(theirs)
-    if ours == others or Counter(ours) != Counter(others):
+    local_layers, remote_layers = _layers_in(local), _layers_in(remote)
+    if local_layers == remote_layers or Counter(local_layers) != Counter(remote_layers):
         return
-    place = next(place for place, layer in enumerate(ours) if layer != others[place])
+    position = next(
+        position for position, layer in enumerate(local_layers) if layer != remote_layers[position]
+    )
     raise ConfigurationError(
         "Variables must be in the same order on every rank, because they are paired by position. "
-        f"On rank {process.rank()} there is {mine[place]!r} where rank {rank} has "
-        f"{theirs[place]!r}. Make the layers in a fixed order, such as that of sorted(...): that "
-        "of a set differs between processes."
+        f"On rank {process.rank()} there is {local[position]!r} where rank {rank} has "
+        f"{remote[position]!r}. Make the layers in a fixed order, such as that of sorted(...): "
+        "that of a set differs between processes."
     )
 
 
 def _layers_in(paths: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the layers of variables' paths, without numbers of Keras's."""
+    """Return the layers in variables' paths, without the numbers that Keras added."""
     return [tuple(map(numbered_stem, path.split("/")[:-1])) for path in paths]

@@ -1,4 +1,4 @@
-"""ByVariable: facts about variables, kept beside them and not as attributes on them."""
+"""ByVariable: facts about variables, in a mapping and not as attributes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class ByVariable(Generic[T]):
-    """A mapping whose keys are variables, by identity; a variable that is gone leaves it.
+    """A mapping whose keys are variables, by identity; a freed variable is removed.
 
     An attribute would be in each copy and pickle of the variable. `WeakKeyDictionary` compares
     keys by `==` and needs their hash; Keras's variables compare their entries, and have none.

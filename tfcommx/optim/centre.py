@@ -1,6 +1,6 @@
-"""Elastic averaging's centre for Keras models: begin it, save it, take it at the end.
+"""Elastic averaging's centre for Keras models: initialize it, save it, load it at the end.
 
-With every other strategy these functions have nothing to do.
+With every other strategy these functions do nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def take_centre(model: keras.Model, *optimizers: keras.optimizers.Optimizer) -> 
     """Wait for all ranks to end their training; give the model the centre.
 
     For custom loops with ElasticAveraging, after the last step; BroadcastState does it at the end
-    of `fit`. What layers keep beside what they train becomes the average over the ranks, if the
-    strategy says so.
+    of `fit`. The layers' statistics, which are not trained, become the averages over the ranks if
+    the strategy is set so.
 
     >>> import keras
     >>> import tfcommx as cx
@@ -48,7 +48,7 @@ def take_centre(model: keras.Model, *optimizers: keras.optimizers.Optimizer) -> 
 
 
 def begin_centre(model: keras.Model) -> None:
-    """Let the centre begin with rank 0's weights. **Ranks:** all, with equal weights."""
+    """Initialize the centre with rank 0's weights. **Ranks:** all, with equal weights."""
     for optimizer in wrapped_optimizers(model):
         for run in _elastic(exchanger_in(optimizer)):
             run.begin()
@@ -56,7 +56,7 @@ def begin_centre(model: keras.Model) -> None:
 
 @contextlib.contextmanager
 def with_centre(model: keras.Model) -> Iterator[None]:
-    """Let the model have the centre for a while, if a training is under way; then its own weights.
+    """Load the centre into the model within the context, if training; then restore its weights.
 
     **Ranks:** any, outside of traced code. **Cost:** one message of the weights from the servers.
     """
@@ -83,12 +83,12 @@ def _elastic(exchanger: Exchanger) -> list[ElasticRun]:
 
 
 def _flat_statistics(model: keras.Model) -> np.ndarray:
-    parts = [np.ravel(keras.ops.convert_to_numpy(one)) for one in statistics_of(model)]
+    parts = [np.ravel(keras.ops.convert_to_numpy(variable)) for variable in statistics_of(model)]
     return np.concatenate([np.zeros(0), *(part.astype(np.float64) for part in parts)])
 
 
 def _set_statistics(model: keras.Model, flat: np.ndarray) -> None:
     statistics = statistics_of(model)
-    ends = np.cumsum([int(np.prod(one.shape)) for one in statistics])[:-1]
-    for one, part in zip(statistics, np.split(flat, ends), strict=False):
-        one.assign(np.reshape(part, one.shape))
+    ends = np.cumsum([int(np.prod(variable.shape)) for variable in statistics])[:-1]
+    for variable, part in zip(statistics, np.split(flat, ends), strict=False):
+        variable.assign(np.reshape(part, variable.shape))

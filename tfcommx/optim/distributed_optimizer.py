@@ -5,8 +5,8 @@
 
 The wrapped optimizer is an instance of a subclass that carries its base's name and module and adds
 nothing to its variables or its config. So a saved model holds the plain optimizer and loads with
-and without tfcommx. Arguments of Horovod's DistributedOptimizer are refused, with what to write
-instead.
+and without tfcommx. Arguments of Horovod's DistributedOptimizer are refused, with their
+replacement.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ACCUMULATE = (
 _BUCKETS = "Leave it out: plans have buckets, whose size is a scheme's `bucket_bytes`."
 _DEVICES = "Leave it out: gradients are exchanged on the device that has them."
 _LOCAL = "Wrap an optimizer for the shared variables, and use a plain one for those that are local."
-# Argument of Horovod -> what to do
+# Argument of Horovod -> remedy
 INSTEAD = {
     "compression": 'Give a scheme with a 16-bit wire: scheme=tfcommx.Scheme(wire="float16").',
     "backward_passes_per_step": _ACCUMULATE,
@@ -66,17 +66,17 @@ _OPERATIONS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 
 
 def refuse_horovod_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function that takes Horovod's place refuse its arguments in words, before it runs.
+    """Decorate a replacement of Horovod's function: explain refused arguments before it runs.
 
-    **Raises:** ConfigurationError that says what to write instead.
+    **Raises:** ConfigurationError that names the replacement.
     """
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if found := next((name for name in kwargs if name in INSTEAD), None):
+        if argument := next((name for name in kwargs if name in INSTEAD), None):
             raise ConfigurationError(
-                f"tfcommx.DistributedOptimizer has no `{found}`. {INSTEAD[found]} All arguments of "
-                "Horovod: docs/how-to/move-from-horovod.md."
+                f"tfcommx.DistributedOptimizer has no `{argument}`. {INSTEAD[argument]} All "
+                "arguments of Horovod: docs/how-to/move-from-horovod.md."
             )
         _check_operation(kwargs.get("op"))
         return function(*args, **kwargs)
@@ -111,8 +111,8 @@ def DistributedOptimizer(
 
     Works in `model.fit` and in custom loops (`apply_gradients`, `apply`), with clipping, EMA,
     gradient accumulation (one exchange per accumulated step) and LossScaleOptimizer, whose skipped
-    steps are agreed between the ranks. Sparse gradients, as of embeddings, become dense: what came
-    for the same row is added first. Keras alone does not, and Adam then squares each part.
+    steps are agreed between the ranks. Sparse gradients, as of embeddings, become dense: entries of
+    the same row are added first. Keras alone does not, and Adam then squares each part.
 
     >>> import keras
     >>> import tfcommx as cx
@@ -130,15 +130,15 @@ def DistributedOptimizer(
     By default, `Scheme("auto")`, the first steps are a trial: plain Horovod and the two plans that
     are predicted to be fastest take turns, and the fastest stays. All of it is in the graph of one
     step: nothing is traced again, and the steps count as training. Predictions go by the links,
-    which rank 0 has kept from a run before or which are measured before the first step, and by
+    which rank 0 has cached in an earlier run or which are measured before the first step, and by
     `profile`; without one by the exchange alone, and by as much computing as that. Plain Horovod
     stays unless another plan's mean step, without the slowest one, is at least 4 % faster, and by
     more than the standard error. With a selection, entries travel as "elias/int8" unless the
-    scheme names another `wire`; what rounding loses stays in the residual. Where BroadcastState
-    knows the steps that follow, the trial takes at most 2 % of them; if none fits, a clear
+    scheme names another `wire`; rounding errors stay in the residual. Where BroadcastState
+    knows the number of remaining steps, the trial takes at most 2 % of them; if none fits, a clear
     prediction counts, or plain Horovod; in fewer than 50 steps nothing is measured. Rank 0 keeps
     the choice on its disk (`TFCOMMX_CACHE`, or ~/.cache/tfcommx) by model, batch, cluster, versions
-    and what is asked; the next run begins with it. With one rank, less than 256 KiB of gradients,
+    and request; the next run begins with it. With one rank, less than 256 KiB of gradients,
     nodes whose prediction promises nothing, or a strategy other than "synchronous", it is plain
     Horovod, and nothing is tried.
 
@@ -154,19 +154,19 @@ def DistributedOptimizer(
             `Scheme("auto")`; with `cx.optimizers.OneBitAdam` 1 bit an entry by "torus", or by "asa"
             with one slot a node.
         op: "average" or "sum" over the ranks.
-        plan: a plan made before, in place of the one that the scheme and what follows give.
-        links: what messages cost on this cluster, or the file of it that `tfcommx probe` wrote;
-            None: nominal ones, or what "auto" measures.
+        plan: a plan made before, in place of one from the scheme and the arguments below.
+        links: the cost of messages on this cluster, or its file, which `tfcommx probe` wrote;
+            None: nominal links, or those that "auto" measures.
         strategy: who updates the weights. "synchronous": every rank applies the gradients. "root":
             rank 0 alone, which then broadcasts the weights. "rebroadcast": every rank, and every
             few steps rank 0's weights are broadcast. "sharded": each rank 1/p of the weights, which
             all then pull. "weight_averaging": every rank its own gradients; weights are averaged.
-            "elastic_averaging": every rank by itself, pulled towards a centre. "step_ahead": every
-            node at weights that contain its own unsent updates. Or an instance, with options of
-            your own.
+            "elastic_averaging": every rank alone, pulled towards a centre. "step_ahead": every
+            node at weights that contain its own unsent updates. Or an instance, with other
+            options.
         check_replicas_every: steps, >= 1, after which the ranks compare weights, learning rate and
             step count, the first step among them; None: never. A difference ends all ranks with an
-            error that names what differs, where, and the usual cause.
+            error that names the difference, the ranks, and the usual cause.
         profile: when the gradients of this model are ready, as `cx.profile` or the file that
             `tfcommx profile` wrote says it; the same on all ranks. For "auto", and for mergings
             that go by time.
@@ -176,8 +176,8 @@ def DistributedOptimizer(
         and the counters.
 
     **Ranks:** all, with equal arguments; plan and strategy are agreed on the first step.
-    **Cost:** of "auto" in a run without a kept choice: a quick measurement of the links (under MPI
-    1 MB through each port, twice; under Gloo 256 KiB from each of the other nodes for each slot),
+    **Cost:** of "auto" in a run without a cached choice: a quick measurement of the links (under
+    MPI 1 MB through each port, twice; under Gloo 256 KiB from each other node for each slot),
     some tenths of a second to some seconds of planning, at most 18 steps of the trial,
     and the tracing of three exchanges in place of one.
     **Raises:** RuntimeError before init(). ConfigurationError for a scheme that cannot be carried
@@ -249,8 +249,8 @@ def _wrap(
 def _reduce(wrapped: keras.optimizers.Optimizer) -> tuple[Any, ...]:
     """Let `copy.deepcopy` and `pickle` make the optimizer plain, as Keras does, and wrap it again.
 
-    Another process can load it after its init(), in a launch that can carry the schemes out. What
-    is not sent yet stays with the original: it would be sent twice.
+    Another process can load it after its init(), in a launch that can carry the schemes out. The
+    residuals stay with the original: copies of them would be sent twice.
     """
     exchanger = wrapped.exchanger
     return _wrap, (plain_copy(wrapped), exchanger.requested.schemes, exchanger.settings)

@@ -5,9 +5,9 @@
                 |                                                     `requested` (schemes -> plans)
                 |                                                     `waiting` (between plans)
     a plan                |================|=================|=====>  `runs`: the strategy at work
-    a step                | | | | | | | | | | | | | | | | | | | | |   `guard`: what a step must be
+    a step                | | | | | | | | | | | | | | | | | | | | |   `guard`: conditions of a step
 
-What is one strategy's or one plan's own belongs to its run, or to the run's executor.
+The state of one strategy or one plan belongs to its run, or to the run's executor.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ log = logging.getLogger("tfcommx")
 
 
 class Exchanger:
-    """The exchange of one optimizer's gradients, for every set of variables that comes."""
+    """The exchange of one optimizer's gradients, for every set of variables that it receives."""
 
     def __init__(
         self, comm: Comm, schemes: Scheme | Mapping[str, Scheme], settings: ExchangeSettings
     ) -> None:
-        """Check what can be checked before the first step. **Raises:** ConfigurationError."""
+        """Check the settings, as far as possible now. **Raises:** ConfigurationError."""
         self.comm, self.settings = comm, settings
         self.names = VariableNames()
         self.requested = RequestedPlan(comm, schemes, settings, self.names)
         self.guard = StepGuard(comm, settings, self.names)
-        # Between plans, and of variables that no plan exchanges
+        # State between plans, and of variables that no plan exchanges
         self.waiting, self._common = GradientState(), CommonState()
-        # That plain Horovod would have sent between nodes in the steps of earlier plans
+        # Bytes that plain Horovod would have sent between nodes in the steps of earlier plans
         self._dense_bytes = 0.0
-        # How `copy` and `pickle` make the wrapped optimizer again; the wrap sets it
+        # Makes the wrapped optimizer again in `copy` and `pickle`; set by the wrap
         self.reduce_for_pickle: Callable[..., tuple[Any, ...]]
         # The wrapped optimizer
         self.optimizer: Callable[[], keras.optimizers.Optimizer | None] = lambda: None
@@ -62,8 +62,8 @@ class Exchanger:
     def serve(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Record the wrapped optimizer, of which this is the exchanger.
 
-        When it is gone, its variables are given up: only then can they be freed, because residuals
-        wait here for the next optimizer of these variables.
+        When it is freed, its variables are released. They could not be freed otherwise, because
+        residuals wait here for the next optimizer of these variables.
         """
         self.optimizer = weakref.ref(optimizer, lambda _: self._give_up_shards())
 
@@ -76,8 +76,8 @@ class Exchanger:
             variables, decays: in forward order, and whether weight decay applies to each.
             whole: whether the optimizer needs whole variables.
 
-        Local: what ranks must agree on, they compare at the first step.
-        **Raises:** PlanError for what cannot be sharded.
+        Local: the ranks compare their settings at the first step.
+        **Raises:** PlanError for variables that cannot be sharded.
         """
         strategy, links = self.settings.strategy, self.settings.links or NOMINAL
         assert isinstance(strategy, Sharded), "no other strategy shards weights"
@@ -101,7 +101,7 @@ class Exchanger:
         return self.comm.topology.size
 
     def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
-        """Exchange by other schemes from now on; what was not sent yet is sent under the new ones.
+        """Exchange by other schemes from now on; residuals are sent under the new ones.
 
         Velocities continue under the new schemes, their sum over the ranks conserved; under schemes
         without momentum they wait until others with momentum follow. Functions that were traced
@@ -131,7 +131,7 @@ class Exchanger:
     def load(self, state: GradientState, common: CommonState) -> None:
         """Continue from a state, and that of the strategy, in place of this one; plan anew.
 
-        Steps that were taken still count as traffic, and other trials do not wait for these.
+        Past steps still count as traffic, and other trials do not wait for those of this one.
         """
         self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
         for run in self.runs.values():
@@ -146,7 +146,7 @@ class Exchanger:
     def traffic(self) -> dict[str, float]:
         """Return the bytes between nodes of this process so far, and of plain Horovod.
 
-        The latter is what it would have sent for the same steps.
+        The latter are the bytes that it would have sent for the same steps.
         """
         dense = sum(run.dense_bytes_between_nodes() for run in self.runs.values())
         return {
@@ -160,10 +160,12 @@ class Exchanger:
         """Return the strategy at work on the plan of these variables; start it if it is new."""
         names = tuple(self.names.of(variables))
         if names not in self.runs:
-            ahead = self.requested.expected_run
-            if not ahead.whole_run:
-                self.requested.expected_run = ahead._replace(batch=traced_batch() or ahead.batch)
-            with untraced():  # Also while a step is traced: planning is done once, for real.
+            expected = self.requested.expected_run
+            if not expected.whole_run:
+                self.requested.expected_run = expected._replace(
+                    batch=traced_batch() or expected.batch
+                )
+            with untraced():  # Plan once, untraced, also while a step is traced.
                 self._take_from_overlapping(set(names))
                 self._take_from_predecessors(variables)
                 self.runs[names] = self._start(variables, names)
@@ -185,35 +187,38 @@ class Exchanger:
 
     def _check_constraints(self, variables: Sequence[keras.Variable]) -> None:
         strategy = self.settings.strategy
-        odd = next((one for one in variables if getattr(one, "constraint", None)), None)
-        if odd is not None and not strategy.takes_constraints:
+        constrained = next(
+            (variable for variable in variables if getattr(variable, "constraint", None)), None
+        )
+        if constrained is not None and not strategy.takes_constraints:
             raise ConfigurationError(
                 f"With {strategy} weights must have no constraint, which would change a node's "
-                f"weights and not those that all ranks agree on. Received {odd.constraint!r} of "
-                f'{path_of(odd)!r}. Leave it out, or take strategy="synchronous".'
+                "weights and not those that all ranks agree on. Received "
+                f"{constrained.constraint!r} of {path_of(constrained)!r}. Leave it out, or take "
+                'strategy="synchronous".'
             )
 
     def _take_from_overlapping(self, names: set[str]) -> None:
         """Take the state that other plans have of these variables, which get another plan."""
-        for others, run in self.runs.items():
-            if names & set(others):
+        for paths, run in self.runs.items():
+            if names & set(paths):
                 log.warning(
                     "Gradients of another set of variables are exchanged from now on: %r, for "
                     "example, was added or removed. All ranks must change alike, or they wait for "
                     "each other.",
-                    sorted(names ^ set(others))[0],
+                    sorted(names ^ set(paths))[0],
                 )
                 run.consolidate()
                 self._common |= {
-                    name: kept for name, kept in run.common_state().items() if name in names
+                    name: value for name, value in run.common_state().items() if name in names
                 }
                 self.waiting += run.executor.export(names)
                 run.executor.clear(names)
 
     def _take_from_predecessors(self, variables: Sequence[keras.Variable]) -> None:
         """Take residuals over from optimizers that exchanged these variables' gradients before."""
-        found = {id(one): one for one in map(last_exchanger, variables)}
-        for predecessor in found.values():
+        predecessors = {id(exchanger): exchanger for exchanger in map(last_exchanger, variables)}
+        for predecessor in predecessors.values():
             if predecessor not in (None, self):
                 self.waiting += predecessor.hand_over(variables, self.names)
         for variable in variables:
@@ -252,18 +257,18 @@ class Exchanger:
             run.consolidate()
         if not averages or self.ranks == 1 or not self.settings.strategy.updates_apart:
             return
-        parts = [tf.reshape(tf.cast(one, tf.float64), [-1]) for one in averages]
+        parts = [tf.reshape(tf.cast(average, tf.float64), [-1]) for average in averages]
         total = self.comm.allreduce(tf.concat(parts, axis=0), "world", "tfcommx/averages")
         means = tf.split(total / self.ranks, [part.shape[0] for part in parts])
-        for one, mean in zip(averages, means, strict=True):
-            one.assign(tf.cast(tf.reshape(mean, one.shape), one.dtype))
+        for average, mean in zip(averages, means, strict=True):
+            average.assign(tf.cast(tf.reshape(mean, average.shape), average.dtype))
 
     def common_state(self) -> CommonState:
-        """Return what the strategy keeps between steps, equal on all ranks, by variable."""
-        found = dict(self._common)
+        """Return the strategy's state between steps, equal on all ranks, by variable."""
+        state = dict(self._common)
         for run in self.runs.values():
-            found |= run.common_state()
-        return found
+            state |= run.common_state()
+        return state
 
     # --- A step ------------------------------------------------------------------------------
 
@@ -271,7 +276,7 @@ class Exchanger:
     def exchange(
         self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Return the gradients that the strategy lets the optimizer continue with.
+        """Return the gradients that the strategy passes on to the optimizer.
 
         With a synchronous one: averaged (or summed) over the ranks, bit-identical on all.
 
@@ -286,8 +291,8 @@ class Exchanger:
         variables, step.exchange_ran = step.variables, True
         names = self.names.of(variables)
         run = self.run_for(variables)
-        run.follow_rate(learning_rate)  # Waits for no gradient, as residuals do not
-        with tf.control_dependencies(list(gradients[-1:])):  # No data: no step
+        run.follow_rate(learning_rate)  # Without waiting for gradients, as residuals
+        with tf.control_dependencies(list(gradients[-1:])):  # No step in a call without data
             weights = run.agreed_weights(self.names.weights_of(variables))
             equal = run.weights_are_equal()
             self.guard.replicas.check(weights, learning_rate, steps, equal)

@@ -21,8 +21,8 @@ from tfcommx.keras_internals import OwnMoments
 class SyncBatchNormalization(OwnMoments):
     """Normalize by mean and variance of the batches of all ranks together, not of each rank's own.
 
-    For small batches a rank, whose own statistics are noisy. It trains as one process would that
-    has the joint batch: outputs, gradients and moving averages are equal, also if ranks have
+    Use it for small batches a rank, whose own statistics are noisy. It trains as one process
+    with the joint batch would: outputs, gradients and moving averages are equal, also if ranks have
     batches of unequal sizes or masked entries. Evaluation uses the moving averages, which are equal
     on all ranks, and exchanges nothing. Frozen (`trainable=False`) it exchanges nothing, too.
 
@@ -48,18 +48,18 @@ class SyncBatchNormalization(OwnMoments):
     not ranks of Horovod.
 
     Args:
-        as those of `keras.layers.BatchNormalization`. `synchronized` changes nothing.
+        those of `keras.layers.BatchNormalization`. `synchronized` changes nothing.
 
     **Ranks:** all, in each call in training: layers in the same order, as one script makes them.
-    Not for strategies with which ranks take steps of their own (ElasticAveraging); `cx.profile` of
+    Not for strategies with which ranks take separate steps (ElasticAveraging); `cx.profile` of
     such a model in one process.
     **Cost:** of c channels in training: one allreduce of 2 c + 1 float64 in the forward pass (3 c
-    with a mask), and one of 2 c float32 in the backward pass, which both are waited for. So on a
-    slow network it costs two latencies a layer and step.
+    with a mask), and one of 2 c float32 in the backward pass. The step waits for both, so
+    on a slow network they cost two latencies a layer and step.
     **Raises:** RuntimeError in training before init().
     **Source:** Zhang, Dana, Shi, Zhang, Wang, Tyagi, Agrawal, "Context Encoding for Semantic
-    Segmentation" (2018), section 3.2. Sums are of float64, as E[x^2] - E[x]^2 of float32 loses the
-    variance of channels with a large mean.
+    Segmentation" (2018), section 3.2. Sums are of float64, because E[x^2] - E[x]^2 of float32 loses
+    the variance of channels with a large mean.
     """
 
     # Its collectives, of the forward and the backward pass
@@ -87,9 +87,11 @@ class SyncBatchNormalization(OwnMoments):
             count, mean, variance = _over_ranks(values, axes, counted, statistics)
 
             def gradient(of_mean: tf.Tensor, of_variance: tf.Tensor) -> tf.Tensor:
-                both = sum_gradient(tf.stack([of_mean, of_variance]))
-                both = tf.math.divide_no_nan(both, tf.cast(count, both.dtype))
-                of_mean, of_variance = (_along(one, values, axes) for one in tf.unstack(both))
+                gradients = sum_gradient(tf.stack([of_mean, of_variance]))
+                gradients = tf.math.divide_no_nan(gradients, tf.cast(count, gradients.dtype))
+                of_mean, of_variance = (
+                    _along(part, values, axes) for part in tf.unstack(gradients)
+                )
                 result = of_mean + 2 * of_variance * (values - _along(mean, values, axes))
                 return result if counted is None else tf.where(counted, result, 0)
 
@@ -105,7 +107,7 @@ class SyncBatchNormalization(OwnMoments):
 def _over_ranks(
     values: tf.Tensor, axes: list[int], counted: tf.Tensor | None, statistics: WatchedSum
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Return how many entries of a channel count, float64, and their mean and variance."""
+    """Return the number of entries of a channel that count, float64, their mean and variance."""
     if counted is None:
         mean, variance = tf.nn.moments(values, axes)
         count = tf.reduce_prod(tf.gather(tf.shape(values, tf.int64), axes))[tf.newaxis]
@@ -114,7 +116,7 @@ def _over_ranks(
         mean = tf.math.divide_no_nan(tf.reduce_sum(tf.where(counted, values, 0), axes), count)
         away = tf.where(counted, values - _along(mean, values, axes), 0)
         variance = tf.math.divide_no_nan(tf.reduce_sum(away**2, axes), count)
-    count, mean, variance = (tf.cast(one, tf.float64) for one in (count, mean, variance))
+    count, mean, variance = (tf.cast(part, tf.float64) for part in (count, mean, variance))
     flat = tf.concat([count, count * mean, count * (variance + mean**2)], axis=0)
     flat = statistics(flat)
     channels = mean.shape[0]
@@ -124,9 +126,9 @@ def _over_ranks(
     return count, tf.cast(mean, values.dtype), tf.cast(variance, values.dtype)
 
 
-def _along(one: tf.Tensor, values: tf.Tensor, axes: list[int]) -> tf.Tensor:
+def _along(statistic: tf.Tensor, values: tf.Tensor, axes: list[int]) -> tf.Tensor:
     """Return a number of each channel in a shape that broadcasts along the values."""
-    return tf.reshape(one, [1 if axis in axes else -1 for axis in range(len(values.shape))])
+    return tf.reshape(statistic, [1 if axis in axes else -1 for axis in range(len(values.shape))])
 
 
 __all__ = ["SyncBatchNormalization"]

@@ -28,10 +28,10 @@ class MetricState(NamedTuple):
     """The variables of some metrics as they were at one time on this rank."""
 
     metrics: list[keras.metrics.Metric]
-    # Of each metric. Not read from it later: some make their variables at their first update
+    # Variables of each metric, read once because some metrics make theirs at the first update
     variables: list[list[keras.Variable]]
     values: list[list[np.ndarray]]
-    # Returns the results of all of them by name, from the variables
+    # Returns the results of all metrics by name, from their variables
     results: Callable[[], Mapping[str, Any]]
 
     @classmethod
@@ -49,11 +49,11 @@ class MetricState(NamedTuple):
 
     @property
     def sums(self) -> list[list[SumState] | None]:
-        """What is known of the variables of each metric; None if they cannot be added."""
-        known = map(sums_in, self.metrics)
+        """Facts about the variables of each metric; None if they cannot be added."""
+        initial = map(sums_in, self.metrics)
         return [
             states if states is not None and len(states) == len(values) else None
-            for states, values in zip(known, self.values, strict=True)
+            for states, values in zip(initial, self.values, strict=True)
         ]
 
     def results_with(self, values: list[list[np.ndarray]]) -> Results:
@@ -68,16 +68,16 @@ class MetricState(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What ranks must have alike, so that the sums of a metric can be added."""
+    """The properties of a metric that must be equal on all ranks for its sums to be added."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
-    # Of each variable, whether it is a sum; else it is constant. None: they cannot be added
+    # For each variable True: a sum, False: a constant. None: they cannot be added
     adds: tuple[bool, ...] | None
 
 
 class _Report(NamedTuple):
-    """What one rank tells the others of a state, by the name of its phase."""
+    """One rank's report of its states to the others, by the name of the phase."""
 
     forms: dict[str, list[_Form]]
     # Names in the logs that the state explains
@@ -89,7 +89,7 @@ class _Combined(NamedTuple):
     """The results of a state over all ranks, as one rank has computed them."""
 
     results: Results
-    # Those that depend on a variable that cannot be added
+    # Names of results that depend on a variable that cannot be added
     not_sums: list[str]
 
 
@@ -102,7 +102,7 @@ def metrics_over_ranks(
     `fit` does it at each epoch's end with the callback BroadcastState or AverageMetrics. Shards may
     be unequal, and samples weighted. The metrics stay as they are.
 
-    What a metric keeps is added over the ranks: each of Keras's metrics, and one of your own whose
+    A metric's variables are added over the ranks: each of Keras's metrics, and a custom one whose
     `update_state` adds to its variables and whose `reset_state` resets them. The result of any
     other, such as a maximum, becomes the mean of the ranks' results, and a warning names it.
 
@@ -144,7 +144,7 @@ def _results_of(metrics: Iterable[keras.metrics.Metric]) -> dict[str, Any]:
 
 
 def numbers_in(logs: Mapping[str, Any]) -> Results:
-    """Return what are numbers or arrays of numbers, those in mappings too."""
+    """Return the numbers and arrays of numbers, also those in mappings."""
     numbers: Results = {}
     for name, value in logs.items():
         if isinstance(value, Mapping):
@@ -168,8 +168,8 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
     **Ranks:** all, outside of traced code. **Cost:** an allreduce of the sums in float64, and two
     exchanges of the numbers. Logs a warning on rank 0 for a number that is no result of sums.
     """
-    here = process.current()
-    if here.topology.size == 1:
+    comm = process.current()
+    if comm.topology.size == 1:
         return numbers
     sums = {prefix: state.sums for prefix, state in states.items()}
     report = _Report(
@@ -177,10 +177,12 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
         {name for prefix, state in states.items() for name in _explained(prefix, state, numbers)},
         numbers,
     )
-    reports = [_report_from(theirs) for theirs in here.gather_objects(_plain(report))]
+    reports = [_report_from(received) for received in comm.gather_objects(_plain(report))]
     # Prefix -> the first rank that has this state: it computes the results
     leads = {
-        prefix: rank for rank, one in reversed(list(enumerate(reports))) for prefix in one.forms
+        prefix: rank
+        for rank, sent_report in reversed(list(enumerate(reports)))
+        for prefix in sent_report.forms
     }
     prefixes = sorted(leads)
     forms = {prefix: _common_forms(prefix, reports) for prefix in prefixes}
@@ -188,15 +190,15 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
     combined = {
         prefix: tuple(_combine(states[prefix], sums[prefix], forms[prefix], totals[prefix]))
         for prefix in prefixes
-        if leads[prefix] == here.rank
+        if leads[prefix] == comm.rank
     }
-    everyone = here.gather_objects(combined)
+    everyone = comm.gather_objects(combined)
     results: Results = {}
     not_sums: set[str] = set()
     for prefix in prefixes:
-        theirs = _Combined._make(everyone[leads[prefix]][prefix])
-        results |= {prefix + name: value for name, value in theirs.results.items()}
-        not_sums |= {prefix + name for name in theirs.not_sums}
+        received = _Combined._make(everyone[leads[prefix]][prefix])
+        results |= {prefix + name: value for name, value in received.results.items()}
+        not_sums |= {prefix + name for name in received.not_sums}
     return _choose(reports, results, not_sums, warned)
 
 
@@ -226,33 +228,35 @@ def _forms_of(state: MetricState, sums: list[list[SumState] | None]) -> list[_Fo
 def _explained(prefix: str, state: MetricState, numbers: Results) -> set[str]:
     """Return the names of the numbers that are the results of a state, to rounding.
 
-    Others come from elsewhere: a training step of the user's that returns its last loss, or
+    Others have other origins: a training step of the user's that returns its last loss, or
     metrics that another evaluation has reset since.
     """
     names = set()
     for name, value in state.results_with(state.values).items():
-        given = numbers.get(prefix + name)
-        if given is None or np.shape(given) != np.shape(value):
+        number = numbers.get(prefix + name)
+        if number is None or np.shape(number) != np.shape(value):
             continue
-        if np.allclose(given, value, rtol=1e-5, atol=1e-7, equal_nan=True):
+        if np.allclose(number, value, rtol=1e-5, atol=1e-7, equal_nan=True):
             names.add(prefix + name)
     return names
 
 
 def _common_forms(prefix: str, reports: list[_Report]) -> list[_Form]:
     """Return the forms on which all ranks agree; a metric in which they differ has no sums."""
-    first, *others = [one.forms[prefix] for one in reports if prefix in one.forms]
-    if any(len(other) != len(first) for other in others):
+    first, *remaining = [report.forms[prefix] for report in reports if prefix in report.forms]
+    if any(len(forms) != len(first) for forms in remaining):
         return [form._replace(adds=None) for form in first]
     return [
-        # Keras may number the names
-        form if all(form[1:] == other[place][1:] for other in others) else form._replace(adds=None)
-        for place, form in enumerate(first)
+        # Names may differ in the numbers that Keras adds
+        form
+        if all(form[1:] == forms[position][1:] for forms in remaining)
+        else form._replace(adds=None)
+        for position, form in enumerate(first)
     ]
 
 
 def _start_of(sums: list[SumState] | None, number: int) -> np.ndarray:
-    """Return where a variable that is a sum starts."""
+    """Return the initial value of a variable that is a sum."""
     start = None if sums is None else sums[number].start
     assert start is not None, "a form adds only variables that are sums"
     return start
@@ -263,31 +267,31 @@ def _add(
     sums: Mapping[str, list[list[SumState] | None]],
     forms: Mapping[str, list[_Form]],
 ) -> dict[str, list[list[np.ndarray]]]:
-    """Add over the ranks what each variable has got since its reset, in float64.
+    """Add over the ranks the increase of each variable since its reset, in float64.
 
     Returns:
         Prefix -> of each metric, of each variable that is a sum, the sum; no entries for others.
     """
-    shapes, mine = [], []
+    shapes, increases = [], []
     for prefix, of_phase in forms.items():
-        for place, form in enumerate(of_phase):
+        for position, form in enumerate(of_phase):
             for number, adds in enumerate(form.adds or ()):
                 if not adds:
                     continue
                 shapes.append(form.shapes[number])
                 if prefix in states:
-                    start = _start_of(sums[prefix][place], number)
-                    value = states[prefix].values[place][number].astype(np.float64)
-                    mine.append(np.ravel(value - start))
+                    start = _start_of(sums[prefix][position], number)
+                    value = states[prefix].values[position][number].astype(np.float64)
+                    increases.append(np.ravel(value - start))
                 else:
-                    mine.append(np.zeros(int(np.prod(shapes[-1]))))
+                    increases.append(np.zeros(int(np.prod(shapes[-1]))))
     if not shapes:
         return {prefix: [[] for _ in of_phase] for prefix, of_phase in forms.items()}
     with tf.device("/cpu:0"):
         flat = process.current().allreduce(
-            tf.constant(np.concatenate(mine)), "world", "tfcommx/metrics"
+            tf.constant(np.concatenate(increases)), "world", "tfcommx/metrics"
         )
-    ends = np.cumsum([part.size for part in mine])[:-1]
+    ends = np.cumsum([part.size for part in increases])[:-1]
     parts = map(np.reshape, np.split(flat.numpy(), ends), shapes)
     return {
         prefix: [[next(parts) for adds in form.adds or () if adds] for form in of_phase]
@@ -301,29 +305,31 @@ def _combine(
     forms: list[_Form],
     totals: list[list[np.ndarray]],
 ) -> _Combined:
-    """Return the results from the sums of all ranks, and which of them are not of sums alone."""
-    values, others = [], []
-    for metric, own, parts, form, added in zip(
+    """Return the results from the sums of all ranks, and the names of those not from sums alone."""
+    values, not_added = [], []
+    for metric, local, parts, form, added in zip(
         state.metrics, state.values, sums, forms, totals, strict=True
     ):
-        combined = own
+        combined = local
         if parts is not None and form.adds is not None:
-            combined = _with_sums(own, parts, added)
-        if form.adds is None or _overflows(own, combined, added):
-            others.append(metric)
-            combined = own
+            combined = _with_sums(local, parts, added)
+        if form.adds is None or _overflows(local, combined, added):
+            not_added.append(metric)
+            combined = local
         values.append(combined)
     results = state.results_with(values)
-    if not others:
+    if not not_added:
         return _Combined(results, [])
     changed = state.results_with(
         [
-            [one + np.ones_like(one) for one in parts] if metric in others else parts
+            [part_state + np.ones_like(part_state) for part_state in parts]
+            if metric in not_added
+            else parts
             for metric, parts in zip(state.metrics, values, strict=True)
         ]
     )
-    names = {metric.name for metric in others}
-    for metric in others:
+    names = {metric.name for metric in not_added}
+    for metric in not_added:
         names |= numbers_in(_results_of([metric])).keys()
     return _Combined(
         results,
@@ -331,35 +337,37 @@ def _combine(
             name
             for name, value in results.items()
             if not np.array_equal(value, changed[name], equal_nan=True)
-            or any(name == one or name.endswith(f"_{one}") for one in names)
+            or any(name == ending or name.endswith(f"_{ending}") for ending in names)
         ],
     )
 
 
 def _with_sums(
-    own: list[np.ndarray], parts: list[SumState], added: list[np.ndarray]
+    local: list[np.ndarray], parts: list[SumState], added: list[np.ndarray]
 ) -> list[np.ndarray]:
     """Return a metric's values with the sums of all ranks, in the dtypes of its variables."""
     remaining = iter(added)
     with np.errstate(over="ignore"):
         return [
             value if part.start is None else (part.start + next(remaining)).astype(value.dtype)
-            for value, part in zip(own, parts, strict=True)
+            for value, part in zip(local, parts, strict=True)
         ]
 
 
-def _overflows(own: list[np.ndarray], combined: list[np.ndarray], added: list[np.ndarray]) -> bool:
+def _overflows(
+    local: list[np.ndarray], combined: list[np.ndarray], added: list[np.ndarray]
+) -> bool:
     """Return True if a dtype does not hold the sums: float16 ends at 65,504."""
     return all(np.all(np.isfinite(total)) for total in added) and any(
         np.any(np.isfinite(value) & ~np.isfinite(new))
-        for value, new in zip(own, combined, strict=True)
+        for value, new in zip(local, combined, strict=True)
     )
 
 
 def _choose(
     reports: list[_Report], results: Results, not_sums: set[str], warned: set[str]
 ) -> Results:
-    """Return the result of the sums where there is one, else the mean of the ranks' numbers."""
+    """Return the result of the sums if it exists, else the mean of the ranks' numbers."""
     chosen: Results = {}
     for name in sorted({name for report in reports for name in report.numbers}):
         having = [report for report in reports if name in report.numbers]

@@ -26,7 +26,7 @@ from tfcommx.optim.requested_plan import path_of
 from tfcommx.optim.wrapped import wrapped_optimizers
 
 T = TypeVar("T")
-# Settings that differ between ranks in a correct training: ranks have seeds of their own, their
+# Settings that differ between ranks in a correct training, because ranks have separate seeds, their
 # first weights are replaced by the root's, and the rate is a variable, which is broadcast.
 _NOT_COMPARED = re.compile(r"name|seed|learning_rate|vocabulary|bin_boundaries|.*initializer")
 
@@ -34,11 +34,11 @@ _NOT_COMPARED = re.compile(r"name|seed|learning_rate|vocabulary|bin_boundaries|.
 class LayerForm(NamedTuple):
     """A layer as the ranks compare it."""
 
-    # Given by the user; None: made by Keras
+    # Name set by the user; None: made by Keras
     name: str | None
     # For messages: a path of its first variable, or its name
     label: str
-    # What is compared -> its value as text
+    # Compared property -> its value as text
     settings: dict[str, str]
 
 
@@ -53,15 +53,15 @@ def require_equal_forms(model: keras.Model) -> None:
     """
     forms = [form_of(layer) for layer in _compared_layers(model)]
     gathered = _gather_if_unequal([tuple(form) for form in forms])
-    everyone = [[LayerForm._make(form) for form in others] for others in gathered]
-    for rank, others in enumerate(everyone):
-        _require_equal_names(everyone[0], others, rank)
-        for first, other in zip(everyone[0], others, strict=False):
-            _require_equal_settings(first.label, first.settings, other.settings, rank)
-        if len(others) != len(everyone[0]):
+    everyone = [[LayerForm._make(form) for form in remote] for remote in gathered]
+    for rank, remote in enumerate(everyone):
+        _require_equal_names(everyone[0], remote, rank)
+        for first, remote_form in zip(everyone[0], remote, strict=False):
+            _require_equal_settings(first.label, first.settings, remote_form.settings, rank)
+        if len(remote) != len(everyone[0]):
             raise ConfigurationError(
                 "The model must have the same layers on every rank. Received "
-                f"{len(everyone[0])} on rank 0 and {len(others)} on rank {rank}. Build the same "
+                f"{len(everyone[0])} on rank 0 and {len(remote)} on rank {rank}. Build the same "
                 "model on every rank."
             )
 
@@ -72,12 +72,12 @@ def require_equal_optimizers(model: keras.Model) -> None:
     **Ranks:** all. **Cost:** two small exchanges on the host. **Raises:** ConfigurationError.
     """
     forms = [
-        (inner_optimizer(one).name, _settings_of(inner_optimizer(one)))
-        for one in wrapped_optimizers(model)
+        (inner_optimizer(optimizer).name, _settings_of(inner_optimizer(optimizer)))
+        for optimizer in wrapped_optimizers(model)
     ]
     everyone = _gather_if_unequal([settings for _, settings in forms])
-    for rank, others in enumerate(everyone):
-        for (name, _), first, other in zip(forms, everyone[0], others, strict=False):
+    for rank, remote in enumerate(everyone):
+        for (name, _), first, other in zip(forms, everyone[0], remote, strict=False):
             _require_equal_settings(f"the optimizer {name!r}", first, other, rank)
 
 
@@ -86,20 +86,20 @@ def tables_of(model: keras.Model) -> dict[str, str]:
 
     Vocabularies of StringLookup, IntegerLookup and TextVectorization, bins of Discretization.
     """
-    found = {}
+    tables = {}
     for position, layer in enumerate(layers_of(model)):
         if (table := _table_of(layer)) is not None:
-            found[f"{position} ({given_name(layer) or type(layer).__name__})"] = table
-    return found
+            tables[f"{position} ({given_name(layer) or type(layer).__name__})"] = table
+    return tables
 
 
 def form_of(layer: keras.layers.Layer) -> LayerForm:
     """Return a layer as the ranks compare it."""
-    own = own_variables(layer)
-    label = path_of(own[0]) if own else layer.name
+    variables = own_variables(layer)
+    label = path_of(variables[0]) if variables else layer.name
     settings = {"class": type(layer).__name__, "dtype policy": str(layer.dtype_policy.name)}
-    if layer.built and own:
-        flags = [bool(variable.trainable) for variable in own]
+    if layer.built and variables:
+        flags = [bool(variable.trainable) for variable in variables]
         settings["trainable"] = repr(flags if len(set(flags)) > 1 else flags[0])
         settings["layer.trainable"] = repr(bool(layer.trainable))
     if not isinstance(layer, keras.Model):
@@ -112,14 +112,14 @@ def form_of(layer: keras.layers.Layer) -> LayerForm:
 def _compared_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """Return all layers but the model itself and its inputs, which a loaded model has elsewhere."""
     inputs = keras.layers.InputLayer
-    return [one for one in layers_of(model)[1:] if not isinstance(one, inputs)]
+    return [layer for layer in layers_of(model)[1:] if not isinstance(layer, inputs)]
 
 
 def _table_of(layer: keras.layers.Layer) -> str | None:
     read = getattr(layer, "get_vocabulary", None)
     try:
         table = read() if callable(read) else getattr(layer, "bin_boundaries", None)
-    except Exception:  # Of any kind: no vocabulary yet, or a method of the user
+    except Exception:  # Any exception: no vocabulary yet, or a method of the user
         return None
     if table is None:
         return None
@@ -128,10 +128,10 @@ def _table_of(layer: keras.layers.Layer) -> str | None:
 
 
 def _settings_of(owner: Any) -> dict[str, str]:
-    """Return what an owner's config says in numbers, flags and words, as text."""
+    """Return the numbers, flags and words of an owner's config, as text."""
     try:
         config = owner.get_config()
-    except Exception:  # Of any kind: it is the user's method
+    except Exception:  # Any exception: it is the user's method
         return {}
     of_keras = type(owner).__module__.startswith(("keras.", "tfcommx."))
     settings = {"class": type(owner).__name__}
@@ -140,7 +140,7 @@ def _settings_of(owner: Any) -> dict[str, str]:
             settings[name] = repr(_plain(value, words=True))
         elif not _NOT_COMPARED.fullmatch(name) and (
             isinstance(value, bool | int | float | np.number | list | tuple)
-            # A user's own words may be this rank's, such as the path of a file
+            # Words of a user may be specific to this rank, such as the path of a file
             or (of_keras and isinstance(value, str))
             or (name.endswith(("regularizer", "constraint")) and value is not None)
         ):
@@ -149,7 +149,7 @@ def _settings_of(owner: Any) -> dict[str, str]:
 
 
 def _plain(value: Any, words: bool) -> Any:
-    """Return a value without what two processes write differently, such as addresses."""
+    """Return a value without parts that differ between processes, such as addresses."""
     if isinstance(value, dict):
         return {
             key: _plain(part, words)
@@ -167,42 +167,44 @@ def _plain(value: Any, words: bool) -> Any:
 
 def _gather_if_unequal(forms: list[T]) -> list[list[T]]:
     """Return the forms of all ranks; those of this one alone if all are equal."""
-    here = process.current()
-    digests = here.gather_objects(zlib.crc32(repr(forms).encode()))
-    return [forms] if len(set(digests)) == 1 else here.gather_objects(forms)
+    comm = process.current()
+    digests = comm.gather_objects(zlib.crc32(repr(forms).encode()))
+    return [forms] if len(set(digests)) == 1 else comm.gather_objects(forms)
 
 
 def _require_equal_names(
-    first: Sequence[LayerForm], others: Sequence[LayerForm], rank: int
+    first: Sequence[LayerForm], remote: Sequence[LayerForm], rank: int
 ) -> None:
     """Refuse layers that the user named differently, or in another order."""
-    pairs = [(a, b) for a, b in zip(first, others, strict=False) if a.name != b.name]
+    pairs = [(a, b) for a, b in zip(first, remote, strict=False) if a.name != b.name]
     reordered = sorted(map(str, (a.name for a, _ in pairs))) == sorted(
         map(str, (b.name for _, b in pairs))
     )
-    for one, other in pairs:
-        if one.name is None or other.name is None:
+    for local_form, remote_form in pairs:
+        if local_form.name is None or remote_form.name is None:
             continue
         # Names that a user derives from Keras's, such as "dense_3_out", have other numbers
-        plain, others_plain = (re.sub(r"_?\d+", "", name) for name in (one.name, other.name))
+        plain, others_plain = (
+            re.sub(r"_?\d+", "", name) for name in (local_form.name, remote_form.name)
+        )
         if reordered or plain != others_plain:
             raise ConfigurationError(
                 "Layers must be made in the same order, with the same names, on every rank: their "
-                f"variables are paired by position. Received {one.label!r} (of layer "
-                f"{one.name!r}) on rank 0, where rank {rank} has {other.label!r} (of layer "
-                f"{other.name!r}). Make the layers in a fixed order, such as that of sorted(...): "
-                "that of a set differs between processes."
+                f"variables are paired by position. Received {local_form.label!r} (of layer "
+                f"{local_form.name!r}) on rank 0, where rank {rank} has {remote_form.label!r} (of "
+                f"layer {remote_form.name!r}). Make the layers in a fixed order, such as that of "
+                "sorted(...): that of a set differs between processes."
             )
 
 
 def _require_equal_settings(
-    label: str, first: dict[str, str], other: dict[str, str], rank: int
+    label: str, first: dict[str, str], second: dict[str, str], rank: int
 ) -> None:
     for name in first:
-        if name in other and first[name] != other[name]:
+        if name in second and first[name] != second[name]:
             raise ConfigurationError(
                 "Layers and optimizers must have the same settings on every rank. Received for "
-                f"{label} {name} = {_short(first[name])} on rank 0 and {_short(other[name])} on "
+                f"{label} {name} = {_short(first[name])} on rank 0 and {_short(second[name])} on "
                 f"rank {rank}. Build and compile the same model on every rank, from the same "
                 "files; BroadcastState(compare=False) trains with the difference."
             )

@@ -1,4 +1,4 @@
-"""Compare what the ranks' models compute: outputs and loss of the first batch of rank 0.
+"""Compare the outputs and the loss of the ranks' models on the first batch of rank 0.
 
 Equal variables do not make equal models: a constant that a layer made of random numbers, a lookup
 table, a closure or an attribute of a layer are no variables, and no rank broadcasts them.
@@ -23,7 +23,7 @@ from tfcommx.keras_internals import call_alike, calls_recorded, constants_of, lo
 log = logging.getLogger("tfcommx")
 
 # Largest difference of equal models, as a share of the largest output: processors of other types
-# round differently, and layers add up what they round
+# round differently, and rounding errors add up over the layers
 TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "float16": 0.05, "bfloat16": 0.05}
 # Entries of an output that are exchanged if digests differ, evenly spread
 SAMPLE = 16384
@@ -36,7 +36,7 @@ class Result(NamedTuple):
     digests: dict[str, str]
     # Name -> some of its entries
     samples: dict[str, np.ndarray]
-    # Empty if there was none
+    # Error message; empty if there was none
     error: str = ""
 
 
@@ -48,9 +48,9 @@ def batch_and_again(iterator: Iterator[Any], count: int) -> tuple[Any | None, It
     tensors.
     """
     spec = getattr(iterator, "element_spec", None)
-    known = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+    supported = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
     if not isinstance(iterator, tf.data.Iterator) or not all(
-        isinstance(part, known) for part in tf.nest.flatten(spec)
+        isinstance(part, supported) for part in tf.nest.flatten(spec)
     ):
         return None, iterator
     batches = []
@@ -103,21 +103,21 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
     **Raises:** ConfigurationError, on all ranks, that names the first layer which computes
     something else.
     """
-    here = process.current()
-    if here.topology.size == 1:
+    comm = process.current()
+    if comm.topology.size == 1:
         return
-    batch = _unpack(*here.gather_objects(_pack(batch if here.rank == root else None))[root])
+    batch = _unpack(*comm.gather_objects(_pack(batch if comm.rank == root else None))[root])
     if batch is None:
         return
     weights = [_digest(variable) for variable in model.weights]
-    if any(theirs != weights for theirs in here.gather_objects(weights)):
-        return  # A run that continues in mid-epoch has statistics of each rank's own
+    if any(remote != weights for remote in comm.gather_objects(weights)):
+        return  # A run that continues in mid-epoch has separate statistics on each rank
     result = _result_of(model, batch)
-    everyone = here.gather_objects((result.digests, result.error))
+    everyone = comm.gather_objects((result.digests, result.error))
     errors = [error for _, error in everyone]
     if all(errors):
-        # A model with a training step of its own need not have a call
-        if here.rank == root and not result.error.startswith("NotImplementedError"):
+        # A model with a custom training step need not have a call
+        if comm.rank == root and not result.error.startswith("NotImplementedError"):
             log.warning(
                 "The replicas' outputs were not compared, because calling the model on a batch "
                 "failed: %s BroadcastState(compare=False) leaves it out.",
@@ -132,14 +132,14 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
         )
     if all(other == everyone[0] for other in everyone):
         return
-    # A second call tells models whose outputs vary from those that differ
+    # A second call distinguishes outputs that vary from outputs that differ between ranks
     second = _result_of(model, batch, seed=1)
     varies = _differences(result, second)
-    gathered = here.gather_objects((tuple(result), varies))
+    gathered = comm.gather_objects((tuple(result), varies))
     samples = [(Result._make(other), names) for other, names in gathered]
     varying = [rank for rank, (_, names) in enumerate(samples) if names]
     if varying:
-        if here.rank == root:
+        if comm.rank == root:
             log.warning(
                 "The replicas' outputs were not compared, because the model gives other outputs "
                 "each time it is called on the same batch (%s, on rank %d).",
@@ -176,7 +176,7 @@ def _pack(batch: Any) -> tuple[str, Any]:
 
 
 def _unpack(kind: str, content: Any) -> Any:
-    """Return the batch that `_pack` has made this of."""
+    """Return the batch from the result of `_pack`."""
     if kind == "dict":
         return {key: _unpack(*part) for key, part in content.items()}
     if kind in ("list", "tuple", "ragged", "sparse"):
@@ -208,7 +208,7 @@ def _result_of(model: keras.Model, batch: Any, seed: int = 0) -> Result:
 
     try:
         named = call_alike(model, inputs, with_loss, seed)
-    except Exception as error:  # Of any kind: `fit` may never call the model so
+    except Exception as error:  # Any exception: `fit` may never call the model so
         return Result({}, {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     arrays = {name: np.asarray(part) for name, part in named.items()}
     digests = {name: _digest(array) for name, array in arrays.items()}
@@ -235,28 +235,28 @@ def _sample(array: np.ndarray) -> np.ndarray:
     return flat[:: max(1, flat.size // SAMPLE)].copy()
 
 
-def _differences(first: Result, other: Result) -> list[str]:
+def _differences(first: Result, second: Result) -> list[str]:
     """Return the names of results that differ by more than rounding."""
-    if first.digests.keys() != other.digests.keys():
-        return sorted(first.digests.keys() ^ other.digests.keys())
+    if first.digests.keys() != second.digests.keys():
+        return sorted(first.digests.keys() ^ second.digests.keys())
     return [
         name
         for name, digest in first.digests.items()
-        if digest != other.digests[name] and not _close(first, other, name)
+        if digest != second.digests[name] and not _close(first, second, name)
     ]
 
 
-def _close(first: Result, other: Result, name: str) -> bool:
-    one, two = first.samples.get(name), other.samples.get(name)
-    if one is None or two is None or one.shape != two.shape or one.dtype.name not in TOLERANCE:
+def _close(first: Result, second: Result, name: str) -> bool:
+    a, b = first.samples.get(name), second.samples.get(name)
+    if a is None or b is None or a.shape != b.shape or a.dtype.name not in TOLERANCE:
         return False
-    difference, scale = _difference(one, two)
-    return difference <= TOLERANCE[one.dtype.name] * scale
+    difference, scale = _difference(a, b)
+    return difference <= TOLERANCE[a.dtype.name] * scale
 
 
-def _difference(first: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+def _difference(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
     """Return the largest difference of two float arrays, and their largest entry."""
-    a, b = first.astype(np.float64), other.astype(np.float64)
+    a, b = first.astype(np.float64), second.astype(np.float64)
     # Equal NaN and Inf are equal
     unequal = ~((a == b) | (np.isnan(a) & np.isnan(b)))
     with np.errstate(invalid="ignore"):
@@ -266,16 +266,16 @@ def _difference(first: np.ndarray, other: np.ndarray) -> tuple[float, float]:
     return (np.inf if np.isnan(largest) else largest), scale
 
 
-def _largest_difference(first: Result, other: Result, name: str) -> str:
-    one, two = first.samples.get(name), other.samples.get(name)
-    if one is None or two is None or one.shape != two.shape or one.dtype.name not in TOLERANCE:
+def _largest_difference(first: Result, second: Result, name: str) -> str:
+    a, b = first.samples.get(name), second.samples.get(name)
+    if a is None or b is None or a.shape != b.shape or a.dtype.name not in TOLERANCE:
         return ""
-    difference, scale = _difference(one, two)
+    difference, scale = _difference(a, b)
     return f" by up to {difference:.3g}, where the largest is {scale:.3g}"
 
 
 def _first_layer(model: keras.Model, batch: Any, root: int, rank: int) -> str:
-    """Say which layer is the first that computes something else, and what to do. **Ranks:** all."""
+    """Name the first layer that computes something else, and the remedy. **Ranks:** all."""
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     rows: list[tuple[str, str, str]] = []
     with calls_recorded(model, _digest) as calls:
@@ -284,19 +284,21 @@ def _first_layer(model: keras.Model, batch: Any, root: int, rank: int) -> str:
         rows.append((f"{layer.name!r} ({type(layer).__name__})", before, after))
     constants = [constants_of(layer) for layer, _, _ in calls]
     everyone = process.current().gather_objects((rows, constants))
-    (ours, our_constants), (theirs, their_constants) = everyone[root], everyone[rank]
-    for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-        if one[1] == other[1] and one[2] != other[2]:
-            first, second = our_constants[place], their_constants[place]
-            odd = sorted(
+    (root_layers, our_constants), (rank_layers, their_constants) = everyone[root], everyone[rank]
+    for position, (root_layer, rank_layer) in enumerate(
+        zip(root_layers, rank_layers, strict=False)
+    ):
+        if root_layer[1] == rank_layer[1] and root_layer[2] != rank_layer[2]:
+            first, second = our_constants[position], their_constants[position]
+            attributes = sorted(
                 name for name in first.keys() & second.keys() if first[name] != second[name]
             )
-            named = f" (its attributes {', '.join(odd)} differ)" if odd else ""
+            named = f" (its attributes {', '.join(attributes)} differ)" if attributes else ""
             return (
-                f"The first layer that differs is {one[0]}{named}. Something that is no variable "
-                "differs there, such as a vocabulary, a constant of random numbers or an argument: "
-                "make it in the same way on every rank. BroadcastState(compare=False) trains with "
-                "the difference."
+                f"The first layer that differs is {root_layer[0]}{named}. Something that is no "
+                "variable differs there, such as a vocabulary, a constant of random numbers or an "
+                "argument: make it in the same way on every rank. BroadcastState(compare=False) "
+                "trains with the difference."
             )
     return (
         "No single layer differs: look at the order in which layers are called, the loss and what "

@@ -1,7 +1,7 @@
-"""RequestedPlan: schemes and settings as asked for, turned into plans.
+"""RequestedPlan: the requested schemes and settings, turned into plans.
 
 It lives as long as the optimizer; a change of scheme replaces the schemes in it, and never the
-`ExchangeSettings`. `VariableNames` are unique: plans and checkpoints know variables by them.
+`ExchangeSettings`. `VariableNames` are unique: plans and checkpoints refer to variables by them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tfcommx.runtime.gradient_state import Executor
 from tfcommx.runtime.phased import LearningPhase, MomentumExecutor
 from tfcommx.strategies import Strategy, Synchronous
 
-# Of the gradients of variables that send no momentum
+# Wire of the gradients of variables that send no momentum
 WIRE_OF_OTHERS = "bfloat16"
 
 
@@ -48,19 +48,19 @@ class ExchangeSettings:
 
     # "average" or "sum" over the ranks
     operation: str = "average"
-    # Who updates the weights
+    # Determines how the weights are updated
     strategy: Strategy = field(default_factory=Synchronous)
-    # What messages cost, for routes that can go several ways; None: nominal, or as "auto" measures
+    # Cost of messages, for routes with several forms; None: nominal, or as "auto" measures
     links: Links | None = None
-    # When gradients are ready, for what goes by time
+    # Times at which gradients are ready, for mergings that depend on times
     profile: Profile | None = None
-    # Made before, in place of one that is made from the scheme
+    # An existing plan, in place of one that is made from the scheme
     plan: Plan | None = None
     # Steps between two comparisons of the replicas, >= 1; None: never
     check_replicas_every: int | None = 100
     # The wrapped optimizer's own momentum, or its beta_1, >= 0
     own_momentum: float = 0.0
-    # The class of a wrapped optimizer that sends momenta in place of gradients; None: it does not
+    # Class of a wrapped optimizer that sends momenta in place of gradients; None: it does not
     sender: type[SendsMomentum] | None = None
 
     def __post_init__(self) -> None:
@@ -130,8 +130,8 @@ class VariableNames:
 
     def __init__(self) -> None:
         self._names: ByVariable[str] = ByVariable()
-        # Also by variables that are gone: when they are freed differs between ranks, and names must
-        # not.
+        # Also names of freed variables: ranks free them at different times, and names must be
+        # equal.
         self._taken: set[str] = set()
 
     def of(self, variables: Sequence[keras.Variable]) -> list[str]:
@@ -155,7 +155,10 @@ class VariableNames:
 
     def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
         """Return name -> TensorFlow's variable."""
-        values = [one if isinstance(one, tf.Variable) else one.value for one in variables]
+        values = [
+            variable if isinstance(variable, tf.Variable) else variable.value
+            for variable in variables
+        ]
         return dict(zip(self.of(variables), values, strict=True))
 
     def rename(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
@@ -167,7 +170,7 @@ class VariableNames:
 
 
 class RequestedPlan:
-    """Schemes, or a plan given, and what is known of the run: makes executors."""
+    """Make executors from schemes, or a given plan, and facts about the run."""
 
     def __init__(
         self,
@@ -176,7 +179,7 @@ class RequestedPlan:
         settings: ExchangeSettings,
         names: VariableNames,
     ) -> None:
-        """Check what can be checked before the first step. **Raises:** PlanError."""
+        """Check the schemes as far as possible before the first step. **Raises:** PlanError."""
         self._comm, self._settings, self._names = comm, settings, names
         self.check(schemes)
         self.schemes, self._given_plan = by_pattern(schemes), settings.plan
@@ -187,13 +190,13 @@ class RequestedPlan:
             )
         # For "auto"; `fit` and recipes fill it in
         self.expected_run = ExpectedRun()
-        # As given; or as measured, once "auto" has looked at them again
+        # Given links, or the measured ones once "auto" has measured again
         self.links = settings.links
         self._has_advised = False
 
     @property
     def is_chosen(self) -> bool:
-        """Whether "auto" chooses among plans."""
+        """True if "auto" chooses among plans."""
         synchronous = isinstance(self._settings.strategy, Synchronous)
         return synchronous and self._given_plan is None and find_auto(self.schemes) is not None
 
@@ -214,7 +217,7 @@ class RequestedPlan:
         find_auto(by_pattern(schemes))
 
     def replace(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
-        """Ask for other schemes, that were checked; a plan that was given does not count now."""
+        """Replace the schemes by others, already checked, and discard a given plan."""
         self.schemes, self._given_plan = by_pattern(schemes), None
 
     def plan_of(self, variables: Sequence[keras.Variable]) -> Plan:
@@ -231,23 +234,23 @@ class RequestedPlan:
     def executor_of(
         self, variables: Sequence[keras.Variable], sender: SendsMomentum | None = None
     ) -> Executor:
-        """Return what exchanges these variables' gradients, or the momenta of `sender`.
+        """Return the executor for these variables' gradients, or the momenta of `sender`.
 
         **Ranks:** all, untraced.
         """
         strategy = self._settings.strategy
         if sender is not None:
             return self._executor_of_momenta(variables, sender)
-        asked = self._asked(variables)
+        request = self._asked(variables)
         executor: Executor
         if self._given_plan is None:
-            executor = executor_for(self.schemes, asked, self._comm, strategy, self.expected_run)
+            executor = executor_for(self.schemes, request, self._comm, strategy, self.expected_run)
         else:
             plan = self.plan_of(variables)
             strategy.check(plan)
             executor = PlanExecutor(plan, self._comm)
         if isinstance(strategy, Synchronous) and not self.is_chosen and not self._has_advised:
-            self._advise(fewer_bytes(executor.plan, asked.gradients))
+            self._advise(fewer_bytes(executor.plan, request.gradients))
         return executor
 
     def _advise(self, advice: str | None) -> None:
@@ -267,7 +270,7 @@ class RequestedPlan:
         sends = [sender.sends_momentum(variable) for variable in variables]
         paths = [gradient.path for gradient in request.gradients]
         moving = {path for path, moves in zip(paths, sends, strict=True) if moves}
-        others = set(paths) - moving
+        fixed = set(paths) - moving
         if not moving:
             return PlanExecutor(request.plan(of_others), self._comm)
         learning = None
@@ -275,7 +278,7 @@ class RequestedPlan:
             learning = LearningPhase(sender.learning_wire, sender.frozen_at.value)
         return MomentumExecutor(
             request.plan(self.schemes, only=moving),
-            request.plan(of_others, only=others) if others else None,
+            request.plan(of_others, only=fixed) if fixed else None,
             learning,
             self._comm,
             sender.momentum_has_rate,
@@ -283,8 +286,8 @@ class RequestedPlan:
 
     def _asked(self, variables: Sequence[keras.Variable]) -> PlanRequest:
         gradients = [
-            Gradient(name, tuple(one.shape), keras.backend.standardize_dtype(one.dtype))
-            for name, one in zip(self._names.of(variables), variables, strict=True)
+            Gradient(name, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
+            for name, variable in zip(self._names.of(variables), variables, strict=True)
         ]
         settings = self._settings
         return PlanRequest(

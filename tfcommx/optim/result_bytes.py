@@ -17,13 +17,13 @@ def computed(
 ) -> tf.Tensor:
     """Compute op of a share's items; return head and results, uint8 [HEAD + width].
 
-    Operation by operation: a compiled function inside of an operation of the step would wait for
-    threads that the step may keep, forever.
+    Runs eagerly, because a compiled function inside of an operation of the step would wait forever
+    for threads that the step may hold.
     """
     try:
         results = list(op(items)) if items else []
         return tf.concat([head_of(""), pack(results, width)], axis=0)
-    except Exception as error:  # Whatever it is, all ranks must hear of it
+    except Exception as error:  # Any exception: all ranks must receive it
         text = f"op failed on rank {rank}: {type(error).__name__}: {error}"
         return tf.concat([head_of(text), tf.zeros([width], tf.uint8)], axis=0)
 
@@ -40,7 +40,7 @@ def head_of(text: str) -> tf.Tensor:
 
 
 def outcome_of(heads: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return whether any share failed, and the text of the first that did.
+    """Return True if any share failed, and the text of the first that did.
 
     Args:
         heads: uint8 [shares, HEAD].
@@ -57,13 +57,15 @@ def pack(results: Sequence[tf.Tensor], width: int) -> tf.Tensor:
     **Cost:** few operations: neighbours of one dtype are joined first, those of one shape at once.
     """
     parts = []
-    for dtype, run in itertools.groupby(map(tf.convert_to_tensor, results), lambda one: one.dtype):
-        same = list(run)
-        alike = all(one.shape == same[0].shape for one in same)
+    for dtype, run in itertools.groupby(
+        map(tf.convert_to_tensor, results), lambda tensor: tensor.dtype
+    ):
+        group = list(run)
+        alike = all(tensor.shape == group[0].shape for tensor in group)
         joined = (
-            tf.reshape(tf.stack(same), [-1])
+            tf.reshape(tf.stack(group), [-1])
             if alike
-            else tf.concat([tf.reshape(one, [-1]) for one in same], axis=0)
+            else tf.concat([tf.reshape(tensor, [-1]) for tensor in group], axis=0)
         )
         written = tf.cast(joined, tf.uint8) if dtype == tf.bool else tf.bitcast(joined, tf.uint8)
         parts.append(tf.reshape(written, [-1]))
@@ -75,16 +77,16 @@ def unpack(row: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
     """Return the results of these shapes and dtypes that `pack` made a row of."""
     results, start = [], 0
     for dtype, run in itertools.groupby(specs, lambda spec: spec.dtype):
-        same = list(run)
-        counts = [spec.shape.num_elements() for spec in same]
+        group = list(run)
+        counts = [spec.shape.num_elements() for spec in group]
         end = start + sum(counts) * dtype.size
         joined, start = _from_bytes(row[start:end], dtype), end
-        if all(spec.shape == same[0].shape for spec in same):
-            results += tf.unstack(tf.reshape(joined, [len(same), *same[0].shape]))
+        if all(spec.shape == group[0].shape for spec in group):
+            results += tf.unstack(tf.reshape(joined, [len(group), *group[0].shape]))
         else:
             parts = tf.split(joined, counts)
             results += [
-                tf.reshape(part, spec.shape) for part, spec in zip(parts, same, strict=True)
+                tf.reshape(part, spec.shape) for part, spec in zip(parts, group, strict=True)
             ]
     return results
 

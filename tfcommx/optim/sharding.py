@@ -28,21 +28,21 @@ class Sharding:
         """Keep the whole variables, in forward order, and their shards over a group of ranks."""
         self.variables, self.shards = list(variables), shards
         self.comm, self.group = comm, group
-        # The strategy at work, from the first step on
+        # The run of the strategy, from the first step on
         self.run: ShardedRun | None = None
-        # Whether a step may begin with the pull
+        # True if a step may begin with the pull
         self.can_pull_first = False
-        # What the optimizer keeps of each shard, by attribute
+        # State of each shard, by attribute of the optimizer
         self.slots: dict[str, list[keras.Variable | None]] = {}
-        # Steps at which the whole state was gathered, and the state on rank 0
+        # Step count at which the whole state was gathered, and the state on rank 0
         self._gathered: tuple[int, WholeState] | None = None
-        # Of this rank's part of it then
+        # Checksums of this rank's part of it at that step
         self._digest: list[int] = []
-        # What this rank has loaded, until all ranks have it
+        # State that this rank has loaded, until all ranks have it
         self._loaded: WholeState | None = None
 
     def attach(self, run: StrategyRun, names: Sequence[str]) -> None:
-        """Let a run of the strategy work on the shards. **Ranks:** all."""
+        """Attach a run of the strategy to the shards. **Ranks:** all."""
         assert isinstance(run, ShardedRun), "only Sharded makes shards"
         self.shards.rename(names)
         self.run = run
@@ -51,7 +51,7 @@ class Sharding:
     @property
     def state(self) -> list[keras.Variable]:
         """The optimizer's state of the shards, which no other rank has."""
-        return [one for slot in self.slots.values() for one in slot if one is not None]
+        return [array for slot in self.slots.values() for array in slot if array is not None]
 
     def gather_state(self, steps: int) -> None:
         """Gather the whole state on rank 0, for a file.
@@ -61,18 +61,18 @@ class Sharding:
 
         **Ranks:** all, outside of traced code. **Cost:** the state is sent once, by all-gathers of
         flat shards and broadcasts of whole variables, and rank 0 keeps it in memory until the next
-        one. A pass over this rank's state, and a small exchange on the host, are all if it has not
-        changed since it was gathered.
+        one. If it has not changed since, only a pass over this rank's state and a small exchange on
+        the host.
         """
-        digest = [zlib.crc32(one.numpy().tobytes()) for one in self.state]
-        known = self._gathered is not None and self._gathered[0] == steps
-        # One rank alone may have loaded another state, and anybody may have set it
-        if all(self.comm.gather_objects(known and self._digest == digest)):
+        digest = [zlib.crc32(array.numpy().tobytes()) for array in self.state]
+        is_current = self._gathered is not None and self._gathered[0] == steps
+        # One rank alone may have loaded another state, and a caller may have set it
+        if all(self.comm.gather_objects(is_current and self._digest == digest)):
             return
-        found = self.shards.gather(self.slots, self.comm, self.group)
+        gathered = self.shards.gather(self.slots, self.comm, self.group)
         paths = list(self.shards.weights)
-        whole = {name: [one.get(path) for path in paths] for name, one in found.items()}
-        self._gathered, self._digest = (steps, whole), digest
+        state = {name: [array.get(path) for path in paths] for name, array in gathered.items()}
+        self._gathered, self._digest = (steps, state), digest
 
     def gathered_at(self, steps: int) -> WholeState:
         """Return the whole state, if it was gathered at this step, on rank 0.
@@ -109,20 +109,20 @@ class Sharding:
         """
         forms = self.comm.gather_objects(_forms(self._loaded))[root]
         if forms is not None:
-            whole: WholeState = {}
+            state: WholeState = {}
             for name, rows in forms.items():
-                whole[name] = [None] * len(rows)
-                for place, form in enumerate(rows):
+                state[name] = [None] * len(rows)
+                for position, form in enumerate(rows):
                     if form is None:
                         continue
-                    # Forms come from the rank that has loaded something
+                    # Forms are received from the rank that has loaded a state
                     loaded = self._loaded if self.comm.rank == root else None
-                    mine = np.zeros(*form) if loaded is None else loaded[name][place]
+                    local = np.zeros(*form) if loaded is None else loaded[name][position]
                     received = self.comm.broadcast(
-                        tf.constant(mine), root, f"tfcommx/loaded/{name}/{place}"
+                        tf.constant(local), root, f"tfcommx/loaded/{name}/{position}"
                     )
-                    whole[name][place] = received.numpy()
-            self.set_state(whole)
+                    state[name][position] = received.numpy()
+            self.set_state(state)
         self._loaded = None
 
 
@@ -131,6 +131,6 @@ def _forms(state: WholeState | None) -> dict[str, list[Form | None]] | None:
     if state is None:
         return None
     return {
-        name: [None if one is None else (one.shape, one.dtype.name) for one in arrays]
+        name: [None if array is None else (array.shape, array.dtype.name) for array in arrays]
         for name, arrays in sorted(state.items())
     }

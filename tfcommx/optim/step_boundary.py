@@ -1,4 +1,4 @@
-"""What is done between two steps: consolidate weights, begin a step with its pull."""
+"""Work between two steps: consolidate weights, begin a step with its pull."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def consolidate_weights(optimizer: keras.optimizers.Optimizer) -> None:
 
 @tf.autograph.experimental.do_not_convert
 def begin_step(optimizer: keras.optimizers.Optimizer, inputs: Any) -> None:
-    """Begin a training step of your own with the pull, which the forward pass then overlaps.
+    """Begin a custom training step with the pull, which the forward pass then overlaps.
 
     Call it first in the function of the step. Without it, or with a strategy that pulls nothing,
     steps end with whole weights; with it the weights are one update old between steps, until
@@ -71,15 +71,15 @@ def begin_step(optimizer: keras.optimizers.Optimizer, inputs: Any) -> None:
     """
     exchanger = exchanger_in(optimizer)
     if can_pull_first(optimizer):
-        found = [one for one in tf.nest.flatten(inputs) if tf.is_tensor(one)]
+        tensors = [tensor for tensor in tf.nest.flatten(inputs) if tf.is_tensor(tensor)]
         assert exchanger.sharding is not None, "its steps begin with a pull"
         run = exchanger.run_for(exchanger.sharding.variables)
         assert isinstance(run, ShardedRun), "only Sharded makes shards"
-        run.begin(found[:1])
+        run.begin(tensors[:1])
 
 
 def can_pull_first(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Tell whether steps of a wrapped optimizer can begin with a pull; not before it is built."""
+    """Return True if steps of a wrapped optimizer can begin with a pull; False before build."""
     exchanger = exchanger_in(optimizer)
     sharding = exchanger.sharding
     return sharding is not None and sharding.can_pull_first and exchanger.ranks > 1

@@ -17,13 +17,13 @@ from tfcommx.runtime.replica_guard import ReplicaGuard
 
 
 class StepGuard:
-    """The step under way of a wrapped optimizer, and the conditions it must meet."""
+    """The current step of a wrapped optimizer, and the conditions it must meet."""
 
     def __init__(self, comm: Comm, settings: ExchangeSettings, names: VariableNames) -> None:
         strategy = settings.strategy
         self._comm, self._names, self._in_lock_step = comm, names, strategy.in_lock_step
-        every = settings.check_replicas_every if strategy.in_lock_step else None
-        self.replicas = ReplicaGuard(comm, every, strategy.keeps_weights_equal)
+        interval = settings.check_replicas_every if strategy.in_lock_step else None
+        self.replicas = ReplicaGuard(comm, interval, strategy.keeps_weights_equal)
         # Mode of an outer LossScaleOptimizer: "none" exists, "local" (each alone) or "agreed"
         self.loss_scale = "none"
         self._not_finite = WatchedSum(comm, "finite", "the agreement on finite gradients")
@@ -35,7 +35,7 @@ class StepGuard:
     def open_step(self) -> Iterator[None]:
         """Enter a step that has exchanged nothing yet; open its scope."""
         self.step.exchange_ran = False
-        # A class of a user's may call other optimizers in its step
+        # A user's class may call other optimizers in its step
         with allow_plain_optimizers(), contextlib.ExitStack() as self.step.scope:
             yield
 
@@ -43,7 +43,7 @@ class StepGuard:
     def begin(self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]) -> None:
         """Record the next gradients' variables; name all that the optimizer was built for.
 
-        **Raises:** ConfigurationError for what would fail or hang later: XLA, and a loss scale
+        **Raises:** ConfigurationError for settings that fail or hang later: XLA, and a loss scale
         decided by each rank alone.
         """
         self.step.variables = tuple(variables)
@@ -65,20 +65,20 @@ class StepGuard:
 
     @tf.autograph.experimental.do_not_convert
     def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
-        """Tell whether `finite` (bool) holds on every rank, if ranks take their steps together.
+        """Return True if `finite` (bool) holds on every rank, if ranks take their steps together.
 
         **Ranks:** all. **Cost:** one allreduce of 4 bytes.
         """
         if self._comm.topology.size == 1 or not self._in_lock_step:
             return finite
-        mine = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
-        return tf.equal(self._not_finite(mine)[0], 0)
+        failures = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
+        return tf.equal(self._not_finite(failures)[0], 0)
 
     @tf.autograph.experimental.do_not_convert
     def mean_over_ranks(self, numbers: tf.Tensor) -> tf.Tensor:
         """Return the mean of a float32 vector over the ranks, with the same bits on each.
 
-        Ranks reduce equal variables on processors that may add in another order.
+        Ranks need this because their processors may reduce equal variables in another order.
 
         **Ranks:** all. **Cost:** one allreduce of the vector.
         """

@@ -19,9 +19,9 @@ from tfcommx.keras_internals import (
 )
 from tfcommx.optim.exchanger import Exchanger, last_exchanger
 
-# Packages whose objects hold none, except layers, optimizers and containers
+# Packages whose objects hold no optimizers, except layers, optimizers and containers
 _LIBRARIES = ("builtins", "horovod", "keras", "ml_dtypes", "numpy", "tensorflow", "tfcommx")
-# Larger containers are data
+# Largest length of a container that is searched; larger ones are data
 _MOST_PARTS = 10_000
 
 NOT_WRAPPED = (
@@ -33,15 +33,15 @@ NOT_WRAPPED = (
 def optimizers_in(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return the wrapped optimizers that a model holds, in an order that is the same on all ranks.
 
-    That of `compile`, those that are attributes of the model or of its layers, as a GAN has two,
+    The one of `compile`, those that are attributes of the model or of its layers, as a GAN has two,
     and those in dicts, lists, tuples and sets, in other optimizers and in objects of the user's
-    that are such attributes, to any depth. Each call looks anew: optimizers may be made late.
+    that are such attributes, to any depth. Each call searches anew: they may be made late.
 
     **Ranks:** local. **Cost:** some 25 microseconds a layer.
     """
     optimizers: dict[int, keras.optimizers.Optimizer] = {}
     seen: set[int] = set()
-    # Breadth first: those of the model itself come before those inside of anything
+    # Breadth first: the model's own attributes precede nested ones
     queue = deque([getattr(model, "optimizer", None), *vars(model).values()])
     while queue:
         value = queue.popleft()
@@ -59,7 +59,7 @@ def optimizers_in(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 @functools.cache
 def _look_into(cls: type) -> Callable[[Any], Iterable[Any]] | None:
-    """Return what returns the parts of a class's objects; None if they hold no optimizers."""
+    """Return a function from a class's object to its parts; None if they hold no optimizers."""
     if issubclass(cls, Mapping):
         return lambda holder: holder.values() if len(holder) <= _MOST_PARTS else ()
     if issubclass(cls, Set):
@@ -100,16 +100,16 @@ def optimizers_elsewhere(model: keras.Model) -> list[keras.optimizers.Optimizer]
         for variable in model.trainable_variables
         if (exchanger := last_exchanger(variable)) is not None
     }
-    optimizers = [one.optimizer() for key, one in exchangers.items() if key not in held]
+    optimizers = [reference.optimizer() for key, reference in exchangers.items() if key not in held]
     return [optimizer for optimizer in optimizers if optimizer is not None]
 
 
 def find_exchanger(optimizer: keras.optimizers.Optimizer | None) -> Exchanger | None:
     """Return the exchanger of an optimizer; None if it is not wrapped."""
-    found = getattr(optimizer, "exchanger", None)
-    if found is None and optimizer is not None:  # Inside of a LossScaleOptimizer that Keras made
-        found = getattr(inner_optimizer(optimizer), "exchanger", None)
-    return found
+    exchanger = getattr(optimizer, "exchanger", None)
+    if exchanger is None and optimizer is not None:  # Inside of a LossScaleOptimizer by Keras
+        exchanger = getattr(inner_optimizer(optimizer), "exchanger", None)
+    return exchanger
 
 
 def exchanger_in(optimizer: keras.optimizers.Optimizer | None) -> Exchanger:
@@ -117,10 +117,10 @@ def exchanger_in(optimizer: keras.optimizers.Optimizer | None) -> Exchanger:
 
     **Raises:** RuntimeError if it is not wrapped.
     """
-    found = find_exchanger(optimizer)
-    if found is None:
+    exchanger = find_exchanger(optimizer)
+    if exchanger is None:
         raise RuntimeError(NOT_WRAPPED)
-    return found
+    return exchanger
 
 
 def exchanger_of(model: keras.Model) -> Exchanger:
@@ -132,7 +132,7 @@ def exchanger_of(model: keras.Model) -> Exchanger:
 
 
 def trains_alone(model: keras.Model | None) -> bool:
-    """Tell whether each rank trains the model at its own pace: nothing may wait for the others."""
+    """Return True if each rank trains the model at its own pace, so no call may wait for others."""
     if model is None:  # A callback outside of `fit`
         return False
     return any(
@@ -159,7 +159,7 @@ def steps_of_update(optimizer: keras.optimizers.Optimizer) -> int:
 
 
 def agree_on_names(model: keras.Model, root: int) -> None:
-    """Call a model's variables, in plans and checkpoints, what rank `root` calls them.
+    """Name a model's variables, in plans and checkpoints, as rank `root` does.
 
     Keras gives other paths to a model that is loaded than to one that is built, and one rank alone
     may have loaded it.
@@ -175,10 +175,10 @@ def agree_on_names(model: keras.Model, root: int) -> None:
 
 
 def agree_on_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
-    """Let a LossScaleOptimizer that Keras put around a wrapped optimizer agree with other ranks.
+    """Make a LossScaleOptimizer that Keras put around a wrapped optimizer agree with other ranks.
 
-    Keras makes it in `model.compile` under a float16 policy. By itself it decides from the
-    gradients of its own rank whether to take the step, and ranks that decide differently would wait
+    Keras makes it in `model.compile` under a float16 policy. Unchanged, it decides from
+    its own rank's gradients whether to take the step, and ranks that decide differently would wait
     for each other forever. Nothing else changes.
     """
     mix_into(AgreedLossScale, optimizer)

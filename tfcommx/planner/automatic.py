@@ -33,29 +33,29 @@ from tfcommx.planner.predict import Prediction, Setting, describe
 from tfcommx.planner.prices import sub_profile
 from tfcommx.simulator.assumptions import Assumptions, measured_time
 
-# With fewer bytes of gradients nothing is tried: latencies decide, and plain Horovod, which merges
-# all it finds, has the fewest.
+# Least bytes of gradients for a trial. With fewer, latencies decide, and plain Horovod has the
+# fewest because it merges all pending gradients.
 MIN_BYTES = 2**18
-# A plan is tried if its predicted step takes at most this share of plain Horovod's.
+# Largest predicted step of a plan worth a trial, as a share of plain Horovod's.
 WORTH_A_TRIAL = 0.97
-# A plan whose predicted step takes at most this share is clearly faster, and taken where no trial
-# can be held.
+# Largest predicted step of a clearly faster plan, as a share of plain Horovod's: it is taken where
+# no trial can be held.
 CLEARLY_FASTER = 0.8
-# Plans tried beside plain Horovod's, at most: each has a graph and residuals of its own.
+# Most plans tried with plain Horovod's: each has a separate graph and residuals.
 MAX_TRIALS = 3
-# As many without a measured profile and measured links, where predictions are only of the exchange.
+# Most without a measured profile and measured links, where predictions are only of the exchange.
 MAX_GUESSES = 2
-# How selected entries travel if the scheme names no format: about half the bytes of
-# block16/float16. What rounding loses, some 1e-5 of the squares, stays in the residual. Prices know
+# Format of selected entries if the scheme names none: about half the bytes of
+# block16/float16. Rounding errors, some 1e-5 of the squares, stay in the residual. Prices depend on
 # bytes alone, and these are always fewer; reading an entry takes a nanosecond more, as long as the
 # saved bits do on a link of some 20 Gbit/s. elias/int4 is shorter, and loses some 1e-2: by request.
 SHORT_WIRE = "elias/int8"
-# Seconds of computing that vanish beside any exchange.
+# Seconds of computing that are negligible against any exchange.
 NO_TIME = 1e-9
 
 
 class PlanRequest(NamedTuple):
-    """What plans are made from, besides the schemes."""
+    """The inputs of a plan, except for the schemes."""
 
     # In forward order
     gradients: Sequence[Gradient]
@@ -66,9 +66,9 @@ class PlanRequest(NamedTuple):
     links: Links | None = None
     # None: not measured
     profile: Profile | None = None
-    # Groups of variables with buckets of their own, >= 1, as `fragments` makes them
+    # Groups of variables with separate buckets, >= 1, as `fragments` makes them
     fragments: int = 1
-    # Whether the optimizer has a momentum, which amplifies the noise of 2 and 1 bits
+    # True if the optimizer has a momentum, which amplifies the noise of 2 and 1 bits
     has_momentum: bool = False
 
     def plan(
@@ -96,7 +96,7 @@ class PlanRequest(NamedTuple):
                 profile=self.profile,
             )
 
-        planned = [one for one in self.gradients if only is None or one.path in only]
+        planned = [gradient for gradient in self.gradients if only is None or gradient.path in only]
         return plan_in_fragments(planned, self.fragments, make)
 
     def _schemes_of(
@@ -108,8 +108,8 @@ class PlanRequest(NamedTuple):
         """
         first = list(gradients[:1]) == list(self.gradients[:1])
 
-        def match(some: Sequence[Gradient], pattern: str) -> bool:
-            return any(matches(one.path, pattern) for one in some)
+        def match(group: Sequence[Gradient], pattern: str) -> bool:
+            return any(matches(gradient.path, pattern) for gradient in group)
 
         return {
             pattern: scheme
@@ -123,28 +123,32 @@ class _Ranking(NamedTuple):
 
     profile: Profile
     candidates: list[Prediction]
-    # Of a step by plain Horovod
+    # Seconds of a step by plain Horovod
     plain_s: float
-    # Whether one of them must be taken, because plain Horovod exceeds the budget
+    # True if one of them must be taken, because plain Horovod exceeds the budget
     must_choose: bool
 
     def share(self, scheme: Scheme) -> float:
         """Return a scheme's step over plain Horovod's; 1 for one that is not ranked."""
-        found = [one.step_s for one in self.candidates if one.scheme == scheme]
-        return found[0] / self.plain_s if found else 1.0
+        steps_s = [candidate.step_s for candidate in self.candidates if candidate.scheme == scheme]
+        return steps_s[0] / self.plain_s if steps_s else 1.0
 
     @property
     def worth(self) -> list[Prediction]:
-        """Those that are predicted to be faster than plain Horovod; all if that is ruled out."""
+        """Candidates predicted to be faster than plain Horovod; all if that is ruled out."""
         if self.must_choose:
             return self.candidates
-        return [one for one in self.candidates if one.step_s <= WORTH_A_TRIAL * self.plain_s]
+        return [
+            candidate
+            for candidate in self.candidates
+            if candidate.step_s <= WORTH_A_TRIAL * self.plain_s
+        ]
 
 
 class Proposal(NamedTuple):
     """A plan that is worth a trial."""
 
-    # The scheme in a few words
+    # Short text of the scheme
     name: str
     plan: Plan
     # Its predicted step over plain Horovod's; if compute was not measured, the larger of the two
@@ -153,29 +157,29 @@ class Proposal(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether it is fast enough to be taken where no trial can be held."""
+        """True if it is fast enough to be taken where no trial can be held."""
         return self.share <= CLEARLY_FASTER
 
 
 def find_auto(schemes: Mapping[str, Scheme]) -> Scheme | None:
     """Return the scheme "auto" of a mapping; None if there is none.
 
-    **Raises:** PlanError for two different ones, and for one beside a scheme with momentum.
+    **Raises:** PlanError for two different ones, and for one together with a scheme with momentum.
     """
-    found = {scheme for scheme in schemes.values() if scheme.route == AUTO}
-    if len(found) > 1:
+    automatic = {scheme for scheme in schemes.values() if scheme.route == AUTO}
+    if len(automatic) > 1:
         raise PlanError(
             'Patterns may share one Scheme("auto"): what is chosen is measured for all of them '
-            f"together. Received {len(found)} different ones, for "
+            f"together. Received {len(automatic)} different ones, for "
             f"{[name for name, scheme in schemes.items() if scheme.route == AUTO]}. Name routes "
             "for some of them."
         )
-    if found and any(scheme.momentum for scheme in schemes.values()):
+    if automatic and any(scheme.momentum for scheme in schemes.values()):
         raise PlanError(
             "A scheme with `momentum` keeps a velocity, which plans that take turns cannot share. "
             'Received one beside Scheme("auto"). Name routes for all patterns.'
         )
-    return found.pop() if found else None
+    return automatic.pop() if automatic else None
 
 
 def auto_as_plain(schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
@@ -214,7 +218,7 @@ def _budget(auto: Scheme | None, topology: Topology) -> float | None:
 
 
 def is_worth_a_trial(schemes: Mapping[str, Scheme], asked: PlanRequest) -> bool:
-    """Tell whether there is anything to choose: several ranks, and enough gradients."""
+    """Return True if there is a choice to make: several ranks, and enough gradients."""
     size = sum(gradient.entries for gradient in _of_auto(schemes, asked.gradients))
     return asked.topology.size > 1 and 4 * size >= MIN_BYTES
 
@@ -230,33 +234,33 @@ def propose(
 
     Args:
         schemes: pattern -> scheme; one of them is "auto".
-        asked: what else is known.
+        asked: the other inputs of the plans.
         messages: can the launch send messages between two ranks? An MPI launch can.
 
     Returns:
-        At most MAX_TRIALS, and as few as the intervals of the predictions leave open: those that
-        cannot be the fastest by what predictions miss are left out. None if no scheme is predicted
+        At most MAX_TRIALS, and only those that may be the fastest within the intervals of the
+        predictions. None if no scheme is predicted
         to be faster. With a budget that rules plain Horovod out at least one, within the budget.
 
     **Cost:** a plan and a simulated step for each scheme; some seconds for a model of 500
     variables. **Raises:** PlanError for a profile of another model, or one without times, and for
     a budget that nothing fits.
     """
-    given = asked.profile
+    measured_profile = asked.profile
     fitting = _fitting(schemes, asked)
 
     def ranking(profile: Profile) -> _Ranking:
         return _ranking(profile, schemes, asked, messages, fitting)
 
-    first = ranking(given or _assumed(asked.gradients, NO_TIME))
+    first = ranking(measured_profile or _assumed(asked.gradients, NO_TIME))
     rankings = [first]
-    if given is None:
+    if measured_profile is None:
         rankings.append(ranking(_assumed(asked.gradients, first.plain_s)))
-    measured = given is not None and asked.links is not None
+    measured = measured_profile is not None and asked.links is not None
     seen = [asked.plan(auto_as_plain(schemes)).buckets]
-    found: list[Proposal] = []
+    proposals: list[Proposal] = []
     for profile, candidate in _in_order(rankings):
-        if len(found) == (MAX_TRIALS if measured else MAX_GUESSES):
+        if len(proposals) == (MAX_TRIALS if measured else MAX_GUESSES):
             break
         if measured and not candidate.may_beat(first.candidates[0]):
             continue
@@ -265,8 +269,8 @@ def propose(
         if plan.buckets not in seen:
             seen.append(plan.buckets)
             share = max(ranking.share(candidate.scheme) for ranking in rankings)
-            found.append(Proposal(_name(candidate.scheme, schemes), plan, share))
-    return found
+            proposals.append(Proposal(_name(candidate.scheme, schemes), plan, share))
+    return proposals
 
 
 def _name(scheme: Scheme, schemes: Mapping[str, Scheme]) -> str:
@@ -277,21 +281,21 @@ def _name(scheme: Scheme, schemes: Mapping[str, Scheme]) -> str:
     return name if is_named else f"{name}, {scheme.selection} {scheme.density:g}"
 
 
-def _fitting(schemes: Mapping[str, Scheme], asked: PlanRequest) -> list[Scheme] | None:
+def _fitting(schemes: Mapping[str, Scheme], request: PlanRequest) -> list[Scheme] | None:
     """Return the least lossy schemes within the budget of "auto"; None if it has none."""
     auto = find_auto(schemes)
-    if auto is None or _budget(auto, asked.topology) is None:
+    if auto is None or _budget(auto, request.topology) is None:
         return None
-    sent = SentBytes(_of_auto(schemes, asked.gradients), asked.topology)
-    return least_lossy(auto, sent, asked.has_momentum)
+    sent = SentBytes(_of_auto(schemes, request.gradients), request.topology)
+    return least_lossy(auto, sent, request.has_momentum)
 
 
 def _of_auto(schemes: Mapping[str, Scheme], gradients: Sequence[Gradient]) -> list[Gradient]:
-    return [one for one in gradients if scheme_of(one.path, schemes).route == AUTO]
+    return [gradient for gradient in gradients if scheme_of(gradient.path, schemes).route == AUTO]
 
 
 def _assumed(gradients: Sequence[Gradient], seconds: float) -> Profile:
-    """Return a profile in which each entry takes equally long, a third of it forward."""
+    """Return a profile with equal times for all entries, a third of them forward."""
     rows = tuple(reversed(gradients))
     ends = itertools.accumulate(row.entries for row in rows)
     total, backward = sum(row.entries for row in rows), 2 / 3 * seconds
@@ -305,7 +309,7 @@ def _assumed(gradients: Sequence[Gradient], seconds: float) -> Profile:
 def _ranking(
     profile: Profile,
     schemes: Mapping[str, Scheme],
-    asked: PlanRequest,
+    request: PlanRequest,
     messages: bool,
     fitting: list[Scheme] | None,
 ) -> _Ranking:
@@ -320,20 +324,24 @@ def _ranking(
     auto = find_auto(schemes)
     if auto is None:
         raise PlanError(f'A Scheme("auto") is required among them. Received {dict(schemes)}.')
-    mine = _of_auto(schemes, asked.gradients)
+    own_gradients = _of_auto(schemes, request.gradients)
     setting = Setting(
-        sub_profile(list(reversed(mine)), profile),
-        asked.topology,
-        asked.links or NOMINAL,
+        sub_profile(list(reversed(own_gradients)), profile),
+        request.topology,
+        request.links or NOMINAL,
         Assumptions(selection=measured_time(profile)),
     )
-    thorough = asked.profile is not None
+    thorough = request.profile is not None
     plain = _plain_scheme(auto)
     if fitting is not None:
         of_plain, budget = setting.predict(plain), auto.budget or 1.0
-        found = ranked(setting, fitting, ROUTES_FOR_OPTIMAL if thorough else 0)
-        within = [one for one in found if one.bytes_between <= budget * of_plain.bytes_between]
-        must_choose = rules_out_plain(schemes, asked.topology)
+        predictions = ranked(setting, fitting, ROUTES_FOR_OPTIMAL if thorough else 0)
+        within = [
+            prediction
+            for prediction in predictions
+            if prediction.bytes_between <= budget * of_plain.bytes_between
+        ]
+        must_choose = rules_out_plain(schemes, request.topology)
         return _Ranking(profile, within, of_plain.step_s, must_choose)
     shortened = auto.selection != "all" and auto.wire == PLAIN
     wire = SHORT_WIRE if shortened else auto.wire
@@ -343,20 +351,22 @@ def _ranking(
         messages,
         thorough,
     )
-    plain_s = next(one.step_s for one in best_first if one.scheme == plain)
+    plain_s = next(prediction.step_s for prediction in best_first if prediction.scheme == plain)
     return _Ranking(profile, best_first, plain_s, must_choose=False)
 
 
 def _in_order(rankings: Sequence[_Ranking]) -> Iterator[tuple[Profile, Prediction]]:
-    """Yield what is predicted to be faster: the best of each ranking, then other routes, then all.
+    """Yield faster candidates: the best of each ranking, then other routes, then all.
 
-    A second plan by the first one's route would fail where that route does.
+    Other routes are next: a second plan by the first one's route would fail with it.
     """
-    best = [one.worth[0].scheme.route for one in rankings if one.worth]
+    best = [candidate.worth[0].scheme.route for candidate in rankings if candidate.worth]
     for ranking in rankings:
-        yield from ((ranking.profile, one) for one in ranking.worth[:1])
+        yield from ((ranking.profile, candidate) for candidate in ranking.worth[:1])
     for ranking in rankings:
-        others = [one for one in ranking.worth if one.scheme.route not in best]
-        yield from ((ranking.profile, one) for one in others)
+        by_other_routes = [
+            candidate for candidate in ranking.worth if candidate.scheme.route not in best
+        ]
+        yield from ((ranking.profile, candidate) for candidate in by_other_routes)
     for ranking in rankings:
-        yield from ((ranking.profile, one) for one in ranking.worth)
+        yield from ((ranking.profile, candidate) for candidate in ranking.worth)

@@ -4,8 +4,8 @@
     0                3e-6       4e-5    .014    .118    .361    .56        ... .99
 
 Below each kind stands the share of the squares that one exchange of normally distributed entries
-does not deliver. Error feedback delivers it later, and what is late costs accuracy, so the first
-kind that fits is taken: docs/explanation/routes.md derives the numbers.
+does not deliver. Error feedback delivers it later. The first kind that fits is taken, because late
+entries cost accuracy; docs/explanation/routes.md derives the numbers.
 
 All of it follows from `wire_bytes`, and nothing from times.
 """
@@ -24,14 +24,14 @@ from tfcommx.planner.plan import Gradient, make_plan
 
 # Wires of dense routes by kind, the least lossy first
 KINDS = ((PLAIN,), ("float16", "bfloat16"), ("int8",), ("int4",), ("int2",), ("int1",))
-# How entries are selected and written. Fewer than LEAST of them at once take hundreds of steps.
+# Rule and format of selected entries. Fewer than LEAST of them at once take hundreds of steps.
 RULE, WIRE = "mstopk", "elias/int4"
 # Densities are whole numbers of these steps
 STEP, LEAST, MOST = 1e-4, 10, 1000
 
 
 class SentBytes(NamedTuple):
-    """Some gradients and a cluster: all that bytes depend on besides the scheme."""
+    """Some gradients and a cluster, which with a scheme determine its bytes."""
 
     # In forward order
     gradients: Sequence[Gradient]
@@ -69,10 +69,10 @@ def least_lossy(auto: Scheme, sent: SentBytes, has_momentum: bool = False) -> li
     Args:
         auto: with a budget.
         sent: the gradients that it is for, and a cluster of several nodes.
-        has_momentum: gradients go through a momentum, which 2 and 1 bits do not bear.
+        has_momentum: gradients go through a momentum, with which 2 and 1 bits diverge.
 
     Returns:
-        At least one, to be merged in any way that fits, too.
+        At least one, for any merging that fits, too.
 
     **Ranks:** a pure function, so equal on every rank. **Cost:** some tens of plans, without times.
     **Raises:** PlanError if nothing fits.
@@ -128,9 +128,9 @@ def _nothing_fits(budget: float, sent: SentBytes, tried: Sequence[Scheme]) -> st
 
 
 def fewer_bytes(plan: Plan, gradients: Sequence[Gradient]) -> str | None:
-    """Say by which low-bit sum a plan's selected variables would send fewer bytes, and lose less.
+    """Name the low-bit sum by which a plan's selected variables send fewer bytes and lose less.
 
-    Every node gathers the selected entries of all nodes, so that their bytes grow with the nodes.
+    Each node gathers the selected entries of all, so bytes grow with the number of nodes.
 
     Args:
         plan: of any variables of these.
@@ -146,7 +146,7 @@ def fewer_bytes(plan: Plan, gradients: Sequence[Gradient]) -> str | None:
     paths = {Piece.of(name).path for bucket in selects for name in bucket.variables}
     if not paths:
         return None
-    sent = SentBytes([one for one in gradients if one.path in paths], plan.topology)
+    sent = SentBytes([gradient for gradient in gradients if gradient.path in paths], plan.topology)
     between = sum(routes.of(bucket).wire_bytes(bucket, plan.topology).between for bucket in selects)
     codes = sent.fewest("int4")
     if between <= sent.between(codes):

@@ -49,7 +49,7 @@ class Ways(NamedTuple):
 
     # None: nothing is selected
     sparse: SparseWay | None
-    # Of all variables, or of those that a sparse scheme leaves dense
+    # Way of all variables, or of those that a sparse scheme leaves dense
     dense: DenseWay
 
 
@@ -57,7 +57,7 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> W
     """Refuse a scheme whose names are unknown, or do not fit each other, the topology, the launch.
 
     Args:
-        scheme: what the user asks for.
+        scheme: of the user.
         topology: of the ranks that will carry it out.
         messages: can the launch send messages between two ranks? An MPI launch can.
 
@@ -83,15 +83,15 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> W
 def require_coverage(plan: Plan, names: set[str]) -> None:
     """Refuse a plan unless it is for exactly these variables. **Raises:** PlanError."""
     if plan.paths != names:
-        odd = sorted(plan.paths ^ names)[0]
+        extra = sorted(plan.paths ^ names)[0]
         raise PlanError(
-            f"The plan must cover exactly the variables with gradients. {odd!r} is only in "
-            f"{'the plan' if odd in plan.paths else 'the model'}. Make the plan from this model."
+            f"The plan must cover exactly the variables with gradients. {extra!r} is only in "
+            f"{'the plan' if extra in plan.paths else 'the model'}. Make the plan from this model."
         )
 
 
 def _ways(scheme: Scheme) -> Ways:
-    """Check what depends on whether the route is sparse."""
+    """Check the fields that depend on the kind of route, dense or sparse."""
     route, dense = routes.get(scheme.route), routes.get(scheme.dense_route)
     if isinstance(dense, SparseRoute):
         raise PlanError(
@@ -128,20 +128,20 @@ def _wire(route: Route, name: str, wire: str) -> str:
     if is_member(wire) and isinstance(route, SparseRoute):
         formats.of_others(wire)
     elif wire not in route.wires:
-        others = [
+        names = [
             one.name
             for one in routes.ROUTES.values()
             if wire in one.wires or (is_member(wire) and isinstance(one, SparseRoute))
         ]
         raise PlanError(
             f"The route {route.name!r} writes {', '.join(route.wires)}. Received {name}={wire!r}. "
-            f"Use one of these, or a route that writes it: {', '.join(others)}."
+            f"Use one of these, or a route that writes it: {', '.join(names)}."
         )
     return wire
 
 
 def _check_auto(scheme: Scheme) -> None:
-    """Refuse what `auto` chooses itself, and what plain Horovod, which it may choose, cannot do."""
+    """Refuse fields that `auto` sets itself, or that plain Horovod, its fallback, lacks."""
     plain = Scheme()
     for name in ("dense_route", "peer_route", "merging"):
         if getattr(scheme, name) != getattr(plain, name):
@@ -158,16 +158,16 @@ def _check_auto(scheme: Scheme) -> None:
     wires = {wire for route in routes.SPARSE.values() for wire in route.wires}
     allowed: dict[str, tuple[str, ...]] = {"wire": NARROW, "dense_wire": ()}
     if scheme.selection != "all":
-        known = (scheme.wire,) if formats.of_others(scheme.wire) else tuple(sorted(wires))
-        allowed = {"wire": known, "dense_wire": NARROW}
-    for name, known in allowed.items():
-        if getattr(scheme, name) not in (PLAIN, *known):
+        formats_allowed = (scheme.wire,) if formats.of_others(scheme.wire) else tuple(sorted(wires))
+        allowed = {"wire": formats_allowed, "dense_wire": NARROW}
+    for name, formats_allowed in allowed.items():
+        if getattr(scheme, name) not in (PLAIN, *formats_allowed):
             raise PlanError(
                 'Scheme("auto") writes selected entries in a format of sparse routes (`wire`), and '
                 "what is not selected as it is or in 16 or fewer bits (`dense_wire`, or `wire` "
                 f"without a selection). Received selection={scheme.selection!r} with "
                 f"{name}={getattr(scheme, name)!r}. Leave it out, or take "
-                f"{', '.join(known) or 'a selection'}."
+                f"{', '.join(formats_allowed) or 'a selection'}."
             )
 
 

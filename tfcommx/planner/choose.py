@@ -2,9 +2,9 @@
 
     asked for               tried
     selection "all"         every dense route of the cluster x mergings; nothing is lost
-    in 16 or fewer bits     these, and every dense route that writes them; what is rounded is kept
-    by a compression        these, and every dense route with it; what is not sent is kept
-    "mstopk" at a density   these, and every sparse route x mergings, with what stays dense on the
+    in 16 or fewer bits     these, and every dense route that writes them; rounding errors are kept
+    by a compression        these, and every dense route with it; unsent parts are kept
+    "mstopk" at a density   these, and every sparse route x mergings, with dense variables on the
                             dense route that is notably faster alone, or Horovod's
     `with_codes`            also sums of all entries in 8 and 4 bits
 
@@ -24,11 +24,11 @@ from tfcommx.planner.predict import Prediction, Setting
 from tfcommx.routes.route import DenseRoute
 from tfcommx.routes.torus import PEER_ROUTES
 
-# Tried for every route; `optimal` takes seconds for a large model, and follows for the best routes.
+# Mergings tried for every route; `optimal` takes seconds for a large model: for the best ones only.
 QUICK_MERGINGS = ("threshold", "mg_wfbp", "single")
 ROUTES_FOR_OPTIMAL = 2
-# What sparse schemes leave dense travels by another route than plain Horovod's if its dense step is
-# predicted to take at most this share of plain Horovod's.
+# Largest predicted dense step of a route, as a share of plain Horovod's, with which it replaces
+# plain Horovod for the dense variables of sparse schemes.
 NOTABLY_FASTER = 0.97
 
 # Codes that train as dense gradients do, with and without momentum.
@@ -41,7 +41,7 @@ def candidates(
     messages: bool = False,
     thorough: bool = True,
 ) -> list[Prediction]:
-    """Plan and simulate every scheme that is as good as what is asked for; the fastest first.
+    """Plan and simulate every scheme that is as good as the requested one; the fastest first.
 
     >>> from tfcommx.core import NOMINAL, Profile, VariableProfile
     >>> profile = Profile("tiny", (VariableProfile("w", (8, 8), ready_s=0.01),), 0.01, 0.02, 8)
@@ -97,33 +97,35 @@ def ranked(setting: Setting, schemes: Sequence[Scheme], for_optimal: int) -> lis
     Returns:
         The fastest first.
     """
-    found = [
+    predictions = [
         setting.predict(dataclasses.replace(scheme, merging=merging))
         for scheme in schemes
         for merging in QUICK_MERGINGS
     ]
-    fastest_first = sorted(found, key=_step_s)
-    optimal = (dataclasses.replace(one.scheme, merging="optimal") for one in fastest_first)
+    fastest_first = sorted(predictions, key=_step_s)
+    optimal = (
+        dataclasses.replace(prediction.scheme, merging="optimal") for prediction in fastest_first
+    )
     best = list(dict.fromkeys(optimal))[:for_optimal]
-    return sorted([*found, *map(setting.predict, best)], key=_step_s)
+    return sorted([*predictions, *map(setting.predict, best)], key=_step_s)
 
 
-def _step_s(one: Prediction) -> float:
-    return one.step_s
+def _step_s(prediction: Prediction) -> float:
+    return prediction.step_s
 
 
-def _dense(asked: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
+def _dense(request: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
     """Return the schemes that select nothing, plain Horovod's first.
 
     Also in fewer bits, or by a compression, if that is asked for.
     """
-    plain = Scheme(bucket_bytes=asked.bucket_bytes, block_bytes=asked.block_bytes)
-    narrow = asked.wire if asked.selection == "all" else asked.dense_wire
+    plain = Scheme(bucket_bytes=request.bucket_bytes, block_bytes=request.block_bytes)
+    narrow = request.wire if request.selection == "all" else request.dense_wire
     forms = [plain]
     if narrow in NARROW:
         forms.append(dataclasses.replace(plain, wire=narrow))
-    if asked.compression != NO_COMPRESSION:
-        forms.append(dataclasses.replace(plain, compression=asked.compression))
+    if request.compression != NO_COMPRESSION:
+        forms.append(dataclasses.replace(plain, compression=request.compression))
     return on_dense_routes(forms, topology, messages)
 
 
@@ -138,10 +140,10 @@ def on_dense_routes(forms: Sequence[Scheme], topology: Topology, messages: bool)
     return list(_possible(tried, topology, messages))
 
 
-def _sparse(asked: Scheme, dense: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
-    """Return what is asked for on every sparse route; small variables travel as `dense` says."""
+def _sparse(request: Scheme, dense: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
+    """Return the requested scheme on every sparse route; small variables travel as `dense` says."""
     form = dataclasses.replace(
-        asked, dense_route=dense.route, dense_wire=dense.wire, peer_route=dense.peer_route
+        request, dense_route=dense.route, dense_wire=dense.wire, peer_route=dense.peer_route
     )
     return on_sparse_routes(form, topology, messages)
 
@@ -158,7 +160,7 @@ def _possible(schemes: Sequence[Scheme], topology: Topology, messages: bool) -> 
     for scheme in schemes:
         route = routes.get(scheme.route)
         if route.levels == 2 and isinstance(route, DenseRoute) and not two_levels:
-            continue  # One level of the torus would be left, which is a route of its own
+            continue  # The torus would have one level, which is a separate route
         with contextlib.suppress(PlanError):
             check_scheme(scheme, topology, messages)
             yield scheme

@@ -1,4 +1,4 @@
-"""Makes the plan: from the schemes that a user asks for to buckets, each with its route and k.
+"""Makes the plan: from a user's schemes to buckets, each with its route and k.
 
     gradients --streams--> those that may travel together --merging--> groups --> buckets
 
@@ -60,18 +60,18 @@ def balance(costs: Sequence[float], ranks: int) -> list[int]:
     has at most 4/3 of what it has in the best partition.
     """
     owners, loads = [0] * len(costs), [0.0] * ranks
-    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
-        owners[place] = loads.index(min(loads))
-        loads[owners[place]] += costs[place]
+    for position in sorted(range(len(costs)), key=lambda position: -costs[position]):
+        owners[position] = loads.index(min(loads))
+        loads[owners[position]] += costs[position]
     return owners
 
 
-# What the engine reduces; others travel as float32.
+# Dtypes that the engine reduces; others travel as float32.
 DENSE_DTYPES = ("float16", "float32", "float64")
 
 
 class Gradient(NamedTuple):
-    """What the planner must know of a variable's gradient."""
+    """The properties of a variable's gradient that a plan depends on."""
 
     # Path of the variable.
     path: str
@@ -90,12 +90,12 @@ class Stream(NamedTuple):
 
     scheme: Scheme
     way: DenseWay | SparseWay
-    # Of the flat vectors.
+    # Dtype of the flat vectors.
     dtype: str
 
     @property
     def compression(self) -> str:
-        """What shorter vectors travel in place of the entries."""
+        """The compression to shorter vectors, which travel in place of the entries."""
         return NO_COMPRESSION if isinstance(self.way, SparseWay) else self.way.compression
 
 
@@ -130,8 +130,8 @@ def _stream_of(gradient: Gradient, scheme: Scheme, ways: Ways) -> Stream:
         if not small and gradient.dtype != "float64":
             return Stream(scheme, ways.sparse, "float32")
     compresses = ways.dense.compression != NO_COMPRESSION and gradient.dtype != "float64"
-    known = gradient.dtype in DENSE_DTYPES and not compresses
-    dtype = gradient.dtype if known else "float32"
+    is_native = gradient.dtype in DENSE_DTYPES and not compresses
+    dtype = gradient.dtype if is_native else "float32"
     return Stream(scheme, ways.dense, dtype)
 
 
@@ -153,7 +153,7 @@ def scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Tell whether a pattern matches a variable.
+    """Return True if a pattern matches a variable.
 
     A variable whose path another one has, too, has a number after its name.
     """
@@ -208,8 +208,11 @@ def plan_in_fragments(
     """
     if count == 1:
         return make(gradients)
-    place = fragment_of({one.path: one.entries for one in gradients}, count)
-    parts = [make([one for one in gradients if place[one.path] == part]) for part in range(count)]
+    fragments = fragment_of({gradient.path: gradient.entries for gradient in gradients}, count)
+    parts = [
+        make([gradient for gradient in gradients if fragments[gradient.path] == part])
+        for part in range(count)
+    ]
     buckets = [bucket for part in parts for bucket in part.buckets]
     named = tuple(
         dataclasses.replace(bucket, name=f"tfcommx/bucket{number}")
@@ -228,17 +231,17 @@ def fragments_of_buckets(plan: Plan, count: int) -> list[Plan]:
         for name, size in zip(bucket.variables, bucket.sizes, strict=True):
             path = Piece.of(name).path
             entries[path] = entries.get(path, 0) + size
-    place = fragment_of(entries, count)
+    fragments_by_path = fragment_of(entries, count)
     parts: list[list[Bucket]] = [[] for _ in range(count)]
     for bucket in plan.buckets:
-        found = {place[Piece.of(name).path] for name in bucket.variables}
-        if len(found) > 1:
+        fragments = {fragments_by_path[Piece.of(name).path] for name in bucket.variables}
+        if len(fragments) > 1:
             raise PlanError(
                 f"Fragments need buckets of their own. Received fragments={count} and a plan whose "
-                f"{bucket.name} has variables of {len(found)} of them. Leave `plan` out, or take "
-                "fragments=1."
+                f"{bucket.name} has variables of {len(fragments)} of them. Leave `plan` out, or "
+                "take fragments=1."
             )
-        parts[found.pop()].append(bucket)
+        parts[fragments.pop()].append(bucket)
     return [dataclasses.replace(plan, buckets=tuple(part)) for part in parts]
 
 
@@ -270,21 +273,21 @@ def make_plan(
         schemes: pattern of variable paths (as in file names) -> scheme; the first match counts.
         topology: of the ranks that will carry it out.
         operation: "average" or "sum" over the ranks.
-        links: what messages cost, the same on every rank; if a route can go several ways, the
-            cheapest is planned.
+        links: the cost of messages, the same on every rank; the cheapest form of a route is
+            planned.
         reduce_to_root: the sums are needed on rank 0 alone, as strategy "root" needs them; routes
             of messages reduce to it.
         largest: entries at which a bucket on a sparse route is closed, because indices are int32. A
-            longer variable is cut into pieces of equal length; each selects and keeps its residual
-            for itself.
+            longer variable is cut into pieces of equal length; each has a separate
+            selection and residual.
         profile: when gradients are ready, the same on every rank; a merging that goes by time
             needs it.
-        assumptions: what selections and the engine take, for such a merging.
+        assumptions: times of selections and of the engine, for such a merging.
 
     Returns:
-        The plan; a pure function of the arguments, so equal on every rank that asks the same.
+        The plan; a pure function of the arguments, so equal on every rank with the same arguments.
 
-    **Raises:** PlanError for what cannot be carried out, naming the scheme, variable or hosts.
+    **Raises:** PlanError for an infeasible request, naming the scheme, variable or hosts.
     """
     ways = _check_schemes(schemes, gradients, topology)
     _check_times(schemes, profile)
@@ -308,17 +311,17 @@ def make_plan(
 def _check_schemes(
     schemes: Mapping[str, Scheme], gradients: Sequence[Gradient], topology: Topology
 ) -> dict[Scheme, Ways]:
-    """Refuse what cannot be carried out; warn of a pattern that matches no variable."""
+    """Refuse schemes that cannot be carried out; warn of a pattern that matches no variable."""
     ways: dict[Scheme, Ways] = {}
     for pattern, scheme in schemes.items():
-        found = check_scheme(scheme, topology)
-        if found is None:
+        way = check_scheme(scheme, topology)
+        if way is None:
             raise PlanError(
                 f"A plan is made of schemes that name a route. Received {AUTO!r} for {pattern!r}, "
                 "which DistributedOptimizer resolves. Give it the scheme, or see what "
                 "`tfcommx plan` proposes."
             )
-        ways[scheme] = found
+        ways[scheme] = way
         if pattern == "*" or not gradients:
             continue
         if not any(matches(gradient.path, pattern) for gradient in gradients):
@@ -333,7 +336,7 @@ def _check_schemes(
 
 
 def _check_times(schemes: Mapping[str, Scheme], profile: Profile | None) -> None:
-    """Refuse a merging that goes by time if nobody knows the times."""
+    """Refuse a merging that depends on times if these are unknown."""
     for pattern, scheme in schemes.items():
         if merging.get(scheme.merging).needs_times and (profile is None or not profile.timed):
             by_size = [name for name, solver in merging.MERGINGS.items() if not solver.needs_times]
@@ -367,8 +370,8 @@ def _merged(
 
     rows = sub_profile([gradient for _, gradient in members], profile)
     prices = prices_of(make_bucket, *cluster, limit)
-    found = merging.get(stream.scheme.merging).groups(rows, prices)
-    groups = [[members[position] for position in group] for group in found]
+    positions = merging.get(stream.scheme.merging).groups(rows, prices)
+    groups = [[members[position] for position in group] for group in positions]
     if isinstance(stream.way, DenseWay) or stream.scheme.merging == "threshold":
         return groups
     return [part for group in groups for part in _split_long(group, largest)]
@@ -423,24 +426,24 @@ def _compressed(
     links: Links,
 ) -> Bucket:
     """Let other vectors travel in place of the entries, if there is something to gain."""
-    found = dataclasses.replace(
+    compressed = dataclasses.replace(
         bucket,
         padding=0,
         compression=stream.compression,
         shapes=tuple(tuple(gradient.shape) for gradient in gradients),
     )
-    travelling = vectors(found, stream.way.route, topology)
-    is_shorter = sum(one.size for one in travelling) < bucket.size
+    travelling = vectors(compressed, stream.way.route, topology)
+    is_shorter = sum(vector.size for vector in travelling) < bucket.size
     if not travelling or not is_shorter or bucket.dtype != "float32" or topology.size == 1:
         return stream.way.route.cheapest(bucket, topology, links)
-    longest = max(travelling, key=lambda one: one.size)
+    longest = max(travelling, key=lambda vector: vector.size)
     return dataclasses.replace(
-        found, options=stream.way.route.cheapest(longest, topology, links).options
+        compressed, options=stream.way.route.cheapest(longest, topology, links).options
     )
 
 
 def _wire(stream: Stream, topology: Topology) -> str:
-    """Return how a stream is written: in fewer bits only if it is of float32, and travels."""
+    """Return the wire format of a stream: fewer bits only if it is of float32, and travels."""
     wire = stream.way.wire
     as_it_is = stream.dtype != "float32" or topology.size == 1
     return PLAIN if wire in NARROW and as_it_is else wire

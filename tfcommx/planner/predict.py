@@ -1,12 +1,12 @@
 """Predict a training step under a scheme: plan it, then simulate the plan.
 
-A prediction has the interval in which nine of ten steps lie that were predicted so:
+A prediction has an interval, the 5-95 % range of steps with this prediction:
 
     predicted   |        compute        |     exposed exchange     |
     interval    |        compute        |  shortest  |  ...  longest  | ... compute takes longer |
 
-A prediction is missed for two reasons. Messages take another time than their price, by what is left
-out of the price and by what varies from one measurement to the next; and a step takes longer than
+A prediction is missed for two reasons. Messages take another time than their price, which
+leaves effects out and varies between measurements; and a step takes longer than
 its computing and its exchange together, where the exchange slows the computing that hides it. Both
 were counted on published steps that nothing here was tuned to.
 
@@ -49,7 +49,7 @@ class Misses(NamedTuple):
     compute_high: float
 
 
-# Of all sources of docs/laboratory/reproduction.md together.
+# Misses of all sources of docs/laboratory/reproduction.md together.
 MISSES = Misses(0.69, 1.6, 1.23)
 # Standard deviations of a normal distribution beyond which 5 % lie.
 NINETY = 1.645
@@ -73,8 +73,8 @@ def interval(
     Args:
         compute_s: of the step without exchange, >= 0.
         exposed_s: by how much the exchange lengthens it, >= 0.
-        spread: standard deviation / mean of what messages took in the probe, >= 0.
-        misses: how far predictions are known to lie off.
+        spread: standard deviation / mean of the times of messages in the probe, >= 0.
+        misses: the known errors of predictions.
     """
     varies = NINETY * spread
     shorter = math.hypot(1 - misses.message_low, varies)
@@ -85,16 +85,16 @@ def interval(
     )
 
 
-# Of steps, if the rates of ports vary: the median one, and those at the ends of the middle 80 %
+# Quantiles of steps, if the rates of ports vary: the median, and the ends of the middle 80 %
 QUANTILES = (0.5, 0.1, 0.9)
 # Kinds of spans in which the slowest rank computes
 COMPUTING = ("forward", "backward", "update")
 
 
 class Setting(NamedTuple):
-    """A model on a cluster: all that a predicted step depends on besides the scheme."""
+    """A model on a cluster, which with a scheme determines a predicted step."""
 
-    # Of one rank, with times.
+    # Profile of one rank, with times.
     profile: Profile
     topology: Topology
     links: Links
@@ -114,12 +114,12 @@ class Setting(NamedTuple):
             profile=self.profile,
             assumptions=self.assumptions,
         )
-        found = [
+        predictions = [
             simulate(plan, self.profile, self.links, self.assumptions, quantile)
             for quantile in (QUANTILES if self.assumptions.jitter else QUANTILES[:1])
         ]
-        tenths = Interval(found[1].step_s, found[2].step_s) if found[1:] else None
-        return Prediction(scheme, plan, found[0], self.links.spread, tenths)
+        tenths = Interval(predictions[1].step_s, predictions[2].step_s) if predictions[1:] else None
+        return Prediction(scheme, plan, predictions[0], self.links.spread, tenths)
 
 
 class Prediction(NamedTuple):
@@ -128,7 +128,7 @@ class Prediction(NamedTuple):
     scheme: Scheme
     plan: Plan
     timeline: Timeline
-    # Standard deviation / mean of what messages took in the probe
+    # Standard deviation / mean of the times of messages in the probe
     spread: float = 0.0
     # One step in ten is shorter, and one longer, by the rates of ports; None: these don't vary
     tenths: Interval | None = None
@@ -140,15 +140,15 @@ class Prediction(NamedTuple):
 
     @property
     def interval(self) -> Interval:
-        """Seconds between which nine of ten steps lie that are predicted so."""
-        spans = (one for one in self.timeline.spans if one.kind in COMPUTING)
-        slowest_s = sum(one.end_s - one.start_s for one in spans)
+        """5-95 % range of steps with this prediction, in seconds."""
+        spans = (span for span in self.timeline.spans if span.kind in COMPUTING)
+        slowest_s = sum(span.end_s - span.start_s for span in spans)
         return interval(slowest_s, self.step_s - slowest_s, self.spread)
 
     def may_beat(self, other: Prediction) -> bool:
-        """Tell whether this step may be the shorter one, by what predictions miss.
+        """Return True if this step may be the shorter one, given the errors of predictions.
 
-        Both have the same computing, so only what the exchange adds to it counts.
+        Only the exposed exchange counts, because both have the same computing.
         """
         least = interval(0.0, self.timeline.exposed_s, self.spread).low
         return least <= interval(0.0, other.timeline.exposed_s, other.spread).high
@@ -163,21 +163,21 @@ class Prediction(NamedTuple):
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes that rank 0 keeps of what it has not sent: 4 for each entry that it selects from.
+        """Bytes of the residuals on rank 0: 4 for each entry that it selects from.
 
         Momentum correction keeps as many again.
         """
-        kept = 0
+        total = 0
         for bucket in self.plan.buckets:
             if bucket.keeps_residual:
                 start, stop = routes.get(bucket.route).shard(bucket, self.plan.topology, 0)
-                kept += 4 * (stop - start) * (2 if bucket.momentum else 1)
-        return kept
+                total += 4 * (stop - start) * (2 if bucket.momentum else 1)
+        return total
 
     def row(self) -> dict[str, Any]:
         """Return the columns of `tfcommx simulate`, for tables and for lines of JSON.
 
-        Bytes of routes of messages are None: on 512 ranks to count them takes longer than all else.
+        Bytes of routes of messages are None: on 512 ranks counting takes longer than all else.
         """
         scheme, topology, timeline = self.scheme, self.plan.topology, self.timeline
         tenths = self.tenths or Interval(self.step_s, self.step_s)
@@ -218,13 +218,13 @@ def what_helps(scheme: Scheme, setting: Setting) -> dict[str, Prediction]:
     """Predict the step as it is, then with faster links, fewer slots, half the density, ...
 
     Returns:
-        What was changed -> the step; the first is "as it is".
+        Change -> the step; the first is "as it is".
     """
     topology, links = setting.topology, setting.links
     changed = {"as it is": (scheme, setting)}
 
-    def change(what: str, **fields: Any) -> None:
-        changed[what] = (scheme, setting._replace(**fields))
+    def change(change_name: str, **fields: Any) -> None:
+        changed[change_name] = (scheme, setting._replace(**fields))
 
     if topology.nodes > 1:
         faster = _twice_the_rate(links.between)
@@ -240,7 +240,7 @@ def what_helps(scheme: Scheme, setting: Setting) -> dict[str, Prediction]:
         thinner = dataclasses.replace(scheme, density=scheme.density / 2)
         changed["half the density"] = (thinner, setting)
     change("twice the batch", profile=_twice_the_batch(setting.profile))
-    return {what: under.predict(how) for what, (how, under) in changed.items()}
+    return {change_name: under.predict(how) for change_name, (how, under) in changed.items()}
 
 
 def _twice_the_rate(link: Link) -> Link:
@@ -248,7 +248,7 @@ def _twice_the_rate(link: Link) -> Link:
 
 
 def _twice_the_batch(profile: Profile) -> Profile:
-    """Double the compute times; an update takes what it took."""
+    """Double the compute times; the time of an update stays."""
     rows = tuple(
         dataclasses.replace(row, ready_s=2 * row.ready_s, forward_s=2 * row.forward_s)
         for row in profile.variables

@@ -1,4 +1,4 @@
-"""Prepares what merging solvers work on: prices of a group of gradients, and ready times."""
+"""Prepares the input of merging solvers: prices of a group of gradients, and ready times."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def prices_of(
     Args:
         make_bucket: entries of a group -> its bucket.
         topology: of the ranks.
-        links: what messages cost.
-        assumptions: what selections and the engine take.
-        bucket_bytes: what the user asks for.
+        links: the cost of messages.
+        assumptions: times of selections and of the engine.
+        bucket_bytes: size of a bucket that the user requests, >= 1.
     """
 
     @functools.cache
     def stages(entries: int) -> tuple[float, float]:
         """Return the seconds of the selection before the message, and of the message."""
         bucket = make_bucket(entries)
-        found = stages_of(bucket, topology, links, assumptions)
-        total = sum(stage.seconds for stage in found)
-        first = found[0].seconds if found and found[0].resource == SELECT else 0.0
+        steps = stages_of(bucket, topology, links, assumptions)
+        total = sum(stage.seconds for stage in steps)
+        first = steps[0].seconds if steps and steps[0].resource == SELECT else 0.0
         return first, total - first
 
     sample = make_bucket(1)
-    # Of a route whose first collective is in a group of one rank, the selection comes first, too
+    # The selection is first, too, if the route's first collective is in a group of one rank
     begins = stages_of(sample, topology, links, assumptions)[:1]
     selects_first = [stage.resource for stage in begins] == [SELECT]
 
@@ -74,15 +74,15 @@ def sub_profile(
     if profile is None:
         rows = tuple(VariableProfile(*variable) for variable in variables)
         return Profile.of_sizes("these gradients", rows)
-    known, timed = {row.name: row for row in profile.variables}, []
+    measured, timed = {variable.name: variable for variable in profile.variables}, []
     for name, shape, dtype in variables:
         path = Piece.of(name).path
-        found = known.get(path)
-        if found is None or (path == name and found.shape != tuple(shape)):
-            other = "does not have it" if found is None else f"has {found.shape}"
+        row = measured.get(path)
+        if row is None or (path == name and row.shape != tuple(shape)):
+            problem = "does not have it" if row is None else f"has {row.shape}"
             raise PlanError(
                 f"A profile of this model is required. The model has {path!r} of shape "
-                f"{tuple(shape)}; the profile of {profile.model!r} {other}. Measure this model."
+                f"{tuple(shape)}; the profile of {profile.model!r} {problem}. Measure this model."
             )
-        timed.append(VariableProfile(name, shape, dtype, found.ready_s, found.ready_spread_s))
+        timed.append(VariableProfile(name, shape, dtype, row.ready_s, row.ready_spread_s))
     return dataclasses.replace(profile, variables=tuple(timed))

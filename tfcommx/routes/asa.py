@@ -7,12 +7,12 @@
 There is no arithmetic in the collectives. Entries travel in the bucket's wire dtype; sums are made
 in float32 (float64 vectors on the plain wire: in float64). In 16 bits, and in codes of 8 to 1 bits,
 entries are rounded where they leave their rank, and sums where they leave their owner; both keep
-what rounding loses. A finite number that float16 cannot hold arrives as the largest that it can,
-and the rest stays: loss scaling looks at gradients before the exchange, and would not see an Inf
-that is made in it.
+the rounding errors. A finite number that float16 cannot hold arrives as the largest that it can,
+and the remainder stays: loss scaling checks gradients before the exchange and would not
+see an Inf that is made in it.
 
 A rank keeps both errors in one residual, as long as the vector. In the shard that a rank owns, the
-owner adds to the sum what it did not write itself, so its own entries are exact there, and the
+owner adds to the sum the parts that it did not write, so its own entries are exact there, and the
 rounding error of the sum takes their place. That is one error for the whole cluster, which the next
 step adds once, and the residuals of a bucket can be saved, summed and redistributed alike.
 
@@ -20,8 +20,8 @@ The bytes that a rank sends do not grow with the number of ranks, unlike those o
 which all ranks gather.
 
 Source: Ma et al., "Theano-MPI: a Theano-based Distributed Training Framework" (2016), section 3.2;
-with the wire dtype float16 it is the paper's ASA16, which loses what it rounds. With codes, error
-feedback on both hops: Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with
+with the wire dtype float16 it is the paper's ASA16, which drops the rounding errors. With codes,
+error feedback on both hops: Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with
 Double-Pass Error-Compensated Compression" (2019), algorithm 1, whose server is here the owner.
 """
 
@@ -65,8 +65,8 @@ class Asa(DenseRoute):
     def run(self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec) -> Tensor:
         """Return the sum of `flat` over all ranks, in its own dtype.
 
-        **Ranks:** all; the result has the same bits on all: the owner of a shard, too, uses what it
-        sent.
+        **Ranks:** all; the result has the same bits on all: the owner of a shard, too, uses the
+        sums as sent.
         **Cost:** two collectives.
         """
         ranks, dtype = comm.topology.size, formats.dense_dtype(bucket)
@@ -92,13 +92,13 @@ class Asa(DenseRoute):
         scale = own * formats.sum_scale(dtype, len(members))
         total = codec.write_dense(flat, dtype, 0, own, 1 / own)
         if len(members) > 1:
-            mine = comm.alltoall(total, group, f"{bucket.name}/alltoall")
+            parts = comm.alltoall(total, group, f"{bucket.name}/alltoall")
             start = members.index(comm.rank) * (flat.shape[0] // len(members))
-            total = codec.add_and_write_dense(mine, dtype, len(members), start, own, scale)
+            total = codec.add_and_write_dense(parts, dtype, len(members), start, own, scale)
         return comm.all_gather(total, group, f"{bucket.name}/gather")
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """Count what one rank sends: (p - 1)/p straight to the owners, then its shard in a ring."""
+        """Count the bytes of one rank: (p - 1)/p to the owners, then its shard in a ring."""
         sent = (topology.size - 1) / topology.size * formats.dense_bytes(bucket, topology.size)
         alltoall = cost.alltoall_traffic(sent, "world", topology)
         gather = cost.ring_traffic(sent, "world", topology)

@@ -7,8 +7,8 @@ In fewer bits the node's sums are made in float32, because its links are fast; e
 shard of them and keeps the rounding error. Among peers fewer bytes travel: float16 by the
 engine, which rounds each of its additions, as `allreduce` does; bfloat16, which no engine adds, by
 alltoall and all-gather as on `asa`, which adds in float32 and keeps all that it rounds, and so do
-codes of 8 to 1 bits. (One peer to a node: both send what a ring sends.) The sums travel so to the
-rest of the node, too.
+codes of 8 to 1 bits. (One peer to a node: both send as much as a ring.) The sums travel so to the
+other slots of the node, too.
 
 Source: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash" (2018),
 section 3.2; named 2DTAR in Shi et al., "Towards Scalable Distributed Training of Deep Learning on
@@ -49,7 +49,7 @@ _PEERS: tuple[PeerRoute, ...] = (
     tree.ROUTE,
     bidirectional.ROUTE,
 )
-# What can sum among peers, by name.
+# Routes that can sum among peers, by name.
 PEER_ROUTES: dict[str, PeerRoute] = {route.name: route for route in _PEERS}
 
 
@@ -57,9 +57,9 @@ PEER_ROUTES: dict[str, PeerRoute] = {route.name: route for route in _PEERS}
 class TorusOptions(RouteOptions):
     """The options of the torus."""
 
-    # Among peers; a name of PEER_ROUTES.
+    # Route among peers; a name of PEER_ROUTES.
     peer_route: str = "allreduce"
-    # Of that route.
+    # Options of that route.
     peers: RouteOptions = field(default_factory=NoOptions)
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class TorusOptions(RouteOptions):
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> TorusOptions:
-        """Make the options from what `dataclasses.asdict` returned of them."""
+        """Make the options from their `dataclasses.asdict`."""
         peers = PEER_ROUTES[check_name("peer route", found["peer_route"], PEER_ROUTES)]
         return cls(peers.name, peers.options_type.from_dict(found["peers"]))
 
@@ -82,7 +82,7 @@ class Torus(DenseRoute[TorusOptions]):
     options_type = TorusOptions
 
     def options(self, scheme: Scheme, links: Links) -> TorusOptions:
-        """Return the scheme's route among peers, with what that one needs."""
+        """Return the scheme's route among peers, with its options."""
         peers = PEER_ROUTES[check_name("peer route", scheme.peer_route, PEER_ROUTES)]
         return TorusOptions(peers.name, peers.options(scheme, links))
 
@@ -91,7 +91,7 @@ class Torus(DenseRoute[TorusOptions]):
         return slot_part(bucket, topology, rank) if bucket.rounds else (0, bucket.padded)
 
     def needs_messages(self, bucket: Bucket[TorusOptions]) -> bool:
-        """Tell whether the route among peers is made of messages."""
+        """Return True if the route among peers is made of messages."""
         return _among_peers(bucket).messages
 
     def run(self, flat: Tensor, bucket: Bucket[TorusOptions], comm: Comm, codec: Codec) -> Tensor:
@@ -102,18 +102,18 @@ class Torus(DenseRoute[TorusOptions]):
         peers, topology = _of_peers(bucket, comm.topology)[0], comm.topology
         part = comm.reduce_scatter(flat, "node", f"{bucket.name}/scatter")
         if bucket.rounds:
-            own = formats.sum_scale(bucket.wire, topology.slots)
-            sums = _adds_narrow(bucket).written_sums(part, bucket, comm, codec, "peers", own)
+            node_scale = formats.sum_scale(bucket.wire, topology.slots)
+            sums = _adds_narrow(bucket).written_sums(part, bucket, comm, codec, "peers", node_scale)
             sums = comm.all_gather(sums, "node", f"{bucket.name}/sums")
-            scale = own * formats.sum_scale(bucket.wire, topology.nodes)
+            scale = node_scale * formats.sum_scale(bucket.wire, topology.nodes)
             return codec.read_dense(sums, bucket.wire, flat.dtype, scale)
         part = _peer_route(bucket).run_in_group(part, peers, comm, "peers")
         return comm.all_gather(part, "node", f"{bucket.name}/gather")
 
     def wire_bytes(self, bucket: Bucket[TorusOptions], topology: Topology) -> Traffic:
-        """Count what one rank sends: 2 (n - 1)/n of the vector in its node, its shard by peers.
+        """Count the bytes of one rank: 2 (n - 1)/n of the vector in its node, its shard by peers.
 
-        In fewer bits less of the latter, and of what the node gathers.
+        In fewer bits less of the latter, and of the all-gather in the node.
         """
         n = topology.slots
         peers = _among_peers(bucket).wire_bytes(*_of_peers(bucket, topology))
@@ -154,7 +154,7 @@ def _among_peers(bucket: Bucket[TorusOptions]) -> DenseRoute:
 
 
 def _adds_narrow(bucket: Bucket[TorusOptions]) -> allreduce.Allreduce | asa.Asa:
-    """Return who sums fewer bits among peers: the engine, if it can add them."""
+    """Return the route that sums fewer bits among peers: the engine's, if it can add them."""
     return allreduce.ROUTE if bucket.wire in allreduce.ROUTE.wires else asa.ROUTE
 
 

@@ -5,10 +5,10 @@ r"""TrialExecutor: plans for the same gradients take turns, and the fastest stay
     at a round's end    stamps of all ranks -> the slowest rank's times -> rounds -> whose turn
 
 All of it is in the graph of one step, so nothing is traced again when the turn changes. The times
-are those between the ends of two exchanges: whole steps, with what of the exchange they hide.
+are those between the ends of two exchanges: whole steps, including hidden parts of an exchange.
 
-Several trials, as of the two optimizers of a GAN, follow each other: steps of one would count what
-the other tries. Those that wait for another one take plan 0's turn in each step.
+Several trials, as of the two optimizers of a GAN, follow each other: steps of one would
+include the trial of the other. Those that wait for another one take plan 0's turn in each step.
 
 `TrialRounds` has the order of plans in a trial, and makes the choice from their times:
 
@@ -18,8 +18,8 @@ the other tries. Those that wait for another one take plan 0's turn in each step
             does not count
 
 Plan 0 is plain Horovod, or the plan in its place where a budget rules it out. In a round each plan
-has one step, each time in another order, so that a machine that becomes slower, and what the ranks
-do between two rounds, weigh on all plans alike.
+has one step, each time in another order, so that a machine that becomes slower, and the ranks'
+work between two rounds, affect all plans alike.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.gradient_state import GradientState, Vectors, variable_sizes, without
 from tfcommx.runtime.residuals import send_with_residual
 
-# Of the whole trial, at most; a round that would go beyond is not begun
+# Most steps of a trial; a round that would go beyond is not begun
 STEPS = 18
-# Rounds without which a trial says nothing: the first does not count
+# Least number of rounds of a trial; the first does not count
 LEAST_ROUNDS = 4
 # A plan takes no more turns if its fastest step takes this many times the median of the best plan,
-# after so many rounds that count
+# after this number of rounds that count
 HOPELESS, ROUNDS_BEFORE = 1.5, 2
 # Plain Horovod stays unless the mean of another is at most this share of its own, and smaller by
 # more than the standard error. With 4 ranks on 2 cores, whose steps differ by a fifth, five rounds
@@ -106,8 +106,8 @@ class TrialRounds:
     def mean(self, plan: int) -> float | None:
         """Return the mean seconds of a plan's steps, without the slowest; None if none counts.
 
-        Other work on the machine makes steps slower, never faster; a plan that stalls more often
-        than once shows it.
+        The slowest step is left out because other work on the machine makes steps slower, never
+        faster; a plan that stalls more than once still shows it.
         """
         return statistics.fmean(self._kept(plan)) if self._seconds[plan] else None
 
@@ -125,23 +125,23 @@ class TrialRounds:
         best = min(self.remaining, key=self._mean)
         if best == 0 or 0 not in self.remaining:
             return best
-        plain, other = self._mean(0), self._mean(best)
+        plain, candidate = self._mean(0), self._mean(best)
         error = math.hypot(*(self._standard_error(plan) for plan in (0, best)))
-        return best if other <= CLEARLY * plain and plain - other > error else 0
+        return best if candidate <= CLEARLY * plain and plain - candidate > error else 0
 
     def _standard_error(self, plan: int) -> float:
-        """Of the mean; LEAST_ROUNDS leave two steps at least.
+        """Return the standard error of the mean; LEAST_ROUNDS leave at least two steps.
 
-        It counts what differs from round to round, too: a trial on a machine whose speed changes
-        says little, and plain Horovod stays.
+        It includes differences between rounds: a trial on a machine whose speed changes is
+        inconclusive, and plain Horovod stays.
         """
-        kept = self._kept(plan)
-        return statistics.stdev(kept) / math.sqrt(len(kept))
+        seconds = self._kept(plan)
+        return statistics.stdev(seconds) / math.sqrt(len(seconds))
 
     def _mean(self, plan: int) -> float:
-        found = self.mean(plan)
-        assert found is not None  # Plans that remain have had their turns
-        return found
+        mean = self.mean(plan)
+        assert mean is not None  # Plans that remain have had their turns
+        return mean
 
 
 class TrialExecutor:
@@ -169,23 +169,23 @@ class TrialExecutor:
         self.executors = [PlanExecutor(plan, comm) for plan in plans]
         self.comm, self.rounds, self._decided = comm, TrialRounds(len(plans), steps), decided
         self._scope, count = comm.own_scope(), len(plans)
-        # Whether this round is one of the trial
+        # True if this round is one of the trial
         self._counts = all(comm.gather_objects(comm.trials.is_first(self)))
         with tf.device("/cpu:0"):
             order = tf.range(count) if self._counts else tf.zeros([count], tf.int32)
             self._order = tf.Variable(order, trainable=False, name="tfcommx/order")
-            # Steps of this round that are over, and how many it has; the round after the last one
-            # has no end
+            # Finished steps of this round, and their total number; the round after the last one has
+            # no end
             self._place = tf.Variable(0, trainable=False, name="tfcommx/place")
             self._steps_of_round = tf.Variable(count, trainable=False, name="tfcommx/round")
-            # When the last step before this round, and each step of it, has ended
+            # End times of the last step before this round, and of each step of it
             self._ends = tf.Variable(tf.zeros([count + 1], tf.float64), trainable=False)
-            # What each turn writes and the record reads: so it waits for all that a turn does
+            # Written by each turn and read by the record, which therefore waits for the whole turn
             self._last = tf.Variable(-1, trainable=False, name="tfcommx/last")
-            # Whether any residual outside of the plans is unsent
+            # True if any residual outside of the plans is unsent
             self._has_unsent = tf.Variable(False, trainable=False, name="tfcommx/unsent")
-        # Variable path -> float32 [its size]: what losing plans, and those before, have not sent;
-        # [0] if nothing of it is left
+        # Variable path -> float32 [its size]: residuals of losing and earlier plans;
+        # [0] if none is left
         self._unsent: dict[str, tf.Variable] = {}
         self._sizes: dict[str, int] = {}
         self._expect_unsent({})
@@ -209,36 +209,38 @@ class TrialExecutor:
         """
         names = list(gradients)
         with tf.device("/cpu:0"), tf.control_dependencies([gradients[names[-1]]]):
-            place = self._place.read_value()
-            active = tf.gather(self._order, place)
-        given = self._plus_unsent(gradients)
+            position = self._place.read_value()
+            active = tf.gather(self._order, position)
+        inputs = self._plus_unsent(gradients)
 
         def turn(number: int, executor: PlanExecutor) -> Callable[[], list[tf.Tensor]]:
             def run() -> list[tf.Tensor]:
-                result = executor.exchange(given)
+                result = executor.exchange(inputs)
                 self._last.assign(number)
                 return [result[name] for name in names]
 
             return run
 
-        results = tf.switch_case(active, [turn(*one) for one in enumerate(self.executors)])
+        results = tf.switch_case(
+            active, [turn(*numbered) for numbered in enumerate(self.executors)]
+        )
         with tf.device("/cpu:0"):
             trying = self._steps_of_round > 0
-        tf.cond(trying, lambda: self._record(results, place), lambda: None)
+        tf.cond(trying, lambda: self._record(results, position), lambda: None)
         return dict(zip(names, results, strict=True))
 
-    def _record(self, results: Sequence[tf.Tensor], place: tf.Tensor) -> None:
-        now = self._now(results)
+    def _record(self, results: Sequence[tf.Tensor], position: tf.Tensor) -> None:
+        end = self._now(results)
         with tf.device("/cpu:0"):
-            ends = tf.where(tf.range(len(self.executors) + 1) == place + 1, now, self._ends)
+            ends = tf.where(tf.range(len(self.executors) + 1) == position + 1, end, self._ends)
             self._ends.assign(ends)
-            self._place.assign(place + 1)
-            last = tf.equal(place + 1, self._steps_of_round)
+            self._place.assign(position + 1)
+            last = tf.equal(position + 1, self._steps_of_round)
             tf.cond(last, lambda: self._end_round(ends), lambda: None)
 
     def _now(self, results: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return when a turn has ended: its results are there, and what it keeps is written."""
-        entry = next(one for one in results if one.shape.num_elements())
+        """Return the time at which a turn ended: its results exist, and its state is written."""
+        entry = next(result for result in results if result.shape.num_elements())
         with tf.control_dependencies([self._last.read_value(), *results]):
             return stamp(tf.reshape(entry, [-1])[:1])
 
@@ -247,23 +249,23 @@ class TrialExecutor:
         count = len(self.executors)
         waits = tf.py_function(lambda: not self.comm.trials.is_first(self), [], tf.bool)
         waits = tf.cast(tf.reshape(waits, [1]), tf.float64)
-        mine = tf.concat([ends[1:] - ends[:-1], waits], axis=0)
+        local = tf.concat([ends[1:] - ends[:-1], waits], axis=0)
         with self.comm.scope(self._scope):
-            every = self.comm.all_gather(mine, "world", "trial", counted=False)
-        slowest = tf.reduce_max(tf.reshape(every, [-1, count + 1]), axis=0)
+            gathered = self.comm.all_gather(local, "world", "trial", counted=False)
+        slowest = tf.reduce_max(tf.reshape(gathered, [-1, count + 1]), axis=0)
         order, steps, waits = tf.py_function(
             self._conclude, [slowest[:-1], slowest[-1] > 0], [tf.int32, tf.int32, tf.bool]
         )
         last = tf.gather(ends, self._steps_of_round)
         self._ends.assign(tf.where(tf.range(count + 1) == 0, last, ends))
-        # By operations of the graph, so that the next step's reading comes after them
+        # By operations of the graph, so that the next step's read follows them
         self._order.assign(tf.ensure_shape(order, [count]))
         self._steps_of_round.assign(tf.ensure_shape(steps, []))
         self._place.assign(0)
         self._has_unsent.assign(tf.logical_or(self._has_unsent, tf.ensure_shape(waits, [])))
 
     def _conclude(self, seconds: tf.Tensor, waits: tf.Tensor) -> tuple[np.ndarray, int, bool]:
-        """Return the next round's order and steps, and whether anything waits to be sent.
+        """Return the next round's order and steps, and True if any residual is unsent.
 
         Args:
             seconds: float64 [plans], of the steps of the round, on the slowest rank.
@@ -279,13 +281,13 @@ class TrialExecutor:
             padded = np.resize(rounds.order, count)
             return padded.astype(np.int32), len(rounds.order), False
         losers = [executor for executor in self.executors if executor is not self.chosen]
-        left = sum((executor.export() for executor in losers), GradientState()).residuals
-        self._add_unsent(left)
+        residuals = sum((executor.export() for executor in losers), GradientState()).residuals
+        self._add_unsent(residuals)
         for executor in losers:
             executor.release()
         self.comm.trials.leave(self)
         self._decided(rounds)
-        return np.full(count, rounds.chosen, np.int32), 0, bool(left)
+        return np.full(count, rounds.chosen, np.int32), 0, bool(residuals)
 
     def _plus_unsent(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return the gradients plus the unsent residuals of these variables on this rank."""
@@ -301,15 +303,15 @@ class TrialExecutor:
         return {**gradients, **dict(zip(paths, sent, strict=True))}
 
     def _send_unsent(self, paths: Sequence[str], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        sent, left = [], []
+        sent, remainders = [], []
         for path, gradient in zip(paths, gradients, strict=True):
             residual = tf.reshape(self._unsent[path], gradient.shape)
             goes, stays = send_with_residual(gradient, residual)
-            left.append(tf.reshape(stays, [-1]))
+            remainders.append(tf.reshape(stays, [-1]))
             sent.append(tf.identity(goes))
-        waits = tf.reduce_any([tf.reduce_any(one != 0) for one in left])
-        for path, stays in zip(paths, left, strict=True):
-            # Nothing is left of any: no memory is held
+        waits = tf.reduce_any([tf.reduce_any(remainder != 0) for remainder in remainders])
+        for path, stays in zip(paths, remainders, strict=True):
+            # No residual is left: no memory is held
             self._unsent[path].assign(
                 tf.cond(waits, lambda kept=stays: kept, lambda: tf.zeros([0]))
             )
@@ -321,18 +323,18 @@ class TrialExecutor:
         if not any(part.any() for part in residuals.values()):
             return
         for path, variable in self._unsent.items():
-            kept = variable.numpy() if variable.numpy().size else np.float32(0)
-            whole = np.zeros(self._sizes[path], np.float32) + kept
-            variable.assign(whole + residuals.get(path, np.float32(0)))
+            residual = variable.numpy() if variable.numpy().size else np.float32(0)
+            total = np.zeros(self._sizes[path], np.float32) + residual
+            variable.assign(total + residuals.get(path, np.float32(0)))
 
     def _expect_unsent(self, residuals: Vectors) -> None:
         """Get ready for unsent residuals of these variables, and of those of the plans."""
         sizes = {path: part.size for path, part in residuals.items()}
         for executor in self.executors:
-            whole = variable_sizes(executor.plan)
+            entries = variable_sizes(executor.plan)
             for bucket in (one for one in executor.plan.buckets if one.keeps_residual):
                 paths = (Piece.of(name).path for name in bucket.variables)
-                sizes |= {path: whole[path] for path in paths}
+                sizes |= {path: entries[path] for path in paths}
         self._sizes |= sizes
         with tf.device("/cpu:0"):  # The memory of a GPU is left to the model
             for path in sizes.keys() - self._unsent.keys():
@@ -342,8 +344,8 @@ class TrialExecutor:
 
     def unsent(self) -> Vectors:
         """Return this rank's residuals that no plan keeps: the next step sends them."""
-        kept = {path: variable.numpy() for path, variable in self._unsent.items()}
-        return {path: np.array(part) for path, part in kept.items() if part.any()}
+        residuals = {path: variable.numpy() for path, variable in self._unsent.items()}
+        return {path: np.array(part) for path, part in residuals.items() if part.any()}
 
     def follow_rate(self, rate: tf.Tensor) -> None:
         """Record the step's learning rate, for all plans: one that waits keeps a residual."""
@@ -373,12 +375,12 @@ class TrialExecutor:
 
         **Ranks:** all, outside of traced code, and before the first step is traced.
         """
-        mine, paths = state.of(self.plan.paths), self.plan.paths
-        self._expect_unsent(mine.residuals)
+        state_of_plan, paths = state.of(self.plan.paths), self.plan.paths
+        self._expect_unsent(state_of_plan.residuals)
         for executor in self.executors:
-            executor.load(GradientState(rates=mine.rates))
-        rest = without(state.residuals, paths), without(state.rates, paths)
-        return replace(state, residuals=rest[0], rates=rest[1])
+            executor.load(GradientState(rates=state_of_plan.rates))
+        remaining = without(state.residuals, paths), without(state.rates, paths)
+        return replace(state, residuals=remaining[0], rates=remaining[1])
 
     def clear(self, variables: Set[str]) -> None:
         """Forget the residuals of these variables. Outside of traced code."""

@@ -2,7 +2,7 @@
 
 Merging saves latency terms and costs overlap: a bucket is sent when its last gradient is ready.
 
-To add one: write a pure function (profile, prices) -> groups in a file of its own, without
+To add one: write a pure function (profile, prices) -> groups in a new file, without
 TensorFlow, whose module docstring draws the timeline and cites the paper; add its row below.
 tests/planner/merging compares every row with all merges of small models.
 """

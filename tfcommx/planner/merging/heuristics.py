@@ -42,7 +42,7 @@ def threshold(profile: Profile, prices: Prices) -> Groups:
         sent                         [a b]   [c]               [d e f]
 
     The last bucket may be smaller, and is sent after the backward pass. Horovod's tensor fusion
-    does the same with what is ready within a cycle.
+    does the same with the gradients that are ready within a cycle.
 
     Source: MGS-SGD of Shi et al., "Communication-Efficient Distributed Deep Learning with Merged
     Gradient Sparsification on GPUs" (2020), section V-D, merges up to 8,192 entries so.
@@ -64,7 +64,7 @@ def mg_wfbp(profile: Profile, prices: Prices) -> Groups:
     """Merge each group with the next gradient if that one is ready in less than a latency: MG-WFBP.
 
     Bucket a could be sent at `start`, but b is ready less than a latency term later, so both wait;
-    c comes too late:
+    c is ready too late:
 
         backward pass   |  a  | b |           c          |
         port                  | start
@@ -74,7 +74,7 @@ def mg_wfbp(profile: Profile, prices: Prices) -> Groups:
 
     Source: Shi et al., "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD
     Algorithms" (2019), Algorithm 1: layer l is merged into layer l - 1 if tau_b(l-1) + t_b(l-1) -
-    tau_c(l) < a. In one pass, because a decision needs only what came before it.
+    tau_c(l) < a. In one pass, because a decision depends only on earlier gradients.
 
     **Cost:** two prices for each gradient.
     """
@@ -110,7 +110,7 @@ def omgs(profile: Profile, prices: Prices) -> Groups:
 
     Source: Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient
     Sparsification on GPUs" (2020), Algorithm 1 (FindMergedLayers), equations 23 to 25. The times of
-    the layers still to come enter no decision, so one pass gives what the printed algorithm does by
+    later layers enter no decision, so one pass has the result of the printed algorithm without
     recomputing all timestamps after each merge. Nothing selected or sent takes no time, as equation
     13 has it (AGPM(0) of the listing would be alpha), and line 10 restarts at the group's own
     timestamp, as in the authors' code.
@@ -122,7 +122,7 @@ def omgs(profile: Profile, prices: Prices) -> Groups:
     """
     ready, startup = ready_times(profile), prices.startup_s
     groups: Groups = []
-    # Of the group that is still open: entries, and when its last gradient is ready.
+    # The open group's entries, and the time at which its last gradient is ready.
     size, computed = 0, 0.0
     port_free = 0.0
     for position, row in enumerate(profile.variables):

@@ -1,4 +1,4 @@
-"""The interface of merging solvers: the prices they are given, and the finish they minimize.
+"""The interface of merging solvers: their prices, and the finish that they minimize.
 
 Gradients a, b, c become ready one after another; a and b travel together:
 
@@ -22,28 +22,28 @@ Groups = list[list[int]]
 
 
 def nothing(entries: int) -> float:
-    """Price what takes no time."""
+    """Return 0 s, the price of free work."""
     return 0.0
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What a group of gradients costs, and what the user asks for.
+    """The cost of a group of gradients, and the size of a bucket that the user requests.
 
     >>> prices = Prices(message_s=lambda entries: 0.5 + 0.25 * entries)
     >>> prices.startup_s
     0.5
     """
 
-    # Of the collectives of a group; a longer message never costs less.
+    # Price of the collectives of a group; a longer message never costs less.
     message_s: Seconds
-    # Of selecting from a group before its message; a longer vector never costs less.
+    # Price of the selection from a group before its message; a longer vector never costs less.
     selection_s: Seconds = nothing
-    # "compute": the selection delays the backward pass; "beside": it has a stream of its own.
+    # "compute": the selection delays the backward pass; "beside": it has a separate stream.
     selection_on: str = "compute"
-    # Of an entry of the flat vector, >= 1.
+    # Bytes of an entry of the flat vector, >= 1.
     entry_bytes: int = 4
-    # What the user asks for as the size of a bucket, >= 1.
+    # Size of a bucket that the user requests, >= 1.
     bucket_bytes: int = Scheme.bucket_bytes
 
     def __post_init__(self) -> None:
@@ -61,12 +61,12 @@ class Prices:
 class Merging:
     """A way to decide which gradients travel together."""
 
-    # In the table and in `Scheme.merging`.
+    # Name in the table and in `Scheme.merging`.
     name: str
     # (profile of the gradients in backward order, prices) -> the positions of each group,
     # ascending; every position is in exactly one group. A pure function, so equal on every rank.
     groups: Callable[[Profile, Prices], Groups]
-    # Whether it asks when gradients are ready; otherwise a profile of sizes suffices.
+    # True if it needs the ready times of gradients; otherwise a profile of sizes suffices.
     needs_times: bool = True
 
 
@@ -92,7 +92,7 @@ def finish_s(groups: Sequence[Sequence[int]], profile: Profile, prices: Prices) 
     Args:
         groups: as a solver returns them.
         profile: with times.
-        prices: what a group costs.
+        prices: of a group.
 
     Returns:
         Seconds from the start of the backward pass.

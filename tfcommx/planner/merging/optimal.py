@@ -1,7 +1,7 @@
 """The merging with the shortest step: dynamic programming over (compute delay, port free) states.
 
-After position j every way of grouping what came before is one point; only those on the lower left
-border can lead to the shortest step, because both times only ever add:
+After position j every grouping of the earlier gradients is one point; only those on the lower left
+border can lead to the shortest step, because both times only grow:
 
     port free
       |  x
@@ -10,10 +10,10 @@ border can lead to the shortest step, because both times only ever add:
       |        .   x
       +----------------- delay of the backward pass by selection
 
-The delay is 0 where nothing is selected, so one point is kept. With a stream beside for the
+The delay is 0 where nothing is selected, so one point is kept. With a separate stream for the
 selection, the first coordinate is the time at which that stream is free.
 
-Source: dynamic programming with dominance; what it minimizes is equations 17 and 18 of Shi et al.,
+Source: dynamic programming with dominance; the objective is equations 17 and 18 of Shi et al.,
 "Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs"
 (2020), with any prices. Their Algorithm 1 does not always reach it.
 """
@@ -48,7 +48,7 @@ def optimal(profile: Profile, prices: Prices) -> Groups:
     and spread, if a longer message never costs less. Where more than 32 states are kept after
     a position (hundreds of gradients, an exact selection on the compute stream and messages
     that need tens of milliseconds each), 32 of them are followed: then it is exact only up to
-    what lies between two of these.
+    the distance between two of these.
 
     **Cost:** for 500 gradients a few seconds at most; some thousand prices.
     """
@@ -67,13 +67,13 @@ def optimal(profile: Profile, prices: Prices) -> Groups:
 
 
 def _border(first: Floats, port: Floats) -> Integers:
-    """Return the places of the states of which no other one is as early at both times."""
+    """Return the positions of the states of which no other one is as early at both times."""
     order = np.lexsort((port, first))
     smallest = np.minimum.accumulate(port[order])
-    kept = np.ones(len(order), bool)
-    kept[1:] = port[order][1:] < smallest[:-1] * (1 - ROUNDING)
-    found: Integers = order[kept]
-    return found
+    is_on_border = np.ones(len(order), bool)
+    is_on_border[1:] = port[order][1:] < smallest[:-1] * (1 - ROUNDING)
+    positions: Integers = order[is_on_border]
+    return positions
 
 
 class _Bounded:
@@ -100,12 +100,12 @@ class _Bounded:
 
 
 class _Bounds:
-    """What the gradients after a position cost at least, however they are grouped.
+    """The least cost of the gradients after a position, over all groupings.
 
-    The step ends with the port, after all messages to come, and it ends with the last message,
-    after the backward pass, its delay and all selections to come. So it is no shorter than any mean
-    of both, and the smallest mean over all groupings is a sum over groups: one dynamic program for
-    each weight.
+    The step ends with the port, after all remaining messages, and it ends with the last message,
+    after the backward pass, its delay and all remaining selections. So it is no shorter than any
+    mean of both, and the smallest mean over all groupings is a sum over groups: one dynamic program
+    for each weight.
     """
 
     def __init__(self, profile: Profile, prices: Prices) -> None:
@@ -115,30 +115,30 @@ class _Bounds:
         smallest = min((row.size for row in profile.variables if row.size), default=1)
         self.message = _Bounded(prices.message_s, smallest, int(self.ends[-1]))
         self.selection = _Bounded(prices.selection_s, smallest, int(self.ends[-1]))
-        # With a stream beside, selections delay nothing: the port alone counts
+        # With a separate stream, selections delay nothing: the port alone counts
         self.weights = np.ones(1) if self.beside else np.linspace(0, 1, WEIGHTS)
         self.rest = self._rest()
 
     def _rest(self) -> Floats:
         count, port = len(self.ready), self.weights[:, None]
-        found = np.zeros((len(self.weights), count + 1))
+        bounds = np.zeros((len(self.weights), count + 1))
         for start in reversed(range(count)):
             sizes = self.ends[start + 1 :] - self.ends[start]
             sent, selected = self.message.bounds(sizes)[0], self.selection.bounds(sizes)[0]
-            costs = port * sent + (1 - port) * selected + found[:, start + 1 :]
+            costs = port * sent + (1 - port) * selected + bounds[:, start + 1 :]
             # The last message follows the backward pass whole
             costs[:, -1] += (1 - port[:, 0]) * sent[-1]
-            found[:, start] = costs.min(axis=1)
-        return found
+            bounds[:, start] = costs.min(axis=1)
+        return bounds
 
     def end(self, first: Floats, port: Floats, stop: int) -> Floats:
-        """Bound from below when a step ends that is in these states after position `stop`."""
+        """Return a lower bound of the end of a step in these states after position `stop`."""
         if stop == len(self.ready):
             return port if self.beside else np.maximum(port, self.backward + first)
         weights = self.weights[:, None]
         means = weights * port + (1 - weights) * (self.ready[-1] + first)
-        found: Floats = (means + self.rest[:, stop, None]).max(axis=0)
-        return found
+        bounds: Floats = (means + self.rest[:, stop, None]).max(axis=0)
+        return bounds
 
 
 class _Search:
@@ -150,7 +150,7 @@ class _Search:
         self.message, self.selection = bounds.message, bounds.selection
         # A state that is kept for an equal one may be later by as much for each position
         self.limit = limit * (1 + 1000 * ROUNDING)
-        # Of every kept state: position after its last group, both times, the state before it
+        # For every kept state: position after its last group, both times, the state before it
         self.position: Integers = np.zeros(1, np.int64)
         self.first: Floats = np.zeros(1)
         self.port: Floats = np.zeros(1)
@@ -190,14 +190,14 @@ class _Search:
         first, port = self._times(
             self.first[candidates], self.port[candidates], stop, selected, sent
         )
-        kept = _border(first, port)
-        kept = kept[self.bounds.end(first[kept], port[kept], stop) <= self.limit]
-        if len(kept) > self.border:
-            kept = kept[np.linspace(0, len(kept) - 1, self.border).astype(int)]
-        self.position = np.append(self.position, np.full(len(kept), stop))
-        self.first = np.append(self.first, first[kept])
-        self.port = np.append(self.port, port[kept])
-        self.before = np.append(self.before, candidates[kept])
+        indices = _border(first, port)
+        indices = indices[self.bounds.end(first[indices], port[indices], stop) <= self.limit]
+        if len(indices) > self.border:
+            indices = indices[np.linspace(0, len(indices) - 1, self.border).astype(int)]
+        self.position = np.append(self.position, np.full(len(indices), stop))
+        self.first = np.append(self.first, first[indices])
+        self.port = np.append(self.port, port[indices])
+        self.before = np.append(self.before, candidates[indices])
 
     def _times(
         self, first: Floats, port: Floats, stop: int, selected: Floats, sent: Floats
@@ -219,11 +219,11 @@ class _Search:
     def _promising(
         self, lows: tuple[Floats, Floats], highs: tuple[Floats, Floats], stop: int
     ) -> NDArray[np.bool_]:
-        """Tell which states may be kept: not certainly dominated, and not certainly too late."""
+        """Return True for each state that is not certainly dominated and not certainly too late."""
         order = np.argsort(highs[0], kind="stable")
         smallest = np.minimum.accumulate(highs[1][order])
         places = np.searchsorted(highs[0][order], lows[0], side="right") - 1
         beaten = np.where(places >= 0, smallest[np.maximum(places, 0)], np.inf)
         end = self.bounds.end(lows[0], lows[1], stop)
-        found: NDArray[np.bool_] = (lows[1] <= beaten) & (end <= self.limit)
-        return found
+        promising: NDArray[np.bool_] = (lows[1] <= beaten) & (end <= self.limit)
+        return promising

@@ -1,7 +1,7 @@
 """Pulls: which layers' weights are gathered together before and during the forward pass.
 
 Batches of consecutive layers are gathered one after another; a layer is computed when the layers
-before it are and its own batch is there. Layers 1 to 5 in the batches [1, 2], [3, 4], [5]:
+before it are and its own batch has arrived. Layers 1 to 5 in the batches [1, 2], [3, 4], [5]:
 
     port      | T_s  T1 T2 | T_s  T3 T4 | T_s  T5 |
     compute                | C1 | C2 |  | C3 | C4 | C5 |
@@ -14,7 +14,7 @@ Source: Wang, Pi, Zhou, "Scalable Distributed DL Training: Batching Communicatio
 the paper's choice between the two. Both are greedy and equation 4 holds under constraint 5 only, so
 `optimal` solves the drawing above exactly. `finish_s` is the drawing.
 
-What the paper leaves open, and what is done here:
+Points that the paper leaves open, and their treatment here:
 - Ties: the first candidate in ascending order of (l1, l2) and of l_k in Algorithm 1, in descending
   order of (l_(N-1), l_(N-2)) and of l_k in Algorithm 2.
 - Step one: l1 < l2 <= L, so there are at least two batches, and l_(N-2) may be 0. If no pair meets
@@ -39,7 +39,7 @@ Batches = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class PullTimes:
-    """What the layers of a model take, in forward order.
+    """The times of a model's layers, in forward order.
 
     >>> times = PullTimes(startup_s=0.1, transfer_s=(1.0, 2.0), compute_s=(3.0, 1.0))
     >>> times.layers
@@ -97,7 +97,7 @@ def execution_s(batches: Batches, times: PullTimes) -> float:
     It is `finish_s` if no gather ends before the forward pass of the batch before it (constraint
     5), and too short otherwise.
     """
-    return sum(times.pull_s(*one) for one in batches) + times.forward_s(*batches[-1])
+    return sum(times.pull_s(*batch) for batch in batches) + times.forward_s(*batches[-1])
 
 
 def at_once(times: PullTimes) -> Batches:
@@ -106,7 +106,7 @@ def at_once(times: PullTimes) -> Batches:
 
 
 def layer_by_layer(times: PullTimes) -> Batches:
-    """Give each layer a batch of its own: most overlap, most start-up times."""
+    """Put each layer into a separate batch: most overlap, most start-up times."""
     return [(layer, layer + 1) for layer in range(times.layers)]
 
 
@@ -132,9 +132,11 @@ def from_first(times: PullTimes) -> Batches:
     ends = [0, first, second]
     while ends[-1] < count:
         covered = times.forward_s(ends[-2], ends[-1])
-        found = [x for x in range(ends[-1] + 1, count + 1) if times.pull_s(ends[-1], x) >= covered]
+        covering = [
+            x for x in range(ends[-1] + 1, count + 1) if times.pull_s(ends[-1], x) >= covered
+        ]
         # A longer gather never takes less: the first that covers is the shortest.
-        ends.append(found[0] if found else count)
+        ends.append(covering[0] if covering else count)
     return list(itertools.pairwise(ends))
 
 
@@ -163,9 +165,9 @@ def from_last(times: PullTimes) -> Batches:
     while starts[-1] > 0:
         stop = starts[-1]
         gather = times.pull_s(stop, starts[-2])
-        found = [x for x in range(stop - 1, -1, -1) if gather >= times.forward_s(x, stop)]
-        longest = max((times.forward_s(x, stop) for x in found), default=0.0)
-        chosen = [x for x in found if times.forward_s(x, stop) == longest]
+        covered_starts = [x for x in range(stop - 1, -1, -1) if gather >= times.forward_s(x, stop)]
+        longest = max((times.forward_s(x, stop) for x in covered_starts), default=0.0)
+        chosen = [x for x in covered_starts if times.forward_s(x, stop) == longest]
         starts.append(chosen[0] if chosen else 0)
     return list(itertools.pairwise(reversed(starts)))
 
@@ -177,7 +179,7 @@ def ibatch(times: PullTimes) -> Batches:
     """
     if not times.layers:
         return []
-    return min(from_first(times), from_last(times), key=lambda one: execution_s(one, times))
+    return min(from_first(times), from_last(times), key=lambda batches: execution_s(batches, times))
 
 
 def optimal(times: PullTimes) -> Batches:
@@ -188,7 +190,7 @@ def optimal(times: PullTimes) -> Batches:
 
         F(n, j) = min over i of max(F(n - 1, i), n T_s + T(1..j)) + C(i+1..j)
 
-    **Cost:** O(L^3) for L layers. No solver of the paper's: it is exact.
+    **Cost:** O(L^3) for L layers. Not a solver of the paper; exact.
     """
     count = times.layers
     if not count:
@@ -196,16 +198,16 @@ def optimal(times: PullTimes) -> Batches:
     transfer = [0.0, *itertools.accumulate(times.transfer_s)]
     compute = [0.0, *itertools.accumulate(times.compute_s)]
     finish = [0.0] + [math.inf] * count
-    # By number of batches, then by last layer: where the last batch begins
+    # By number of batches, then by last layer: the first layer of the last batch
     begins: list[list[int]] = []
     best, fewest = math.inf, 0
     for number in range(1, count + 1):
         before, finish = finish, [math.inf] * (count + 1)
         begins.append([0] * (count + 1))
         for stop in range(number, count + 1):
-            there = number * times.startup_s + transfer[stop]
+            arrival_s = number * times.startup_s + transfer[stop]
             finish[stop], begins[-1][stop] = min(
-                (max(before[start], there) + compute[stop] - compute[start], start)
+                (max(before[start], arrival_s) + compute[stop] - compute[start], start)
                 for start in range(number - 1, stop)
             )
         if finish[count] < best:
@@ -229,19 +231,19 @@ PULLS: dict[str, Callable[[PullTimes], Batches]] = {
 
 @dataclass(frozen=True)
 class PullChoice:
-    """What was chosen, and the paper's own choice beside it."""
+    """The choice, and the paper's own choice."""
 
     # Name of the solver in PULLS
     solver: str
     batches: tuple[tuple[int, int], ...]
     # Seconds until the forward pass has ended
     finish_s: float
-    # Of the paper's choice, `ibatch`
+    # Seconds with the paper's choice, `ibatch`
     ibatch_finish_s: float
 
 
 def choose(times: PullTimes, solvers: Sequence[str] = tuple(PULLS)) -> PullChoice:
-    """Take the solver whose batches finish first; `ibatch` is shown beside it.
+    """Take the solver whose batches finish first; `ibatch` is shown for comparison.
 
     `layers`, if it is among them and finishes at most 2 % later, is taken before all others: the
     times of gathers are known less well than that, and larger gathers tend to take longer than in
@@ -254,8 +256,8 @@ def choose(times: PullTimes, solvers: Sequence[str] = tuple(PULLS)) -> PullChoic
         times: of the layers.
         solvers: names in PULLS; of equals the one with the fewest gathers, then the first.
     """
-    found = [(name, PULLS[name](times)) for name in solvers]
-    name, batches = min(found, key=lambda one: (finish_s(one[1], times), len(one[1])))
+    choices = [(name, PULLS[name](times)) for name in solvers]
+    name, batches = min(choices, key=lambda choice: (finish_s(choice[1], times), len(choice[1])))
     single = layer_by_layer(times)
     if "layers" in solvers and finish_s(single, times) <= AS_GOOD * finish_s(batches, times):
         name, batches = "layers", single
