@@ -12,6 +12,7 @@ from tfcommx.core import (
     ConfigurationError,
     Link,
     Links,
+    Plan,
     PlanError,
     Profile,
     Scheme,
@@ -23,10 +24,12 @@ from tfcommx.planner.automatic import (
     MAX_TRIALS,
     MIN_BYTES,
     PlanRequest,
+    Proposal,
     auto_as_plain,
     find_auto,
     is_worth_a_trial,
     propose,
+    with_unique_names,
 )
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient, make_plan
@@ -179,3 +182,21 @@ def test_a_profile_of_another_model_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"'head/bias'.*'dense layers'"):
         asked._replace(profile=profile(0.1)).plan(auto_as_plain({"*": LOSSY}))
     PlanRequest(LAYERS, Topology(4, 1), profile=profile(0.1)).plan(auto_as_plain({"*": LOSSY}))
+
+
+def test_two_plans_of_one_scheme_have_two_names() -> None:
+    """One scheme is planned for each assumed compute time, and the trial prints both."""
+    gradients = [Gradient(name, (64, 64), "float32") for name in "abcd"]
+
+    def plan(size: int) -> Plan:
+        return make_plan(gradients, {"*": Scheme(bucket_bytes=size)}, Topology(2, 1))
+
+    whole, halves, each = plan(2**20), plan(2 * 4 * 64 * 64), plan(1)
+    named = with_unique_names(
+        [Proposal("torus", whole, 0.5), Proposal("torus", each, 0.6), Proposal("asa", each, 0.7)]
+    )
+    assert [one.name for one in named] == ["torus, 1 buckets", "torus, 4 buckets", "asa"]
+    other = dataclasses.replace(halves, buckets=(*each.buckets[:1], *halves.buckets[1:]))
+    assert len(other.buckets) == len(halves.buckets)
+    named = with_unique_names([Proposal("torus", halves, 0.5), Proposal("torus", other, 0.6)])
+    assert len({one.name for one in named}) == 2

@@ -270,7 +270,24 @@ def propose(
             seen.append(plan.buckets)
             share = max(ranking.share(candidate.scheme) for ranking in rankings)
             proposals.append(Proposal(_name(candidate.scheme, schemes), plan, share))
-    return proposals
+    return with_unique_names(proposals)
+
+
+def with_unique_names(proposals: Sequence[Proposal]) -> list[Proposal]:
+    """Add the number of buckets to equal names: one scheme, planned for two compute times.
+
+    Plans of as many buckets differ in their sizes, so the size of the first one is added too.
+    """
+    unique = list(proposals)
+    for detail in ("{count} buckets", "the first of {megabytes:.2f} MB"):
+        names = [proposal.name for proposal in unique]
+        for number, proposal in enumerate(unique):
+            if names.count(proposal.name) > 1:
+                buckets = proposal.plan.buckets
+                megabytes = buckets[0].padded_bytes / 1e6
+                text = detail.format(count=len(buckets), megabytes=megabytes)
+                unique[number] = proposal._replace(name=f"{proposal.name}, {text}")
+    return unique
 
 
 def _name(scheme: Scheme, schemes: Mapping[str, Scheme]) -> str:
