@@ -76,14 +76,7 @@ def sums_are_right(
     arrived = sum(weighted_sum(-variable.numpy().ravel()) for variable in variables)
     kept = 0.0
     if executors(optimizer):
-        # A momentum that is sent is -rate times the gradient, and so is what waits of it
-        signs = {
-            optimizer.exchanger.names.of([one])[0]: -1
-            for one in variables
-            if isinstance(optimizer, cx.optimizers.LowBitSGD) and optimizer.sends_momentum(one)
-        }
-        waiting = optimizer.exchanger.export().residuals
-        kept = sum(signs.get(name, 1) * weighted_sum(one) for name, one in waiting.items())
+        kept = sum(map(weighted_sum, optimizer.exchanger.export().residuals.values()))
     _drop_residuals(optimizer, variables)
     for variable, value in zip(moved, before, strict=True):
         variable.assign(value)

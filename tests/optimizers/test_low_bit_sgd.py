@@ -61,7 +61,7 @@ def test_in_eight_bits_it_is_sgd_on_the_mean_gradient(nesterov: bool, decay: flo
 
 
 def test_in_two_bits_the_sum_of_what_was_applied_and_what_waits_is_that_of_sgd() -> None:
-    """Momentum keeps what waits, so weight + residual / (1 - momentum) is conserved."""
+    """A residual enters the momentum, so weight - rate residual / (1 - momentum) is conserved."""
 
     def work(comm: Comm) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         optimizer, weights = wrap(cx.optimizers.LowBitSGD(RATE, MOMENTUM), comm), new_weights()
@@ -71,7 +71,7 @@ def test_in_two_bits_the_sum_of_what_was_applied_and_what_waits_is_that_of_sgd()
         return weights[0].numpy(), optimizer.momentums[0].numpy(), residuals[weights[0].path]
 
     (weight, momentum, one), (_, _, other) = ThreadComm.run(Topology(2, 1), work)
-    waits = (one + other).reshape(weight.shape) / 2
+    waits = -RATE * (one + other).reshape(weight.shape) / 2
     plain, weights = keras.optimizers.SGD(RATE, MOMENTUM), new_weights()
     for step in range(5):
         mean = (gradients(0, step)[0] + gradients(1, step)[0]) / 2
@@ -82,6 +82,36 @@ def test_in_two_bits_the_sum_of_what_was_applied_and_what_waits_is_that_of_sgd()
         weight + far * momentum + waits / (1 - MOMENTUM), expected, atol=1e-5
     )
     assert np.abs(waits).max() > 1e-3
+
+
+def test_it_takes_over_what_a_sparse_scheme_has_not_sent() -> None:
+    """Residuals of SGD and of LowBitSGD have one unit: zero gradients then send the rest."""
+
+    def work(comm: Comm) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        weights, sparse = new_weights()[:1], Scheme("allgather", "exact", 0.1, dense_below=0)
+        plain = wrap(keras.optimizers.SGD(RATE), comm, sparse)
+        for step in range(3):
+            plain.apply([tf.constant(gradients(comm.rank, step)[0])], weights)
+        (residual,) = plain.exchanger.export().residuals.values()
+        before, low = weights[0].numpy(), cx.optimizers.LowBitSGD(RATE, MOMENTUM)
+        optimizer = wrap(low, comm, Scheme("asa", wire="int8"))
+        optimizer.apply([tf.zeros(weights[0].shape)], weights)
+        return before, weights[0].numpy(), residual
+
+    (before, after, one), (_, _, other) = ThreadComm.run(Topology(2, 1), work)
+    mean = (one + other).reshape(before.shape) / 2
+    assert np.abs(mean).max() > 1
+    np.testing.assert_allclose(after, before - RATE * mean, atol=0.02 * RATE * np.abs(mean).max())
+
+
+def test_a_step_at_rate_zero_decays_the_momentum() -> None:
+    optimizer, weights = cx.optimizers.LowBitSGD(RATE, MOMENTUM), new_weights()
+    optimizer.apply(list(map(tf.constant, gradients(0, 0))), weights)
+    momentum, before = optimizer.momentums[0].numpy(), weights[0].numpy()
+    optimizer.learning_rate = 0.0
+    optimizer.apply(list(map(tf.constant, gradients(0, 1))), weights)
+    np.testing.assert_allclose(optimizer.momentums[0].numpy(), MOMENTUM * momentum, rtol=1e-6)
+    np.testing.assert_allclose(weights[0].numpy(), before + MOMENTUM * momentum, rtol=1e-5)
 
 
 def test_not_wrapped_it_is_sgd() -> None:

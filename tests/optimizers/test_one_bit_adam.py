@@ -39,7 +39,7 @@ class Definition:
     def step(self, gradients: Sequence[np.ndarray], number: int) -> None:
         ranks, total = len(gradients), []
         waiting = [
-            BETA_1 * self.mean + (1 - BETA_1) * gradient.ravel() + residual
+            BETA_1 / (1 - BETA_1) * self.mean + gradient.ravel() + residual
             for gradient, residual in zip(gradients, self.residuals, strict=True)
         ]
         sent = [one_bit(one.astype(np.float32)) for one in waiting]
@@ -49,7 +49,7 @@ class Definition:
             part = sum(one[shard] for one in sent) + self.residuals[owner, shard]
             total.append(one_bit(part.astype(np.float32)))
             self.residuals[owner, shard] = part - total[-1]
-        self.mean = np.concatenate(total) / ranks
+        self.mean = (1 - BETA_1) * np.concatenate(total) / ranks
         scale = np.sqrt(self.square) + EPSILON
         self.weight = self.weight - RATE * self.mean / (1 - BETA_1**number) / scale
 

@@ -275,6 +275,26 @@ def test_residuals_move_to_another_number_of_ranks() -> None:
         np.testing.assert_allclose(np.mean([one[place] for one in ranks], 0), expected, atol=2e-6)
 
 
+def test_residuals_of_updates_do_not_become_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    """Another strategy would apply them once more, times the rate and with the wrong sign."""
+
+    def work(comm: Comm) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        optimizer, weights = wrap(K.SGD(0.1), comm, StepAhead(), BY_NODE, "average"), new_weights()
+        for step in range(2):
+            optimizer.apply(gradients(comm.rank, step), weights)
+        consolidate(optimizer)
+        assert optimizer.exchanger.export().residuals
+        before = [weight.numpy() for weight in weights]
+        plain = wrap(K.SGD(0.1), comm, "synchronous", BY_NODE, "average")
+        plain.apply([tf.zeros(shape) for shape in SHAPES.values()], weights)
+        return before, [weight.numpy() for weight in weights]
+
+    for before, after in ThreadComm.run(TWO_OF_TWO, work):
+        for one, other in zip(before, after, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert "StepAhead" in caplog.text and "SwitchScheme" in caplog.text
+
+
 def test_what_has_no_residual_of_updates_is_refused() -> None:
     mixed = {"first*": Scheme("hitopk", "exact", 0.2, dense_below=0), "*": BY_RANK}
     moving = Scheme("hitopk", "exact", 0.2, dense_below=0, momentum=0.9)

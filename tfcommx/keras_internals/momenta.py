@@ -35,14 +35,13 @@ class SendsMomentum(Mixin):
     """Mixed into a subclass of a Keras optimizer with momentum.
 
     The class has `sends_momentum(variable)`: True if this variable's momentum is exchanged;
-    `moved(gradient, variable)`: the momentum after this rank's own gradient; and
-    `update_by_momenta(received, variables, learning_rate)`: the update by the received momenta.
+    `moved(gradient, variable)`: this rank's own gradient plus the momentum in the unit of
+    gradients; and `update_by_momenta(received, variables, learning_rate)`: the update by the mean
+    of these over the ranks.
     """
 
     # Wire format of an entry if no scheme is given
     default_wire: ClassVar[str]
-    # True if the momentum, and therefore residuals, contain the learning rate
-    momentum_has_rate: ClassVar[bool] = False
 
     def momenta(
         self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable]

@@ -220,9 +220,27 @@ class Exchanger:
         predecessors = {id(exchanger): exchanger for exchanger in map(last_exchanger, variables)}
         for predecessor in predecessors.values():
             if predecessor not in (None, self):
-                self.waiting += predecessor.hand_over(variables, self.names)
+                state = predecessor.hand_over(variables, self.names)
+                self.waiting += self._in_unit_of(predecessor, state)
         for variable in variables:
             _LAST[variable] = self
+
+    def _in_unit_of(self, predecessor: Exchanger, state: GradientState) -> GradientState:
+        """Return the state without residuals that this optimizer's strategy cannot send.
+
+        Residuals are sums of gradients, or with strategies that average weights sums of updates.
+        """
+        before, now = predecessor.settings.strategy, self.settings.strategy
+        if before.updates_apart == now.updates_apart or not state.residuals:
+            return state
+        log.warning(
+            "Residuals of %s are dropped, because %s keeps residuals of %s. To send them first, "
+            "take a step with a dense scheme (SwitchScheme) before you change the strategy.",
+            before,
+            now,
+            "updates" if now.updates_apart else "gradients",
+        )
+        return replace(state, residuals={})
 
     def hand_over(self, variables: Sequence[keras.Variable], names: VariableNames) -> GradientState:
         """Return these variables' residuals under the names of another optimizer; forget them here.

@@ -281,7 +281,6 @@ class RequestedPlan:
             request.plan(of_others, only=fixed) if fixed else None,
             learning,
             self._comm,
-            sender.momentum_has_rate,
         )
 
     def _asked(self, variables: Sequence[keras.Variable]) -> PlanRequest:

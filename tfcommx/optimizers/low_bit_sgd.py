@@ -18,14 +18,16 @@ class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
     """SGD with momentum that sends the momentum, in few bits, in place of the gradient.
 
     SGD with momentum diverges on gradients in 1 or 2 bits, because momentum amplifies the noise of
-    so few levels. Here rank i updates the momentum m, which is equal on all ranks, with its own
-    gradient g_i, and sends the result by the scheme, with error feedback:
+    so few levels. Here rank i adds the momentum m, which is equal on all ranks, to its own gradient
+    g_i, and sends the result by the scheme, with error feedback:
 
-        m_i = momentum m - learning_rate g_i
-        m'  = mean over the ranks of m_i, as received
+        u_i = g_i - momentum m / learning_rate
+        m'  = -learning_rate (mean over the ranks of u_i, as received)
         w   = w + m'        (Nesterov: w + momentum m' + (m' - momentum m))
 
-    Without rounding it is Keras's SGD on the mean gradient, because m_i is linear in g_i.
+    Without rounding it is Keras's SGD on the mean gradient, because u_i is linear in g_i. In a step
+    with the learning rate 0 the momentum decays and no weight moves by a gradient. Residuals have
+    the unit of gradients, as with any other optimizer, so one may take the place of the other.
 
     Variables of one dimension or of few entries, and those that `exclude` matches, send gradients
     in bfloat16, because they are few or sensitive.
@@ -55,7 +57,6 @@ class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
     """
 
     default_wire: ClassVar[str] = "int2"
-    momentum_has_rate: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -83,10 +84,10 @@ class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
         return self.momentums[self.position_of(variable)].value
 
     def moved(self, gradient: tf.Tensor, variable: keras.Variable | tf.Variable) -> tf.Tensor:
-        """Return the momentum, updated with this rank's gradient."""
-        before = self._momentum_of(variable)
-        step = tf.cast(self.learning_rate, before.dtype) * tf.cast(gradient, before.dtype)
-        return self.momentum * before - step
+        """Return this rank's gradient and the momentum, in the unit of gradients."""
+        momentum = self._momentum_of(variable)
+        decayed, rate = self.momentum * momentum, tf.cast(self.learning_rate, momentum.dtype)
+        return tf.cast(gradient, momentum.dtype) - tf.math.divide_no_nan(decayed, rate)
 
     def update_by_momenta(
         self, received: Sequence[tf.Tensor], variables: Sequence[keras.Variable], learning_rate: Any
@@ -98,17 +99,14 @@ class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
             if not self.sends_momentum(variable):
                 self.update_step(result, variable, learning_rate)
                 continue
-            momentum, received_momentum = (
-                self._momentum_of(variable),
-                tf.cast(result, variable.dtype),
-            )
-            step = received_momentum
+            momentum = self._momentum_of(variable)
+            decayed, rate = self.momentum * momentum, tf.cast(learning_rate, momentum.dtype)
+            updated = tf.where(rate == 0, decayed, -rate * tf.cast(result, momentum.dtype))
+            step = updated
             if self.nesterov:
-                step = self.momentum * received_momentum + (
-                    received_momentum - self.momentum * momentum
-                )
+                step = self.momentum * updated + (updated - decayed)
             with tf.control_dependencies([step]):
-                self.assign(momentum, received_momentum)
+                self.assign(momentum, updated)
             self.assign_add(variable, step)
 
     def get_config(self) -> dict[str, Any]:

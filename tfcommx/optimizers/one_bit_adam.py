@@ -36,11 +36,11 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
     Gradients in 1 bit spoil Adam, because squares of their noise enter the second moments, and
     momentum amplifies it. Training therefore has two phases. In the first, ranks exchange gradients
     g in `learning_wire`, and every rank runs Keras's Adam. Then the second moments v are frozen, at
-    the same step on all ranks. From then on rank i updates the momentum m, which is equal on all
-    ranks, with its own gradient, and sends the result by the scheme, with error feedback:
+    the same step on all ranks. From then on rank i adds the momentum m, which is equal on all
+    ranks, to its own gradient, and sends the result by the scheme, with error feedback:
 
-        m_i = beta_1 m + (1 - beta_1) g_i
-        m = mean over the ranks of m_i, as received
+        u_i = g_i + beta_1 / (1 - beta_1) m
+        m = (1 - beta_1) (mean over the ranks of u_i, as received)
         w = w - learning_rate m / (1 - beta_1^t) / (sqrt(v) + epsilon)
 
     where v is v / (1 - beta_2^t) of the step t at which it was frozen. It is raised to at least 1 %
@@ -137,9 +137,12 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
         return is_large_matrix(variable, self.exclude, self.dense_below)
 
     def moved(self, gradient: tf.Tensor, variable: keras.Variable | tf.Variable) -> tf.Tensor:
-        """Return the momentum, updated with this rank's gradient."""
+        """Return this rank's gradient and the momentum, in the unit of gradients.
+
+        So residuals have that unit too, and may come from, or go to, another optimizer.
+        """
         momentum = self.momentum_of(variable)
-        return momentum + (tf.cast(gradient, momentum.dtype) - momentum) * (1 - self.beta_1)
+        return tf.cast(gradient, momentum.dtype) + self.beta_1 / (1 - self.beta_1) * momentum
 
     def update_by_momenta(
         self, received: Sequence[tf.Tensor], variables: Sequence[keras.Variable], learning_rate: Any
@@ -153,7 +156,7 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
             if not self.sends_momentum(variable):
                 self.update_step(result, variable, learning_rate)
                 continue
-            momentum = tf.cast(result, variable.dtype)
+            momentum = (1 - self.beta_1) * tf.cast(result, variable.dtype)
             scale = tf.sqrt(self.second_moment_of(variable)) + self.epsilon
             self.assign(self.momentum_of(variable), momentum)
             self.assign_sub(variable, tf.cast(rate, momentum.dtype) * momentum / scale)

@@ -43,7 +43,6 @@ class MomentumExecutor:
         others: Plan | None,
         learning: LearningPhase | None,
         comm: Comm,
-        momenta_have_rate: bool = False,
     ) -> None:
         """Prepare the exchange by all plans.
 
@@ -53,7 +52,6 @@ class MomentumExecutor:
             learning: the phase in which gradients are exchanged first; None: momenta are exchanged
                 from the first step.
             comm: of this rank.
-            momenta_have_rate: momenta, and therefore their residuals, contain the learning rate.
 
         **Ranks:** all, outside of traced code, with equal plans. **Raises:** as PlanExecutor.
         """
@@ -63,9 +61,6 @@ class MomentumExecutor:
         if learning is not None:
             self._learning.append(PlanExecutor(_of_gradients(momenta, learning.wire), comm))
         self._momenta = PlanExecutor(momenta, comm)
-        self._follow_rate = [*self._others, *self._learning]
-        if not momenta_have_rate:
-            self._follow_rate.append(self._momenta)
 
     @property
     def _all(self) -> list[PlanExecutor]:
@@ -121,7 +116,7 @@ class MomentumExecutor:
 
     def follow_rate(self, rate: tf.Tensor) -> None:
         """Record the step's learning rate, a float scalar, before `exchange`."""
-        for executor in self._follow_rate:
+        for executor in self._all:
             executor.follow_rate(rate)
 
     def dense_bytes_between_nodes(self) -> float:
