@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Claim: on many nodes a low-bit sum loses less than selected entries of as few bytes.
+"""Question: on many nodes, does a low-bit sum lose less than selected entries of as few bytes?
 
     python scripts/trials/many_workers.py --workers 16 --methods dense momenta/int2 oktopk/0.115
     python scripts/trials/many_workers.py --workers 64 --seeds 2 --json many.jsonl
@@ -160,7 +160,7 @@ def train(method: str, workers: int, seed: int, settings: list[str]) -> dict[str
             if exchange is not None:
                 own = gradients[:, is_sent]
                 if method.startswith("momenta"):
-                    now[is_sent] = exchange(MOMENTUM * momentum[is_sent] - rate * own)
+                    now[is_sent] = -rate * exchange(own - MOMENTUM * momentum[is_sent] / rate)
                 else:
                     now[is_sent] = MOMENTUM * momentum[is_sent] - rate * exchange(own)
             moved = MOMENTUM * now + (now - MOMENTUM * momentum)
