@@ -22,7 +22,9 @@ def test_a_rank_writes_its_shard_of_a_variable_and_not_the_zeros_around_it() -> 
         {"shards": -3},
     )
     arrays: dict[str, np.ndarray] = {"index": np.zeros(1)}
-    record = OptimizerRecord(["shards"], state, {"scalar": scalar}, {}, [[1, 2]], ["shards"])
+    record = OptimizerRecord(
+        ["shards"], state, "gradients", {"scalar": scalar}, {}, [[1, 2]], ["shards"]
+    )
     index = json.loads(json.dumps(_index_of(record, arrays)))
     assert sum(array.size for array in arrays.values()) < 3 * BLOCK
     again = _record_in(index, arrays).gradients

@@ -32,9 +32,16 @@ def one_bit(vector: np.ndarray) -> np.ndarray:
 class Definition:
     """1-bit Adam's second phase on all ranks, with error feedback on both hops."""
 
-    def __init__(self, ranks: int, weight: np.ndarray, mean: np.ndarray, square: np.ndarray):
+    def __init__(
+        self,
+        residuals: np.ndarray,
+        weight: np.ndarray,
+        mean: np.ndarray,
+        square: np.ndarray,
+    ) -> None:
         self.weight, self.mean, self.square = weight.ravel(), mean.ravel(), square.ravel()
-        self.residuals = np.zeros([ranks, weight.size], np.float32)
+        # Of the first phase: [ranks, entries]
+        self.residuals = residuals
 
     def step(self, gradients: Sequence[np.ndarray], number: int) -> None:
         ranks, total = len(gradients), []
@@ -69,6 +76,9 @@ def test_it_follows_its_definition(decay: float) -> None:
             if step == learning - 1:
                 moments = optimizer._momentums[0], optimizer._velocities[0]
                 found["then"] = [one.numpy() for one in (weights[0], *moments)]
+                found["residual"] = max(
+                    optimizer.exchanger.export().residuals.values(), key=np.size
+                )
         found["now"] = [one.numpy() for one in (*weights, optimizer._momentums[0])]
         found["frozen_at"] = int(optimizer.frozen_at.numpy())
         return found
@@ -90,7 +100,9 @@ def test_it_follows_its_definition(decay: float) -> None:
             np.testing.assert_allclose(first["then"][2], squares, rtol=0.02)
     # ... and so it stays for the variable that sends no momentum
     np.testing.assert_allclose(first["now"][1], weights[1].numpy(), atol=2e-3)
-    definition = Definition(ranks, *first["then"])
+    residuals = np.stack([first["residual"], second["residual"]])
+    assert residuals.any()
+    definition = Definition(residuals, *first["then"])
     for step in range(learning, steps):
         definition.weight = definition.weight * (1 - decay * RATE)
         definition.step([gradients(rank, step)[0] for rank in range(ranks)], step + 1)

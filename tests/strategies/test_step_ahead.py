@@ -292,7 +292,7 @@ def test_residuals_of_updates_do_not_become_gradients(caplog: pytest.LogCaptureF
     for before, after in ThreadComm.run(TWO_OF_TWO, work):
         for one, other in zip(before, after, strict=True):
             np.testing.assert_array_equal(one, other)
-    assert "StepAhead" in caplog.text and "SwitchScheme" in caplog.text
+    assert "sums of updates" in caplog.text and "SwitchScheme" in caplog.text
 
 
 def test_what_has_no_residual_of_updates_is_refused() -> None:

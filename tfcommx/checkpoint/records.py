@@ -43,6 +43,8 @@ class OptimizerRecord(NamedTuple):
     trained: list[str]
     # State of the exchange of gradients
     gradients: GradientState
+    # The unit of its residuals: "gradients" or "updates"
+    residuals_of: str
     # Sums of gradients that are being accumulated, at least float32
     accumulated: Vectors
     # State of the optimizer that Keras does not save, by attribute
@@ -71,6 +73,7 @@ def record_of(
     return OptimizerRecord(
         trained=exchanger.names.of(trainable_variables(optimizer)),
         gradients=exchanger.export(),
+        residuals_of=exchanger.residuals_of,
         accumulated={
             name: wide(np.ravel(total.numpy())) for name, total in accumulated(optimizer).items()
         },
@@ -160,6 +163,7 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
             kind: {path: put_state(value) for path, value in named.items()}
             for kind, named in vars(record.gradients).items()
         },
+        "residuals_of": record.residuals_of,
         "accumulated": put(record.accumulated),
         "unlisted": put(record.unlisted),
         "state": put(record.state),
@@ -204,6 +208,7 @@ def _record_in(entry: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> Op
                 for kind in KINDS
             )
         ),
+        residuals_of=entry["residuals_of"],
         accumulated=get(entry["accumulated"]),
         unlisted=get(entry["unlisted"]),
         seeds=entry["seeds"],

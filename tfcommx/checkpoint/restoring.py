@@ -293,7 +293,9 @@ def _load_states(
     settings = exchanger.settings
     averages = settings.strategy.in_lock_step and settings.operation == "average"
     factor = new / old if averages else 1.0
-    states = (record.gradients.times(factor) for record in records)
+    states = (
+        exchanger.accept(record.gradients, record.residuals_of).times(factor) for record in records
+    )
     exchanger.load(sum(states, GradientState()), common)
     sums: Vectors = {}
     for record in records:

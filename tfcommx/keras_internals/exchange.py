@@ -145,5 +145,8 @@ class Exchange(Protocol):
     ) -> None:
         """Let the strategy apply the update. **Ranks:** all."""
 
+    def drop_residuals_of_momenta(self) -> None:
+        """Set the residuals of momenta to 0, in a step. **Ranks:** all."""
+
     def consolidate(self, averages: Sequence[keras.Variable] = ()) -> None:
         """Make weights and their moving averages whole and equal. **Ranks:** all."""

@@ -124,7 +124,7 @@ class LearnsThenSendsMomentum(SendsMomentum):
         clip: OfAll,
     ) -> Sequence[tf.Tensor]:
         """Exchange gradients, then clip; or clip, then exchange the momenta updated with them."""
-        if not (self.clipnorm or self.clipvalue or self.global_clipnorm):
+        if not self._clips():
             frozen = self.is_frozen()
             return exchange(
                 [self._sent(*pair, frozen) for pair in zip(gradients, variables, strict=True)]
@@ -142,6 +142,9 @@ class LearnsThenSendsMomentum(SendsMomentum):
             frozen, lambda: list(map(tf.identity, received)), lambda: clip(list(received))
         )
         return result
+
+    def _clips(self) -> bool:
+        return bool(self.clipnorm or self.clipvalue or self.global_clipnorm)
 
     def _sent(self, gradient: tf.Tensor, variable: keras.Variable, frozen: tf.Tensor) -> tf.Tensor:
         """Return the tensor to exchange for one variable, as soon as its gradient exists."""
@@ -162,6 +165,10 @@ class LearnsThenSendsMomentum(SendsMomentum):
         def learn() -> None:
             by_adam(received, variables, learning_rate)
             self.freeze_if_due(learning_rate)
+            exchanger = getattr(self, "exchanger", None)
+            if exchanger is not None and self._clips():
+                # They come from gradients before the clipping, and may be larger than clipped ones
+                tf.cond(self.is_frozen(), exchanger.drop_residuals_of_momenta, lambda: None)
 
         tf.cond(
             self.is_frozen(),

@@ -30,6 +30,7 @@ from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan, Variab
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.step_guard import StepGuard
 from tfcommx.runtime.gradient_state import GradientState, without
+from tfcommx.runtime.phased import MomentumExecutor
 from tfcommx.strategies import CommonState, Sharded, StrategyRun, Update, agree_on_strategy
 
 log = logging.getLogger("tfcommx")
@@ -221,24 +222,29 @@ class Exchanger:
         for predecessor in predecessors.values():
             if predecessor not in (None, self):
                 state = predecessor.hand_over(variables, self.names)
-                self.waiting += self._in_unit_of(predecessor, state)
+                self.waiting += self.accept(state, predecessor.residuals_of)
         for variable in variables:
             _LAST[variable] = self
 
-    def _in_unit_of(self, predecessor: Exchanger, state: GradientState) -> GradientState:
-        """Return the state without residuals that this optimizer's strategy cannot send.
+    @property
+    def residuals_of(self) -> str:
+        """The unit of residuals: "updates" if the strategy's ranks update apart, or "gradients"."""
+        return "updates" if self.settings.strategy.updates_apart else "gradients"
 
-        Residuals are sums of gradients, or with strategies that average weights sums of updates.
+    def accept(self, state: GradientState, residuals_of: str) -> GradientState:
+        """Return a state of another optimizer or a checkpoint, without residuals of another unit.
+
+        They cannot be converted, because the optimizer that would turn gradients into updates is
+        gone, or has other moments by now.
         """
-        before, now = predecessor.settings.strategy, self.settings.strategy
-        if before.updates_apart == now.updates_apart or not state.residuals:
+        if residuals_of == self.residuals_of or not state.residuals:
             return state
         log.warning(
-            "Residuals of %s are dropped, because %s keeps residuals of %s. To send them first, "
-            "take a step with a dense scheme (SwitchScheme) before you change the strategy.",
-            before,
-            now,
-            "updates" if now.updates_apart else "gradients",
+            "Residuals are dropped, because they are sums of %s, and %s sends %s. To send them "
+            "first, take a step with a dense scheme (SwitchScheme) before the strategy changes.",
+            residuals_of,
+            self.settings.strategy,
+            self.residuals_of,
         )
         return replace(state, residuals={})
 
@@ -261,6 +267,12 @@ class Exchanger:
             {renamed[name]: part for name, part in state.residuals.items()},
             rates={renamed[name]: rate for name, rate in state.rates.items()},
         )
+
+    def drop_residuals_of_momenta(self) -> None:
+        """Set the residuals of momenta to 0, in traced code of a step. **Ranks:** all."""
+        executor = self.run_for(self.guard.step.variables).executor
+        assert isinstance(executor, MomentumExecutor), "the optimizer sends momenta"
+        executor.drop_residuals()
 
     def consolidate(self, averages: Sequence[keras.Variable] = ()) -> None:
         """Make the weights whole and equal, and moving averages of them that each rank has alone.

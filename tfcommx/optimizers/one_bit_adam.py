@@ -74,11 +74,10 @@ class OneBitAdam(LearnsThenSendsMomentum, keras.optimizers.Adam):
             first phase, and in the second each rank's own, before it enters the momentum.
 
     **Ranks:** as `cx.DistributedOptimizer`, with strategy "synchronous" and op "average".
-    **Cost:** Adam's; in the second phase v is read, and not written. Each phase has a residual of 4
-    bytes an entry on each rank (on "torus" divided by the slots of a node); that of the first
-    phase, the rounding error of one gradient, is dropped at the change. A bucket is exchanged when
-    its gradients exist, as with Adam; with `clipnorm`, `clipvalue` or `global_clipnorm` when all
-    exist.
+    **Cost:** Adam's; in the second phase v is read, and not written. A residual of 4 bytes an entry
+    on each rank (on "torus" divided by the slots of a node); with clipping, that of the first phase
+    is dropped at the change, because its gradients were not yet clipped. A bucket is exchanged when
+    its gradients exist, as with Adam; with clipping when all exist.
     **Raises:** ConfigurationError for numbers out of range, or `amsgrad`.
     **Source:** Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
     Convergence Speed" (2021), algorithm 1. The paper has no floor for v, does not correct m and v

@@ -7,7 +7,8 @@
 Both phases are in the graph of one step, so a change of the phase needs no new trace, and a
 checkpoint of either phase can be loaded. The optimizer decides when the phase changes, on all ranks
 at the same step. Each bucket has a separate condition, because it must be sent while gradients of
-others are computed.
+others are computed. Both phases share the residuals, because momenta are sent in the unit of
+gradients: what the last gradients lost is sent with the first momenta.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import DENSE_CODES, Plan
 from tfcommx.runtime.bucket_runner import BucketRunner
-from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.executor import PlanExecutor, agree_on_plan
 from tfcommx.runtime.gradient_state import GradientState
 
 
@@ -57,21 +58,16 @@ class MomentumExecutor:
         """
         self.comm, self._phase = comm, learning
         self._others = [] if others is None else [PlanExecutor(others, comm)]
-        self._learning = []
-        if learning is not None:
-            self._learning.append(PlanExecutor(_of_gradients(momenta, learning.wire), comm))
         self._momenta = PlanExecutor(momenta, comm)
+        self._learning = [] if learning is None else [_of_gradients(momenta, learning.wire)]
+        for plan in self._learning:
+            agree_on_plan(plan, comm)
+        # Collectives of the learning phase have separate names, because they have other shapes
+        self._learning_scope = comm.own_scope()
 
     @property
     def _all(self) -> list[PlanExecutor]:
-        return [*self._others, *self._learning, self._momenta]
-
-    @property
-    def _active(self) -> list[PlanExecutor]:
-        """The executors of the present phase. Outside of traced code."""
-        if self._phase is None or int(self._phase.frozen_at.numpy()) > 0:
-            return [*self._others, self._momenta]
-        return [*self._others, *self._learning]
+        return [*self._others, self._momenta]
 
     @property
     def plan(self) -> Plan:
@@ -80,8 +76,9 @@ class MomentumExecutor:
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans of all phases."""
-        return [executor.plan for executor in self._all]
+        """The plans of all phases, that of momenta last."""
+        others = [executor.plan for executor in self._others]
+        return [*others, *self._learning, self.plan]
 
     @tf.autograph.experimental.do_not_convert
     def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -97,13 +94,16 @@ class MomentumExecutor:
             result |= self._momenta.exchange(sent)
             return result
         frozen, (learning,) = self._phase.frozen_at > 0, self._learning
-        of_gradients = {runner.bucket.name: runner for runner in learning.runners}
+        of_gradients = {
+            runner.bucket.name: BucketRunner(learning, index, runner.state, self.comm)
+            for index, runner in enumerate(self._momenta.runners)
+        }
 
         def work(
             runner: BucketRunner, tensors: Sequence[tf.Tensor], step: tf.Tensor
         ) -> list[tf.Tensor]:
             def learn() -> list[tf.Tensor]:
-                with learning.scope():
+                with self.comm.scope(self._learning_scope):
                     return of_gradients[runner.bucket.name].exchange(tensors, step)
 
             received: list[tf.Tensor] = tf.cond(
@@ -124,26 +124,23 @@ class MomentumExecutor:
         return sum(executor.dense_bytes_between_nodes() for executor in self._all)
 
     def export(self, variables: Set[str] | None = None) -> GradientState:
-        """Return a copy of this rank's state of these variables in the present phase; None: of all.
-
-        The residual of gradients at the change of the phase is left out, and is never sent.
-        """
-        steps = self._momenta.export(variables).steps
-        state = sum((executor.export(variables) for executor in self._active), GradientState())
-        return replace(state, steps=state.steps | steps)
+        """Return a copy of this rank's state of these variables; None: of all."""
+        return sum((executor.export(variables) for executor in self._all), GradientState())
 
     def load(self, state: GradientState) -> GradientState:
         """Add a state before the first step; return the part that does not fit here.
 
         **Ranks:** all, outside of traced code.
         """
-        active, counts = self._active, GradientState(steps=state.steps, rates=state.rates)
         for executor in self._all:
-            if executor in active:
-                state = executor.load(state)
-            else:
-                executor.load(counts)
+            state = executor.load(state)
         return state
+
+    def drop_residuals(self) -> None:
+        """Set the residuals of momenta to 0, also in traced code."""
+        for runner in self._momenta.runners:
+            if (residual := runner.state.residual) is not None:
+                residual.assign(tf.zeros_like(residual))
 
     def clear(self, variables: Set[str]) -> None:
         """Set the residuals of these variables to 0. Outside of traced code."""

@@ -18,8 +18,13 @@ CODED = cx.Scheme("hitopk", "mstopk", 0.2, "torus", 8, wire="elias/int4", dense_
 EXACT = cx.Scheme("hitopk", "exact", 0.2, dense_below=0)
 
 
-def new(optimizer: keras.optimizers.Optimizer, scheme: cx.Scheme, **options: Any) -> keras.Model:
-    return compiled(cx.DistributedOptimizer(optimizer, scheme, strategy="step_ahead"), **options)
+def new(
+    optimizer: keras.optimizers.Optimizer,
+    scheme: cx.Scheme,
+    strategy: str = "step_ahead",
+    **options: Any,
+) -> keras.Model:
+    return compiled(cx.DistributedOptimizer(optimizer, scheme, strategy=strategy), **options)
 
 
 class Watch(keras.callbacks.Callback):
@@ -74,6 +79,21 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(
     assert residuals[0] and residuals[0].keys() == residuals[1].keys()
     for path, residual in residuals[0].items():
         np.testing.assert_array_equal(residuals[1][path], residual)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("step_ahead", "synchronous"), ("synchronous", "step_ahead")]
+)
+def test_a_checkpoint_s_residuals_of_updates_do_not_become_gradients(
+    comm: Comm, folder: Path, caplog: pytest.LogCaptureFixture, before: str, after: str
+) -> None:
+    saved = new(keras.optimizers.SGD(0.1), EXACT, strategy=before)
+    fit(saved, comm, epochs=1, extra=(cx.checkpoint.Checkpoint(folder),))
+    other = new(keras.optimizers.SGD(0.1), EXACT, strategy=after)
+    assert saved.optimizer.exchanger.export().residuals
+    assert cx.checkpoint.restore(other, folder) == 1
+    assert not other.optimizer.exchanger.export().residuals
+    assert "dropped" in caplog.text
 
 
 class Linear(keras.layers.Layer):
