@@ -7,8 +7,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Public name -> module. Modules are loaded on first use, because planning and the command line's
-# help must not need TensorFlow.
+# Public name -> module, in the order of the reference. Modules are loaded on first use, because
+# planning and the command line's help must not need TensorFlow.
 _PUBLIC = {
     "init": "tfcommx.collectives.init",
     "rank": "tfcommx.collectives.process",
@@ -16,8 +16,18 @@ _PUBLIC = {
     "local_rank": "tfcommx.collectives.process",
     "local_size": "tfcommx.collectives.process",
     "is_chief": "tfcommx.collectives.process",
-    "allow_plain_optimizers": "tfcommx.collectives.unwrapped",
+    "DistributedOptimizer": "tfcommx.optim.distributed_optimizer",
     "Scheme": "tfcommx.core",
+    "broadcast_variables": "tfcommx.optim.broadcast",
+    "consolidate": "tfcommx.optim.step_boundary",
+    "metrics_over_ranks": "tfcommx.optim.metrics_over_ranks",
+    "begin_step": "tfcommx.optim.step_boundary",
+    "take_centre": "tfcommx.optim.centre",
+    "parallel_operator": "tfcommx.optimizers.parallel_operator",
+    "profile": "tfcommx.measure.profile",
+    "allow_plain_optimizers": "tfcommx.collectives.unwrapped",
+    "DataCache": "tfcommx.data.cache",
+    "BatchSpec": "tfcommx.data.options",
     "Topology": "tfcommx.core",
     "Plan": "tfcommx.core",
     "TfcommxError": "tfcommx.core",
@@ -27,16 +37,6 @@ _PUBLIC = {
     "RankLostError": "tfcommx.core",
     "DataError": "tfcommx.core",
     "CheckpointError": "tfcommx.core",
-    "DistributedOptimizer": "tfcommx.optim.distributed_optimizer",
-    "broadcast_variables": "tfcommx.optim.broadcast",
-    "consolidate": "tfcommx.optim.step_boundary",
-    "metrics_over_ranks": "tfcommx.optim.metrics_over_ranks",
-    "begin_step": "tfcommx.optim.step_boundary",
-    "take_centre": "tfcommx.optim.centre",
-    "parallel_operator": "tfcommx.optimizers.parallel_operator",
-    "DataCache": "tfcommx.data.cache",
-    "BatchSpec": "tfcommx.data.options",
-    "profile": "tfcommx.measure.profile",
 }
 _MODULES = {
     "callbacks": "tfcommx.callbacks",

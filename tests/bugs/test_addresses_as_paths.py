@@ -107,6 +107,7 @@ def test_recipes(key: str, address: str) -> None:
         ["simulate", "--json", "gs://my-bucket/rows.json"],
         ["explain", "gs://my-bucket/timeline.json"],
         ["machines", "gs://my-bucket/machines.yaml"],
+        ["schema", "gs://my-bucket/recipe.schema.json"],
         ["run", "-np", "2", "--min-np", "1", "--generations", "gs://my-bucket/t.json", "true"],
         ["cache", "status", "--disk", "gs://my-bucket/cache"],
     ],

@@ -10,8 +10,6 @@ DOCUMENTS = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-# What scripts/documents/reference.py writes: its examples are those of the docstrings
-GENERATED = ("docs/reference/api.md", "docs/reference/recipe.md", "docs/reference/command-line.md")
 TUTORIAL = "docs/tutorial/four-machines.md"
 
 

@@ -23,10 +23,7 @@ def calls(text: str) -> list[str]:
 
 
 CALLS = [
-    (document, call)
-    for document, text in DOCUMENTS.items()
-    if document != "docs/reference/command-line.md"
-    for call in dict.fromkeys(calls(text))
+    (document, call) for document, text in DOCUMENTS.items() for call in dict.fromkeys(calls(text))
 ]
 
 

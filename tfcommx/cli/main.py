@@ -27,6 +27,7 @@ from tfcommx.cli import (
     profile,
     report,
     run,
+    schema,
     simulate,
     train,
 )
@@ -68,6 +69,7 @@ for command in (
     train.train,
     report.report,
     compare.compare,
+    schema.schema,
     probe.probe,
     profile.profile,
     plan.plan,

@@ -31,7 +31,7 @@ To add a format:
        definition one of `kernels.wire.INDEX_DEFINITIONS`; codes of another width are a row of
        CODE_BITS, or of DENSE_CODES for whole vectors.
     2. Add the name to the native ops: ops/tf/wire.cc and ops/tf/low_bits.cc list the same names.
-    3. Document its cost in docs/explanation/routes.md, and run scripts/documents/reference.py.
+    3. Document its cost in docs/explanation/routes.md.
     Schemes, prices, recipes, laws, the tests of wire formats and the comparison of GPU and CPU
     iterate over these tables. A format of another package derives from `wire.formats.WireFormat`.
 """

@@ -1,0 +1,25 @@
+"""`tfcommx schema`: write the JSON schema of recipes for an editor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tfcommx.core import write_text
+from tfcommx.recipes.schema import recipe_schema
+
+
+def schema(
+    file: Annotated[
+        Path, typer.Argument(help="File to write, such as recipe.schema.json beside a recipe.")
+    ],
+) -> None:
+    """Write the JSON schema of recipes, by which editors complete and check them.
+
+    An editor uses it for a recipe whose first line names the file:
+    `# yaml-language-server: $schema=recipe.schema.json`.
+    """
+    write_text(file, json.dumps(recipe_schema(), indent=1) + "\n")
