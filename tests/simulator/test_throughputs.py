@@ -34,9 +34,9 @@ def test_throughput_batch_and_size_replace_the_published_ones() -> None:
     assert model_profile("bert_large").batch == 48
     assert model_profile("alexnet", throughput=100).compute_s == pytest.approx(0.64)
     assert model_profile("resnet50", "v100", batch=12).compute_s == pytest.approx(0.01)
-    with pytest.raises(ConfigurationError, match="`batch`|batch"):
+    with pytest.raises(ConfigurationError, match=r"batch.*0"):
         model_profile("resnet50", batch=0)
     with pytest.raises(ConfigurationError, match=r"'bert_large'.*512"):
         model_profile("bert_large", size=128)
-    with pytest.raises(ConfigurationError, match="'p100'.*'v100'"):
+    with pytest.raises(ConfigurationError, match=r"'p100'.*'v100'"):
         model_profile("resnet50", "p100")

@@ -320,10 +320,11 @@ def draw_map(rows: Sequence[Row], path: Path) -> None:
     grid = figure.subplots(len(models), len(machines), squeeze=False, sharex=True, sharey="row")
     lines: dict[str, Line2D] = {}
     for (model, machine), axes in zip(itertools.product(models, machines), grid.flat, strict=True):
-        axes.set(xscale="log", yscale="log", title=f"{model}, {machine}", xticks=rates)
+        axes.set(xscale="log", yscale="log", xticks=rates)
+        axes.minorticks_off()
+        axes.set_title(f"{model}, {machine}", fontsize=10)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("")
         for number, scheme in enumerate(schemes[1:]):
             values = [speedups.get((model, machine, scheme, rate), []) for rate in rates]
             if not all(values):
@@ -332,10 +333,12 @@ def draw_map(rows: Sequence[Row], path: Path) -> None:
             medians = list(map(statistics.median, values))
             (lines[scheme],) = axes.plot(rates, medians, f"C{number}.-", label=scheme)
             least, most = list(map(min, values)), list(map(max, values))
-            axes.fill_between(rates, least, most, color=f"C{number}", alpha=0.15, linewidth=0)
-    figure.supxlabel("Gbit/s between nodes", fontsize=9)
+            axes.fill_between(rates, least, most, color=f"C{number}", alpha=0.08, linewidth=0)
+    for axes in grid[-1]:
+        axes.set_xlabel("Gbit/s between nodes", fontsize=9)
     figure.supylabel(f"times faster than {schemes[0]}", fontsize=9)
-    figure.legend(handles=[*lines.values()], loc="outside lower center", ncols=4, fontsize=8)
+    columns = 2 * len(machines) + 1
+    figure.legend(handles=[*lines.values()], loc="outside lower center", ncols=columns, fontsize=8)
     with replacing(path) as part:
         figure.savefig(part, dpi=100)
 

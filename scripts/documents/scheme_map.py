@@ -1,0 +1,155 @@
+"""The tables of docs/how-to/choose-a-scheme.md: the map of schemes, and CommLib beside it.
+
+A cell of the map is a model on a number of nodes of one kind, at one rate between them. In each the
+fastest scheme is recommended of those that lose no more than the reader accepts; one that stands
+later in `ACCEPTED` must be notably faster to be taken.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+
+from tables import Records, Row, of_cells
+
+from tfcommx.cli.machines import NOTABLY_FASTER
+from tfcommx.planner.predict import MISSES
+from tfcommx.simulator import models
+from tfcommx.simulator.throughputs import PUBLISHED
+
+LOSSLESS = ("horovod", "torus", "lossless")
+# What the reader accepts -> schemes of docs/records/scheme_map.yaml
+ACCEPTED: Mapping[str, tuple[str, ...]] = {
+    "nothing": LOSSLESS,
+    "8 or 4 bits an entry": (*LOSSLESS, "int8", "int4"),
+    "1 bit, `OneBitAdam`": (*LOSSLESS, "int1"),
+    "10 % of the entries": (*LOSSLESS, "ten_percent"),
+    "1 % of the entries": (*LOSSLESS, "one_percent"),
+}
+CODE = {
+    "horovod": "`Scheme()`",
+    "torus": '`Scheme("torus")`',
+    "lossless": '`Scheme("auto")`',
+    "int8": "`int8`",
+    "int4": "`int4`",
+    "int1": "`int1`",
+    "ten_percent": "`elias/int4`",
+    "one_percent": "`elias/int8`",
+}
+NAMES = {
+    "resnet50": "ResNet-50",
+    "vgg19": "VGG-19",
+    "bert_large": "BERT-Large",
+    "transformer_big": "Transformer",
+    "gpt2_xl": "GPT-2, 1.5 B",
+}
+
+
+def recommended(cell: Row, schemes: Iterable[str]) -> str:
+    """Return the scheme of a cell: the fastest, unless an earlier one is about as fast."""
+    best, best_s = "", float("inf")
+    for scheme in schemes:
+        step_s = cell["compute_seconds"] + cell["exposed_seconds"][scheme]
+        if step_s <= NOTABLY_FASTER * best_s:
+            best, best_s = scheme, step_s
+    return best
+
+
+def times_faster(cell: Row, scheme: str, than: str = "horovod", miss: float = 1.0) -> float:
+    """Return a step over another; all messages take `miss` times as long as predicted."""
+    slow_s, fast_s = (
+        cell["compute_seconds"] + miss * cell["exposed_seconds"][name] for name in (than, scheme)
+    )
+    return float(slow_s / fast_s)
+
+
+def _summary(cells: list[Row], schemes: Iterable[str]) -> str:
+    """Return the scheme that most cells recommend, and how many times faster the cells are."""
+    chosen = [recommended(cell, schemes) for cell in cells]
+    gains = sorted(map(times_faster, cells, chosen))
+    least, most = f"{gains[0]:.1f}", f"{gains[-1]:.1f}"
+    return f"{CODE[statistics.mode(chosen)]}, {least}" + (f" to {most}" if most != least else "")
+
+
+def by_rate(records: Records) -> str:
+    """Return the recommendations by GPU and rate, over models and nodes."""
+    cells = records.rows("scheme_map")
+    keys = dict.fromkeys((cell["machine"], cell["between_gbit"]) for cell in cells)
+    rows = []
+    for machine, rate in sorted(keys):
+        here = records.rows("scheme_map", machine=machine, between_gbit=rate)
+        summaries = [_summary(here, schemes) for schemes in ACCEPTED.values()]
+        rows.append([machine.upper(), f"{rate:g}", *summaries])
+    return of_cells(("GPU", "Gbit/s", *ACCEPTED), rows)
+
+
+def by_nodes(records: Records) -> str:
+    """Return the recommendations by the number of nodes, over GPUs and models."""
+    rows = []
+    for rate in (10, 100):
+        for nodes in dict.fromkeys(cell["nodes"] for cell in records.rows("scheme_map")):
+            here = records.rows("scheme_map", nodes=nodes, between_gbit=rate)
+            summaries = [_summary(here, schemes) for schemes in ACCEPTED.values()]
+            rows.append([f"{rate:g}", str(nodes), *summaries])
+    return of_cells(("Gbit/s", "nodes", *ACCEPTED), rows)
+
+
+def by_model(records: Records) -> str:
+    """Return times faster for each model and GPU, with the range of missed messages."""
+
+    def gain(cell: Row, scheme: str, than: str = "horovod") -> str:
+        misses = (MISSES.message_low, MISSES.message_high)
+        low, high = sorted(times_faster(cell, scheme, than, miss) for miss in misses)
+        return f"{times_faster(cell, scheme, than):.1f} ({low:.1f}-{high:.1f})"
+
+    rows = []
+    for cell in records.rows("scheme_map", nodes=16, between_gbit=25):
+        step_s = cell["compute_seconds"] + cell["exposed_seconds"]["horovod"]
+        gains = [gain(cell, recommended(cell, schemes)) for schemes in ACCEPTED.values()]
+        four_bits = gain(cell, recommended(cell, ACCEPTED["8 or 4 bits an entry"]), "torus")
+        name = f"{NAMES[cell['model']]}, {cell['machine'].upper()}"
+        rows.append([name, f"{1e3 * step_s:.0f}", *gains, four_bits])
+    heads = ("plain Horovod, ms", *ACCEPTED, "8 or 4 bits, over the torus")
+    return of_cells(("model, GPU", *heads), rows)
+
+
+def throughputs(records: Records) -> str:
+    """Return the published throughputs, with their sources; no record has them."""
+    rows = []
+    for (gpu, model), row in PUBLISHED.items():
+        table = models.get(model, row.size)
+        form = "" if row.rate else f"derived from {row.model_flops or 0:.4g} FLOP/s"
+        address, _, place = row.source.rpartition(": ")
+        source = f"[{place}]({address})" if address else row.source
+        rate = f"{row.samples_per_second(table):.4g}"
+        name = f"{gpu.upper()}, {NAMES[model]}, {table.sample}"
+        rows.append([name, rate, str(row.batch), source, form])
+    return of_cells(("GPU, model, sample", "samples/s", "batch", "source", ""), rows)
+
+
+def commlib(records: Records) -> str:
+    """Return steps on CommLib's cluster, as published and as predicted, misses included."""
+    rows = []
+    columns = ("published_s", "nominal_s", "calibrated_s")
+    for row in records.rows("commlib"):
+        if row["nominal_s"] is None:
+            continue
+        model, _, system = row["name"].partition(", ")
+        published, *predicted = (row[name] for name in columns)
+        (dense,) = records.rows("commlib", name=f"{model}, Dense") or [{}]
+        cells = [f"{1e3 * published:.0f}"]
+        cells += [f"{1e3 * x:.0f} ({x / published - 1:+.0%})" for x in predicted]
+        cells += [f"{dense[name] / row[name]:.2f}" if dense else "" for name in columns]
+        rows.append([f"{model}, {system}", *cells])
+    heads = ("measured, ms", "predicted, nominal", "calibrated")
+    over = ("times faster than Dense: measured", "nominal", "calibrated")
+    return of_cells(("row", *heads, *over), rows)
+
+
+TABLES: Mapping[str, Callable[[Records], str]] = {
+    "map_by_rate": by_rate,
+    "map_by_nodes": by_nodes,
+    "map_by_model": by_model,
+    "throughputs": throughputs,
+    "commlib": commlib,
+}
