@@ -1,6 +1,6 @@
 """Record a training, a comparison, or what the simulator predicts, as docs/records/NAME.json.
 
-Of machines (`tfcommx machines`) a row is a cell, with the time of its step that each scheme exposes.
+A row of `tfcommx machines` is a cell, with the seconds of exchange that each scheme exposes.
 
     tfcommx train configs/fashion_mnist.yaml --processes 4
     python scripts/bench record runs/fashion_mnist demo --command \\

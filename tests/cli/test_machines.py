@@ -127,6 +127,9 @@ def test_schemes_without_prices_and_their_map(tmp_path: Path) -> None:
     assert "times faster than horovod" in picture.read_text()
     with pytest.raises(ConfigurationError, match="`epoch_samples`"):
         run(str(file), "--figure", str(tmp_path / "costs.svg"))
+    file.write_text("{model: resnet50, machines: {v100: {gpu: v100, between_gbit: 10}}}")
+    with pytest.raises(ConfigurationError, match="`between_gbit"):
+        run(str(file), "--map", str(picture))
 
 
 def test_a_figure_of_machines_that_differ_in_words(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -36,7 +37,7 @@ def test_no_recommendation_is_slower_than_plain_horovod() -> None:
 
 def test_a_later_scheme_must_be_notably_faster() -> None:
     exposed = {"horovod": 1.0, "torus": 0.97, "int4": 0.9}
-    cell = {"compute_seconds": 1.0, "exposed_seconds": exposed}
+    cell: dict[str, Any] = {"compute_seconds": 1.0, "exposed_seconds": exposed}
     assert scheme_map.recommended(cell, ("horovod", "torus")) == "horovod"
     assert scheme_map.recommended(cell, exposed) == "int4"
 
@@ -45,7 +46,7 @@ def test_a_later_scheme_must_be_notably_faster() -> None:
 def test_the_record_has_what_the_file_predicts(machine: str, tmp_path: Path) -> None:
     content = yaml.safe_load((ROOT / "docs" / "records" / "scheme_map.yaml").read_text())
     settings = {**content["machines"][machine], "model": "resnet50"}
-    changed = {**content, "machines": {machine: settings}, "nodes": 16, "between_gbit": 25}
+    changed = {**content, "machines": {machine: settings}, "nodes": 16, "between_gbit": [25]}
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(changed, sort_keys=False))
     (cell,) = record.cells_of(offer_rows(read_offers(tmp_path / "one.yaml")))
     names = ("machine", "model", "nodes", "between_gbit")

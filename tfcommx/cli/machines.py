@@ -94,6 +94,11 @@ def machines(
         raise ConfigurationError(
             f"`--figure` draws costs: {file} needs `epoch_samples` and prices."
         )
+    if map_file and "between_gbit" not in offers.columns:
+        raise ConfigurationError(
+            f"`--map` needs rates, as `between_gbit: [1, 10]`, in each machine or above. Received "
+            f"{file}."
+        )
     rows = offer_rows(offers)
     best = [row for row in rows if row["best"]]
     _show(best)
