@@ -118,13 +118,12 @@ def throughputs(records: Records) -> str:
     rows = []
     for (gpu, model), row in PUBLISHED.items():
         table = models.get(model, row.size)
-        form = "" if row.rate else f"derived from {row.model_flops or 0:.4g} FLOP/s"
         address, _, place = row.source.rpartition(": ")
         source = f"[{place}]({address})" if address else row.source
         rate = f"{row.samples_per_second(table):.4g}"
         name = f"{gpu.upper()}, {NAMES[model]}, {table.sample}"
-        rows.append([name, rate, str(row.batch), source, form])
-    return of_cells(("GPU, model, sample", "samples/s", "batch", "source", ""), rows)
+        rows.append([name, rate, str(row.batch), source, row.note])
+    return of_cells(("GPU, model, sample", "samples/s", "batch", "source", "derivation"), rows)
 
 
 def commlib(records: Records) -> str:

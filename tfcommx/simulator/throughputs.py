@@ -30,6 +30,8 @@ class Published(NamedTuple):
     rate: float | None = None
     # FLOP/s of another model of the same kind, without recomputed activations, > 0.
     model_flops: float | None = None
+    # How the number follows from the source, if it does not stand there.
+    note: str = ""
 
     def samples_per_second(self, table: LayerTable) -> float:
         """Return the rate, derived from `model_flops` if it was not published."""
@@ -42,40 +44,51 @@ _MPT = "https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/bench
 _RESNET = f"{_EXAMPLES}/PyTorch/Classification/ConvNets/resnet50v1.5"
 _BERT = f"{_EXAMPLES}/PyTorch/LanguageModeling/BERT"
 _TRANSFORMER = f"{_EXAMPLES}/PyTorch/Translation/Transformer"
-_WORDS = 32  # Of a sentence of the Transformer's table; its sources count target word pieces
+# Word pieces of a sentence in the Transformer's table
+_WORDS = 32
 
 PUBLISHED: dict[tuple[str, str], Published] = {
-    # 56,056 images/s on 8 GPUs, the median of 35 epochs; 400 images a GPU, by Horovod
     ("h100", "resnet50"): Published(
-        400, 224, f"{_MLPERF}/NVIDIA/results/dgxh100_ngc23.04_mxnet/resnet: result_0", 56056 / 8
+        *(400, 224, f"{_MLPERF}/NVIDIA/results/dgxh100_ngc23.04_mxnet/resnet: result_0"),
+        rate=56056 / 8,
+        note="56,056 on 8 GPUs by Horovod, the median of 35 epochs",
     ),
-    # 7,609 samples/s on 8 GPUs, in FP8; 48 packs of 512 word pieces a GPU, of 2 samples on average
     ("h100", "bert_large"): Published(
-        48, 512, f"{_MLPERF}/GIGABYTE/results/G593-SD0_pytorch/bert: result_0", 7609 / 8 / 2
+        *(48, 512, f"{_MLPERF}/GIGABYTE/results/G593-SD0_pytorch/bert: result_0"),
+        rate=7609 / 8 / 2,
+        note="7,609 samples/s on 8 GPUs in FP8; two samples fill a sentence of 512",
     ),
-    # MPT of 1.3 billion parameters on texts of 1,024 word pieces, batch 18: 41.95 % of the peak
     ("h100", "gpt2_xl"): Published(
-        18, 1024, f"{_MPT}: H100 80GB BF16, 1b, 1024", model_flops=415.1e12
+        *(18, 1024, f"{_MPT}: H100 80GB BF16, 1b, 1024"),
+        model_flops=415.1e12,
+        note="MPT of 1.3 billion parameters reached 41.95 % of the peak, 415.1e12 FLOP/s",
     ),
-    ("a100", "resnet50"): Published(256, 224, f"{_RESNET}: DGX A100 80GB, 1 GPU", 2470),
-    ("a100", "bert_large"): Published(32, 512, f"{_BERT}: pre-training, DGX A100, 1 GPU", 210),
-    # 82,059 word pieces/s in batches of 10,240
+    ("a100", "resnet50"): Published(256, 224, f"{_RESNET}: DGX A100 80GB, 1 GPU", rate=2470),
+    ("a100", "bert_large"): Published(32, 512, f"{_BERT}: pre-training, DGX A100", rate=210),
     ("a100", "transformer_big"): Published(
-        10240 // _WORDS, _WORDS, f"{_TRANSFORMER}: DGX A100 40GB, 1 GPU", 82059 / _WORDS
+        *(10240 // _WORDS, _WORDS, f"{_TRANSFORMER}: DGX A100 40GB, 1 GPU"),
+        rate=82059 / _WORDS,
+        note="82,059 target word pieces/s, in batches of 10,240",
     ),
-    # The same MPT: 60.15 % of the peak
-    ("a100", "gpt2_xl"): Published(18, 1024, f"{_MPT}: A100 80GB, 1b, 1024", model_flops=187.7e12),
-    ("v100", "resnet50"): Published(256, 224, f"{_RESNET}: DGX-1 16GB, 1 GPU", 1200),
-    ("v100", "vgg19"): Published(256, 224, "Shi et al., CommLib (2021), section 5.5.2", 560),
-    ("v100", "bert_large"): Published(8, 512, f"{_BERT}: pre-training, DGX-1 32G, 1 GPU", 75),
-    # 39,911 word pieces/s in batches of 10,240
+    ("a100", "gpt2_xl"): Published(
+        *(18, 1024, f"{_MPT}: A100 80GB, 1b, 1024"),
+        model_flops=187.7e12,
+        note="the same MPT reached 60.15 % of the peak, 187.7e12 FLOP/s",
+    ),
+    ("v100", "resnet50"): Published(256, 224, f"{_RESNET}: DGX-1 16GB, 1 GPU", rate=1200),
+    ("v100", "vgg19"): Published(256, 224, "Shi et al. (CommLib, 2021), section 5.5.2", rate=560),
+    ("v100", "bert_large"): Published(8, 512, f"{_BERT}: pre-training, DGX-1 32G", rate=75),
     ("v100", "transformer_big"): Published(
-        10240 // _WORDS, _WORDS, f"{_TRANSFORMER}: DGX-2 32GB, 1 GPU", 39911 / _WORDS
+        *(10240 // _WORDS, _WORDS, f"{_TRANSFORMER}: DGX-2 32GB, 1 GPU"),
+        rate=39911 / _WORDS,
+        note="39,911 target word pieces/s, in batches of 10,240",
     ),
-    # A GPT-2 of 1.2 billion parameters, 40 blocks of 1,536 units (arXiv 1909.08053, table 1): 8
-    # texts of 1,024 in 1.288 s; (6 x 1.2e9 + 12 x 40 x 1,536 x 1,024) x 8 x 1,024 / 1.288 s
+    # 40 blocks of 1,536 units (arXiv 1909.08053, table 1) on texts of 1,024 word pieces:
+    # (6 x 1.2e9 + 12 x 40 x 1,536 x 1,024) x 8 x 1,024 / 1.288 s
     ("v100", "gpt2_xl"): Published(
-        8, 1024, "https://nv-adlr.github.io/MegatronLMV1: table 1", model_flops=50.6e12
+        *(8, 1024, "https://nv-adlr.github.io/MegatronLMV1: table 1"),
+        model_flops=50.6e12,
+        note="8 texts in 1.288 s by a GPT-2 of 1.2 billion parameters, 50.6e12 FLOP/s",
     ),
 }
 GPUS = tuple(dict.fromkeys(gpu for gpu, _ in PUBLISHED))
