@@ -27,15 +27,11 @@ ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "1 % of the entries": (*LOSSLESS, "one_percent"),
 }
 CODE = {
-    "horovod": "`Scheme()`",
-    "torus": '`Scheme("torus")`',
-    "lossless": '`Scheme("auto")`',
-    "int8": "`int8`",
-    "int4": "`int4`",
-    "int1": "`int1`",
-    "ten_percent": "`elias/int4`",
-    "one_percent": "`elias/int8`",
+    **{"horovod": "`Scheme()`", "torus": '`Scheme("torus")`', "lossless": '`Scheme("auto")`'},
+    **{"int8": "`int8`", "int4": "`int4`", "int1": "`int1`"},
+    **{"ten_percent": "`elias/int4`", "one_percent": "`elias/int8`"},
 }
+HEADS = {"machine": "GPU", "between_gbit": "Gbit/s", "nodes": "nodes"}
 NAMES = {
     "resnet50": "ResNet-50",
     "vgg19": "VGG-19",
@@ -71,27 +67,23 @@ def _summary(cells: list[Row], schemes: Iterable[str]) -> str:
     return f"{CODE[statistics.mode(chosen)]}, {least}" + (f" to {most}" if most != least else "")
 
 
-def by_rate(records: Records) -> str:
-    """Return the recommendations by GPU and rate, over models and nodes."""
-    cells = records.rows("scheme_map")
-    keys = dict.fromkeys((cell["machine"], cell["between_gbit"]) for cell in cells)
-    rows = []
-    for machine, rate in sorted(keys):
-        here = records.rows("scheme_map", machine=machine, between_gbit=rate)
-        summaries = [_summary(here, schemes) for schemes in ACCEPTED.values()]
-        rows.append([machine.upper(), f"{rate:g}", *summaries])
-    return of_cells(("GPU", "Gbit/s", *ACCEPTED), rows)
+def grouped(rates: Iterable[float], *names: str) -> Callable[[Records], str]:
+    """Return the table of recommendations for each group of cells with equal values of `names`."""
 
+    def table(records: Records) -> str:
+        groups: dict[tuple[str, ...], list[Row]] = {}
+        for cell in records.rows("scheme_map"):
+            if cell["between_gbit"] in rates:
+                key = tuple(str(cell[name]).upper().removesuffix(".0") for name in names)
+                groups.setdefault(key, []).append(cell)
+        rows = [
+            [*key, *(_summary(cells, schemes) for schemes in ACCEPTED.values())]
+            for key, cells in groups.items()
+        ]
+        rows.sort(key=lambda row: (row[0].zfill(4), float(row[1])))
+        return of_cells((*(HEADS[name] for name in names), *ACCEPTED), rows)
 
-def by_nodes(records: Records) -> str:
-    """Return the recommendations by the number of nodes, over GPUs and models."""
-    rows = []
-    for rate in (10, 100):
-        for nodes in dict.fromkeys(cell["nodes"] for cell in records.rows("scheme_map")):
-            here = records.rows("scheme_map", nodes=nodes, between_gbit=rate)
-            summaries = [_summary(here, schemes) for schemes in ACCEPTED.values()]
-            rows.append([f"{rate:g}", str(nodes), *summaries])
-    return of_cells(("Gbit/s", "nodes", *ACCEPTED), rows)
+    return table
 
 
 def by_model(records: Records) -> str:
@@ -146,8 +138,8 @@ def commlib(records: Records) -> str:
 
 
 TABLES: Mapping[str, Callable[[Records], str]] = {
-    "map_by_rate": by_rate,
-    "map_by_nodes": by_nodes,
+    "map_by_rate": grouped((1, 5, 10, 25, 50, 100, 200), "machine", "between_gbit"),
+    "map_by_nodes": grouped((10, 100), "between_gbit", "nodes"),
     "map_by_model": by_model,
     "throughputs": throughputs,
     "commlib": commlib,
