@@ -1,5 +1,7 @@
 """Record a training, a comparison, or what the simulator predicts, as docs/records/NAME.json.
 
+A row of `tfcommx machines` is a cell, with the seconds of exchange that each scheme exposes.
+
     tfcommx train configs/fashion_mnist.yaml --processes 4
     python scripts/bench record runs/fashion_mnist demo --command \\
         "tfcommx train configs/fashion_mnist.yaml --processes 4"
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,28 @@ def row_of(folder: Path) -> dict[str, Any]:
     }
 
 
+def cells_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each cell of `tfcommx machines`; seconds have four digits."""
+    cells: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        names = {name: line[name] for name in ("machine", "model", "nodes", "between_gbit")}
+        exposed_s = line["exposed_seconds"]
+        cell = cells.setdefault(
+            ", ".join(map(str, names.values())),
+            {**names, "compute_seconds": float(f"{line['step_seconds'] - exposed_s:.4g}")},
+        )
+        exposed = cell.setdefault("exposed_seconds", {})
+        exposed[line["scheme"]] = float(f"{exposed_s:.4g}")
+    return [{"name": name, **cell} for name, cell in cells.items()]
+
+
 def rows_of(file: Path) -> tuple[list[dict[str, Any]], str]:
     """Return the rows of a simulation or a comparison from its file, and what to know of them."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
+    if "published_s" in lines[0]:
+        return lines, "predictions of published steps; nothing of this was measured here"
+    if "machine" in lines[0]:
+        return cells_of(lines), "a prediction: nothing of this was measured"
     if "scheme" in lines[0]:
         rows = [{"name": one["scheme"], **one} for one in lines]
         return rows, "a prediction: nothing of this was measured"

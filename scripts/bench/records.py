@@ -86,7 +86,8 @@ def write(
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    write_text(path, json.dumps(record, indent=1) + "\n")
+    lines = ",\n  ".join(json.dumps(row) for row in record.pop("rows"))
+    write_text(path, f'{json.dumps(record, indent=1)[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n')
     return path
 
 

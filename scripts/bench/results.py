@@ -120,6 +120,9 @@ COMMANDS = {
     "compare_dawnbench": "tfcommx compare configs/dawnbench_miniature.yaml --nodes 2 --slots 2 "
     "--model resnet50 --batch 64 --throughput 250 --seeds 3 "
     "--methods dense,elias_int4,elias_int4_early",
+    "scheme_map": "tfcommx machines docs/records/scheme_map.yaml "
+    "--map docs/pictures/scheme_map.png",
+    "commlib": "python scripts/reproduce/commlib.py",
     "wheels": "python scripts/verify/wheels.py",
     "losses": "python scripts/trials/losses.py",
     "losses_hour": "python scripts/trials/losses.py --minutes 60 --seed 1",
@@ -155,12 +158,12 @@ def measure(name: str) -> bool:
     out.parent.mkdir(parents=True, exist_ok=True)
     place, _, line = command.rpartition("; ")  # "cd FOLDER", where modules of one's own are
     folder, words = ROOT / place.removeprefix("cd "), shlex.split(line)
-    option = {"train": "--output", "simulate": "--json", "compare": "--json"}
-    if words[0] != "tfcommx":
+    option = {"train": "--output"}
+    if words[0] != "tfcommx" and "reproduce" not in words[1]:
         return subprocess.call([*words, "--record", name], cwd=folder) == 0
     record = [sys.executable, "scripts/bench", "record", out, name, "--command", command]
     return not (
-        subprocess.call([*words, option[words[1]], out], cwd=folder)
+        subprocess.call([*words, option.get(words[1], "--json"), out], cwd=folder)
         or subprocess.call([*map(str, record)], cwd=ROOT)
     )
 

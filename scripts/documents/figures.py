@@ -26,7 +26,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "documents"))
-from tables import TABLES, FigureError, Records  # noqa: E402
+import scheme_map  # noqa: E402
+import tables  # noqa: E402
+from tables import FigureError, Records  # noqa: E402
+
+TABLES = {**tables.TABLES, **scheme_map.TABLES}
 
 FOLDER = ROOT / "docs" / "records"
 BLOCK = re.compile(

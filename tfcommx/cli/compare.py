@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tfcommx.cli.plan import profile_of
+from tfcommx.cli.plan import BATCH_HELP, GPU_HELP, THROUGHPUT_HELP, profile_of
 from tfcommx.cli.train import SET_HELP
 from tfcommx.comparison import figures, tables
 from tfcommx.comparison.methods import check_names_a_route, fitting, read_methods
@@ -32,6 +32,7 @@ from tfcommx.launch.hosts import parse_hosts
 from tfcommx.recipes.reader import RecipeError, RecipePart
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
+from tfcommx.simulator.throughputs import DEFAULT_GPU
 
 
 def compare(
@@ -73,12 +74,9 @@ def compare(
             "such as resnet50. Default: the recipe's model, profiled here."
         ),
     ] = None,
-    batch: Annotated[
-        int, typer.Option(min=1, help="Samples per rank and step, if --model is a name.")
-    ] = 64,
-    throughput: Annotated[
-        float, typer.Option(help="Samples/s of one rank alone, if --model is a name.")
-    ] = 250.0,
+    gpu: Annotated[str, typer.Option(help=GPU_HELP)] = DEFAULT_GPU,
+    batch: Annotated[int | None, typer.Option(min=1, help=BATCH_HELP)] = None,
+    throughput: Annotated[float | None, typer.Option(help=THROUGHPUT_HELP)] = None,
     hosts: Annotated[
         str | None,
         typer.Option("-H", "--hosts", help="Also measure steps on these: node0:1,node1:1,..."),
@@ -103,7 +101,7 @@ def compare(
     rates = _numbers(bandwidths)
     changes, recipes = _checked(setup, _words(methods))
     trainings = _trainings(setup, changes, seeds)
-    model_profile = None if model is None else profile_of(model, throughput, batch)
+    model_profile = None if model is None else profile_of(model, gpu, throughput, batch)
     profiles = _profiles(setup, model_profile)
     on_hosts: dict[str, MeasuredSteps] = {}
     if hosts is not None:

@@ -1,9 +1,13 @@
-"""`tfcommx machines`: compare kinds and numbers of machines to rent for a training."""
+"""`tfcommx machines`: compare kinds and numbers of machines for a training, and schemes on them.
+
+With prices it answers which machines to rent. Without, `--map` shows which scheme suits which.
+"""
 
 from __future__ import annotations
 
 import csv
 import itertools
+import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +16,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated_step
-from tfcommx.core import ConfigurationError, check_name, check_whole, replacing
+from tfcommx.core import ConfigurationError, check_name, check_whole, replacing, write_text
+from tfcommx.planner.predict import MISSES
 
 # Default schemes; both are lossless, and the first is plain Horovod's
 SCHEMES: dict[str, dict[str, Any]] = {"horovod": {}, "torus": {"scheme": "torus"}}
@@ -23,14 +28,19 @@ NOTABLY_FASTER = 0.97
 OWN = ("machines", "schemes", "epoch_samples")
 # Columns of every row, even if the file has only one value
 ALWAYS = ("model", "nodes", "slots")
+# Columns of a row that a simulated step has, too
+STEP = (
+    *("merging", "step_seconds", *INTERVAL, "exposed_seconds"),
+    *("throughput", "scaling_efficiency", "bytes_between"),
+)
 
 
 class Offers(NamedTuple):
     """Contents of the user's file: machines, and the training on them."""
 
-    # Samples of an epoch, >= 1.
-    epoch_samples: int
-    # Name -> price of a node per hour, > 0.
+    # Samples of an epoch, >= 1; None: epochs have no cost.
+    epoch_samples: int | None
+    # Name -> price of a node per hour, > 0; empty without `epoch_samples`.
     prices: dict[str, float]
     # Name -> its settings; a list holds several values, a mapping one value for each model.
     machines: dict[str, dict[str, Any]]
@@ -59,18 +69,37 @@ class Offers(NamedTuple):
 
 def machines(
     file: Annotated[
-        Path, typer.Argument(help="YAML file of machines, their prices, and the training.")
+        Path, typer.Argument(help="YAML file of machines, the training, and prices if known.")
     ],
     csv_file: Annotated[
         Path | None, typer.Option("--csv", help="Write all rows, of all schemes.")
     ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all rows, one object a line.")
+    ] = None,
     figure: Annotated[
         Path | None, typer.Option(help="Draw cost over time, and the efficiency: .svg or .png.")
+    ] = None,
+    map_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--map", help="Draw how many times faster each scheme is, by rate between nodes."
+        ),
     ] = None,
 ) -> None:
     """Compare machines: step time, throughput, and the cost of an epoch, with the best scheme."""
     start = time.monotonic()
-    rows = offer_rows(read_offers(file))
+    offers = read_offers(file)
+    if figure and not offers.prices:
+        raise ConfigurationError(
+            f"`--figure` draws costs: {file} needs `epoch_samples` and prices."
+        )
+    if map_file and "between_gbit" not in offers.columns:
+        raise ConfigurationError(
+            f"`--map` needs rates, as `between_gbit: [1, 10]`, in each machine or above. Received "
+            f"{file}."
+        )
+    rows = offer_rows(offers)
     best = [row for row in rows if row["best"]]
     _show(best)
     print(f"{len(best)} cells, {len(rows)} simulated steps in {time.monotonic() - start:.1f} s.")
@@ -79,35 +108,44 @@ def machines(
             writer = csv.DictWriter(out, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-    if figure:
-        from tfcommx.report.figures import draw_machines
+    if json_file:
+        write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows))
+    from tfcommx.report import figures
 
-        draw_machines(best, figure)
+    if figure:
+        figures.draw_machines(best, figure)
+    if map_file:
+        figures.draw_map(rows, map_file)
 
 
 def read_offers(file: Path) -> Offers:
     """Read the user's file.
 
     **Raises:** ConfigurationError for an unknown key, with the nearest known one, and for a machine
-    without a price.
+    without a price if there is an epoch to pay.
     """
     content = read_keys(file)
     shared = {name: value for name, value in content.items() if name not in OWN}
     _check_settings(file, shared, OWN)
     machines, prices = {}, {}
     for name, settings in _named(file, content, "machines").items():
-        price = settings.pop("price", None)
+        machines[name] = {**shared, **settings}
+        _check_settings(file, settings, ("price",))
+        price = machines[name].pop("price", None)
+        if price is None and "epoch_samples" not in content:
+            continue
         if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < 1e12:
             raise ConfigurationError(
                 f"`price`, of a node per hour and > 0, is required of each machine. Received "
                 f"{price!r} of {name!r}."
             )
-        prices[name], machines[name] = float(price), {**shared, **settings}
-        _check_settings(file, settings, ("price",))
+        prices[name] = float(price)
     schemes = _named(file, content, "schemes") if "schemes" in content else SCHEMES
     for settings in schemes.values():
         _check_settings(file, settings, ())
-    samples = check_whole("epoch_samples", content.get("epoch_samples"), least=1)
+    samples = content.get("epoch_samples")
+    if prices:
+        samples = check_whole("epoch_samples", samples, least=1)
     return Offers(samples, prices, machines, schemes)
 
 
@@ -117,9 +155,10 @@ def offer_rows(offers: Offers) -> list[dict[str, Any]]:
     A scheme is left out of cells in which it is impossible, such as on one node.
 
     Returns:
-        Rows; `speedup` is over the first scheme of a cell. `best` is True for the recommended
+        Rows; `speedup` is over the first scheme of a cell, and between `speedup_low` and
+        `speedup_high` if all messages miss their prices alike. `best` is True for the recommended
         scheme of a cell, and `unbeaten` for such a row if no other of its model beats it in time
-        and cost.
+        and cost; without prices none is.
 
     **Cost:** about 10 ms per row, for any number of ranks.
     **Raises:** ConfigurationError for settings that are out of range, and for a scheme that is
@@ -139,12 +178,14 @@ def offer_rows(offers: Offers) -> list[dict[str, Any]]:
             cell_rows.append(_row(offers, machine, settings, name, step))
         best = _best(cell_rows)
         for row in cell_rows:
-            row["speedup"] = cell_rows[0]["step_seconds"] / row["step_seconds"]
+            row.update(_speedups(cell_rows[0], row))
             row["best"] = row is best
         rows += cell_rows
     for name, refusal in refused.items():
         if name not in {row["scheme"] for row in rows}:
             raise refusal
+    if not offers.prices:
+        return [{**row, "unbeaten": False} for row in rows]
     best_ones = [row for row in rows if row["best"]]
     return [{**row, "unbeaten": row["best"] and not _is_beaten(row, best_ones)} for row in rows]
 
@@ -158,22 +199,41 @@ def _best(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     return best
 
 
+def _speedups(first: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, float]:
+    """Return a row's times faster than the first: as predicted, and where all messages miss alike.
+
+    >>> first = {"step_seconds": 3.0, "exposed_seconds": 2.0}
+    >>> _speedups(first, {"step_seconds": 1.0, "exposed_seconds": 0.0})
+    {'speedup': 3.0, 'speedup_low': 2.38, 'speedup_high': 4.2}
+    """
+
+    def ratio(factor: float) -> float:
+        longer, shorter = (
+            float(step["step_seconds"] + (factor - 1) * step["exposed_seconds"])
+            for step in (first, row)
+        )
+        return longer / shorter
+
+    low, high = sorted(map(ratio, (MISSES.message_low, MISSES.message_high)))
+    return {"speedup": ratio(1.0), "speedup_low": low, "speedup_high": high}
+
+
 def _row(
     offers: Offers, machine: str, settings: Settings, scheme: str, step: Mapping[str, Any]
 ) -> dict[str, Any]:
-    epoch_s = offers.epoch_samples / step["throughput"]
-    return {
+    row = {
         "machine": machine,
         **{name: getattr(settings, name) for name in offers.columns},
         "ranks": settings.nodes * settings.slots,
         "scheme": scheme,
-        **{name: step[name] for name in ("step_seconds", *INTERVAL)},
-        "throughput": step["throughput"],
-        "scaling_efficiency": step["scaling_efficiency"],
-        "bytes_between": step["bytes_between"],
-        "epoch_seconds": epoch_s,
-        "epoch_cost": epoch_s / 3600 * settings.nodes * offers.prices[machine],
+        "route": step["scheme"],
+        **{name: step[name] for name in STEP},
     }
+    if offers.epoch_samples is None:
+        return row
+    epoch_s = offers.epoch_samples / step["throughput"]
+    cost = epoch_s / 3600 * settings.nodes * offers.prices[machine]
+    return {**row, "epoch_seconds": epoch_s, "epoch_cost": cost}
 
 
 def _is_beaten(row: Mapping[str, Any], rows: list[dict[str, Any]]) -> bool:
@@ -235,7 +295,8 @@ def _show(rows: list[dict[str, Any]]) -> None:
     for row, cells in zip(rows, shown, strict=True):
         table.add_row(*map(str, cells.values()), style="bold" if row["unbeaten"] else None)
     terminal_console().print(table)
-    print("* nothing else is both faster and cheaper")
+    if "epoch cost" in shown[0]:
+        print("* nothing else is both faster and cheaper")
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,6 +304,12 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
     names = list(row)
     tells_apart = names[1 : names.index("ranks")]
     within = "-".join(f"{1e3 * row[name]:.0f}" for name in INTERVAL)
+    costs = {}
+    if "epoch_cost" in row:
+        costs = {
+            "epoch min": f"{row['epoch_seconds'] / 60:.2f}",
+            "epoch cost": f"{row['epoch_cost']:.2f}" + "*" * row["unbeaten"],
+        }
     return {
         **{name.replace("_", " "): row[name] for name in tells_apart},
         "scheme": row["scheme"],
@@ -250,6 +317,5 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
         "samples/s": f"{row['throughput']:.0f}",
         "efficiency": f"{row['scaling_efficiency']:.1%}",
         "speedup": f"{row['speedup']:.2f}",
-        "epoch min": f"{row['epoch_seconds'] / 60:.2f}",
-        "epoch cost": f"{row['epoch_cost']:.2f}" + "*" * row["unbeaten"],
+        **costs,
     }

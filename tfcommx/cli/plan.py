@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tfcommx.core import ConfigurationError, Links, Profile, Scheme, Topology, write_text
+from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
 
 if TYPE_CHECKING:
     from tfcommx.planner.predict import Prediction
+
+# Help texts of the options of a model that is given by its name
+GPU_HELP = f"GPU whose published throughput a named model has: {GPU_NAMES}."
+BATCH_HELP = (
+    f"Samples per rank and step of a named model; the GPU's, or {DEFAULT_BATCH} with --throughput."
+)
+THROUGHPUT_HELP = "Samples/s of one rank alone, of a named model; the published one of --gpu."
 
 
 def plan(
@@ -41,10 +49,9 @@ def plan(
         ),
     ] = None,
     mpi: Annotated[bool, typer.Option(help="Include the routes that need MPI.")] = False,
-    batch: Annotated[int, typer.Option(help="Samples per rank and step, if MODEL is a name.")] = 64,
-    throughput: Annotated[
-        float, typer.Option(help="Samples/s of one rank alone, if MODEL is a name.")
-    ] = 250.0,
+    gpu: Annotated[str, typer.Option(help=GPU_HELP)] = DEFAULT_GPU,
+    batch: Annotated[int | None, typer.Option(min=1, help=BATCH_HELP)] = None,
+    throughput: Annotated[float | None, typer.Option(help=THROUGHPUT_HELP)] = None,
     output: Annotated[
         Path | None, typer.Option(help="Write the chosen plan: DistributedOptimizer(plan=...).")
     ] = None,
@@ -60,7 +67,7 @@ def plan(
     from tfcommx.planner.predict import Setting, what_helps
     from tfcommx.simulator.assumptions import Assumptions, measured_time
 
-    profile = profile_of(model, throughput, batch)
+    profile = profile_of(model, gpu, throughput, batch)
     assumptions = Assumptions(measured_time(profile))
     measured = Links.read(links)
     if engine is not None:
@@ -89,15 +96,15 @@ def _asked(selection: str, density: float, wire: str, compression: str) -> Schem
     return dataclasses.replace(requested, route="allreduce" if selection == "all" else "allgather")
 
 
-def profile_of(model: str, throughput: float, batch: int) -> Profile:
-    """Return the profile of a file, or of a known model at a throughput.
+def profile_of(model: str, gpu: str, throughput: float | None, batch: int | None) -> Profile:
+    """Return the profile of a file, or of a known model: at a throughput, or as published.
 
-    **Raises:** ConfigurationError for a name that is neither.
+    **Raises:** ConfigurationError for a name that is neither, and without any throughput.
     """
     from tfcommx.simulator import models
 
     if model in models.MODELS:
-        return Profile.from_throughput(models.get(model), throughput, batch=batch)
+        return model_profile(model, gpu, throughput, batch)
     if not Path(model).is_file():
         raise ConfigurationError(
             f"A file of a profile, or a model ({', '.join(models.MODELS)}), is required. Received "

@@ -15,6 +15,7 @@ import typer
 
 from tfcommx.cli.parameters import show_parameters
 from tfcommx.core import (
+    AUTO,
     PLAIN,
     ConfigurationError,
     EngineSettings,
@@ -27,6 +28,7 @@ from tfcommx.core import (
     write_text,
 )
 from tfcommx.recipes.reader import parse
+from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
 
 
 def setting(default: Any, text: str) -> Any:
@@ -39,12 +41,21 @@ class Settings:
     """The settings of a simulation: options, or keys of a YAML file with - or _."""
 
     model: str = setting("resnet50", "A network, such as resnet50 or vgg16.")
-    size: int | None = setting(None, "Pixels a side, or words, of a sample; the model's default.")
-    profile: str | None = setting(
-        None, "File of a measured profile; it replaces --model, --batch and --throughput."
+    size: int | None = setting(
+        None, "Pixels a side, or words, of a sample; the GPU's, or the model's with --throughput."
     )
-    batch: int = setting(64, "Samples of one rank in a step.")
-    throughput: float = setting(250.0, "Samples per second of one rank alone.")
+    profile: str | None = setting(
+        None, "File of a measured profile; it replaces --model, --gpu, --batch and --throughput."
+    )
+    gpu: str = setting(
+        DEFAULT_GPU, f"Its published throughput, batch and size are the defaults: {GPU_NAMES}."
+    )
+    batch: int | None = setting(
+        None, f"Samples of one rank in a step; the GPU's, or {DEFAULT_BATCH} with --throughput."
+    )
+    throughput: float | None = setting(
+        None, "Samples per second of one rank alone; the published one of --gpu."
+    )
     nodes: int = setting(4, "Nodes of the cluster.")
     slots: int = setting(1, "Ranks on each node.")
     links: str | None = setting(
@@ -75,7 +86,11 @@ class Settings:
     fusion_mbytes: float | None = setting(
         None, "Buffer in which waiting allreduces are fused, 2^20 bytes; none, or from --links."
     )
-    scheme: str = setting("allreduce", "Route: allreduce, torus, hitopk, ...")
+    scheme: str = setting(
+        "allreduce",
+        "Route: allreduce, torus, hitopk, ...; auto: the fastest by prediction of those that the "
+        "next four allow.",
+    )
     selection: str | None = setting(None, "Rule of a sparse route; mstopk.")
     density: float | None = setting(None, "Entries sent / entries, of a sparse route; 0.01.")
     wire: str = setting(
@@ -120,7 +135,7 @@ class Settings:
         from tfcommx import routes
         from tfcommx.routes.route import SparseRoute
 
-        sparse = isinstance(routes.get(self.scheme), SparseRoute)
+        sparse = self.scheme != AUTO and isinstance(routes.get(self.scheme), SparseRoute)
         selection = self.selection or ("mstopk" if sparse else "all")
         default = 1.0 if selection == "all" else 0.01
         return Scheme(
@@ -336,15 +351,17 @@ def _numbers(words: list[str], name: str) -> list[Any]:
 def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
     """Simulate one step; return its timeline and its row."""
     from tfcommx.core import Profile
+    from tfcommx.planner.check import check_scheme
+    from tfcommx.planner.choose import candidates
     from tfcommx.planner.predict import Setting
-    from tfcommx.simulator import models
     from tfcommx.simulator.assumptions import Assumptions, measured_time
 
     if settings.profile is not None:
         profile = Profile.read(settings.profile)
     else:
-        table = models.get(settings.model, settings.size)
-        profile = Profile.from_throughput(table, settings.throughput, batch=settings.batch)
+        profile = model_profile(
+            settings.model, settings.gpu, settings.throughput, settings.batch, settings.size
+        )
     assumptions = Assumptions(
         measured_time(profile),
         settings.selection_on,
@@ -358,7 +375,12 @@ def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
     )
     topology = Topology(settings.nodes, settings.slots)
     setting = Setting(profile, topology, settings.link_prices, assumptions)
-    prediction = setting.predict(settings.requested_scheme)
+    requested = settings.requested_scheme
+    if requested.route == AUTO:
+        check_scheme(requested, topology)
+        prediction = candidates(setting, requested, thorough=False)[0]
+    else:
+        prediction = setting.predict(requested)
     return prediction.timeline, prediction.row()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from tfcommx.report.summary import PARTS, scheme_text, seconds_by_part, size_tex
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 # (latency terms, bytes, seconds) of each measured size
 Points = Sequence[tuple[float, float, float]]
@@ -290,6 +292,55 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
         several = [f"{x} {_in_words(row[x])}" for x in listed if len(values[x]) > 1]
         lines.setdefault(", ".join([row["machine"], *several]), []).append(row)
     return lines
+
+
+def draw_map(rows: Sequence[Row], path: Path) -> None:
+    """Draw how many times faster each scheme is than the first one, over the rate between nodes.
+
+    A panel for each model and machine; lines are medians over the numbers of nodes, and bands reach
+    from the least to the most.
+
+    Args:
+        rows: all schemes of all cells, as `tfcommx machines` writes them.
+        path: the picture to write; its suffix, such as .svg or .png, decides the format.
+    """
+    from matplotlib.figure import Figure  # Without pyplot: no display, no global state
+
+    models, machines, schemes = (
+        list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "machine", "scheme")
+    )
+    speedups: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        key = row["model"], row["machine"], row["scheme"], row["between_gbit"]
+        speedups.setdefault(key, []).append(row["speedup"])
+    rates = sorted({row["between_gbit"] for row in rows})
+    figure = Figure(
+        figsize=(2.6 * len(machines) + 1, 1.8 * len(models) + 0.8), layout="constrained"
+    )
+    grid = figure.subplots(len(models), len(machines), squeeze=False, sharex=True, sharey="row")
+    lines: dict[str, Line2D] = {}
+    for (model, machine), axes in zip(itertools.product(models, machines), grid.flat, strict=True):
+        axes.set(xscale="log", yscale="log", xticks=rates)
+        axes.minorticks_off()
+        axes.set_title(f"{model}, {machine}", fontsize=10)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
+        for number, scheme in enumerate(schemes[1:]):
+            values = [speedups.get((model, machine, scheme, rate), []) for rate in rates]
+            if not all(values):
+                axes.set_visible(False)
+                break
+            medians = list(map(statistics.median, values))
+            (lines[scheme],) = axes.plot(rates, medians, f"C{number}.-", label=scheme)
+            least, most = list(map(min, values)), list(map(max, values))
+            axes.fill_between(rates, least, most, color=f"C{number}", alpha=0.08, linewidth=0)
+    for axes in grid[-1]:
+        axes.set_xlabel("Gbit/s between nodes", fontsize=9)
+    figure.supylabel(f"times faster than {schemes[0]}", fontsize=9)
+    columns = 2 * len(machines) + 1
+    figure.legend(handles=[*lines.values()], loc="outside lower center", ncols=columns, fontsize=8)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=100)
 
 
 def _in_words(value: Any) -> str:

@@ -26,6 +26,7 @@ _ALL: tuple[Callable[..., LayerTable], ...] = (
     inception.inception_v4,
     language.bert_base,
     language.bert_large,
+    language.gpt2_xl,
     language.transformer_base,
     language.transformer_big,
     language.lstm_ptb,

@@ -1,4 +1,4 @@
-"""Language models: LSTM, BERT and the Transformer."""
+"""Language models: LSTM, BERT, GPT-2 and the Transformer."""
 
 from __future__ import annotations
 
@@ -73,6 +73,38 @@ def _block(name: str, width: int, words: int) -> list[Layer]:
         dense(f"{name}/outer", 4 * width, width, times=words),
         normalization(f"{name}/norm2", width, width * words),
     ]
+
+
+GPT2_VOCABULARY, GPT2_WORDS = 50257, 1024
+
+
+def gpt2_xl(words: int = GPT2_WORDS) -> LayerTable:
+    """Return the layers of GPT-2 of 1.5 billion parameters for texts of `words` word pieces.
+
+    The classes share the embedding of the words. Scores of masked words are counted, too.
+
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2:
+    48 blocks of 1,600 units.
+    """
+    width = 1600
+    tables = (("words", (GPT2_VOCABULARY, width)), ("positions", (GPT2_WORDS, width)))
+    layers = [Layer("embedding", 0, tables)]
+    for number in range(1, 49):
+        name = f"block{number}"
+        layers += [
+            normalization(f"{name}/norm1", width, width * words),
+            dense(f"{name}/query_key_value", width, 3 * width, times=words),
+            Layer(f"{name}/attention", 2 * words * words * width),
+            dense(f"{name}/output", width, width, times=words),
+            normalization(f"{name}/norm2", width, width * words),
+            dense(f"{name}/inner", width, 4 * width, times=words),
+            dense(f"{name}/outer", 4 * width, width, times=words),
+        ]
+    layers += [
+        normalization("norm", width, width * words),
+        Layer("classes", width * GPT2_VOCABULARY * words),
+    ]
+    return LayerTable("gpt2_xl", tuple(layers), f"a text of {words} word pieces")
 
 
 WMT_VOCABULARY, BLOCKS = 37000, 6
