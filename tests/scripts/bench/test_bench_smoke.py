@@ -24,46 +24,23 @@ ROWS = {
     "select": {
         "residual_add", "mstopk", "exact", "dgc", "algorithm1", "tf_top_k", "numpy_argpartition",
     },
-    "passes": {
-        "flatten", "select", "round", "rounding error (before)", "rounding error", "encode",
-        "merge", "merge and average", "average (before)", "unflatten (before)", "unflatten",
-    },
-    "norms": {"norms", "tf_norm", "read", "lars", "lars_plain", "sgd", "add"},
     "data": {
         "datacache_whole", "tfdata_decode", "tfdata_cache", "tfdata_cache_same", "datacache",
     },
     "step": {"horovod", "tfcommx"},
-    "overlap": {"horovod", "0.001 MiB", "1 MiB"},
-    "guard": {"no guard", "between checks", "with a check"},
-    "watch": {"step", "marks", "look"},
     "auto": {"plain", "Scheme()", "auto"},
     "training": {"none", "horovod"},
     "local_updates": {"none", "1/0", "1/2", "2/1"},
-    "strategies": {
-        f"{what}, {name}"
-        for what in ("pull + forward", "step")
-        for name in ("synchronous", "at_once", "layers", "ibatch", "batched")
-    },
     "routes": {"allreduce plain", "hitopk pair32"},
-    "elastic_averaging": {
-        f"{name}, {ranks}"
-        for name in ("elastic", "sync")
-        for ranks in ("ranks alike", "rank 2 slow")
-    },
 }  # fmt: skip
 # One launch each. Training and routes have tests of their own
 TOGETHER = [
-    pytest.param(["select", "passes", "norms", "data"], id="one process"),
-    pytest.param(["step", "overlap", "guard", "watch"], id="two ranks"),
+    pytest.param(["select", "data"], id="one process"),
+    pytest.param(["step"], id="two ranks"),
     pytest.param(
-        ["auto", "training", "strategies", "local_updates", "routes"],
+        ["auto", "training", "local_updates", "routes"],
         id="longer",
         marks=pytest.mark.exhaustive,
-    ),
-    pytest.param(
-        ["elastic_averaging"],
-        id="three ranks",
-        marks=[pytest.mark.exhaustive, pytest.mark.long_wait],
     ),
 ]
 
@@ -82,14 +59,6 @@ def test_smoke(names: list[str], tmp_path: Path) -> None:
 def test_every_benchmark_has_a_smoke_run_here() -> None:
     every = sorted(name for name, one in BENCHMARKS.items() if not one.needs_gpu)
     assert every == sorted(ROWS) == sorted(one for group in TOGETHER for one in group.values[0])
-
-
-@pytest.mark.exhaustive
-def test_parallel_operator(tmp_path: Path) -> None:
-    """The benchmark of norms on two ranks."""
-    rows, _ = bench(tmp_path, "norms", "--ranks", "2", "--repeats", "1")
-    assert len(rows) == 9 and all(row["verified"] and row["ranks"] == 2 for row in rows)
-    assert {row["form"] for row in rows} <= {"local", "parallel"}
 
 
 @pytest.mark.parametrize("wrong", [False, True])
