@@ -221,7 +221,6 @@ class Slabs(Reader):
                     slab.get(sample)
                     slab.intact(sample)
                     slab.put(sample, 1, np.zeros((3, 3, 3), np.uint8))
-                slab.holes()
                 slab_state(path)
             finally:
                 slab.close()

@@ -33,7 +33,6 @@ def test_processes_that_the_launcher_has_bound_read_with_all_of_their_processors
         dict(verify=2),
         dict(store=0),
         dict(on_error="no"),
-        dict(reshuffle_fraction=1.5),
         dict(threads=2.5),
     ],
 )

@@ -24,13 +24,10 @@ topologies = st.one_of(
     topologies,
     st.integers(0, 2**40),
     st.integers(0, 3),
-    st.sampled_from([0.0, 0.3, 1.0]),
     st.integers(1, 9),
 )
-def test_every_sample_once_on_every_topology(count, topology, seed, epoch, fraction, batch):
-    shares = [
-        order.share(count, topology, rank, seed, epoch, fraction) for rank in range(topology.size)
-    ]
+def test_every_sample_once_on_every_topology(count, topology, seed, epoch, batch):
+    shares = [order.share(count, topology, rank, seed, epoch) for rank in range(topology.size)]
     assert np.sort(np.concatenate(shares)).tolist() == list(range(count))
     lengths = [len(share) for share in shares]
     assert max(lengths) - min(lengths) <= 1
@@ -62,37 +59,6 @@ def test_same_seed_same_order_other_seed_or_epoch_another():
 def test_shuffle_is_uniform_enough():
     first = [int(order.share(10, Topology(1, 1), 0, 0, epoch)[0]) for epoch in range(2000)]
     assert np.bincount(first, minlength=10).min() > 140  # 200 expected, 4.5 standard deviations
-
-
-def test_a_node_keeps_its_part_unless_a_fraction_is_redistributed():
-    slots = (2, 2)
-    start = order.parts(1000, slots, 5, 0)
-    for epoch in (1, 4):
-        for before, after in zip(start, order.parts(1000, slots, 5, epoch), strict=True):
-            np.testing.assert_array_equal(before, after)
-    one, two = order.parts(1000, slots, 5, 1, 0.2)
-    assert 30 <= len(np.setdiff1d(one, start[0])) <= 70  # half of the 100 that were offered
-    assert len(one) == len(two) == 500 and not set(one) & set(two)
-    assert set(order.share(1000, Topology(2, 2), 3, 5, 1, 0.2)) <= set(two.tolist())
-
-
-def test_parts_of_late_epochs_go_on_from_those_that_are_known(monkeypatch):
-    late = order.parts(40, (1, 1), 5, 1500, 0.5)
-    redistributed, made = order._redistributed, []
-    monkeypatch.setattr(
-        order, "_redistributed", lambda *args: (made.append(args[2]), redistributed(*args))[1]
-    )
-    order.parts(40, (1, 1), 5, 1502, 0.5)
-    order.parts(40, (1, 1), 5, 1501, 0.5)
-    assert made == [1501, 1502]
-    early = order.parts(40, (1, 1), 5, 2, 0.5)
-    order.parts(40, (1, 1), 5, 3, 0.5)
-    assert made == [1501, 1502, 1, 2, 3]
-    order._known.cache_clear()
-    for epoch, parts in ((2, early), (1500, late)):
-        assert [part.tolist() for part in order.parts(40, (1, 1), 5, epoch, 0.5)] == [
-            part.tolist() for part in parts
-        ]
 
 
 def test_node_and_slot_count_through_uneven_nodes():

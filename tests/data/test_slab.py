@@ -13,7 +13,6 @@ import pytest
 import tensorflow as tf
 from data_helpers import WHOLE, OpenCache, make_folder, served
 
-from tfcommx.core import ConfigurationError, Topology
 from tfcommx.data.cache import DataCache
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.slab import Slab
@@ -37,32 +36,6 @@ def test_a_living_slab_is_not_reclaimed_and_other_data_do_not_share_it(folder, t
         one.close()
         assert three.slab.path.exists()
         assert len(served(three.dataset(WHOLE))) == 50
-
-
-def test_runs_that_reshuffle_share_a_slab_with_their_own_processes_only(folder, shm, monkeypatch):
-    def name(nodes=2, fraction=0.5, **environment):
-        for variable, value in environment.items():
-            monkeypatch.setenv(variable, value)
-        with OpenCache(folder, shm, Topology(nodes, 1), reshuffle_fraction=fraction) as cache:
-            return cache.slab.path.name
-
-    shared = name(fraction=0.0)
-    assert name(nodes=1) == shared  # one node: nothing moves
-    alone = name()
-    assert alone == name() != shared
-    mpi = name(
-        OMPI_COMM_WORLD_RANK="0",
-        OMPI_COMM_WORLD_SIZE="2",
-        OMPI_COMM_WORLD_LOCAL_RANK="0",
-        PMIX_NAMESPACE="job-1",
-    )
-    gloo = dict(
-        HOROVOD_RANK="0", HOROVOD_SIZE="2", HOROVOD_LOCAL_RANK="0", HOROVOD_GLOO_RENDEZVOUS_ADDR="h"
-    )
-    with pytest.raises(ConfigurationError, match="HOROVOD_GLOO_RENDEZVOUS_PORT"):
-        name(**gloo)
-    runs = [name(HOROVOD_GLOO_RENDEZVOUS_PORT=port) for port in ("1", "2", "1")]
-    assert len({shared, alone, mpi, *runs}) == 5 and runs[0] == runs[2]
 
 
 def test_the_last_close_frees_the_memory_though_a_mapping_lives_on(folder, shm):

@@ -14,18 +14,18 @@ from tfcommx.training.steps import FitCall, Position, StepCounter, fit_calls
 from tfcommx.training.stop_requests import SIGNALS, StopRequests
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data(), st.booleans())
-def test_pieces_are_what_is_left(phases: list[int], data: st.DataObject, one_by_one: bool) -> None:
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_pieces_are_what_is_left(phases: list[int], data: st.DataObject) -> None:
     """Every epoch that is left comes once, in order, in its own phase; the first may be cut."""
     epoch = data.draw(st.integers(0, sum(phases) - 1))
     start = Position(epoch, data.draw(st.integers(0, 3)))
-    found = fit_calls(phases, start, one_by_one)
+    found = fit_calls(phases, start)
     assert [one for call in found for one in call.epochs] == list(range(epoch, sum(phases)))
     of_epoch = [number for number, epochs in enumerate(phases) for _ in range(epochs)]
     for call in found:
         assert {of_epoch[one] for one in call.epochs} == {call.phase}
         assert call.step == (start.step if call.epochs.start == epoch else 0)
-        assert len(call.epochs) == 1 or not (call.step or one_by_one)
+        assert len(call.epochs) == 1 or not call.step
 
 
 def test_the_counter_counts_over_the_whole_run() -> None:

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 import warm_ranks
-from launching import QUICK, ROOT, horovodrun
+from launching import QUICK, ROOT
 
 from tfcommx import report
 
@@ -107,38 +107,6 @@ def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
         strict=True,
     ):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
-
-
-@pytest.mark.exhaustive
-def test_a_recipe_reshuffles_samples_between_nodes(tmp_path):
-    """A half of each node's 10,000 images is offered before an epoch, a half of that comes back.
-
-    So 2,500 come from the memory of the other node.
-    """
-    words = [
-        word for setting in [*SHORT, "data.reshuffle_fraction=0.5"] for word in ("--set", setting)
-    ]
-    ended = horovodrun(
-        2,
-        [
-            "-m",
-            "tfcommx.cli.main",
-            "train",
-            "configs/fashion_mnist.yaml",
-            "--output",
-            str(tmp_path),
-            *words,
-        ],
-    )
-    assert ended.status == 0, ended.output[-4000:]
-    summary = report.read(tmp_path)
-    loaders = [row["loader"] for row in summary["rows"]]
-    assert summary["nodes"] == 2 and summary["replicas_identical"]
-    assert [loader["samples"] for loader in loaders] == [10_000] * 3
-    assert loaders[0]["arrived"] == 0 and all(
-        2_300 < loader["arrived"] < 2_700 for loader in loaders[1:]
-    )
-    assert all(loader["hit_memory"] == 1 for loader in loaders[1:])
 
 
 def test_the_summary(run):

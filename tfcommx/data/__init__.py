@@ -8,7 +8,6 @@ loader, fill, batches   load a batch: missing samples are read, decoded and stor
 slab, slab_files        the memory of a node, in a file of shared memory
 capacity    the memory that samples need, and the memory that is available
 disk        the disk level: encoded bytes as the source returned them
-reshuffle   moves samples between nodes before an epoch
 sources     origins of samples: arrays, folders, TFRecord files
 pipeline    prefetch depths, and Python functions that TensorFlow's threads call
 """

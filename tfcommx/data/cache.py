@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tfcommx.collectives import process
-from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.comparisons import Facts
 from tfcommx.core import ConfigurationError, Topology
 from tfcommx.data import capacity, order, slab_files
@@ -40,7 +39,6 @@ from tfcommx.data.fill import Filler
 from tfcommx.data.loader import Loader, warming_steps
 from tfcommx.data.options import BatchSpec, Options, options_of
 from tfcommx.data.pipeline import prefetch_sizes, weak_method, without_autotune
-from tfcommx.data.reshuffle import reshuffle
 from tfcommx.data.slab import Slab
 from tfcommx.data.slab_files import remove_unused
 from tfcommx.data.sources import find_source
@@ -97,25 +95,20 @@ def open_slab(
     part: np.ndarray,
     options: Options,
     node: int,
-    exclusive: bool,
 ) -> Slab:
     """Open the slab of this node, or create it.
 
     Args:
         source: the source of the samples.
         disk: the local disk level, or None.
-        part: the node's samples in the first epoch, int64 [n].
+        part: the node's samples, int64 [n].
         options: options of the cache.
         node: number of the node; one machine may have several.
-        exclusive: whether no other run may use the slab.
 
-    **Raises:** SlabError if there is too little memory. ConfigurationError with `exclusive`, if the
-    launcher assigns no name to the run.
+    **Raises:** SlabError if there is too little memory.
     """
     key = key_of((FORMAT, source.key, source.count, source.channels, options.store))
     name = f"{slab_files.prefix()}{key[:16]}-{node}"
-    if exclusive:
-        name += f"-{key_of((launcher.run_name(),))[:16]}"
     metadata = {"source": _end_of(source.name), "node": str(node)}
 
     def length() -> int:
@@ -180,8 +173,7 @@ class DataCache:
     first process of a node and, without `partial`, by one that finds a slab made for another part.
     **Raises:** SlabError if memory is too small, shared memory cannot be used or no sample can be
     read. ConfigurationError for unknown or bad options, a bad rank, a launch without
-    `tfcommx.init()`, and with `reshuffle_fraction` if the launcher assigns no name to the run;
-    later, on all ranks, for samples or options that differ between ranks.
+    `tfcommx.init()`; later, on all ranks, for samples or options that differ between ranks.
     """
 
     def __init__(
@@ -203,14 +195,9 @@ class DataCache:
         self.disk = None
         if self.options.disk is not None:
             self.disk = Disk(self.options.disk, self.source.key, self.source.count)
-        exclusive = self.options.reshuffle_fraction > 0 and self.topology.nodes > 1
-        self.slab = open_slab(
-            self.source, self.disk, self._part(), self.options, self.node, exclusive
-        )
+        self.slab = open_slab(self.source, self.disk, self._part(), self.options, self.node)
         self.filler = Filler(self.source, self.slab, self.disk, self.options, self._threads())
         self._loader = Loader(self.source, self.slab, self.filler, self.options)
-        # Epoch -> number of samples received from other nodes for it
-        self._arrived: dict[int, int] = {}
         self._stats: list[EpochStats] = []
         self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
 
@@ -219,7 +206,7 @@ class DataCache:
         state_equal(self.topology, self.rank, kind, name, values, remedy)
 
     def _part(self) -> np.ndarray:
-        """Return the samples of this node in the first epoch, int64 [n]."""
+        """Return the samples of this node, int64 [n]."""
         slots = self.topology.slots_by_node
         return order.parts(self.source.count, slots, self.options.seed)[self.node]
 
@@ -245,7 +232,6 @@ class DataCache:
             self.rank,
             self.options.seed,
             epoch,
-            self.options.reshuffle_fraction,
             shuffle,
         )
 
@@ -313,7 +299,6 @@ class DataCache:
             hit_memory, hit_disk, hit_source: shares of them, in [0, 1].
             repaired, unreadable, overflow: numbers of samples whose damage in memory was repaired,
                 that could not be read, and that did not fit into memory.
-            arrived: number of samples that `reshuffle` received from other nodes.
             corrupt_disk: number of reads from the disk level with a wrong CRC, since the start.
             loader_wait_seconds: seconds that the consumer waited for batches; NaN under
                 `enable_op_determinism`, which has no clock.
@@ -333,7 +318,6 @@ class DataCache:
             "repaired": counts.get("repaired", 0),
             "unreadable": counts.get("unreadable", 0),
             "overflow": counts.get("overflow", 0),
-            "arrived": self._arrived.get(epoch, 0),
             "corrupt_disk": self.disk.corrupt if self.disk else 0,
             "loader_wait_seconds": waited,
         }
@@ -351,37 +335,6 @@ class DataCache:
     def warming_steps(self) -> int:
         """Number of steps of `warming`."""
         return warming_steps(len(self.share(0)))
-
-    def reshuffle(self, epoch: int, transport: Comm | None = None) -> int:
-        """Receive the samples that are new on this node in `epoch` from the other nodes' memory.
-
-        Nothing moves without `reshuffle_fraction`, or on one node. Without this call the samples
-        are read from the disk level or the source, and take additional memory.
-
-        Args:
-            epoch: the epoch whose samples are received, >= 1.
-            transport: the communicator; by default that of the running launch.
-
-        Returns:
-            The number of received samples.
-
-        **Ranks:** all, after the dataset of the epoch before has ended on all ranks, and before
-        that of `epoch` is created.
-        """
-        fraction = self.options.reshuffle_fraction
-        if fraction == 0 or self.topology.nodes == 1:
-            return 0
-        arrived = reshuffle(
-            self.slab,
-            transport or process.current(),
-            self.topology,
-            self.rank,
-            self.options.seed,
-            fraction,
-            epoch,
-        )
-        self._arrived[epoch] = arrived
-        return arrived
 
     def wait_filled(self, timeout_s: float) -> bool:
         """Wait until the node's part is in memory or unreadable; return False after the timeout."""

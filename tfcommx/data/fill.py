@@ -231,8 +231,8 @@ class Filler:
         self.partial = True
         warnings.warn(
             f"{self.slab.path} has no room for all samples, though it was made for them: others "
-            "have filled the shared memory, or `reshuffle_fraction` is used without `reshuffle`. "
-            "The rest is read and decoded in every epoch, which is slow.",
+            "have filled the shared memory. The rest is read and decoded in every epoch, which is "
+            "slow.",
             stacklevel=3,
         )
 

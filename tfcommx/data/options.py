@@ -108,9 +108,7 @@ ON_ERROR = ("raise", "skip")
 class Options:
     """Settings of the storage of samples: the keyword arguments of `DataCache`.
 
-    Runs of the same data on one machine share its memory. With `reshuffle_fraction`, on more than
-    one node, each run has a separate slab, because `DataCache.reshuffle` overwrites samples that
-    another run would be reading.
+    Runs of the same data on one machine share its memory.
 
     **Raises:** ConfigurationError for a value out of its range.
     """
@@ -140,9 +138,6 @@ class Options:
     # Number of threads that read and decode while memory is filled. None: the processors of this
     # process, or its share of those of the node
     threads: int | None = None
-    # Share of each node's part, in [0, 1], that is redistributed over the nodes before each epoch
-    # except the first
-    reshuffle_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         check_name("on_error", self.on_error, ON_ERROR)
@@ -154,11 +149,8 @@ class Options:
                 object.__setattr__(self, name, str(local_path(name, getattr(self, name))))
         if not 0 <= self.seed < 2**63:
             raise ConfigurationError(f"`seed` must be in [0, 2^63). Received {self.seed}.")
-        for name in ("verify", "reshuffle_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigurationError(
-                    f"`{name}` must be in [0, 1]. Received {getattr(self, name)}."
-                )
+        if not 0 <= self.verify <= 1:
+            raise ConfigurationError(f"`verify` must be in [0, 1]. Received {self.verify}.")
         if self.max_pixels < 1:
             raise ConfigurationError(f"`max_pixels` must be >= 1. Received {self.max_pixels}.")
         for name in ("store", "memory_bytes", "threads"):
@@ -172,7 +164,7 @@ class Options:
         These decide which rank serves a sample, when, and how its pixels are kept. The others may
         suit the node: its folders, its memory, its processors.
         """
-        names = ("seed", "store", "on_error", "reshuffle_fraction")
+        names = ("seed", "store", "on_error")
         return {f"option {name}": f"{getattr(self, name)}" for name in names}
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import threading
 
 import numpy as np
 
@@ -21,11 +20,7 @@ from tfcommx.core import Topology
 from tfcommx.kernels.draws import draws
 
 # Streams of random numbers, which must differ
-_PART, _OFFER, _POOL, _SHUFFLE = range(4)
-# Number of epochs whose parts are kept, besides the first: the served one, the one that is loaded
-# ahead, and the one before a reshuffle
-EPOCHS_KEPT = 3
-_lock = threading.Lock()
+_PART, _SHUFFLE = 0, 3
 
 
 def shuffled(samples: np.ndarray, *stream: int) -> np.ndarray:
@@ -45,61 +40,21 @@ def _cut(samples: np.ndarray, weights: tuple[int, ...]) -> list[np.ndarray]:
 
 
 @functools.lru_cache(maxsize=4)
-def _known(
-    count: int, slots: tuple[int, ...], seed: int, fraction: float
-) -> dict[int, tuple[np.ndarray, ...]]:
-    """Return epoch -> parts: at first of epoch 0; `parts` adds the epochs requested last."""
-    return {
-        0: tuple(np.sort(piece) for piece in _cut(shuffled(np.arange(count), seed, _PART), slots))
-    }
-
-
-def parts(
-    count: int, slots: tuple[int, ...], seed: int, epoch: int = 0, fraction: float = 0.0
-) -> tuple[np.ndarray, ...]:
-    """Return each node's part of the samples 0 to count - 1 in `epoch`.
+def parts(count: int, slots: tuple[int, ...], seed: int) -> tuple[np.ndarray, ...]:
+    """Return each node's part of the samples 0 to count - 1, the same in all epochs.
 
     Args:
         count: number of samples of the data set, >= 0.
         slots: number of ranks on each node; parts are in proportion.
         seed: seed of the parts, in [0, 2^63).
-        epoch: number of the epoch, >= 0.
-        fraction: share of each part, in [0, 1], that is redistributed before every epoch except the
-            first. The expected share that moves is fraction * (1 - 1 / nodes), because the offered
-            samples of all nodes are shuffled together, and some return to their node.
 
     Returns:
         One int64 array per node, ascending.
 
     **Ranks:** pure; equal arguments give equal parts everywhere.
-    **Cost:** one sort of `count` numbers; with a fraction, one for each epoch since the newest
-    earlier one whose parts are kept.
+    **Cost:** one sort of `count` numbers.
     """
-    if fraction == 0 or len(slots) == 1:
-        epoch, fraction = 0, 0.0
-    with _lock:
-        by_epoch = _known(count, slots, seed, fraction)
-        newest = max(number for number in by_epoch if number <= epoch)
-        for number in range(newest + 1, epoch + 1):
-            by_epoch[number] = _redistributed(by_epoch[number - 1], seed, number, fraction)
-            # The first epoch stays, because all others are made from it
-            for old in list(by_epoch)[1:-EPOCHS_KEPT]:
-                del by_epoch[old]
-        return by_epoch[epoch]
-
-
-def _redistributed(
-    before: tuple[np.ndarray, ...], seed: int, epoch: int, fraction: float
-) -> tuple[np.ndarray, ...]:
-    """Return the parts of `epoch`, made from those of the epoch before."""
-    offers = [shuffled(part, seed, _OFFER, epoch)[: round(fraction * len(part))] for part in before]
-    pool = shuffled(np.concatenate(offers), seed, _POOL, epoch)
-    received = np.split(pool, np.cumsum([len(offer) for offer in offers])[:-1])
-    retained = [
-        np.setdiff1d(part, offer, assume_unique=True)
-        for part, offer in zip(before, offers, strict=True)
-    ]
-    return tuple(np.sort(np.concatenate(pair)) for pair in zip(retained, received, strict=True))
+    return tuple(np.sort(piece) for piece in _cut(shuffled(np.arange(count), seed, _PART), slots))
 
 
 def share(
@@ -108,7 +63,6 @@ def share(
     rank: int,
     seed: int,
     epoch: int,
-    fraction: float = 0.0,
     shuffle: bool = True,
 ) -> np.ndarray:
     """Return the samples of a rank in an epoch, in order, int64 [n].
@@ -117,7 +71,7 @@ def share(
     """
     node, slot = topology.position_of(rank)
     slots = topology.slots_by_node
-    part = parts(count, slots, seed, epoch, fraction)[node]
+    part = parts(count, slots, seed)[node]
     return _cut(shuffled(part, seed, _SHUFFLE, epoch) if shuffle else part, (1,) * slots[node])[
         slot
     ]

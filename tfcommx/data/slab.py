@@ -121,18 +121,13 @@ class Slab:
         except OSError:
             return False
 
-    def put(self, sample: int, label: int, pixels: np.ndarray, at: int | None = None) -> bool:
-        """Write and publish a sample, uint8 [h, w, c].
-
-        Args:
-            at: byte offset of free space, such as one of `holes`. None: newly allocated space,
-                unless another process has stored the sample in the meantime.
+    def put(self, sample: int, label: int, pixels: np.ndarray) -> bool:
+        """Write and publish a sample, uint8 [h, w, c], unless another process has stored it.
 
         Returns:
             False if it does not fit; `full` is then set.
         """
-        if at is None:
-            at = self._take(record_bytes(pixels.nbytes), sample)
+        at = self._take(record_bytes(pixels.nbytes), sample)
         return at == 0 or self._publish(sample, label, pixels, at)
 
     def _publish(self, sample: int, label: int, pixels: np.ndarray, at: int | None) -> bool:
@@ -142,28 +137,6 @@ class Slab:
             return False
         self.index[sample] = at
         return True
-
-    def holes(self) -> list[tuple[int, int]]:
-        """Return the free space between the samples that are present.
-
-        Call it only while no process fills, because the record of a running write looks free.
-
-        Returns:
-            (bytes, byte offset) of each hole, ascending.
-        """
-        starts = np.sort(self.index)
-        starts = starts[
-            (starts >= self.data_at) & (starts <= self.length - RECORD) & (starts % RECORD == 0)
-        ]
-        # Bytes of the pixels, at byte 16 of a record
-        sizes = np.frombuffer(self._map, np.int64, self.length // 8)[(starts + 16) // 8]
-        ends = np.maximum.accumulate(
-            np.append(self.data_at, starts + RECORD - -sizes // RECORD * RECORD)
-        )
-        rooms = np.append(starts, self.used_bytes) - ends
-        return sorted(
-            (int(room), int(at)) for room, at in zip(rooms, ends, strict=True) if room > 0
-        )
 
     def repair(self, sample: int, label: int, pixels: np.ndarray) -> bool:
         """Write a sample with a wrong CRC again.

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-    from tfcommx.collectives.comm import Comm
     from tfcommx.core import Topology
 
 T = TypeVar("T")
@@ -65,9 +64,6 @@ class Data(Protocol):
     classes: tuple[str, ...]
     # Number of training samples over all ranks
     count: int
-    # Whether samples move between nodes from epoch to epoch. If so, `train` must not read ahead
-    # across the end of an epoch
-    redistributes: bool
 
     def steps(self, batch: int, resolution: int) -> int:
         """Return the number of steps of an epoch, >= 0, equal on all ranks and in all epochs.
@@ -90,9 +86,6 @@ class Data(Protocol):
 
     def test(self, batch: int, resolution: int) -> tf.data.Dataset:
         """Return batches of this rank's share of the test samples, each sample once."""
-
-    def redistribute(self, epoch: int, comm: Comm) -> None:
-        """Move samples between nodes before an epoch, if `redistributes`. **Ranks:** all."""
 
     def report(self, epoch: int) -> dict[str, float]:
         """Return statistics of loading in an epoch; may be empty."""

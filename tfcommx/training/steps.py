@@ -42,7 +42,7 @@ class FitCall(NamedTuple):
     step: int = 0
 
 
-def fit_calls(phases: Sequence[int], start: Position, one_by_one: bool = False) -> list[FitCall]:
+def fit_calls(phases: Sequence[int], start: Position) -> list[FitCall]:
     """Return the calls of `fit` that remain of a run.
 
     >>> fit_calls([2, 1], Position(1, 4))
@@ -51,7 +51,6 @@ def fit_calls(phases: Sequence[int], start: Position, one_by_one: bool = False) 
     Args:
         phases: epochs of each phase, >= 1.
         start: the first step.
-        one_by_one: make a call for each epoch; data is then not read ahead over its end.
     """
     calls, end = [], 0
     for number, epochs in enumerate(phases):
@@ -59,9 +58,7 @@ def fit_calls(phases: Sequence[int], start: Position, one_by_one: bool = False) 
         if first < end and first == start.epoch and start.step:
             calls.append(FitCall(number, range(first, first + 1), start.step))
             first += 1
-        if one_by_one:
-            calls += [FitCall(number, range(epoch, epoch + 1)) for epoch in range(first, end)]
-        elif first < end:
+        if first < end:
             calls.append(FitCall(number, range(first, end)))
     return calls
 

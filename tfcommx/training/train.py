@@ -281,15 +281,13 @@ def fit_phases(model: keras.Model, context: RunContext, first: Position) -> None
     if first.step:  # Resumed within an epoch, so its metrics so far are restored
         begin.append(checkpoint.RestoreRankValues(run.checkpoint))
     phase = None
-    for call in fit_calls(run.phases, first, run.data.redistributes):
+    for call in fit_calls(run.phases, first):
         if call.phase != phase:
             phase = call.phase
             evaluation.start_phase(model, run.recipe.phases[phase])
             # Without this, a second resolution would get a graph of dynamic shapes, because Keras
             # reduces retracing. Its sums differ in the last bits from those of a run resumed here.
             model.make_train_function(force=True)
-        if call.epochs.start > first.epoch:
-            run.data.redistribute(call.epochs.start, run.comm)
         context.counter.begin(call, run.steps[phase])
         batches = run.batches(call)
         if call.step:

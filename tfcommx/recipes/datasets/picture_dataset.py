@@ -31,9 +31,6 @@ class PictureDataset(RecipePart):
     # Largest number of pixels of a picture, limited because a small file can decode to more than
     # the memory holds
     max_pixels: int = Field(MAX_PIXELS, ge=1)
-    # Share of each node's images that is redistributed before each epoch except the first, sent
-    # from memory to memory. If > 0, no batch is loaded ahead across the end of an epoch
-    reshuffle_fraction: float = Field(0.0, ge=0, le=1)
     # Unreadable pictures: "raise" ends the run, "skip" leaves them out
     on_error: Literal["raise", "skip"] = "raise"
     # Crop in training: "random" (random-resized-crop), "center" or "whole"

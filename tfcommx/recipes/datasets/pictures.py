@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfcommx.collectives.comm import Comm
 from tfcommx.core import DataError
 from tfcommx.data.cache import DataCache
 from tfcommx.data.sources.folder import Folder, listed_names
@@ -55,11 +54,9 @@ class Pictures:
                     + listed_names(self.classes),
                     flush=True,
                 )
-        self.redistributes = settings.reshuffle_fraction > 0
-        self.cache = self._open(train, settings.reshuffle_fraction)
-        self.test_cache = self._open(test, 0.0)
+        self.cache, self.test_cache = self._open(train), self._open(test)
 
-    def _open(self, source: Source, reshuffle_fraction: float) -> DataCache:
+    def _open(self, source: Source) -> DataCache:
         settings, place = self.settings, self.place
         return DataCache(
             source,
@@ -73,7 +70,6 @@ class Pictures:
             on_error=settings.on_error,
             # Samples that do not fit into memory are read from the source in each epoch
             partial=True,
-            reshuffle_fraction=reshuffle_fraction,
             threads=place.threads,
         )
 
@@ -115,9 +111,6 @@ class Pictures:
 
     def test(self, batch: int, resolution: int) -> tf.data.Dataset:
         return self.test_cache.dataset(self.settings.test_spec(batch, resolution, self.inputs))
-
-    def redistribute(self, epoch: int, comm: Comm) -> None:
-        self.cache.reshuffle(epoch, comm)
 
     def report(self, epoch: int) -> dict[str, float]:
         return self.cache.report(epoch)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.collectives.comm import Comm
 from tfcommx.data.pipeline import without_autotune
 from tfcommx.data.sources.source import key_of
 from tfcommx.recipes.families import DataRank
@@ -39,8 +38,6 @@ class SentencePairs:
     **Ranks:** every rank creates one; the ranks of a node wait for the first one there, which
     encodes.
     """
-
-    redistributes = False
 
     def __init__(self, train: Pairs, test: Pairs, size: int, folder: Path, place: DataRank) -> None:
         self.vocabulary, self.corpus, self.tests = open_corpora(train, test, size, folder)
@@ -97,9 +94,6 @@ class SentencePairs:
 
         numbers = tf.TensorSpec([None], tf.int64)
         return _dataset(served, (INPUTS, (WORDS, numbers)), len(rank_batches))
-
-    def redistribute(self, epoch: int, comm: Comm) -> None:
-        """Do nothing, because every rank has all pairs."""
 
     def report(self, epoch: int) -> dict[str, float]:
         """Return no statistics, because the pairs are in memory."""
