@@ -19,7 +19,6 @@ class Benchmark(NamedTuple):
     # Nodes of a virtual cluster, and ranks of each; 0 nodes: on this host
     nodes: int = 0
     slots: int = 1
-    needs_gpu: bool = False
 
     def place(self) -> str:
         """Say where it runs."""
@@ -30,7 +29,6 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "select": Benchmark("-n 100000 --density 0.01 --repeats 4"),
-    "select_gpu": Benchmark("-n 100000 --repeats 2 --on-cpu", needs_gpu=True),
     "data": Benchmark("--images 130 -n 32 --repeats 3 --firsts 1 --as-found"),
     "step": Benchmark("-n 100000 --repeats 2", ranks=2),
     "auto": Benchmark("-n 4000 --repeats 1 --assume-slow", ranks=2),
