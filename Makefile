@@ -1,4 +1,4 @@
-# make demo   set everything up, train, print and save a report
+# make demo   set everything up, train, and print a report
 # make check  lint, types, layers, and the quick tests of the packages that differ from main
 # make test   set everything up, check the style, pass the tests: every law on every member of every
 #             family, real ranks under Gloo and MPI, faults, the README's commands; the same cases each

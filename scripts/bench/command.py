@@ -96,8 +96,7 @@ def run_here(name: str, words: Sequence[str], label: str | None = None) -> int:
     """
     # Before NumPy: threads that verify one step would go on spinning during the next one
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if not BENCHMARKS[name].needs_gpu:
-        importlib.import_module("tfcommx.cli.load_quietly")
+    importlib.import_module("tfcommx.cli.load_quietly")
     module = importlib.import_module(f"bench.benchmarks.{name}")
     parser, chief = module.parser(), True
     if BENCHMARKS[name].ranks:
@@ -129,7 +128,7 @@ def run_all(words: list[str]) -> int:
     parser.add_argument("--node-size", help=argparse.SUPPRESS)
     chosen = parser.parse_args(words)
     if chosen.only is None:
-        chosen.only = [name for name, one in BENCHMARKS.items() if not one.needs_gpu]
+        chosen.only = list(BENCHMARKS)
     if not chosen.smoke:
         script = [sys.executable, str(Path(__file__).parent)]
         return max(subprocess.call([*script, name]) for name in chosen.only)

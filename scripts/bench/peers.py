@@ -1,9 +1,7 @@
-"""What several benchmarks compare with or take steps by: plain Horovod, and bare updates."""
+"""Plain Horovod, which several benchmarks compare with."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -36,29 +34,3 @@ class PlainHorovod(keras.optimizers.SGD):
         ]
         with cx.allow_plain_optimizers():
             super().apply(averages, trainable_variables)
-
-
-def bare_step(
-    optimizer: keras.optimizers.Optimizer,
-    weights: Sequence[keras.Variable],
-    gradients: Sequence[tf.Tensor],
-) -> Callable[[], float]:
-    """Return a traced step of exchange and update, which returns when it is done."""
-    optimizer.build(weights)
-
-    # Arguments, because TensorFlow computes the exchange of constants once for all steps; a result,
-    # because a step without one returns before it is done
-    @tf.function
-    def step(gradients: Sequence[tf.Tensor]) -> tf.Tensor:
-        optimizer.apply(gradients, weights)
-        return tf.reshape(weights[0], [-1])[0]
-
-    return lambda: float(step(gradients))
-
-
-def threads(intra: int, inter: int | None = None) -> None:
-    """Set TensorFlow's threads, unless it has begun: smoke runs share a process."""
-    with contextlib.suppress(RuntimeError):
-        tf.config.threading.set_intra_op_parallelism_threads(intra)
-        if inter is not None:
-            tf.config.threading.set_inter_op_parallelism_threads(inter)

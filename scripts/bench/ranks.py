@@ -89,7 +89,6 @@ class Place:
     cluster: Cluster | None = None
     node_size: int | None = None
     launcher: str = "gloo"
-    mpi_args: str = ""
 
     @property
     def size(self) -> int:
@@ -122,7 +121,7 @@ class LaunchThere(Launch):
 def smoke_place(benchmark: Benchmark) -> Place:
     """Return where a benchmark's smallest run is: one launch for all that want the same."""
     hosts = (Host("localhost", max(1, benchmark.ranks)),)
-    return Place(hosts, None, 1, benchmark.launcher, benchmark.mpi_args)
+    return Place(hosts, None, 1)
 
 
 def places(chosen: argparse.Namespace, benchmark: Benchmark) -> list[Place]:
@@ -132,23 +131,23 @@ def places(chosen: argparse.Namespace, benchmark: Benchmark) -> list[Place]:
         chosen: the options of `add_options`; None where nothing was said.
         benchmark: what it takes then.
     """
-    how = chosen.launcher or benchmark.launcher, benchmark.mpi_args
+    engine = chosen.launcher or "gloo"
     size, slots = chosen.node_size, chosen.slots or benchmark.slots
     if chosen.hosts:
-        return [Place(tuple(parse_hosts(chosen.hosts)), None, size, *how)]
+        return [Place(tuple(parse_hosts(chosen.hosts)), None, size, engine)]
     on_nodes = chosen.nodes or chosen.rate or chosen.cluster
     if chosen.ranks or not (on_nodes or (benchmark.nodes and not chosen.smoke)):
         hosts = (Host("localhost", chosen.ranks or benchmark.ranks),)
-        return [Place(hosts, None, size or (1 if chosen.smoke else None), *how)]
+        return [Place(hosts, None, size or (1 if chosen.smoke else None), engine)]
     found = []
     for nodes in chosen.nodes or [benchmark.nodes or 4]:
         for rate in chosen.rate or ["200mbit"]:
             if rate == "none":
                 hosts = (Host("localhost", nodes * slots),)
-                found.append(Place(hosts, None, size or slots, *how))
+                found.append(Place(hosts, None, size or slots, engine))
                 continue
             hosts = tuple(Host(f"node{node}", slots) for node in range(nodes))
-            found.append(Place(hosts, Cluster(chosen.cluster, nodes, slots, rate), size, *how))
+            found.append(Place(hosts, Cluster(chosen.cluster, nodes, slots, rate), size, engine))
     return found
 
 
@@ -199,7 +198,7 @@ def _run(place: Place, words: list[str], before: tuple[str, ...] = ()) -> int:
     command = (sys.executable, str(SCRIPTS / "bench"), *words)
     if place.size == 1:
         return subprocess.call(command)
-    launch = LaunchThere(place.hosts, command, place.launcher, place.mpi_args, before=before)
+    launch = LaunchThere(place.hosts, command, place.launcher, before=before)
     running, lines = Running(launch), RankLines()
     try:
         status = running.wait(lines)

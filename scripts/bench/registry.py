@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).with_name("benchmarks")
-RECOVERY = "--enable-recovery"  # mpirun's, so that ranks outlive each other's errors
 
 
 class Benchmark(NamedTuple):
@@ -20,9 +19,6 @@ class Benchmark(NamedTuple):
     # Nodes of a virtual cluster, and ranks of each; 0 nodes: on this host
     nodes: int = 0
     slots: int = 1
-    launcher: str = "gloo"
-    mpi_args: str = ""
-    needs_gpu: bool = False
 
     def place(self) -> str:
         """Say where it runs."""
@@ -33,14 +29,8 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "select": Benchmark("-n 100000 --density 0.01 --repeats 4"),
-    "select_gpu": Benchmark("-n 100000 --repeats 2 --on-cpu", needs_gpu=True),
-    "passes": Benchmark("-n 40000 --repeats 2"),
-    "norms": Benchmark("--models resnet50 --repeats 1", ranks=1),
     "data": Benchmark("--images 130 -n 32 --repeats 3 --firsts 1 --as-found"),
     "step": Benchmark("-n 100000 --repeats 2", ranks=2),
-    "overlap": Benchmark("-n 4096 --repeats 2 --bucket-mib 0.001 1", ranks=2),
-    "guard": Benchmark("-n 20000 --repeats 3", ranks=2),
-    "watch": Benchmark("-n 20000 --repeats 2", ranks=2),
     "auto": Benchmark("-n 4000 --repeats 1 --assume-slow", ranks=2),
     "training": Benchmark(
         "--models embedding --repeats 2 --batch 4 --schemes none horovod", ranks=2, nodes=4
@@ -48,15 +38,11 @@ BENCHMARKS = {
     "local_updates": Benchmark(
         "--models embedding --repeats 1 --every 2 --ways 1/0 1/2 2/1", ranks=2, nodes=4
     ),
-    "strategies": Benchmark("-n 20000 --repeats 1 --forward 0.03", ranks=2),
     "routes": Benchmark(
         "-n 8000 --repeats 1 --routes allreduce hitopk --wires plain pair32",
         ranks=2,
         nodes=4,
         slots=2,
-    ),
-    "elastic_averaging": Benchmark(
-        "--part 1 --entries 1000 --lasts 2 --slowed 2", ranks=3, launcher="mpi", mpi_args=RECOVERY
     ),
 }
 

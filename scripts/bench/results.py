@@ -107,7 +107,7 @@ COMMANDS = {
     "dense,float16,one_percent,four_percent,elias_int8,elias_int4,local_sgd",
     "compare_glosses": "cd scripts/examples/glosses; tfcommx compare glosses.yaml --nodes 2 "
     "--slots 2 --model resnet50 --batch 64 --throughput 250 --seeds 3 "
-    "--methods dense,elias_int4,packed,powersgd_4",
+    "--methods dense,elias_int4,powersgd_4",
     "compare_three_seeds": f"{COMPARE} --seeds 3 "
     "--methods dense,elias_int4,elias_int4_early,powersgd_4",
     "compare_translate": "tfcommx compare configs/translate_miniature.yaml --nodes 2 --slots 2 "

@@ -63,18 +63,3 @@ def paired_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
     2.0
     """
     return statistics.median(mine / other for mine, other in zip(seconds, base, strict=True))
-
-
-def of_windows(seconds: Sequence[float], steps: int) -> list[float]:
-    """Return the mean seconds of a step in each window of so many consecutive steps.
-
-    What happens once in so many steps is in each of them, while the median over single steps does
-    not see it. Steps at the end that fill no window are left out.
-
-    >>> of_windows([1.0, 1.0, 1.0, 5.0, 1.0, 1.0, 5.0, 1.0, 9.0], 4)
-    [2.0, 2.0]
-    """
-    return [
-        statistics.fmean(seconds[start : start + steps])
-        for start in range(0, len(seconds) - steps + 1, steps)
-    ]

@@ -219,8 +219,8 @@ def test_the_miniature_goes_through_all_phases_and_prints_what_a_user_wants(tmp_
     tables = [line for line in rest[:-2] if line not in titles]
     assert all(line[0] in "┏┡├└│┃┌" for line in tables), tables
     assert rest[-2:] == [
-        f"pictures: {tmp_path}/learning_curve.png, {tmp_path}/time_breakdown.png",
         f"all files: {tmp_path}",
+        f"curves: tensorboard --logdir {tmp_path}",
     ]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["ranks"], summary["nodes"], summary["replicas_identical"]) == (4, 2, True)

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import psutil
 from launching import ROOT, WORKERS
-from manifests import FOLDER, HOSTFILE, Pod, hostfile
+from manifests import FOLDER, Pod
 from virtual_cluster import Nodes
 
-PROGRAMS = ("tini", "sshd", "ssh", "ssh-keygen", "setpriv", "unshare", "nsenter")
-INSTALL = "apt-get install tini openssh-server openssh-client"
+PROGRAMS = ("tini", "setpriv", "unshare")
+INSTALL = "apt-get install tini"
 SEARCH = f"{os.environ['PATH']}:/usr/sbin"
 HOME = "/home/trainer"
 # What the image says of every process. Waiting ranks sleep: there are more than cores
@@ -52,31 +52,18 @@ class Machines:
 
     def __init__(self, nodes: Nodes, folder: Path) -> None:
         self.nodes, self.folder = nodes, folder
-        for name in ("data", "runs", "recipe", "ssh", "etc", "bin"):
+        for name in ("data", "runs", "recipe", "etc", "bin"):
             (folder / name).mkdir()
         (folder / "runs").chmod(0o777)
         shutil.copy(FOLDER / "ranks", folder / "bin")
-        shutil.copy(FOLDER / "ssh_config", folder / "etc")
         (folder / "etc" / "passwd").write_text(
-            f"root:x:0:0::/root:/bin/bash\nsshd:x:100:65534::/run/sshd:/bin/false\n"
-            f"trainer:x:1000:1000::{HOME}:/bin/bash\n"
+            f"root:x:0:0::/root:/bin/bash\ntrainer:x:1000:1000::{HOME}:/bin/bash\n"
         )
-        self.make_keys()
-
-    def make_keys(self) -> None:
-        """Make the files of the Secret that the MPI operator mounts."""
-        key = self.folder / "ssh" / "id_rsa"
-        subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", key], check=True)
-        shutil.copy(f"{key}.pub", key.with_name("authorized_keys"))
-        for path in key.parent.iterdir():
-            os.chown(path, 0, 1000)
-            path.chmod(0o640)
 
     def start(
         self, pods: list[Pod], log: Path, **environment: str
     ) -> dict[str, subprocess.Popen[bytes]]:
         """Start pods whose names resolve, as a headless service's do; return their processes."""
-        (self.folder / "hostfile").write_text(hostfile(pods))
         for node in {one.node for one in pods}:
             self.write_hosts(pods, node)
         return {one.name: self.start_pod(one, log, environment) for one in pods}
@@ -129,25 +116,17 @@ class Machines:
         own = self.folder / one.name
         shutil.rmtree(own, ignore_errors=True)
         home = own / "home" / "trainer"
-        (home / ".ssh").mkdir(parents=True)
-        shutil.copy(FOLDER / "sshd_config", home)
+        home.mkdir(parents=True)
         os.chown(home, 1000, 1000)
         lines = [*self.open_lines(own), f"mount --bind {own}/home /home"]
         lines.append(f"mount --bind {self.folder}/bin /usr/local/bin")
         lines.append(f"mount --bind {self.folder}/etc/passwd /etc/passwd")
-        lines.append(f"mount --bind {self.folder}/etc/ssh_config /etc/ssh/ssh_config")
         (own / "mnt").mkdir()
         lines.append(f"mount --bind {own}/mnt /mnt")
         for path, volume in one.mounts.items():
             if path.startswith("/mnt/"):
                 (own / path.lstrip("/")).mkdir()
             lines.append(self.mount(own, path, volume))
-        if "OMPI_MCA_orte_default_hostfile" in one.environment:
-            # There is no /etc/mpi here
-            place = f"{HOME}/hostfile"
-            shutil.copy(self.folder / "hostfile", home)
-            assert one.environment["OMPI_MCA_orte_default_hostfile"] in (HOSTFILE, place)
-            one.environment["OMPI_MCA_orte_default_hostfile"] = place
         return lines
 
     def open_lines(self, own: Path) -> list[str]:
@@ -178,8 +157,6 @@ class Machines:
             source.mkdir()
             source.chmod(0o777)
             return f"mount --bind {source} {path}"
-        if "secret" in volume:
-            return f"mount --bind {self.folder}/ssh {path}"
         return f"mount --bind {self.folder / volume['name']} {path}"
 
     # --- what the kubelet does to a pod that runs -------------------------------------------------
@@ -198,18 +175,6 @@ class Machines:
     def terminate(self, one: Pod) -> None:
         """Send SIGTERM to the pod's process 1, as the kubelet does."""
         self.first_process(one).send_signal(signal.SIGTERM)
-
-    def execute(self, one: Pod, command: list[str], log: Path) -> subprocess.Popen[bytes]:
-        """Run a hook's command in the pod."""
-        pid = self.first_process(one).pid
-        inside = ["nsenter", f"--target={pid}", "--mount", "--pid", "--net", "--uts"]
-        with log.open("ab") as out:
-            return subprocess.Popen(
-                [*inside, *self.as_user(one), *command],
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
 
     def end(self, processes: dict[str, subprocess.Popen[bytes]]) -> None:
         """Kill pods that are left, with all that runs in them."""

@@ -6,13 +6,13 @@ import re
 
 import pytest
 from launching import ROOT
-from manifests import FILES, FOLDER, pod_templates
+from manifests import FOLDER, pod_template
 
 TEXT = re.sub(r"\\\n", "", (FOLDER / "Containerfile").read_text())
 PAGE = (ROOT / "docs" / "how-to" / "kubernetes.md").read_text()
 # Stage -> what it is made from
 STAGES = dict(reversed(pair) for pair in re.findall(r"^FROM (\S+) AS (\S+)$", TEXT, re.M))
-TARGETS = ("cpu", "cpu-sshd", "cuda", "cuda-sshd")
+TARGETS = ("cpu", "cuda")
 
 
 def lines_of(stage: str) -> str:
@@ -28,12 +28,10 @@ def test_the_page_lists_the_targets() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_target_runs_as_the_user_of_the_manifests(target: str) -> None:
+def test_a_target_runs_as_the_user_of_the_manifest(target: str) -> None:
     (number,) = re.findall(r"^ARG USER_ID=(\d+)$", TEXT, re.M)
     assert re.findall(r"^USER (\S+)$", lines_of(target), re.M)[-1] == "${USER_ID}"
-    for file in FILES:
-        for template in pod_templates(file):
-            assert template["spec"]["securityContext"]["runAsUser"] == int(number)
+    assert pod_template()["spec"]["securityContext"]["runAsUser"] == int(number)
 
 
 def test_the_bases_are_pinned() -> None:
@@ -56,10 +54,6 @@ def test_what_is_copied_exists() -> None:
         assert list(ROOT.glob(word)), word
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_the_image_of_a_manifest_is_one_of_the_targets(file: str) -> None:
-    for template in pod_templates(file):
-        (container,) = template["spec"]["containers"]
-        target = container["image"].rpartition(":")[2]
-        assert target in TARGETS
-        assert target.endswith("-sshd") == (file == "mpijob.yaml")
+def test_the_image_of_the_manifest_is_one_of_the_targets() -> None:
+    (container,) = pod_template()["spec"]["containers"]
+    assert container["image"].rpartition(":")[2] in TARGETS

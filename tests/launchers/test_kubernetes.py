@@ -1,11 +1,10 @@
-"""The manifests of docs/how-to/kubernetes.md: their fields, and what they start.
+"""The manifest of docs/how-to/kubernetes.md: its fields, and what it starts.
 
 A container runtime and a cluster are not needed: see machines.py for what stands in for them.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
@@ -17,23 +16,11 @@ import pytest
 from data_helpers import make_folder
 from launching import ROOT
 from machines import Machines, why_not
-from manifests import FILES, FOLDER, Pod, pod_templates, pods_of, read
+from manifests import FILE, FOLDER, jobset, pod_template, pods
 from saved import left
 from virtual_cluster import Nodes, wait_until
 
 PAGE = ROOT / "docs" / "how-to" / "kubernetes.md"
-# Of an MPIJob; its templates of pods are core's
-MPI_JOB = {
-    "slotsPerWorker": int,
-    "mpiImplementation": str,
-    "launcherCreationPolicy": str,
-    "sshAuthMountPath": str,
-    "runPolicy": {"cleanPodPolicy": str, "backoffLimit": int},
-    "mpiReplicaSpecs": {
-        role: {"replicas": int, "restartPolicy": str, "template": dict}
-        for role in ("Launcher", "Worker")
-    },
-}
 RECIPE = """
 name: train
 data: {name: folder, folder: set on the command line, store: 24}
@@ -78,64 +65,30 @@ def kept(kind: Any, document: dict[str, Any]) -> dict[str, Any]:
     return kind.from_dict(document).to_dict()
 
 
-def test_fields_are_those_of_the_published_interfaces() -> None:
-    known = models()
-    kinds = {
-        "JobSet": known.JobsetV1alpha2JobSet,
-        "TrainJob": known.TrainerV1alpha1TrainJob,
-        "TrainingRuntime": known.TrainerV1alpha1TrainingRuntime,
-    }
-    documents = [document for file in FILES for document in read(file)]
-    own = [document for document in documents if document["kind"] in kinds]
-    assert len(own) == len(documents) - 1
-    for document in own:
-        assert kept(kinds[document["kind"]], document) == document
-    for template in pod_templates("mpijob.yaml"):
-        assert kept(known.IoK8sApiCoreV1PodTemplateSpec, template) == template
+def test_fields_are_those_of_the_published_interface() -> None:
+    assert kept(models().JobsetV1alpha2JobSet, jobset()) == jobset()
 
 
 def test_a_field_that_does_not_exist_is_found() -> None:
-    template = pod_templates("jobset.yaml")[0]
+    template = pod_template()
     template["spec"]["terminationGraceSeconds"] = 5
     assert kept(models().IoK8sApiCoreV1PodTemplateSpec, template) != template
 
 
-def of_shape(value: Any, shape: Any) -> bool:
-    """Tell whether a value has a type, or these fields and no others."""
-    if not isinstance(shape, dict):
-        return type(value) is shape
-    return value.keys() == shape.keys() and all(of_shape(value[k], shape[k]) for k in shape)
+def test_every_pod_has_what_the_page_says() -> None:
+    pod = pod_template()["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] and pod["terminationGracePeriodSeconds"] > 60
+    (container,) = pod["containers"]
+    assert container["command"][:2] == ["tini", "--"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert volumes.keys() == set(mounts.values())
+    shared = volumes[mounts["/dev/shm"]]["emptyDir"]
+    assert shared["medium"] == "Memory" and shared["sizeLimit"]
 
 
-def test_the_fields_of_the_mpi_job_are_those_of_v2beta1() -> None:
-    (job,) = read("mpijob.yaml")
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
-    assert of_shape(job["spec"], MPI_JOB)
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_every_pod_has_what_the_page_says(file: str) -> None:
-    for template in pod_templates(file):
-        pod = template["spec"]
-        assert pod["securityContext"]["runAsNonRoot"] and pod["terminationGracePeriodSeconds"] > 60
-        (container,) = pod["containers"]
-        assert container["command"][:2] == ["tini", "--"]
-        volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        assert volumes.keys() == set(mounts.values())
-        shared = volumes[mounts["/dev/shm"]]["emptyDir"]
-        assert shared["medium"] == "Memory" and shared["sizeLimit"]
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_the_page_names_the_manifest(file: str) -> None:
-    assert file in PAGE.read_text()
-
-
-def test_all_manifests_start_the_same_command() -> None:
-    found = [pods_of(file)[-1].command for file in FILES]
-    words = [command[command.index("train") - 1 :] for command in found]
-    assert words[0] == words[1] == words[2] and words[0][:2] == ["tfcommx", "train"]
+def test_the_page_names_the_manifest() -> None:
+    assert FILE.name in PAGE.read_text()
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -208,22 +161,19 @@ def machines(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 class Run:
-    """Pods of a manifest that train in the folder of runs."""
+    """Pods of the manifest that train in the folder of runs."""
 
-    def __init__(self, machines: Machines, file: str, log: Path, **environment: str) -> None:
-        self.machines, self.pods, self.log = machines, pods_of(file), log
+    def __init__(self, machines: Machines, log: Path, **environment: str) -> None:
+        self.machines, self.pods, self.log = machines, pods(), log
         self.processes = machines.start(self.pods, log, **environment)
-        # Workers of the MPI operator run sshd until their job is over
-        last = self.pods[-1]
-        self.finite = [last] if last.node == 0 else self.pods
 
     @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def statuses(self, *others: subprocess.Popen[bytes]) -> list[int]:
-        """Wait for the end, also of other processes; return the exit statuses by pod."""
-        processes = [*(self.processes[one.name] for one in self.finite), *others]
+    def statuses(self) -> list[int]:
+        """Wait for the end; return the exit statuses by pod."""
+        processes = [self.processes[one.name] for one in self.pods]
         try:
             wait_until(
                 lambda: all(process.poll() is not None for process in processes), SECONDS, "the end"
@@ -232,7 +182,7 @@ class Run:
             raise AssertionError(f"{error}\n{self.output[-6000:]}") from None
         finally:
             self.machines.end(self.processes)
-        return [process.returncode for process in processes[: len(self.finite)]]
+        return [process.returncode for process in processes]
 
     def __enter__(self) -> Run:
         return self
@@ -245,11 +195,10 @@ def folder_of_run(machines: Machines) -> Path:
     return machines.folder / "runs" / "train"
 
 
-@functools.cache
-def whole(machines: Machines, file: str) -> dict[str, bytes]:
+def whole(machines: Machines) -> dict[str, bytes]:
     """Return what a run leaves that nobody has stopped."""
     remove(machines)
-    with Run(machines, file, machines.folder / f"{file}.log", **QUICK) as run:
+    with Run(machines, machines.folder / "whole.log", **QUICK) as run:
         assert not any(run.statuses()), run.output[-6000:]
     assert "4 on 2 nodes" in run.output, run.output[-6000:]
     assert "stopped" not in json.loads((folder_of_run(machines) / "summary.json").read_text())
@@ -263,9 +212,9 @@ def remove(machines: Machines) -> None:
 def under_way(machines: Machines, run: Run) -> None:
     """Wait until a run has saved for the first time."""
     saved = folder_of_run(machines) / "checkpoint" / "checkpoint.json"
-    finite = [run.processes[one.name] for one in run.finite]
+    processes = run.processes.values()
     wait_until(
-        lambda: saved.is_file() or any(process.poll() is not None for process in finite),
+        lambda: saved.is_file() or any(process.poll() is not None for process in processes),
         SECONDS,
         "the first checkpoint",
     )
@@ -273,43 +222,17 @@ def under_way(machines: Machines, run: Run) -> None:
 
 
 @marked
-@pytest.mark.parametrize("file", FILES[1:])
-def test_all_manifests_train_to_the_same_bits(machines: Machines, file: str) -> None:
-    assert whole(machines, file) == whole(machines, FILES[0])
-
-
-@marked
 def test_a_pod_that_is_evicted_lets_all_save_and_the_next_start_goes_on(
     machines: Machines, tmp_path: Path
 ) -> None:
-    expected = whole(machines, FILES[0])
+    expected = whole(machines)
     remove(machines)
-    with Run(machines, FILES[0], tmp_path / "first") as run:
+    with Run(machines, tmp_path / "first") as run:
         under_way(machines, run)
         machines.terminate(run.pods[1])
         # 143: the pod's job has failed, and so starts again
         assert run.statuses() == [0, 143], run.output[-6000:]
         assert "and saved" in run.output, run.output[-6000:]
-    with Run(machines, FILES[0], tmp_path / "second", **QUICK) as run:
+    with Run(machines, tmp_path / "second", **QUICK) as run:
         assert not any(run.statuses()), run.output[-6000:]
-    assert left(folder_of_run(machines)) == expected
-
-
-@marked
-def test_the_hook_of_a_worker_lets_the_launcher_start_again(
-    machines: Machines, tmp_path: Path
-) -> None:
-    expected = whole(machines, FILES[0])
-    remove(machines)
-    with Run(machines, "mpijob.yaml", tmp_path / "first") as run:
-        under_way(machines, run)
-        worker: Pod = run.pods[1]
-        hook = worker.container["lifecycle"]["preStop"]["exec"]["command"]
-        hooked = machines.execute(worker, hook, tmp_path / "hook")
-        assert run.statuses(hooked) == [1], run.output[-6000:]
-        # With no ranks it would leave a file that stops the next run
-        assert not (folder_of_run(machines) / "stop").exists()
-        assert "and saved" in run.output, run.output[-6000:]
-    with Run(machines, "mpijob.yaml", tmp_path / "second", **QUICK) as run:
-        assert run.statuses() == [0], run.output[-6000:]
     assert left(folder_of_run(machines)) == expected

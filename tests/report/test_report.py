@@ -3,15 +3,11 @@
 The command line prints user errors in one line, with exit code 2.
 """
 
-import base64
-import html
 import io
 import os
-import re
 import select
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +15,6 @@ from launching import ROOT
 from rich.console import Console
 
 from tfcommx import report
-from tfcommx.report.page import write_page
 from tfcommx.report.progress import ProgressDisplay
 from tfcommx.report.summary import PARTS, ReportError, phase_rows
 
@@ -77,18 +72,8 @@ def shown(summary: dict) -> str:
 
 
 def test_written_files_and_read_again(summary, tmp_path):
-    report.write_report(summary, tmp_path / "run")
+    report.write_summary(summary, tmp_path / "run")
     assert report.read(tmp_path / "run") == summary
-    for name in ("learning_curve.png", "time_breakdown.png"):
-        picture = (tmp_path / "run" / name).read_bytes()
-        assert picture.startswith(b"\x89PNG") and len(picture) > 5000
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "comparison.png",
-        "learning_curve.png",
-        "report.html",
-        "summary.json",
-        "time_breakdown.png",
-    ]
 
 
 def test_terminal_report(summary):
@@ -99,17 +84,15 @@ def test_terminal_report(summary):
     assert "identical at the end of every epoch" in text
 
 
-def test_a_target_is_reported_on_the_terminal_and_the_page(summary, tmp_path):
+def test_a_target_is_reported(summary):
     rows = [{**row, "clock_seconds": 7.0 * row["epoch"]} for row in summary["rows"]]
     for at_least, text in (
-        (0.9, "accuracy &gt;= 0.9 in epoch 2 after 14.0 s, without evaluation and saving"),
-        (0.8, "accuracy &gt;= 0.8 in epoch 1 after 7.0 s"),
-        (0.95, "accuracy &gt;= 0.95 was not reached; the best was 0.9012"),
+        (0.9, "accuracy >= 0.9 in epoch 2 after 14.0 s, without evaluation and saving"),
+        (0.8, "accuracy >= 0.8 in epoch 1 after 7.0 s"),
+        (0.95, "accuracy >= 0.95 was not reached; the best was 0.9012"),
     ):
         found = {**summary, "target": report.time_to_target(rows, "accuracy", at_least)}
-        write_page({"tiny": found}, tmp_path)
-        assert text in (tmp_path / "report.html").read_text()
-        assert html.unescape(text) in shown(found)
+        assert text in shown(found)
     assert "target" not in shown(summary)
 
 
@@ -130,16 +113,9 @@ def test_drifted_replicas_cannot_be_overlooked(summary):
     assert "NOT IDENTICAL" in text and "identical at the end" not in text
 
 
-def test_one_node_has_no_bytes_between_nodes(summary, tmp_path):
-    """Their panel was empty, with an axis from -0.04 to 0.04; and "4 on 1 nodes"."""
+def test_one_node_has_no_bytes_between_nodes(summary):
+    """It said "4 on 1 nodes"."""
     alone = {**summary, "nodes": 1, "bytes_between_nodes": 0, "bytes_between_nodes_dense": 0}
-    for runs, pictures, heading in (
-        ({"one": alone}, 5, "Where time went"),
-        ({"one": alone, "other": summary}, 6, "Where time and bytes went"),
-    ):
-        text = write_page(runs, tmp_path)[0].read_text()
-        assert text.count("data:image/svg+xml") == pictures and heading in text
-        assert ">4 on 1 node<" in text
     assert "4 on 1 node " in shown(alone)
 
 
@@ -188,7 +164,7 @@ def test_progress_on_a_terminal_is_one_bar(summary, monkeypatch):
 @pytest.mark.parametrize(
     ("columns", "parts"),
     [
-        (60, ["loss 0.512"]),
+        (60, ["━", "loss 0.512"]),
         (80, ["━", "loss 0.512", "accuracy 0.8100"]),
         (100, ["━", "loss 0.512", "accuracy 0.8100", "1234 images/s"]),
         (120, ["━", "loss 0.512", "accuracy 0.8100", "1234 images/s"]),
@@ -210,9 +186,8 @@ def test_the_progress_line_fits_the_terminal(columns, parts, monkeypatch):
         (line,) = console.render_lines(progress.bar.get_renderable(), pad=False)
     text = "".join(segment.text for segment in line)
     assert len(text) <= columns and "…" not in text
-    for part in ("epoch 6/11", "5300/9900", "1:00:00, 0:0", " left", *parts):
+    for part in ("epoch 6/11", "5300/9900", "1:00:00 0:0", *parts):
         assert part in text, text
-    assert len(text) > columns - 30
 
 
 def test_what_is_counted_has_its_name(summary, tmp_path):
@@ -280,7 +255,7 @@ def test_user_errors_are_one_line(words, named):
 
 
 def test_report_command_and_help_need_no_tensorflow(summary, tmp_path):
-    report.write_report(summary, tmp_path)
+    report.write_summary(summary, tmp_path)
     code = (
         "import sys; sys.argv = ['tfcommx', *sys.argv[1:]]; import tfcommx.cli.main as cli\n"
         "try: cli.main()\n"
@@ -332,23 +307,6 @@ def test_the_phase_table_has_throughput_and_scaling_efficiency(summary):
     assert first["efficiency"] == pytest.approx(1600 / (6 * 400 + 6 * 200))
     text = shown({**summary, "alone": [100.0]})
     assert "42 %" in text and "not measured" in text
-
-
-def test_the_page_stands_alone(summary, tmp_path):
-    """One file, without scripts and addresses of others; figures inside; text is escaped."""
-    other = {**summary, "replicas_identical": False, "stopped": {"epoch": 2, "reason": "SIGTERM"}}
-    files = write_page({"one": summary, "<two>": other}, tmp_path / "pages")
-    assert [path.name for path in files] == ["report.html", "comparison.png"]
-    text = files[0].read_text()
-    assert text.count('src="data:image/svg+xml;base64,') == 6
-    assert not re.search(r"<script|https?://|<link|@import|url\(", text)
-    assert "<two>" not in text and text.count("&lt;two&gt;") >= 5
-    assert 'class="bad">NOT IDENTICAL' in text and "stopped by SIGTERM in epoch 3" in text
-    for image in re.findall(r"base64,([^\"]+)", text):
-        assert b"<svg" in base64.b64decode(image)
-    opened = [tag for tag in re.findall(r"<(table|div|details|tr|td|th|p|h1|h2)\b", text)]
-    closed = [tag for tag in re.findall(r"</(table|div|details|tr|td|th|p|h1|h2)>", text)]
-    assert Counter(opened) == Counter(closed)
 
 
 def test_the_dry_run_of_one_process_is_the_baseline(tmp_path):

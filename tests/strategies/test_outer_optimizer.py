@@ -26,7 +26,7 @@ from tfcommx.strategies.averaging.outer_optimizer import OuterOptimizer, StartWe
 K = keras.optimizers
 TWO = Topology(2, 1)
 SPARSE = Scheme("hitopk", "exact", 0.2, dense_below=0)
-PACKED = Scheme("torus", compression="packed", dense_below=0)
+COMPRESSED = Scheme("torus", compression="powersgd/1", dense_below=0)
 RATE, MOMENTUM = 0.7, 0.9
 
 
@@ -205,7 +205,7 @@ def test_fragments_average_what_the_whole_does(sends: str) -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "fragments", "overlap"),
-    [(SPARSE, 1, 0), (SPARSE, 2, 0), (SPARSE, 1, 4), (SPARSE, 2, 1), (PACKED, 1, 4)],
+    [(SPARSE, 1, 0), (SPARSE, 2, 0), (SPARSE, 1, 4), (SPARSE, 2, 1), (COMPRESSED, 1, 4)],
 )
 def test_updates_conserve_what_was_not_sent(scheme: Scheme, fragments: int, overlap: int) -> None:
     """Law 2: what moved the start weights plus the mean of the residuals is what came."""

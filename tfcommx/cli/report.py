@@ -1,4 +1,4 @@
-"""`tfcommx report`: print the report of runs, and write it as a page."""
+"""`tfcommx report`: print the report of runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from tfcommx.report.page import write_page
 from tfcommx.report.summary import read
 from tfcommx.report.terminal import show_comparison, show_run
 
@@ -21,19 +20,12 @@ def report(
             help="Folders that `tfcommx train` wrote, such as runs/fashion_mnist.",
         ),
     ],
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the page and its picture; by default that of the first run."),
-    ] = None,
 ) -> None:
-    """Print the report of one run, or a comparison of several; write it as an HTML page."""
-    runs = dict(zip(names_of(run_folders), map(read, run_folders), strict=True))
+    """Print the report of one run, or a comparison of several."""
     if len(run_folders) == 1:
         show_run(run_folders[0])
     else:
-        show_comparison(runs)
-    files = write_page(runs, output or run_folders[0])
-    print(f"page: {', '.join(map(str, files))}")
+        show_comparison(dict(zip(names_of(run_folders), map(read, run_folders), strict=True)))
 
 
 def names_of(folders: list[Path]) -> list[str]:

@@ -1,7 +1,6 @@
 """Transform gradients before and after a dense sum: the table of compressions.
 
     powersgd/R   each matrix as a product of two of rank R, warm-started
-    packed       three entries as whole numbers in one float32
 
 A selection chooses entries, and a wire format writes them in fewer bits. A compression turns a
 bucket's gradients into other, shorter vectors, which any dense route sums, and turns the sums back.
@@ -31,7 +30,6 @@ from tfcommx.core import check_name, is_member, load_member
 # Name -> module:member of the function that makes it from the part of its name after the slash
 COMPRESSIONS = {
     "powersgd": "tfcommx.compression.powersgd:read",
-    "packed": "tfcommx.compression.packed:read",
 }
 
 __all__ = ["COMPRESSIONS", "Compression", "CompressionResult", "get"]

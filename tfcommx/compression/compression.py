@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,9 +32,6 @@ class Compression(abc.ABC):
     It has no access to residuals, routes or plans, because the runtime puts error feedback around
     it and any dense route adds its vectors.
     """
-
-    # Largest number of ranks on which it works
-    most_ranks: ClassVar[float] = math.inf
 
     @abc.abstractmethod
     def sums(self, shapes: Sequence[Shape]) -> tuple[int, ...]:

@@ -17,16 +17,15 @@ from tfcommx.core.errors import (
 )
 from tfcommx.core.files import local_path, reading, replacing, write_text
 from tfcommx.core.links import NOMINAL, Calibration, EngineSettings, Link, Links, Traffic
-from tfcommx.core.plan import OPERATIONS, Plan, ReadOptions, first_difference
+from tfcommx.core.plan import OPERATIONS, Plan, first_difference
 from tfcommx.core.profile import Layer, LayerTable, Profile, VariableProfile
 from tfcommx.core.scheme import (
     AUTO,
-    DGC_WARM_UP,
     MPI_LAUNCH,
     NO_COMPRESSION,
     Scheme,
 )
-from tfcommx.core.timeline import KINDS, RESOURCES, MeasuredStep, Span, Timeline
+from tfcommx.core.timeline import RESOURCES, MeasuredStep, Span, Timeline
 from tfcommx.core.topology import GROUPS, Topology
 from tfcommx.core.wire_formats import (
     DENSE_CODES,
@@ -44,10 +43,8 @@ __all__ = [
     "AUTO",
     "DENSE_CODES",
     "DENSE_WIRES",
-    "DGC_WARM_UP",
     "ENTRY_BYTES",
     "GROUPS",
-    "KINDS",
     "LARGEST",
     "MPI_LAUNCH",
     "NARROW",
@@ -78,7 +75,6 @@ __all__ = [
     "PlanError",
     "Profile",
     "RankLostError",
-    "ReadOptions",
     "RouteOptions",
     "Scheme",
     "Span",

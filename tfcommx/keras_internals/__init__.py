@@ -28,7 +28,6 @@ from tfcommx.keras_internals.metrics import (
     SumState,
     metrics_in,
     sums_in,
-    unwatch_update,
     watch_update,
 )
 from tfcommx.keras_internals.models import (
@@ -117,7 +116,6 @@ __all__ = [
     "traced_batch",
     "trainable_variables",
     "unlisted",
-    "unwatch_update",
     "variables_with_own_files",
     "watch_update",
 ]

@@ -68,7 +68,7 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> W
     """
     selection.check(scheme.selection)
     if scheme.compression != NO_COMPRESSION:
-        _check_compression(scheme, topology)
+        compression.get(scheme.compression)
     if scheme.route == AUTO:
         _check_auto(scheme)
         return None
@@ -169,15 +169,6 @@ def _check_auto(scheme: Scheme) -> None:
                 f"{name}={getattr(scheme, name)!r}. Leave it out, or take "
                 f"{', '.join(formats_allowed) or 'a selection'}."
             )
-
-
-def _check_compression(scheme: Scheme, topology: Topology) -> None:
-    most = compression.get(scheme.compression).most_ranks
-    if topology.size > most:
-        raise PlanError(
-            f"The compression {scheme.compression!r} works on at most {most} ranks. Received "
-            f"{topology.size} ranks. Take another, or wire='float16'."
-        )
 
 
 def _check_peers(scheme: Scheme) -> None:

@@ -4,27 +4,19 @@
 """
 
 from tfcommx.report.dry_run import read_alone, show_dry_run, write_dry_run
-from tfcommx.report.figures import PICTURES, draw, draw_links
-from tfcommx.report.page import write_report
 from tfcommx.report.progress import ProgressDisplay
-from tfcommx.report.summary import PARTS, ReportError, read, time_to_target
+from tfcommx.report.summary import read, time_to_target, write_summary
 from tfcommx.report.tensorboard import TensorBoardEvents
-from tfcommx.report.terminal import show, show_run
+from tfcommx.report.terminal import show
 
 __all__ = [
-    "PARTS",
-    "PICTURES",
     "ProgressDisplay",
-    "ReportError",
     "TensorBoardEvents",
-    "draw",
-    "draw_links",
     "read",
     "read_alone",
     "show",
     "show_dry_run",
-    "show_run",
     "time_to_target",
     "write_dry_run",
-    "write_report",
+    "write_summary",
 ]

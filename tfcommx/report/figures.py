@@ -1,73 +1,21 @@
-"""Figures of one run, of several runs, of measured links, and of machines to rent."""
+"""Figures of measured links, and of machines to rent."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfcommx.core import Links, replacing
-from tfcommx.report.summary import PARTS, scheme_text, seconds_by_part, size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
 # (latency terms, bytes, seconds) of each measured size
 Points = Sequence[tuple[float, float, float]]
-# The files that `draw` writes into a run's folder
-PICTURES = ("learning_curve.png", "time_breakdown.png")
-
-
-def draw(summary: dict[str, Any], folder: Path) -> None:
-    """Draw the pictures of a run into its folder: learning curve and time breakdown."""
-    from matplotlib.figure import Figure  # Without pyplot: no display, no global state
-
-    for name, plot in zip(PICTURES, (_learning_curve, _time_breakdown), strict=True):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        plot(summary, figure.subplots())
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-        with replacing(folder / name) as part:
-            figure.savefig(part, dpi=120)
-
-
-def _learning_curve(summary: dict[str, Any], axes: Axes) -> None:
-    """Plot the accuracies over the epochs, with a line where resolution or scheme change."""
-    rows = summary["rows"]
-    epochs = [row["epoch"] for row in rows]
-    axes.plot(epochs, [row["train_accuracy"] for row in rows], "o--", label="train (varied)")
-    axes.plot(epochs, [row["test_accuracy"] for row in rows], "o-", label="test")
-    texts = [f"{size_text(row)}, {scheme_text(row)}" for row in rows]
-    for before, text, epoch in zip([None, *texts[:-1]], texts, epochs, strict=True):
-        if before != text:
-            axes.axvline(epoch - 0.5, color="0.8", zorder=0)
-            axes.annotate(
-                text,
-                (epoch - 0.45, 0.02),
-                xycoords=("data", "axes fraction"),
-                rotation=90,
-                fontsize=8,
-                color="0.4",
-            )
-    title = f"{summary.get('name', 'run')}: test accuracy {summary['test_accuracy']:.4f}"
-    axes.set(xlabel="epoch", ylabel="accuracy", xticks=epochs, title=title)
-
-
-def _time_breakdown(summary: dict[str, Any], axes: Axes) -> None:
-    """Stack the parts of each epoch's time."""
-    rows = summary["rows"]
-    epochs = [row["epoch"] for row in rows]
-    bottom = [0.0] * len(rows)
-    for part, meaning in PARTS.items():
-        heights = [row["seconds"].get(part, 0.0) for row in rows]
-        if not any(heights):
-            continue
-        axes.bar(epochs, heights, bottom=bottom, label=meaning)
-        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    axes.set(xlabel="epoch", ylabel="seconds on rank 0", xticks=epochs, title="where the time went")
 
 
 def draw_links(links: Links, points: Mapping[str, Points], by_engine: bool, path: Path) -> None:
@@ -104,137 +52,6 @@ def draw_links(links: Links, points: Mapping[str, Points], by_engine: bool, path
         axes.legend()
     with replacing(path) as part:
         figure.savefig(part, dpi=120)
-
-
-# Name shown in figures -> summary
-Runs = Mapping[str, dict[str, Any]]
-
-
-def curves(runs: Runs) -> Figure:
-    """Draw all learning curves of the runs into one picture."""
-    from matplotlib.figure import Figure  # Without pyplot: no display, no global state
-
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    for draw, axes in zip(LEARNING.values(), figure.subplots(2, 2).flat, strict=True):
-        draw(axes, runs)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
-    return figure
-
-
-def panels(runs: Runs) -> dict[str, Figure]:
-    """Draw a figure for each learning curve; return them by title."""
-    from matplotlib.figure import Figure
-
-    figures = {}
-    for title, draw in LEARNING.items():
-        figures[title] = Figure(figsize=(5, 3.4), layout="constrained")
-        axes = figures[title].subplots()
-        draw(axes, runs)
-        if len(runs) > 1:
-            axes.legend(fontsize=8)
-    return figures
-
-
-def _accuracy(axes: Axes, runs: Runs) -> None:
-    for name, summary in runs.items():
-        rows = summary["rows"]
-        (line,) = axes.plot(*_by_epoch(rows, "test_accuracy"), "o-", markersize=3, label=name)
-        axes.plot(*_by_epoch(rows, "train_accuracy"), "--", linewidth=0.8, color=line.get_color())
-    axes.set(ylabel="test accuracy (train: dashed)")
-    _by_whole_epochs(axes)
-
-
-def _accuracy_over_time(axes: Axes, runs: Runs) -> None:
-    for name, summary in runs.items():
-        minutes = [spent / 60 for spent in seconds_at_ends(summary["rows"])]
-        _, tests = _by_epoch(summary["rows"], "test_accuracy")
-        axes.plot(minutes, tests, "o-", markersize=3, label=name)
-    axes.set(xlabel="minutes", ylabel="test accuracy")
-    axes.grid(color="0.92")
-
-
-def _loss(axes: Axes, runs: Runs) -> None:
-    for name, summary in runs.items():
-        axes.plot(*_by_epoch(summary["rows"], "loss"), "o-", markersize=3, label=name)
-    axes.set(ylabel="loss in training")
-    _by_whole_epochs(axes)
-
-
-def _throughput(axes: Axes, runs: Runs) -> None:
-    for name, summary in runs.items():
-        axes.plot(*_by_epoch(summary["rows"], "throughput"), "o-", markersize=3, label=name)
-    counted = " or ".join(dict.fromkeys(summary["counted"] for summary in runs.values()))
-    axes.set(ylabel=f"{counted}/s in training", ylim=(0, None))
-    _by_whole_epochs(axes)
-
-
-# Title of a panel -> function that draws it, in the order of the picture
-LEARNING: dict[str, Callable[[Axes, Runs], None]] = {
-    "accuracy over epochs": _accuracy,
-    "accuracy over time": _accuracy_over_time,
-    "loss over epochs": _loss,
-    "throughput over epochs": _throughput,
-}
-
-
-def _by_epoch(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    return [row["epoch"] for row in rows], [row[name] for row in rows]
-
-
-def _by_whole_epochs(axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set(xlabel="epoch")
-    axes.grid(color="0.92")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def seconds_at_ends(rows: list[dict[str, Any]]) -> list[float]:
-    """Return the seconds from the start of a run to each epoch's end."""
-    return list(itertools.accumulate(sum(row["seconds"].values()) for row in rows))
-
-
-def time_spent(runs: Runs) -> Figure:
-    """Stack the parts of each run's time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 2.0 + 0.4 * len(runs)), layout="constrained")
-    axes = figure.subplots()
-    seconds = {name: seconds_by_part(summary["rows"]) for name, summary in runs.items()}
-    starts = [0.0] * len(runs)
-    for part, meaning in PARTS.items():
-        widths = [parts[part] for parts in seconds.values()]
-        if any(widths):
-            axes.barh(range(len(runs)), widths, left=starts, height=0.7, label=meaning)
-            starts = [a + b for a, b in zip(starts, widths, strict=True)]
-    axes.set(xlabel="seconds on rank 0", yticks=range(len(runs)), yticklabels=list(runs))
-    axes.invert_yaxis()
-    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
-    return figure
-
-
-def bytes_sent(runs: Runs) -> Figure:
-    """Draw the bytes between nodes next to those of dense gradients."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 1.4 + 0.4 * len(runs)), layout="constrained")
-    axes, names = figure.subplots(), list(runs)
-    for key, label, colour, height in (
-        ("bytes_between_nodes_dense", "dense gradients", "0.85", 0.7),
-        ("bytes_between_nodes", "sent", "tab:blue", 0.4),
-    ):
-        megabytes = [runs[name][key] / 1e6 for name in names]
-        axes.barh(range(len(names)), megabytes, height=height, color=colour, label=label)
-    axes.set(xlabel="MB per rank between nodes", yticks=range(len(names)), yticklabels=names)
-    axes.invert_yaxis()
-    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
-    return figure
-
-
-def between_nodes(runs: Runs) -> bool:
-    """Return True if any of the runs had several nodes, and therefore bytes between them."""
-    return any(summary["bytes_between_nodes_dense"] for summary in runs.values())
 
 
 Row = dict[str, Any]

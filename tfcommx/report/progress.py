@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import time
-from collections.abc import Sequence
 from types import TracebackType
 from typing import IO, Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bar
-from rich.progress import ProgressColumn, Task
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 
 from tfcommx.report.summary import more_scores, scheme_text, size_text
 
 # Without a terminal: seconds between two lines in long epochs
 LINE_SECONDS = 60.0
-# Smallest and largest number of columns of the bar; with less space there is no bar
-BAR_COLUMNS = 8, 40
+# Columns of the terminal that the bar, the count and the times need
+FIXED_COLUMNS = 50
 
 
 class ProgressDisplay:
@@ -61,8 +65,17 @@ class ProgressDisplay:
     def __enter__(self) -> ProgressDisplay:
         self.started = time.monotonic()
         if self.shown and self.console.is_terminal:
-            self.bar = Bar(Line(self.console), console=self.console)
-            self.task = self.bar.add_task(f"epoch 1/{self.epochs}", total=self.steps, status=[])
+            self.bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(None),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[status]}"),
+                console=self.console,
+                expand=True,
+            )
+            self.task = self.bar.add_task(f"epoch 1/{self.epochs}", total=self.steps, status="")
             self.bar.start()
         return self
 
@@ -88,15 +101,24 @@ class ProgressDisplay:
             # Restart the clock of plain lines, because the time before includes tracing
             self.last_line = time.monotonic()
         if self.bar:
-            parts = [] if status is None else status_parts(status)
-            self.bar.update(self.task, advance=1, status=parts)
+            self.bar.update(self.task, advance=1)
             if status is not None:
-                self.bar.update(self.task, description=f"epoch {status['epoch']}/{self.epochs}")
+                self.bar.update(
+                    self.task,
+                    description=f"epoch {status['epoch']}/{self.epochs}",
+                    status=self._fitting(status_parts(status)),
+                )
         elif self.shown and status and time.monotonic() - self.last_line > LINE_SECONDS:
             self._print(
                 f"step {status['step']}/{status['steps']} of epoch {status['epoch']}/{self.epochs}"
                 f"  {'  '.join(status_parts(status))}"
             )
+
+    def _fitting(self, parts: list[str]) -> str:
+        """Join as many parts as fit beside the bar, at least the first."""
+        texts = list(itertools.accumulate(parts, "{}  {}".format))
+        room = self.console.width - FIXED_COLUMNS
+        return next((text for text in reversed(texts) if len(text) <= room), texts[0])
 
     def _print(self, line: str) -> None:
         """Print a line with the remaining time, extrapolated from the steps so far."""
@@ -126,58 +148,6 @@ class ProgressDisplay:
         """Show a separate line."""
         if self.shown:
             (self.bar.console if self.bar else self.console).print(line)
-
-
-class Line(ProgressColumn):
-    """The line of a running task, cut to the columns of the terminal.
-
-    epoch 6/11 ━━━━━━╺━━━━━ 530/990 1:04, 0:55 left  loss 0.500  accuracy 0.8100  1234 images/s ...
-
-    Count, times and loss are always shown. The bar and then the other parts of the status are
-    added as long as they fit; the bar is widened to the remaining columns, up to its largest size.
-    """
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self.console = console
-
-    def render(self, task: Task) -> Table:
-        """Return the line as a table of one row."""
-        count = f"{int(task.completed):{len(f'{task.total:.0f}')}}/{task.total:.0f}"
-        times = f"{clock(task.elapsed)}, {clock(task.time_remaining)} left"
-        status: Sequence[str] = task.fields["status"]
-        loss, *optional = [*status, ""]
-        shown = f"{count} {times}  {loss}".rstrip()
-        least, most = BAR_COLUMNS
-        room = self.console.width - len(task.description) - len(shown) - 1
-        bar = room > least
-        room -= (least + 1) * bar
-        for part in filter(None, optional):
-            if len(part) + 2 > room:
-                break
-            shown, room = f"{shown}  {part}", room - len(part) - 2
-        line = Table.grid(padding=(0, 1))
-        cells: list[RenderableType] = [f"[progress.description]{task.description}"]
-        if bar:
-            width = min(most, least + room)
-            cells += [ProgressBar(task.total, task.completed, width=width)]
-        for _ in (*cells, shown):
-            line.add_column(no_wrap=True)
-        line.add_row(*cells, shown)
-        return line
-
-
-def clock(seconds: float | None) -> str:
-    """Return seconds in the form of a clock.
-
-    >>> clock(64.2), clock(3665), clock(None)
-    ('1:04', '1:01:05', '-:--')
-    """
-    if seconds is None:
-        return "-:--"
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def status_parts(status: dict[str, Any]) -> list[str]:

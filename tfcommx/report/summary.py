@@ -8,6 +8,7 @@ from typing import Any
 
 from tfcommx.core import DataError, write_text
 
+FILE = "summary.json"
 # The parts of an epoch, as training.steps.Timing measures them, in the order of the stacked bars.
 PARTS = {
     "data": "waiting for data",
@@ -243,12 +244,17 @@ def write_json(contents: dict[str, Any], path: Path) -> None:
     write_text(path, json.dumps(contents, indent=1) + "\n")
 
 
+def write_summary(summary: dict[str, Any], folder: Path) -> None:
+    """Write summary.json into a run's folder, created if needed. **Ranks:** rank 0 only."""
+    write_json(summary, Path(folder) / FILE)
+
+
 def read(folder: Path) -> dict[str, Any]:
     """Read the summary.json that `training.train` made in a run's folder.
 
     **Raises:** ReportError if there is none, or if it lacks a key.
     """
-    path = Path(folder) / "summary.json"
+    path = Path(folder) / FILE
     try:
         summary: dict[str, Any] = json.loads(path.read_text())
     except OSError as error:

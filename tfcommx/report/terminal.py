@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tfcommx.report.figures import PICTURES
 from tfcommx.report.summary import (
     PARTS,
     bytes_text,
@@ -37,15 +36,13 @@ def terminal_console() -> Console:
 
 
 def show_run(folder: Path) -> None:
-    """Print the report of a run and the paths of its files.
+    """Print the report of a run, its folder, and the command that draws its curves.
 
     **Raises:** ReportError if the folder holds no summary that can be shown.
     """
     show(read(folder))
-    pictures = [str(folder / name) for name in PICTURES if (folder / name).exists()]
-    for label, paths in (("pictures", pictures), ("all files", [str(folder)])):
-        if paths:
-            print(f"{label}: {', '.join(paths)}")
+    print(f"all files: {folder}")
+    print(f"curves: tensorboard --logdir {folder}")
 
 
 def show(summary: dict[str, Any], console: Console | None = None) -> None:

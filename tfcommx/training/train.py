@@ -118,7 +118,7 @@ def train(
         summary["stopped"] = stopped
         print_stop(run, stopped)
     if cx.is_chief() and summary["rows"]:
-        report.write_report(summary, output_folder)
+        report.write_summary(summary, output_folder)
     return summary
 
 

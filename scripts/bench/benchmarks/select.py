@@ -11,7 +11,7 @@ Peers: the top-k of TensorFlow, NumPy and PyTorch, and Algorithm 1 as printed. E
 gradient to a residual of its own (except algorithm1, which is timed on the sum), chooses k entries
 by magnitude and zeroes them in the residual. They take turns; the slow ones take part in fewer
 rounds. `limit_seconds` is 1.5 times the bare addition r += g of the same rounds on the same
-threads. Each result is verified. For GPUs: select_gpu."""
+threads. Each result is verified."""
 
 from __future__ import annotations
 

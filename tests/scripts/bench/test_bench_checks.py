@@ -25,7 +25,6 @@ from tfcommx.runtime.trial import TrialExecutor, TrialRounds
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from bench import plans, ranks, results
-from bench.benchmarks import elastic_averaging, passes
 from bench.registry import BENCHMARKS
 
 
@@ -75,45 +74,6 @@ def test_a_trial_that_is_under_way_is_seen() -> None:
         trial.rounds.record([0.1] * len(trial.rounds.order))
     assert plans.is_decided(optimizer)
     assert plans.is_decided(keras.optimizers.SGD(0.1))  # Exchanges nothing
-
-
-@pytest.mark.parametrize("broken", [None, "merge", "encode", "rounded"])
-def test_each_pass_is_checked(monkeypatch: pytest.MonkeyPatch, broken: str | None) -> None:
-    """Most rows were "verified" without a check."""
-    bucket = passes.bucket_of(40960, 0.05, "block16/float16")
-    if broken:
-        once = getattr(passes.codec, broken)
-        wrong = {
-            "merge": lambda *given, **named: once(*given, **named) + 1e-7,
-            "encode": lambda sparse, wire: once(sparse._replace(values=-sparse.values), wire),
-            "rounded": lambda sparse, wire: (sparse, tf.zeros_like(sparse.values)),
-        }[broken]
-        monkeypatch.setattr(passes.codec, broken, wrong)
-    found = passes.parts_of(bucket)
-    right = passes.verified(bucket, found)
-    assert right.keys() == found.keys()
-    failed = {None: set(), "merge": {"merge", "merge and average"}, "encode": {"encode"}}
-    expected = failed.get(broken, {"round"})
-    assert {name for name, verdict in right.items() if not verdict} == expected
-
-
-def test_the_merge_has_other_entries_from_each_rank() -> None:
-    """It had the same four times: a quarter of the scattered places."""
-    bucket = passes.bucket_of(40960, 0.05, "block16/float16")
-    places = {int(place) for one in bucket.sent for place in one.indices}
-    assert len(places) > 3 * bucket.plan.selected
-    # Some variables begin at multiples of 64 bytes, some do not
-    starts = [sum(bucket.plan.sizes[:i]) % 16 for i in range(len(bucket.plan.sizes))]
-    assert {bool(start) for start in starts} == {True, False}
-
-
-def test_a_centre_beside_training_that_failed_is_not_good() -> None:
-    """Dense training was compared with itself, and one look counted."""
-    good = elastic_averaging.is_as_good
-    assert good(0.84, 0.845, 0.8) and not good(0.834, 0.845, 0.8)
-    assert not good(0.1, 0.1, 0.8)
-    curve = [[1.0, 0.5], [2.0, 0.83], [3.0, 0.85], [4.0, 0.81]]
-    assert elastic_averaging.accuracy_of(curve) == pytest.approx(0.83)
 
 
 def documented() -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import statistics
 import sys
 
 import numpy as np
@@ -21,14 +20,6 @@ def test_examples() -> None:
     for module in (rounds, options, records):
         tried = doctest.testmod(module)
         assert tried.failed == 0 and tried.attempted >= 2
-
-
-def test_one_step_in_four_that_waits_is_seen() -> None:
-    """The median over steps was judged, and an exchange every fourth step was not in it."""
-    alike, waits = [0.1] * 400, [0.1, 0.1, 0.1, 0.3] * 100
-    assert statistics.median(waits) == statistics.median(alike)
-    by_fours = [statistics.median(rounds.of_windows(one, 4)) for one in (alike, waits)]
-    assert by_fours == pytest.approx([0.1, 0.15])
 
 
 def test_turns_change_and_hold_everyone() -> None:

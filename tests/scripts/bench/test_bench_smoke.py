@@ -5,17 +5,13 @@ All write the same first columns, in the same order, then the rows that they pro
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from bench_runs import bench
 from launching import ROOT
-from virtual_cluster import ENVIRONMENT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from bench.registry import BENCHMARKS
@@ -24,46 +20,23 @@ ROWS = {
     "select": {
         "residual_add", "mstopk", "exact", "dgc", "algorithm1", "tf_top_k", "numpy_argpartition",
     },
-    "passes": {
-        "flatten", "select", "round", "rounding error (before)", "rounding error", "encode",
-        "merge", "merge and average", "average (before)", "unflatten (before)", "unflatten",
-    },
-    "norms": {"norms", "tf_norm", "read", "lars", "lars_plain", "sgd", "add"},
     "data": {
         "datacache_whole", "tfdata_decode", "tfdata_cache", "tfdata_cache_same", "datacache",
     },
     "step": {"horovod", "tfcommx"},
-    "overlap": {"horovod", "0.001 MiB", "1 MiB"},
-    "guard": {"no guard", "between checks", "with a check"},
-    "watch": {"step", "marks", "look"},
     "auto": {"plain", "Scheme()", "auto"},
     "training": {"none", "horovod"},
     "local_updates": {"none", "1/0", "1/2", "2/1"},
-    "strategies": {
-        f"{what}, {name}"
-        for what in ("pull + forward", "step")
-        for name in ("synchronous", "at_once", "layers", "ibatch", "batched")
-    },
     "routes": {"allreduce plain", "hitopk pair32"},
-    "elastic_averaging": {
-        f"{name}, {ranks}"
-        for name in ("elastic", "sync")
-        for ranks in ("ranks alike", "rank 2 slow")
-    },
 }  # fmt: skip
 # One launch each. Training and routes have tests of their own
 TOGETHER = [
-    pytest.param(["select", "passes", "norms", "data"], id="one process"),
-    pytest.param(["step", "overlap", "guard", "watch"], id="two ranks"),
+    pytest.param(["select", "data"], id="one process"),
+    pytest.param(["step"], id="two ranks"),
     pytest.param(
-        ["auto", "training", "strategies", "local_updates", "routes"],
+        ["auto", "training", "local_updates", "routes"],
         id="longer",
         marks=pytest.mark.exhaustive,
-    ),
-    pytest.param(
-        ["elastic_averaging"],
-        id="three ranks",
-        marks=[pytest.mark.exhaustive, pytest.mark.long_wait],
     ),
 ]
 
@@ -80,49 +53,5 @@ def test_smoke(names: list[str], tmp_path: Path) -> None:
 
 
 def test_every_benchmark_has_a_smoke_run_here() -> None:
-    every = sorted(name for name, one in BENCHMARKS.items() if not one.needs_gpu)
+    every = sorted(BENCHMARKS)
     assert every == sorted(ROWS) == sorted(one for group in TOGETHER for one in group.values[0])
-
-
-@pytest.mark.exhaustive
-def test_parallel_operator(tmp_path: Path) -> None:
-    """The benchmark of norms on two ranks."""
-    rows, _ = bench(tmp_path, "norms", "--ranks", "2", "--repeats", "1")
-    assert len(rows) == 9 and all(row["verified"] and row["ranks"] == 2 for row in rows)
-    assert {row["form"] for row in rows} <= {"local", "parallel"}
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-def test_select_on_a_gpu(tmp_path: Path, wrong: bool) -> None:
-    """No GPU is here: check_cuda's rows are made up, and NumPy stands in for CuPy.
-
-    What is verified is real.
-    """
-    folder = tmp_path / "scripts"
-    shutil.copytree(ROOT / "scripts" / "bench", folder / "bench")
-    row = {"name": "mstopk", "n": 5000, "k": 50, "seconds": 1.0, "verified": True}
-    (folder / "check_cuda").write_text(f"#!/bin/sh\necho '{json.dumps(row)}'\n")
-    (folder / "check_cuda").chmod(0o755)
-    (folder / "cupy.py").write_text(
-        "from types import SimpleNamespace as Space\nfrom numpy import *\nimport numpy\nasnumpy "
-        "= array\n"
-        "cuda = Space(runtime=Space(deviceSynchronize=lambda: None))\n"
-        "asarray = lambda given: array(given)  # a copy, as to a GPU\n"
-        f"argpartition = lambda x, place: numpy.argpartition({'-x' if wrong else 'x'}, place)\n"
-    )
-    command = [sys.executable, "scripts/bench", "select_gpu", "--sizes", "5000", "--repeats", "2"]
-    command += ["--record", "gpu", "--json", "rows.jsonl"]
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
-    rows = {row["name"]: row["verified"] for row in map(json.loads, lines)}
-    record = tmp_path / "docs" / "records" / "gpu.json"
-    assert record.exists() != wrong  # What is wrong is not kept
-    if not wrong:
-        kept = json.loads(record.read_text())
-        assert (
-            kept["command"]
-            == "python scripts/bench select_gpu --sizes 5000 --repeats 2 --json rows.jsonl"
-        )
-        assert {row["name"] for row in kept["rows"]} == set(rows)
-    assert (done.returncode, rows["cupy_argpartition"]) == (wrong, not wrong), done.stderr

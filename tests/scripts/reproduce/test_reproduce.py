@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,27 +89,6 @@ def test_what_mergings_leave_for_the_lstm(tmp_path: Path) -> None:
     assert {row["merging"] for row in rows} == {
         "threshold", "single", "each", "mg_wfbp", "omgs", "optimal"
     }  # fmt: skip
-
-
-@pytest.mark.exhaustive
-def test_convergence_in_small(tmp_path: Path) -> None:
-    """Two ranks, 256 pictures, three epochs, two methods; the second time nothing is trained."""
-    words = ["--seeds", "1", "--epochs", "3", "--train", "256", "--batch", "32", "--processes", "2"]
-    methods = ["dense", "mstopk-0.01+momentum+warm_up+clip"]
-    words += ["--methods", *methods]
-    words += ["--output", str(tmp_path / "runs")]
-    output, rows = run("convergence", tmp_path, *words)
-    assert [row["name"] for row in rows] == methods
-    assert [len(row["curve"]) for row in rows] == [3, 3]
-    assert "density 0.01: mstopk-0.01+momentum" in output and "density 0.001: not run" in output
-    assert (tmp_path / "runs" / "convergence.png").stat().st_size > 5000
-    written = {path: path.stat().st_mtime for path in tmp_path.rglob("summary.json")}
-    assert len(written) == 2 and run("convergence", tmp_path, *words)[1] == rows
-    assert all(path.stat().st_mtime == time for path, time in written.items())
-    # The file alone suffices
-    shutil.rmtree(tmp_path / "runs")
-    assert run("convergence", tmp_path, *words)[1] == rows
-    assert not list(tmp_path.rglob("summary.json"))
 
 
 def test_ends_of_the_forward_pass_as_reported(tmp_path: Path) -> None:

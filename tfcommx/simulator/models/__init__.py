@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tfcommx.core import LayerTable, check_name, check_whole
-from tfcommx.simulator.models import convolutional, inception, language
+from tfcommx.simulator.models import convolutional, language
 
 _ALL: tuple[Callable[..., LayerTable], ...] = (
     convolutional.resnet50,
@@ -22,8 +22,8 @@ _ALL: tuple[Callable[..., LayerTable], ...] = (
     convolutional.vgg16_cifar,
     convolutional.alexnet,
     convolutional.googlenet,
-    inception.inception_v3,
-    inception.inception_v4,
+    convolutional.inception_v3,
+    convolutional.inception_v4,
     language.bert_base,
     language.bert_large,
     language.gpt2_xl,

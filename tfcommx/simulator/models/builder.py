@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tfcommx.core import ConfigurationError, Layer, LayerTable
 
 # (name, shape) of the variables of a layer
@@ -78,10 +76,52 @@ class Builder:
         copy.height, copy.width = self.height, self.width
         return copy
 
-    def join(self, branches: Sequence[Builder]) -> None:
-        """Continue with the channels of all branches, concatenated."""
-        self.height, self.width = branches[0].height, branches[0].width
-        self.channels = sum(branch.channels for branch in branches)
+    def module(self, name: str, text: str, *, bias: bool = False, norm: bool = False) -> None:
+        """Add branches that start from the same image, and concatenate their channels.
+
+        >>> model = Builder(8, 3)
+        >>> model.module("m", "pool 4@1 | 8@1 6@1x7 | 5@3 *2")
+        >>> [layer.name for layer in model.layers], model.channels
+        (['m/1b', 'm/2a', 'm/2b', 'm/3a', 'm/3_flat', 'm/3_tall'], 14)
+
+        Args:
+            name: the first part of the layers' names.
+            text: branches, divided by `|`. A step is a convolution, filters@kernel, with "V"
+                without padding, or with "/2" with stride 2 and without padding; "pool", of stride
+                1; "pool/2"; or "*filters", which splits the branch into convolutions by 1 x 3 and
+                3 x 1.
+            bias, norm: of all convolutions.
+        """
+        ends, splits = [], []
+        for number, steps in enumerate(text.split("|"), start=1):
+            branch = self.branch()
+            for position, step in enumerate(steps.split()):
+                stride = 2 if step.endswith("/2") else 1
+                valid = step.endswith(("/2", "V"))
+                first, _, kernel = step.removesuffix("/2").rstrip("V").partition("@")
+                if first == "pool":
+                    branch.pool(3, stride, valid=valid)
+                elif first.startswith("*"):
+                    splits.append((number, branch, int(first[1:])))
+                else:
+                    high, _, wide = kernel.partition("x")
+                    branch.convolve(
+                        f"{name}/{number}{'abcde'[position]}",
+                        int(first),
+                        (int(high), int(wide or high)),
+                        stride=stride,
+                        valid=valid,
+                        bias=bias,
+                        norm=norm,
+                    )
+            ends.append(branch)
+        for number, branch, filters in splits:
+            ends.remove(branch)
+            for kind, kernel_size in (("flat", (1, 3)), ("tall", (3, 1))):
+                ends.append(branch.branch())
+                ends[-1].convolve(f"{name}/{number}_{kind}", filters, kernel_size, norm=norm)
+        self.height, self.width = ends[0].height, ends[0].width
+        self.channels = sum(end.channels for end in ends)
 
     def table(self, name: str, sample: str) -> LayerTable:
         """Return the layers as a table."""

@@ -1,4 +1,4 @@
-"""Convolutional networks: AlexNet, VGG, GoogLeNet and ResNet-50."""
+"""Convolutional networks: AlexNet, VGG, GoogLeNet, Inception and ResNet-50."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def googlenet(pixels: int = 224) -> LayerTable:
     model.convolve("conv2", 192, 3, bias=True)
     model.pool(3, 2)
     for name, filters in MODULES.items():
-        _module(model, name, filters)
+        text = "{}@1 | {}@1 {}@3 | {}@1 {}@5 | {}@1".format(*filters)
+        model.module(name, text, bias=True)
         if name in CLASSIFIED:
             _auxiliary(model.branch(), f"{name}/auxiliary")
         if name in HALVED:
@@ -110,23 +111,81 @@ def googlenet(pixels: int = 224) -> LayerTable:
     return model.table("googlenet", f"an image of {pixels} x {pixels}")
 
 
-def _module(model: Builder, name: str, filters: tuple[int, ...]) -> None:
-    one_by_one, three_reduced, three, five_reduced, five, pooled = filters
-    a, b, c, d = (model.branch() for _ in range(4))
-    a.convolve(f"{name}/1x1", one_by_one, 1, bias=True)
-    b.convolve(f"{name}/3x3_reduce", three_reduced, 1, bias=True)
-    b.convolve(f"{name}/3x3", three, 3, bias=True)
-    c.convolve(f"{name}/5x5_reduce", five_reduced, 1, bias=True)
-    c.convolve(f"{name}/5x5", five, 5, bias=True)
-    d.convolve(f"{name}/pooled", pooled, 1, bias=True)
-    model.join([a, b, c, d])
-
-
 def _auxiliary(model: Builder, name: str) -> None:
     model.pool(5, 3, valid=True)
     model.convolve(f"{name}/conv", 128, 1, bias=True)
     model.dense(f"{name}/dense", 1024)
     model.dense(f"{name}/classes", 1000)
+
+
+def inception_v3(pixels: int = 299) -> LayerTable:
+    """Return the layers of Inception-v3, with its auxiliary classifier.
+
+    Source: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision" (2016),
+    table 1 and figures 5 to 8; widths of the branches and of the auxiliary classifier as in
+    torchvision.
+    """
+    model = Builder(pixels, 3)
+    model.convolve("stem1", 32, 3, stride=2, valid=True, norm=True)
+    model.convolve("stem2", 32, 3, valid=True, norm=True)
+    model.convolve("stem3", 64, 3, norm=True)
+    model.pool(3, 2, valid=True)
+    model.convolve("stem4", 80, 1, norm=True)
+    model.convolve("stem5", 192, 3, valid=True, norm=True)
+    model.pool(3, 2, valid=True)
+    for number, pooled in enumerate((32, 64, 64), start=1):
+        text = f"64@1 | 48@1 64@5 | 64@1 96@3 96@3 | pool {pooled}@1"
+        model.module(f"a{number}", text, norm=True)
+    model.module("reduction_a", "384@3/2 | 64@1 96@3 96@3/2 | pool/2", norm=True)
+    for number, inner in enumerate((128, 160, 160, 192), start=1):
+        short = f"{inner}@1 {inner}@1x7 192@7x1"
+        long = f"{inner}@1 {inner}@7x1 {inner}@1x7 {inner}@7x1 192@1x7"
+        model.module(f"b{number}", f"192@1 | {short} | {long} | pool 192@1", norm=True)
+    auxiliary = model.branch()
+    auxiliary.pool(5, 3, valid=True)
+    auxiliary.convolve("auxiliary/conv1", 128, 1, norm=True)
+    auxiliary.convolve("auxiliary/conv2", 768, 5, valid=True, norm=True)
+    auxiliary.dense("auxiliary/classes", 1000)
+    text = "192@1 320@3/2 | 192@1 192@1x7 192@7x1 192@3/2 | pool/2"
+    model.module("reduction_b", text, norm=True)
+    for number in (1, 2):
+        text = "320@1 | 384@1 *384 | 448@1 384@3 *384 | pool 192@1"
+        model.module(f"c{number}", text, norm=True)
+    model.pool_all()
+    model.dense("classes", 1000)
+    return model.table("inception_v3", f"an image of {pixels} x {pixels}")
+
+
+V4_LONG = "192@1 192@1x7 224@7x1 224@1x7 256@7x1"
+# Inception-v4 behind its first three convolutions: name, number of such modules, and branches
+V4_MODULES = (
+    ("stem2", 1, "pool/2 | 96@3/2"),
+    ("stem3", 1, "64@1 96@3V | 64@1 64@7x1 64@1x7 96@3V"),
+    ("stem4", 1, "192@3/2 | pool/2"),
+    ("a", 4, "pool 96@1 | 96@1 | 64@1 96@3 | 64@1 96@3 96@3"),
+    ("reduction_a", 1, "pool/2 | 384@3/2 | 192@1 224@3 256@3/2"),
+    ("b", 7, f"pool 128@1 | 384@1 | 192@1 224@1x7 256@7x1 | {V4_LONG}"),
+    ("reduction_b", 1, "pool/2 | 192@1 192@3/2 | 256@1 256@1x7 320@7x1 320@3/2"),
+    ("c", 3, "pool 256@1 | 256@1 | 384@1 *256 | 384@1 448@1x3 512@3x1 *256"),
+)
+
+
+def inception_v4(pixels: int = 299) -> LayerTable:
+    """Return the layers of Inception-v4: 149 convolutions, each with a normalization.
+
+    Source: Szegedy et al., "Inception-v4, Inception-ResNet and the Impact of Residual Connections
+    on Learning" (2017), figures 3 to 9 and table 1.
+    """
+    model = Builder(pixels, 3)
+    model.convolve("stem1a", 32, 3, stride=2, valid=True, norm=True)
+    model.convolve("stem1b", 32, 3, valid=True, norm=True)
+    model.convolve("stem1c", 64, 3, norm=True)
+    for name, count, text in V4_MODULES:
+        for number in range(1, count + 1):
+            model.module(f"{name}{number}" if count > 1 else name, text, norm=True)
+    model.pool_all()
+    model.dense("classes", 1000)
+    return model.table("inception_v4", f"an image of {pixels} x {pixels}")
 
 
 def resnet50(pixels: int = 224) -> LayerTable:
@@ -147,10 +206,9 @@ def resnet50(pixels: int = 224) -> LayerTable:
 
 def _block(model: Builder, name: str, filters: int, first: bool, halves: bool) -> None:
     stride = 2 if first and halves else 1
-    main, shortcut = model.branch(), model.branch()
-    main.convolve(f"{name}/reduce", filters, 1, norm=True)
-    main.convolve(f"{name}/middle", filters, 3, stride=stride, norm=True)
-    main.convolve(f"{name}/expand", 4 * filters, 1, norm=True)
+    shortcut = model.branch()
+    model.convolve(f"{name}/reduce", filters, 1, norm=True)
+    model.convolve(f"{name}/middle", filters, 3, stride=stride, norm=True)
+    model.convolve(f"{name}/expand", 4 * filters, 1, norm=True)
     if first:
         shortcut.convolve(f"{name}/shortcut", 4 * filters, 1, stride=stride, norm=True)
-    model.join([main])
