@@ -70,7 +70,7 @@ def run(folder: Path, asked: Recipe, stop: Position | None, monkeypatch: Any) ->
     with monkeypatch.context() as patched:
         patched.setattr(save_and_stop, "ASK_STEPS", 1)
         patched.setattr(callbacks, "rate_at", rate_at)
-        return train(asked, folder, TrainOptions(resume=True, tensorboard=True))
+        return train(asked, folder, TrainOptions(resume=True))
 
 
 def test_a_run_is_stopped_and_goes_on_with_another_batch(

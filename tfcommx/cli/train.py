@@ -168,9 +168,6 @@ def train(
         float | None, typer.Option(min=0, help="Save and stop after that time; exit status 0.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Short for --set seed=NUMBER.")] = None,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write TensorBoard events during the run.")
-    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -199,7 +196,7 @@ def train(
     if processes or hosts or restart.wanted:
         words = ["train", str(config), "--output", str(folder), "--no-report"]
         words += [word for change in changes for word in ("--set", change)]
-        words += ["--tensorboard"] * tensorboard + ["--dry-run"] * dry_run
+        words += ["--dry-run"] * dry_run
         words += [] if baseline is None else ["--baseline", str(baseline)]
         began = time.monotonic()
 
@@ -234,7 +231,6 @@ def train(
             "resume": resume,
             "minutes": minutes,
             "terminal": terminal,
-            "tensorboard": tensorboard,
             "alone": alone,
         }
         if train_here(recipe, folder, options) and show_report:

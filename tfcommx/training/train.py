@@ -44,8 +44,6 @@ class TrainOptions:
     minutes: float | None = None
     # Device file of a terminal for the progress bar if rank 0's output is a pipe
     terminal: str | None = None
-    # Write TensorBoard events
-    tensorboard: bool = False
     # Throughput of one process in each phase, from its dry run; empty: unknown
     alone: tuple[float, ...] = ()
 
@@ -229,8 +227,7 @@ def make_context(
     progress = report.ProgressDisplay(
         steps, run.recipe.epochs, shown=cx.is_chief(), terminal=options.terminal
     )
-    shown = options.tensorboard and cx.is_chief()
-    events = report.TensorBoardEvents(run.folder / "tensorboard") if shown else None
+    events = report.TensorBoardEvents(run.folder / "tensorboard") if cx.is_chief() else None
     context = RunContext(run, requests, end, totals, snapshots, progress, events)
     notes = saved.notes if saved else {}
     context.rows += notes.get("rows", ())
