@@ -18,6 +18,8 @@ from tfcommx.runtime.residuals import GradientStore
 
 GRADIENTS = [Gradient("a", (3, 2), "float32"), Gradient("b", (5,), "float32")]
 
+ALONE = Topology(1, 1)
+
 
 def plan_for(scheme: Scheme, topology: Topology, **more: int) -> Plan:
     return make_plan(GRADIENTS, {"*": scheme}, topology, "sum", **more)
@@ -105,6 +107,17 @@ def test_what_is_cleared_is_forgotten_and_the_rest_stays(route: str) -> None:
                 np.testing.assert_array_equal(part, whole[path])
 
     ThreadComm.run(Topology(2, 2), work)
+
+
+def test_the_order_of_a_state_is_that_of_names() -> None:
+    """Files of a checkpoint are compared by their bytes, and a set's order has a random seed."""
+    names = [f"layer{number}" for number in range(20, 0, -1)]
+    plan = make_plan([Gradient(name, (4,), "float32") for name in names], {"*": Scheme()}, ALONE)
+
+    def work(comm: Comm) -> list[str]:
+        return list(PlanExecutor(plan, comm).export().steps)
+
+    assert ThreadComm.run(ALONE, work) == [sorted(names)]
 
 
 def test_a_dense_bucket_has_no_residual_until_one_comes() -> None:

@@ -16,8 +16,6 @@ from tfcommx.core.profile import Profile
 # Lanes of a drawing, from the top: input pipeline, accelerator, a second stream or the cores next
 # to it, the port inside the node, the port to the other nodes.
 RESOURCES = ("host", "compute", "beside", "inside", "between")
-# Activities of a resource.
-KINDS = ("load", "forward", "backward", "select", "message", "update")
 
 
 class Span(NamedTuple):
@@ -25,7 +23,7 @@ class Span(NamedTuple):
 
     # One of RESOURCES.
     resource: str
-    # One of KINDS.
+    # "load", "forward", "backward", "select", "message" or "update".
     kind: str
     # Name of the variable or bucket.
     name: str

@@ -135,7 +135,8 @@ class GradientStore:
 
     def export(self, variables: Set[str] | None = None) -> GradientState:
         """Return a copy of this rank's state of these variables; None: of all."""
-        paths = self._plan.paths
+        # Sorted, because a set's order differs between processes, and files must not
+        paths = sorted(self._plan.paths)
         compressions = {
             path: np.array(part)
             for state in self.states.values()
