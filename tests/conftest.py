@@ -35,8 +35,8 @@ settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile("same")
 
 FIRST = (
-    # The longest launch keeps all processors busy: beside it goes what waits most of its time
-    "tests/test_real_ranks.py::test_the_same_tests_on_several_ranks[2-gloo]",
+    # The longest launches keep all processors busy: beside them goes what waits most of its time
+    "tests/test_real_ranks.py",
     "tests/scripts/cluster/",
     "tests/watch/",
     "tests/launch/",
@@ -44,7 +44,6 @@ FIRST = (
     "tests/supervisor/",
     "tests/cli/test_run.py",
     # Launches and compilers
-    "tests/test_real_ranks.py",
     "tests/cli/test_train_launch.py",
     "tests/kernels/test_cuda.py",
     "tests/scripts/bench/",

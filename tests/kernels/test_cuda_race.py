@@ -9,8 +9,6 @@ import pytest
 from cuda_race import mutations, race
 from launching import ROOT
 
-pytestmark = pytest.mark.xdist_group("cuda_race")  # they share what is compiled
-
 EXAMPLES = ROOT / "tests" / "cuda_race" / "examples.cu"
 READ, WRITE, BOTH = "write races with a read", "read races with a write", "write races with a write"
 # What each kernel of examples.cu must be told, at least; none: nothing at all

@@ -13,7 +13,6 @@ import pytest
 from drawing import case
 from launching import ROOT
 
-pytestmark = pytest.mark.xdist_group("scan")  # they share cases
 KERNELS = ROOT / "ops" / "kernels"
 LOOPS = [
     path for path in sorted(KERNELS.glob("select_scan_*.cc")) if path.stem != "select_scan_choice"
