@@ -59,7 +59,7 @@ def train(
     return ThreadComm.run(plan.topology, work)
 
 
-@with_topologies(SCHEMES + ROUNDED)
+@with_topologies(SCHEMES + ROUNDED, first=Topology(1, 2))
 def test_a_root_that_updates_alone_gives_all_ranks_the_same_weights(
     scheme: Scheme, topology: Topology
 ) -> None:
@@ -72,7 +72,7 @@ def test_a_root_that_updates_alone_gives_all_ranks_the_same_weights(
                 assert log[step][path].tobytes() == plain[0][step][path].tobytes()
 
 
-@with_topologies(SCHEMES + ROUNDED)
+@with_topologies(SCHEMES + ROUNDED, first=Topology(2, 4))
 def test_weights_that_moved_apart_come_together_at_the_next_broadcast(
     scheme: Scheme, topology: Topology
 ) -> None:

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import drawn
 from laws_helpers import RULES, SHAPES, gradients, name_of, plan_for, scheme
 
 from tfcommx.collectives.comm import IDLE, Comm
@@ -38,8 +39,7 @@ def stays(monkeypatch: pytest.MonkeyPatch, chosen: int) -> None:
     monkeypatch.setattr(TrialRounds, "_choose", lambda self: chosen)
 
 
-@pytest.mark.parametrize("chosen", [0, 1, 2])
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
+@pytest.mark.parametrize(("chosen", "topology"), drawn([0, 1, 2], TOPOLOGIES), ids=name_of)
 def test_nothing_is_lost_whichever_plan_stays(
     topology: Topology, chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
