@@ -41,7 +41,7 @@ def compiled(folder: Path, main: str, *others: Path, optimise: tuple[str, ...] =
 @pytest.mark.parametrize(
     "optimise",
     [
-        ("-O2",),
+        case(("-O2",), kept=False),
         case(("-O3", "-fPIC"), kept=False),
         ("-O1", "-finstrument-functions", "-w"),
     ],

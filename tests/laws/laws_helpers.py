@@ -6,6 +6,7 @@ The steps, and the laws that hold for members of others too, are those of tfcomm
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,10 @@ SEVERAL_RANKS = [
     Topology(3, 1),
     Topology(4, 2),
     Topology(1, 2),
-    Topology(2, 4),
 ]
 
 
-TOPOLOGIES = [Topology(1, 1), *SEVERAL_RANKS]
+TOPOLOGIES = [Topology(1, 1), *SEVERAL_RANKS, Topology(2, 4)]
 
 
 UNLIKE = [Topology(2, 2), Topology(3, 1), Topology(1, 2)]
@@ -109,19 +109,26 @@ def name_of(value: Any) -> str:
 every_topology = pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
 
 
-def with_topologies(schemes: list[Scheme], first: Topology) -> pytest.MarkDecorator:
+def with_topologies(
+    schemes: list[Scheme], first: Topology, exhaustive: Sequence[Scheme] = ()
+) -> pytest.MarkDecorator:
     """Give each scheme one topology of several ranks, in turn; all are exhaustive.
 
     Args:
-        schemes: tests.
+        exhaustive: schemes of which all cases are.
         first: topology of the first scheme. It differs from law to law, because together the laws
             then try each scheme on several topologies. Law 1 tries each route on all.
     """
     place = SEVERAL_RANKS.index(first)
     turned = SEVERAL_RANKS[place:] + SEVERAL_RANKS[:place]
-    alone = [case(scheme, Topology(1, 1), kept=False) for scheme in schemes]
+    others = [
+        case(scheme, topology, kept=False)
+        for scheme in (*schemes, *exhaustive)
+        for topology in TOPOLOGIES
+        if scheme in exhaustive or topology not in turned
+    ]
     return pytest.mark.parametrize(
-        ("scheme", "topology"), drawn(schemes, turned) + alone, ids=name_of
+        ("scheme", "topology"), drawn(schemes, turned) + others, ids=name_of
     )
 
 

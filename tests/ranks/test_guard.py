@@ -185,12 +185,6 @@ def test_after_the_warm_up_a_schedule_has_the_rate(comm: Comm) -> None:
     np.testing.assert_allclose(rates[20:], 0.04, rtol=1e-5)
 
 
-def test_a_warm_up_without_a_schedule_ends_at_the_full_rate(comm: Comm) -> None:
-    net = compiled(wrapped(rate=0.4))
-    fit(net, comm, callbacks.BroadcastState(), callbacks.WarmUp(0.4, steps=4), epochs=2)
-    np.testing.assert_allclose(float(net.optimizer.learning_rate), 0.4, rtol=1e-6)
-
-
 def test_a_warm_up_of_a_schedule_is_refused_in_words(comm: Comm) -> None:
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(schedule)))

@@ -43,15 +43,16 @@ WAYS.append(dataclasses.replace(WAYS[0], route="torus", peer_route="pipeline"))
 
 
 def of_launches() -> list[Any]:
-    """Mark the ways that run in each launch: each route, and each wire format on one of its routes.
+    """Keep each route, and each wire format on one of its routes, in each launch.
 
-    What a wire format does on two routes depends neither on the launcher nor on nodes.
+    What a wire format does on two routes depends neither on the launcher nor on nodes; law 2 tries
+    all of them on threads.
     """
     seen: set[str] = set()
     marked = []
     for scheme in reversed(WAYS):  # Routes of two levels come last
         new = {scheme.route + scheme.peer_route, scheme.wire} - seen
-        marks = pytest.mark.every_launch if new else ()
+        marks = pytest.mark.every_launch if new else pytest.mark.exhaustive
         marked.append(
             pytest.param(
                 scheme, marks=marks, id=f"{scheme.route}-{scheme.wire}-{scheme.peer_route}"
@@ -258,6 +259,22 @@ def test_who_waits_long_for_a_message_says_so(
     assert comm.rank or any(
         "for messages of ranks [" in record.message for record in caplog.records
     )
+
+
+@pytest.mark.every_launch
+def test_with_the_watch_a_rank_that_is_busy_is_waited_for(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comm.topology.size == 1 or not comm.messages.possible:
+        return
+    monkeypatch.setattr(mpi, "TIMEOUT_SECONDS", 0.2)
+    post, number = comm.messages._make(), np.zeros(1)
+    if comm.rank == 1:
+        time.sleep(1)
+        post.wait_any([post.send(np.ones(1), 0, 0)])
+    elif comm.rank == 0:
+        post.wait_any([post.receive(number, 1, 0)])
+        assert number == 1
 
 
 @pytest.mark.every_launch

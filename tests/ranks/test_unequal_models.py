@@ -213,9 +213,8 @@ def test_other_numbers_of_keras_pair_by_position(comm: Comm) -> None:
         layers.Dense(1), layers.Dense(2)
     second = layers.Dense(1) if comm.rank else None
     first = layers.Dense(4)
-    net = net_of(
-        layers.Bidirectional(layers.LSTM(2)), first, second or layers.Dense(1), shape=(3, 4)
-    )
+    both_ways = layers.Bidirectional(layers.SimpleRNN(2, unroll=True))
+    net = net_of(both_ways, first, second or layers.Dense(1), shape=(3, 4))
     train(net)
     everyone = comm.gather_objects([value.tobytes() for value in weights(net)])
     assert all(other == everyone[0] for other in everyone)

@@ -184,7 +184,7 @@ def test_elias_needs_at_most_two_bits_more_than_the_logarithm(size: int) -> None
 
 
 @pytest.mark.parametrize("name", NARROW)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(value=st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False))
 def test_rounding_loses_nothing(name: str, value: float) -> None:
     """What is sent plus the rounding error is the value, in exact arithmetic.

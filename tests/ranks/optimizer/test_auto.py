@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import case
 from rank_helpers import batch, gradients_of, same_on_all_ranks, weights
 
 import tfcommx as cx
@@ -96,17 +97,6 @@ def test_the_default_trains_as_plain_horovod_does_and_keeps_its_choice(
     assert isinstance(executor_of(other_batch.optimizer), TrialExecutor)
 
 
-def test_a_run_of_a_few_steps_decides_nothing(comm: Comm, own_cache: Path) -> None:
-    """It measures the links in a moment, or tries a few plans, and ends."""
-    if comm.topology.size == 1:
-        return  # There is nothing to try
-    net = trained(comm, 1, links=SLOW)
-    running = executor_of(net.optimizer)
-    assert running.rounds.chosen is None and not own_cache.exists()
-    plans = net.optimizer.exchanger.plans()
-    assert plans == [one.plan for one in running.executors]
-
-
 def test_where_fit_knows_that_few_steps_follow_nothing_is_measured(
     comm: Comm, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,7 +165,7 @@ def test_a_trial_that_is_dropped_holds_up_no_other(comm: Comm) -> None:
     optimizer.exchanger.switch(cx.Scheme())  # Without its trial for other tests
 
 
-@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("traced", [True, case(False, kept=False)])
 def test_a_lossy_auto_loses_nothing_in_a_loop_with_a_loss_scale(
     comm: Comm, traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,22 +210,26 @@ def test_other_strategies_have_plain_horovod_and_refuse_to_lose_anything(comm: C
         trained(comm, 1, scheme=LOSSY, strategy="root")
 
 
-def test_a_damaged_choice_is_made_again(comm: Comm, own_cache: Path) -> None:
+def test_a_damaged_choice_is_made_again_and_a_run_of_a_few_steps_decides_nothing(
+    comm: Comm, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tries a few plans, and ends."""
     if comm.topology.size == 1:
         return  # There is nothing to try
-    monkey = automatic
     if comm.rank == 0:
-        original = monkey.read
-        monkey.read = lambda kind, key: {"chosen": "x", "said": "", "plan": "{}"}
-    try:
-        net = trained(comm, 1, links=SLOW)
-    finally:
-        if comm.rank == 0:
-            monkey.read = original
-    assert isinstance(executor_of(net.optimizer), TrialExecutor)
+        damaged = {"chosen": "x", "said": "", "plan": "{}"}
+        monkeypatch.setattr(automatic, "read", lambda kind, key: damaged)
+    net = trained(comm, 1, links=SLOW)
+    running = executor_of(net.optimizer)
+    assert isinstance(running, TrialExecutor)
+    assert running.rounds.chosen is None and not own_cache.exists()
+    assert net.optimizer.exchanger.plans() == [one.plan for one in running.executors]
 
 
-@pytest.mark.parametrize(("budget", "wires"), [(0.3, {"int8"}), (0.05, {"elias/int4", "float16"})])
+@pytest.mark.parametrize(
+    ("budget", "wires"),
+    [case(0.3, {"int8"}, kept=False), (0.05, {"elias/int4", "float16"})],
+)
 def test_within_a_budget_plain_horovod_takes_no_part(
     comm: Comm, budget: float, wires: set[str]
 ) -> None:

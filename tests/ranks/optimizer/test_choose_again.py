@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
+from drawing import case
 from rank_helpers import batch
 
 import tfcommx as cx
@@ -59,7 +60,7 @@ def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (2, 2.5, 10.0, True, True),
         (2, 2.5, 1.5, True, False),
-        (2, 1e6, 10.0, True, False),
+        case(2, 1e6, 10.0, True, False, kept=False),
         (1, 2.5, 10.0, False, False),
     ],
     ids=["slower", "same_network", "same_steps", "one_node"],
