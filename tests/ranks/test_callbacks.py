@@ -111,7 +111,7 @@ def test_a_model_that_one_rank_alone_has_built(comm: Comm) -> None:
 
 def test_ranks_that_begin_or_end_at_unequal_epochs_are_told(comm: Comm) -> None:
     if comm.topology.size == 1:
-        return
+        pytest.skip("takes several ranks")
     unequal = [
         (3 - comm.rank, 0, r"\[3, 2.*`epochs`"),
         (3, min(comm.rank, 1), r"\[0, 1.*`initial_epoch`"),

@@ -218,6 +218,9 @@ def test_averages_that_replace_weights_are_refused_with_weight_averaging(comm: C
 
 
 def test_a_difference_that_fit_ends_with_is_seen(comm: Comm) -> None:
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
+
     class Ends(keras.callbacks.Callback):
         def on_train_end(self, logs: Any = None) -> None:
             self.model.trainable_variables[0].assign_add(
@@ -225,6 +228,5 @@ def test_a_difference_that_fit_ends_with_is_seen(comm: Comm) -> None:
             )
 
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme()))
-    if comm.topology.size > 1:
-        with pytest.raises(RuntimeError, match=r"ranks \[1"):
-            fit(net, comm, 1, (Ends(),))
+    with pytest.raises(RuntimeError, match=r"ranks \[1"):
+        fit(net, comm, 1, (Ends(),))

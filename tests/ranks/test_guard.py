@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -37,14 +36,10 @@ def _all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def refused(comm: Comm) -> Callable[[str], AbstractContextManager[object]]:
-    """Expect an error of the guard; alone there is nobody to differ from."""
-
-    def expect(named: str) -> AbstractContextManager[object]:
-        if comm.topology.size == 1:
-            return contextlib.nullcontext()
-        return pytest.raises(Exception, match=named)
-
-    return expect
+    """Expect an error of the guard."""
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
+    return lambda named: pytest.raises(Exception, match=named)
 
 
 def wrapped(every: int | None = 4, rate: float = 0.1, **options: Any) -> Any:
@@ -102,6 +97,7 @@ def test_without_the_guard_ranks_drift_apart_in_silence(comm: Comm) -> None:
 def test_a_strategy_that_lets_weights_differ_is_not_disturbed(comm: Comm) -> None:
     net = compiled(wrapped(every=1, strategy=cx.strategies.Rebroadcast(every=3)), seed=comm.rank)
     fit(net, comm)
+    assert int(net.optimizer.iterations) == 12
 
 
 class Late(keras.Model):

@@ -66,15 +66,16 @@ def test_wrong_arguments_are_refused_in_words(
 
 
 def test_float8_state_is_refused(comm: Comm) -> None:
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
     net = model()
     net.trainable_variables[0].overwrite_with_gradient = True
     optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    if comm.topology.size > 1:
-        with pytest.raises(cx.ConfigurationError, match=r"'net/hidden/kernel'.*float8"):
-            optimizer.apply(
-                [tf.ones(variable.shape) for variable in net.trainable_variables],
-                net.trainable_variables,
-            )
+    with pytest.raises(cx.ConfigurationError, match=r"'net/hidden/kernel'.*float8"):
+        optimizer.apply(
+            [tf.ones(variable.shape) for variable in net.trainable_variables],
+            net.trainable_variables,
+        )
 
 
 @pytest.mark.parametrize("route", ["allreduce", "torus", "asa"])

@@ -47,7 +47,7 @@ def test_a_run_that_begins_late_begins_with_what_earlier_epochs_set(comm: Comm) 
 
 def test_ranks_that_would_wait_for_each_other_are_told(comm: Comm) -> None:
     if comm.topology.size == 1:
-        return
+        pytest.skip("takes several ranks")
     x, y = np.zeros((24, 12), np.float32), np.zeros(24, np.int32)
     net, rows = (
         compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1))),
@@ -65,15 +65,8 @@ def test_an_optimizer_that_one_rank_alone_makes(comm: Comm) -> None:
     """Keras's numbers of optimizers are in names of operations, by which Horovod knows tensors."""
     if comm.rank == 0:
         keras.optimizers.SGD()
-    fit(
-        compiled(
-            cx.DistributedOptimizer(
-                keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), SPARSE
-            )
-        ),
-        comm,
-        epochs=1,
-    )
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    assert fit(compiled(cx.DistributedOptimizer(scaled, SPARSE)), comm, epochs=1).identical
 
 
 def test_metrics_of_one_rank_alone(comm: Comm) -> None:

@@ -81,7 +81,7 @@ def test_a_plan_is_chosen_again_if_steps_and_network_have_changed(
     computes.
     """
     if comm.topology.size != 2:
-        return
+        pytest.skip("takes two ranks")
     monkeypatch.setattr(comm, "topology", Topology(nodes, 2 // nodes))
     calls: list[Comm] = []
     chooses = callbacks.ChooseAgain(EVERY)

@@ -141,7 +141,7 @@ def test_a_step_is_traced_once(comm: Comm, scheme: cx.Scheme, strategy: Any) -> 
 def test_replicas_that_drift_are_reported(comm: Comm) -> None:
     """The check can fail: a plain optimizer reduces nothing."""
     if comm.topology.size == 1:
-        return
+        pytest.skip("takes several ranks")
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)))
 
     class Drift(keras.callbacks.Callback):

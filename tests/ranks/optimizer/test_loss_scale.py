@@ -68,7 +68,7 @@ def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
 
 def test_a_loss_scale_that_nobody_agreed_on_is_refused(comm: Comm) -> None:
     if comm.topology.size == 1:
-        return
+        pytest.skip("takes several ranks")
     net = model()
     optimizer = keras.optimizers.LossScaleOptimizer(
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1))

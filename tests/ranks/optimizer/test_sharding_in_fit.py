@@ -128,7 +128,7 @@ def test_whole_variables_and_groups_in_fit_equal_synchronous_training(
 ) -> None:
     """Weights, what evaluations see, and files."""
     if comm.topology.nodes == 1 or comm.topology.slots == 1:
-        return  # A node's ranks, and the peers, are all or none there
+        pytest.skip("takes several nodes of several ranks")
     saw, states = [], []
     for one in ("synchronous", strategy):
         net, path = compiled(cx.DistributedOptimizer(make(), strategy=one)), folder / "net.keras"
