@@ -284,6 +284,7 @@ def test_metrics_of_several_numbers(comm: Comm) -> None:
     callbacks.AverageMetrics().on_epoch_end(0, logs)
     middle = (comm.topology.size - 1) / 2
     assert logs.pop("f1").tolist() == [middle, 1] and logs == {"loss": middle, "note": "text"}
+    keras.utils.set_random_seed(1)
     net = small(loss="categorical_crossentropy", metrics=[keras.metrics.F1Score()])
     history = net.fit(
         data()[0], np.eye(3)[np.arange(32) % 3], verbose=0, callbacks=[callbacks.AverageMetrics()]

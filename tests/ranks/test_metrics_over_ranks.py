@@ -134,9 +134,11 @@ def binary(metrics: list[Any], **options: Any) -> keras.Model:
 
 
 @pytest.mark.parametrize(
-    "options", [case({"run_eagerly": True}, kept=False), {"steps_per_execution": 2}]
+    "options",
+    [case({"run_eagerly": True}, kept=False), {}, case({"steps_per_execution": 2}, kept=False)],
+    ids=["eagerly", "traced", "two steps a call"],
 )
-def test_curves_and_ratios_eagerly_and_several_steps_a_call(
+def test_curves_and_ratios(
     comm: Comm, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     net = binary(

@@ -43,22 +43,25 @@ WAYS.append(dataclasses.replace(WAYS[0], route="torus", peer_route="pipeline"))
 
 
 def of_launches() -> list[Any]:
-    """Keep each route, and each wire format on one of its routes, in each launch.
+    """Run each route in each launch, and each wire format on one of its routes on two ranks.
 
-    What a wire format does on two routes depends neither on the launcher nor on nodes; law 2 tries
-    all of them on threads.
+    What a wire format does depends neither on the launcher nor on nodes; law 2 tries all of them on
+    all routes, on threads.
     """
     seen: set[str] = set()
     marked = []
     for scheme in reversed(WAYS):  # Routes of two levels come last
-        new = {scheme.route + scheme.peer_route, scheme.wire} - seen
-        marks = pytest.mark.every_launch if new else pytest.mark.exhaustive
+        way = scheme.route + scheme.peer_route
+        if way not in seen:
+            marks: Any = pytest.mark.every_launch
+        else:
+            marks = pytest.mark.exhaustive if scheme.wire in seen else ()
         marked.append(
             pytest.param(
                 scheme, marks=marks, id=f"{scheme.route}-{scheme.wire}-{scheme.peer_route}"
             )
         )
-        seen |= new
+        seen |= {way, scheme.wire}
     return marked[::-1]
 
 

@@ -120,6 +120,7 @@ def test_where_fit_knows_that_few_steps_follow_nothing_is_measured(
     assert net.optimizer.exchanger.requested.expected_run == told
 
 
+@pytest.mark.exhaustive  # test_law_trial.py holds two trials on threads
 def test_two_optimizers_of_one_step_hold_their_trials_one_after_the_other(comm: Comm) -> None:
     """As a GAN has them: while the one tries its plans, the other exchanges by plain Horovod."""
     comm.trials = TrialQueue()  # Without the trials of other tests
@@ -165,7 +166,8 @@ def test_a_trial_that_is_dropped_holds_up_no_other(comm: Comm) -> None:
     optimizer.exchanger.switch(cx.Scheme())  # Without its trial for other tests
 
 
-@pytest.mark.parametrize("traced", [True, case(False, kept=False)])
+@pytest.mark.exhaustive  # test_law_trial.py loses nothing on threads
+@pytest.mark.parametrize("traced", [True, False])
 def test_a_lossy_auto_loses_nothing_in_a_loop_with_a_loss_scale(
     comm: Comm, traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a busy machine steps of some milliseconds may take twice as long at any time
     [
         (2, 2.5, 10.0, True, True),
-        (2, 2.5, 1.5, True, False),
+        case(2, 2.5, 1.5, True, False, kept=False),
         case(2, 1e6, 10.0, True, False, kept=False),
         (1, 2.5, 10.0, False, False),
     ],

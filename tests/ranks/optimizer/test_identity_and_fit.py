@@ -52,9 +52,9 @@ def test_the_identity_equals_allreduce_by_hand(comm: Comm, kind: str) -> None:
 def of_launches(route: str, wire: str) -> Any:
     """Return the parameters: messages and the sparse route of two levels run in each launch.
 
-    Each route and each wire format is kept once; test_routes.py has the sums of all.
+    Each route is kept; test_routes.py has the sums of all wire formats.
     """
-    if wire not in ("plain", "int4"):
+    if wire != "plain":
         return case(route, wire, kept=False)
     depends = wire == "plain" and (routes.get(route).messages or route == "hitopk")
     return pytest.param(route, wire, marks=pytest.mark.every_launch if depends else ())

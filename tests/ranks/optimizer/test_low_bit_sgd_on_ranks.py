@@ -27,7 +27,11 @@ def sgd(**options: Any) -> keras.optimizers.Optimizer:
     ("options", "steps"),
     [
         ({}, 2),
-        ({"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True, "nesterov": True}, 1),
+        case(
+            {"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True, "nesterov": True},
+            1,
+            kept=False,
+        ),
         case({"gradient_accumulation_steps": 2}, 1, kept=False),
         case({"loss_scale_factor": 8.0}, 1, kept=False),
     ],

@@ -33,7 +33,7 @@ def adam(**options: Any) -> keras.optimizers.Optimizer:
     [
         case({}, 1, kept=False),
         ({"freeze_after": 5}, 2),
-        ({"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True}, 1),
+        case({"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True}, 1, kept=False),
         case({"gradient_accumulation_steps": 2, "freeze_after": 3}, 1, kept=False),
         case({"loss_scale_factor": 8.0}, 1, kept=False),
     ],
