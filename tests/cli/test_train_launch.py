@@ -156,11 +156,11 @@ def test_a_host_without_an_answer_is_named_with_what_to_do(capsys):
     assert "No answer from node7 (connect: timed out). `ssh node7 true` must" in failure
 
 
-# One stage of three. With 2 ranks a step an epoch of 64 pictures, and two in the last phase, whose
-# batch is half of the others'
+# One stage of three. With 2 ranks 4 steps an epoch, and 8 in the last phase, whose batch is half of
+# the others'
 SHORT = {
     "model.blocks": "[1]",
-    "data.limit": "64",
+    "data.limit": "256",
     "data.test_limit": "1000",
     "phases.0.epochs": "1",
     "phases.1.epochs": "1",
@@ -231,7 +231,7 @@ def test_the_miniature_goes_through_all_phases_and_prints_what_a_user_wants(tmp_
     phases = read(ROOT / "configs" / "dawnbench_miniature.yaml").phases
     assert [row["resolution"] for row in rows] == [phase.resolution for phase in phases]
     sizes = [(row["steps"], row["global_batch"]) for row in rows]
-    assert sizes == [(1, 64), (1, 64), (1, 64), (2, 32)]
+    assert sizes == [(4, 64), (4, 64), (4, 64), (8, 32)]
     assert all(math.isfinite(row["loss"]) for row in rows)
 
 
