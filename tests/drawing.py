@@ -6,6 +6,7 @@ All cases are made; those that `make test` can do without carry the mark `exhaus
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,27 @@ def drawn(rows: Sequence[Any], *groups: Sequence[Any]) -> list[Any]:
         for number, row in enumerate(rows)
         for group in groups
         for position, member in enumerate(group)
+    ]
+
+
+def triples(rows: Sequence[Any], ones: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Return all triples; each row keeps one of `ones` with one of `others`, both in turn.
+
+    >>> [one.values for one in triples("abc", [1, 2], [8, 9]) if not one.marks]
+    [('a', 1, 8), ('b', 2, 9), ('c', 1, 9)]
+    """
+    period = math.lcm(len(ones), len(others))
+    return [
+        case(
+            row,
+            one,
+            other,
+            kept=turn == number % len(ones)
+            and position == (number + number // period) % len(others),
+        )
+        for number, row in enumerate(rows)
+        for turn, one in enumerate(ones)
+        for position, other in enumerate(others)
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from drawing import drawn, squares
+from drawing import drawn, squares, triples
 
 ROWS, ONES, OTHERS = range(7), "abc", "xy"
 
@@ -25,9 +25,17 @@ def test_each_row_keeps_one_member_of_each_group() -> None:
 def test_each_row_keeps_all_of_the_ones_and_all_others_are_met() -> None:
     cases = squares(ROWS, ONES, OTHERS)
     assert [case.values for case in cases] == list(product(ROWS, ONES, OTHERS))
-    triples = kept(cases)
-    assert sorted((row, one) for row, one, _ in triples) == list(product(ROWS, ONES))
-    assert {(one, other) for _, one, other in triples} == set(product(ONES, OTHERS))
+    left = kept(cases)
+    assert sorted((row, one) for row, one, _ in left) == list(product(ROWS, ONES))
+    assert {(one, other) for _, one, other in left} == set(product(ONES, OTHERS))
+
+
+def test_each_row_keeps_one_of_both_and_all_pairs_are_met() -> None:
+    cases = triples(ROWS, ONES, OTHERS)
+    assert [case.values for case in cases] == list(product(ROWS, ONES, OTHERS))
+    left = kept(cases)
+    assert sorted(row for row, _, _ in left) == list(ROWS)
+    assert {(one, other) for _, one, other in left} == set(product(ONES, OTHERS))
 
 
 def test_cases_left_out_are_marked() -> None:

@@ -26,15 +26,15 @@ def what_failed(output: str) -> str:
     return "\n".join([*named[:60], "...", *lines[-40:]])
 
 
-# What depends neither on the launcher nor on nodes of several slots runs on two ranks under Gloo;
-# what depends on nodes of several slots, on four under MPI, which has all routes. (Four ranks under
-# Gloo are in `make demo`, its test and the cluster's; checkpoints of four ranks in test_resize.py.)
+# Two nodes of one rank under Gloo run all tests; one node of two and two nodes of two under MPI,
+# which has all routes, run what depends on nodes or on messages. (Four ranks under Gloo are in
+# `make demo`, its test and the cluster's; checkpoints of four ranks in test_resize.py.)
 @pytest.mark.long_wait
 @pytest.mark.parametrize(
     ("ranks", "node_size", "launcher", "files"),
     [
-        (2, "2", "gloo", ["tests/ranks"]),
-        (2, "1", "mpi", [OPTIMIZER, RESHUFFLE]),
+        (2, "1", "gloo", ["tests/ranks"]),
+        (2, "2", "mpi", [OPTIMIZER, RESHUFFLE]),
         (4, "2", "mpi", [FIT, SHARDS, RESHUFFLE, ROUTES]),
         (3, "1", "mpi", [ROUTES]),
         pytest.param(

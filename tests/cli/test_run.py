@@ -168,7 +168,6 @@ def test_it_needs_no_tensorflow() -> None:
 CLUSTER = (sys.executable, str(ROOT / "scripts" / "cluster"), "--name", f"r{os.getpid()}")
 
 
-@pytest.mark.xdist_group("cluster")
 @needs_cluster
 def test_a_rank_on_another_host_is_named_with_it(script: str) -> None:
     """Over both launchers, and a host whose cable is cut."""

@@ -307,7 +307,6 @@ def torchrun_until_rank_2_is_killed() -> tuple[list[int], list[str], float]:
 
 
 @pytest.mark.long_wait
-@pytest.mark.xdist_group("torchrun")
 def test_the_same_bits_under_every_launcher() -> None:
     """4 ranks as 2 nodes of 2, a sparse scheme: horovodrun, torchrun's variables, srun's."""
     srun = start(4, [], as_srun(free_port()))
@@ -323,7 +322,6 @@ def test_the_same_bits_under_every_launcher() -> None:
 
 
 @pytest.mark.long_wait
-@pytest.mark.xdist_group("torchrun")
 def test_without_a_launcher_a_rank_that_is_killed_still_ends_the_others() -> None:
     statuses, outputs, ended = torchrun_until_rank_2_is_killed()
     assert statuses[2] == -9

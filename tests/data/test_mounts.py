@@ -15,7 +15,6 @@ from launching import ROOT
 
 from tfcommx.data.slab_files import SlabError
 
-pytestmark = pytest.mark.xdist_group("mounts")  # they share a process
 # In the environment of the process whose mounts end with it.
 OWN_MOUNTS = "TFCOMMX_TEST_OWN_MOUNTS"
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfcommx.core import PlanError, Topology
@@ -18,7 +18,6 @@ topologies = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.integers(0, 300),
     topologies,

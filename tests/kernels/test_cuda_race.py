@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from contract import check_contract
 from cuda_race import mutations, race
 from launching import ROOT
-
-pytestmark = pytest.mark.xdist_group("cuda_race")  # they share what is compiled
 
 EXAMPLES = ROOT / "tests" / "cuda_race" / "examples.cu"
 READ, WRITE, BOTH = "write races with a read", "read races with a write", "write races with a write"
@@ -101,16 +100,17 @@ def test_a_barrier_that_some_threads_do_not_reach_ends_the_program(examples):
     assert done.status == 3 and "wait for others that have ended" in done.output
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        mutations.SMALL,
-        pytest.param(mutations.LARGE, marks=pytest.mark.exhaustive, id="large"),
-    ],
-)
-def test_no_accesses_of_the_kernels_race(compiled, options):
+def test_no_accesses_of_the_kernels_race_and_they_keep_the_contract(compiled):
     """compute-sanitizer sees races in shared memory; only this sees those between blocks."""
-    done = race.run(program(compiled, "check_cuda.cu.o"), *options)
+    timed = ("--rounds", "1", "--n", "2000", "--peers", "2")
+    done = race.run(program(compiled, "check_cuda.cu.o"), *mutations.SMALL, *timed)
+    assert done.findings == [] and done.status == 0, done.output
+    check_contract(done.output, cases=15)
+
+
+@pytest.mark.exhaustive
+def test_no_accesses_of_the_kernels_race_in_large_cases(compiled):
+    done = race.run(program(compiled, "check_cuda.cu.o"), *mutations.LARGE)
     assert done.findings == [] and done.status == 0, done.output
 
 

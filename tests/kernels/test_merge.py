@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfcommx.kernels.sparse import merge, merge_definition
@@ -21,7 +21,6 @@ def in_order(indices, values, size):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@settings(max_examples=60)
 @given(size=st.integers(1, 3000), pairs=st.integers(0, 5000), seed=st.integers(0, 2**31))
 def test_adds_in_the_order_of_the_list(implementation, size, pairs, seed):
     random = np.random.default_rng(seed)

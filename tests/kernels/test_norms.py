@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from launching import ROOT
 
@@ -51,7 +51,6 @@ def test_adds_in_the_order_that_the_header_says(implementation, dtype):
 
 
 @pytest.mark.usefixtures("library")
-@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(0, 20_000), min_size=1, max_size=6),
     scale=st.integers(-15, 15),

@@ -13,7 +13,6 @@ import pytest
 from drawing import case
 from launching import ROOT
 
-pytestmark = pytest.mark.xdist_group("scan")  # they share cases
 KERNELS = ROOT / "ops" / "kernels"
 LOOPS = [
     path for path in sorted(KERNELS.glob("select_scan_*.cc")) if path.stem != "select_scan_choice"
@@ -42,7 +41,7 @@ def compiled(folder: Path, main: str, *others: Path, optimise: tuple[str, ...] =
 @pytest.mark.parametrize(
     "optimise",
     [
-        ("-O2",),
+        case(("-O2",), kept=False),
         case(("-O3", "-fPIC"), kept=False),
         ("-O1", "-finstrument-functions", "-w"),
     ],

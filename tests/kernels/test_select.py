@@ -36,12 +36,8 @@ from tfcommx.wire.formats import size_bytes
 pytestmark = pytest.mark.usefixtures("library")
 
 
-some = settings(max_examples=60)
-
-
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-@some
 @given(problem=problems())
 def test_laws_hold_and_native_equals_definition(rule, with_residual, problem):
     gradient, residual, k, seed = problem
@@ -57,7 +53,6 @@ def test_laws_hold_and_native_equals_definition(rule, with_residual, problem):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@some
 @given(problem=problems(), moving=st.sampled_from(("normal", "ties", "huge", "denormal")))
 def test_laws_hold_with_momentum_and_native_equals_definition(rule, problem, moving):
     gradient, residual, k, seed = problem
@@ -116,7 +111,6 @@ def test_sorted_vectors(rule, order):
         np.testing.assert_array_equal(a, b)
 
 
-@some
 @given(problem=problems())
 def test_exact_takes_the_largest(problem):
     gradient, residual, k, seed = problem
@@ -127,7 +121,6 @@ def test_exact_takes_the_largest(problem):
 
 
 @pytest.mark.parametrize("name", selection.RULES)
-@some
 @given(problem=problems())
 def test_laws_hold_for_every_rule_of_the_table(name, problem):
     gradient, residual, k, seed = problem

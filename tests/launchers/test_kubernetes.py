@@ -40,7 +40,6 @@ SECONDS = 300.0
 on_nodes = [
     pytest.mark.exhaustive,
     pytest.mark.long_wait,
-    pytest.mark.xdist_group("launchers"),  # They share the nodes
 ]
 
 

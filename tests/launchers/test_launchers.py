@@ -27,7 +27,6 @@ START_SECONDS, END_SECONDS = 400.0, 60.0
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.long_wait,
-    pytest.mark.xdist_group("launchers"),  # They share the nodes
 ]
 
 

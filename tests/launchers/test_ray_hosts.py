@@ -17,7 +17,6 @@ REASON = why_not("tfcommx.ray")
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.long_wait,
-    pytest.mark.xdist_group("launchers"),
     pytest.mark.skipif(bool(REASON), reason=REASON),
 ]
 

@@ -28,7 +28,6 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 on_slurm = [
     pytest.mark.exhaustive,
     pytest.mark.long_wait,
-    pytest.mark.xdist_group("launchers"),  # They share the nodes
 ]
 
 

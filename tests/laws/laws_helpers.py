@@ -6,11 +6,12 @@ The steps, and the laws that hold for members of others too, are those of tfcomm
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from drawing import drawn
+from drawing import case, drawn
 
 from tfcommx import routes, selection
 from tfcommx.core import DENSE_CODES, NARROW, NO_COMPRESSION, Plan, Scheme, Topology
@@ -19,13 +20,16 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.testing import laws
 from tfcommx.testing.laws import SHAPES
 
-ONE_LEVEL = [Topology(1, 1), Topology(2, 1), Topology(1, 2), Topology(3, 1)]
+SEVERAL_RANKS = [
+    Topology(2, 1),
+    Topology(2, 2),
+    Topology(3, 1),
+    Topology(4, 2),
+    Topology(1, 2),
+]
 
 
-TWO_LEVELS = [Topology(2, 2), Topology(4, 2), Topology(2, 4)]
-
-
-TOPOLOGIES = ONE_LEVEL + TWO_LEVELS
+TOPOLOGIES = [Topology(1, 1), *SEVERAL_RANKS, Topology(2, 4)]
 
 
 UNLIKE = [Topology(2, 2), Topology(3, 1), Topology(1, 2)]
@@ -105,16 +109,26 @@ def name_of(value: Any) -> str:
 every_topology = pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
 
 
-every_scheme = pytest.mark.parametrize("scheme", SCHEMES + WIRED + LOSSY, ids=name_of)
+def with_topologies(
+    schemes: list[Scheme], first: Topology, exhaustive: Sequence[Scheme] = ()
+) -> pytest.MarkDecorator:
+    """Give each scheme one topology of several ranks, in turn; all are exhaustive.
 
-
-def with_topologies(schemes: list[Scheme]) -> pytest.MarkDecorator:
-    """Give each scheme one topology of one level and one of two, in turn; all are exhaustive.
-
-    Laws 1 and 4 try every route, and every scheme, on every topology.
+    Args:
+        exhaustive: schemes of which all cases are.
+        first: topology of the first scheme. It differs from law to law, because together the laws
+            then try each scheme on several topologies. Law 1 tries each route on all.
     """
+    place = SEVERAL_RANKS.index(first)
+    turned = SEVERAL_RANKS[place:] + SEVERAL_RANKS[:place]
+    others = [
+        case(scheme, topology, kept=False)
+        for scheme in (*schemes, *exhaustive)
+        for topology in TOPOLOGIES
+        if scheme in exhaustive or topology not in turned
+    ]
     return pytest.mark.parametrize(
-        ("scheme", "topology"), drawn(schemes, ONE_LEVEL, TWO_LEVELS), ids=name_of
+        ("scheme", "topology"), drawn(schemes, turned) + others, ids=name_of
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import drawn
 from laws_helpers import (
     ADDED_WIDE,
     CODED,
@@ -33,7 +34,7 @@ from tfcommx.runtime.gradient_state import GradientState
 from tfcommx.testing.laws import check_conservation
 
 
-@with_topologies(SCHEMES + WIRED + ADDED_WIDE)
+@with_topologies(SCHEMES + WIRED + ADDED_WIDE, first=Topology(2, 2))
 def test_law_2_conservation(scheme: Scheme, topology: Topology) -> None:
     """In each entry, sent plus residuals equals gradients plus earlier residuals, exactly."""
     rounds = scheme in ADDED_WIDE
@@ -43,7 +44,7 @@ def test_law_2_conservation(scheme: Scheme, topology: Topology) -> None:
     check_conservation(logs, name_of(scheme))
 
 
-@with_topologies(CODED)
+@with_topologies(CODED, first=Topology(2, 2))
 def test_law_2_of_codes(scheme: Scheme, topology: Topology) -> None:
     """To float32 rounding, also if blocks have entries of all magnitudes."""
 
@@ -60,8 +61,7 @@ def test_law_2_of_codes(scheme: Scheme, topology: Topology) -> None:
         assert all(log[2].kept["first/kernel"].any() == (topology.size > 1) for log in logs)
 
 
-@pytest.mark.parametrize("topology", [Topology(3, 1), Topology(2, 2)], ids=name_of)
-@pytest.mark.parametrize("scheme", CODED, ids=name_of)
+@with_topologies(CODED, first=Topology(3, 1))
 def test_averages_of_codes_are_sums_divided(scheme: Scheme, topology: Topology) -> None:
     """Codes and residuals are those of the sum."""
     sums, averages = (
@@ -75,7 +75,7 @@ def test_averages_of_codes_are_sums_divided(scheme: Scheme, topology: Topology) 
                 np.testing.assert_array_equal(again.result[path], average)
 
 
-@with_topologies(COMPRESSED)
+@with_topologies(COMPRESSED, first=Topology(2, 2))
 def test_law_2_of_compressions(scheme: Scheme, topology: Topology) -> None:
     """To float32 rounding; and what is kept is worth keeping."""
     logs = play(plan_for(scheme, topology), 3)
@@ -114,8 +114,15 @@ def test_law_2_where_the_engine_adds_in_float16(route: str, topology: Topology) 
             )
 
 
-@pytest.mark.parametrize("value", [60000.0, 70000.0, 1e9, 2.0**100, 2.0**-26, 2.0**-100])
-@pytest.mark.parametrize("scheme", [one for one in ROUNDED if one not in CODED], ids=name_of)
+@pytest.mark.parametrize(
+    ("scheme", "value"),
+    drawn(
+        [one for one in ROUNDED if one not in CODED],
+        [60000.0, 70000.0, 1e9, 2.0**100],
+        [2.0**-26, 2.0**-100],
+    ),
+    ids=name_of,
+)
 def test_what_16_bits_cannot_hold_stays_finite_and_is_kept(scheme: Scheme, value: float) -> None:
     """Numbers beyond float16, whose sums are further beyond, and below its smallest."""
 

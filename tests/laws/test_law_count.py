@@ -10,12 +10,13 @@ import pytest
 import tensorflow as tf
 from laws_helpers import (
     COMPRESSED,
-    every_scheme,
-    every_topology,
+    LOSSY,
+    SCHEMES,
+    WIRED,
     gradients,
-    name_of,
     plan_for,
     scheme,
+    with_topologies,
 )
 
 from tfcommx import routes
@@ -25,8 +26,7 @@ from tfcommx.core import PlanError, Scheme, Sparse, Topology
 from tfcommx.runtime.executor import PlanExecutor
 
 
-@every_topology
-@pytest.mark.parametrize("scheme", COMPRESSED, ids=name_of)
+@with_topologies(COMPRESSED, first=Topology(4, 2))
 def test_law_4_of_compressions(scheme: Scheme, topology: Topology) -> None:
     """A step sends the vectors that the compression counts, and nothing else."""
     plan = plan_for(scheme, topology)
@@ -44,8 +44,7 @@ def test_law_4_of_compressions(scheme: Scheme, topology: Topology) -> None:
     assert topology.size == 1 or sum(sent) < 0.5 * np.sum(dense)
 
 
-@every_topology
-@every_scheme
+@with_topologies(SCHEMES + WIRED + LOSSY, first=Topology(4, 2))
 def test_law_4_count(scheme: Scheme, topology: Topology) -> None:
     """Exactly k entries travel, and the bytes counted equal wire_bytes()."""
     plan = plan_for(scheme, topology)

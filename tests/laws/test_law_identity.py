@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from drawing import squares
 from laws_helpers import (
     SHAPES,
-    every_topology,
+    TOPOLOGIES,
     gradients,
+    name_of,
     plan_for,
     play,
     scheme,
@@ -17,9 +19,11 @@ from tfcommx import routes
 from tfcommx.core import Topology
 
 
-@every_topology
-@pytest.mark.parametrize("operation", ["average", "sum"])
-@pytest.mark.parametrize("route", routes.ROUTES)
+@pytest.mark.parametrize(
+    ("route", "topology", "operation"),
+    squares(list(routes.ROUTES), TOPOLOGIES, ["average", "sum"]),
+    ids=name_of,
+)
 def test_law_1_identity(route: str, operation: str, topology: Topology) -> None:
     """Rule `all` gives what the plain sum gives, on every route."""
     for rank_log in play(plan_for(scheme(route), topology, operation), steps=2):

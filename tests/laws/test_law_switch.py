@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawing import drawn, squares
+from drawing import triples
 from laws_helpers import (
     ADDED_WIDE,
     CODED,
@@ -35,9 +35,14 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.gradient_state import GradientState
 
 
-@pytest.mark.parametrize(("after", "topology"), drawn(SCHEMES + ADDED_WIDE, UNLIKE), ids=name_of)
 @pytest.mark.parametrize(
-    "before", [scheme(route, RULES[0], 0.1) for route in SPARSE] + ADDED_WIDE, ids=name_of
+    ("after", "before", "topology"),
+    triples(
+        SCHEMES + ADDED_WIDE,
+        [scheme(route, RULES[0], 0.1) for route in SPARSE] + ADDED_WIDE,
+        UNLIKE,
+    ),
+    ids=name_of,
 )
 def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topology) -> None:
     """Residuals of one plan are sent under the next: sums over ranks and steps are exact."""
@@ -50,7 +55,7 @@ def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topolog
 
 @pytest.mark.parametrize(
     ("before", "after", "topology"),
-    squares(CODED, [scheme("allreduce"), SCHEMES[-1], CODED[0], CODED[-1]], UNLIKE),
+    triples(CODED, [scheme("allreduce"), SCHEMES[-1], CODED[0], CODED[-1]], UNLIKE),
     ids=name_of,
 )
 def test_a_switch_from_codes_loses_nothing(
@@ -99,9 +104,9 @@ def _switch(
     )
 
 
-@pytest.mark.parametrize("topology", UNLIKE, ids=name_of)
-@pytest.mark.parametrize("after", MOVING, ids=name_of)
-@pytest.mark.parametrize("before", MOVING, ids=name_of)
+@pytest.mark.parametrize(
+    ("before", "after", "topology"), triples(MOVING, MOVING[::-1], UNLIKE), ids=name_of
+)
 def test_a_switch_keeps_the_sum_of_velocities(
     before: Scheme, after: Scheme, topology: Topology
 ) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-pytestmark = pytest.mark.xdist_group("wheel")  # they share it
 TRAIN = """
 from pathlib import Path
 import sys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfcommx.planner.plan import balance
@@ -13,7 +13,6 @@ def test_longest_first() -> None:
     assert balance([1, 9, 2, 2, 4], 3) == [1, 0, 2, 2, 1]
 
 
-@settings(max_examples=100)
 @given(costs=st.lists(st.floats(0, 100), max_size=30), ranks=st.integers(1, 8))
 def test_every_item_has_a_rank_and_none_has_too_much(costs: list[float], ranks: int) -> None:
     owners = balance(costs, ranks)

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfcommx import routes
@@ -63,7 +63,6 @@ models = st.lists(
 budgets = st.floats(0.002, 1.0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(models, st.sampled_from([*CLUSTERS, UNEVEN]), budgets, st.booleans())
 def test_what_is_proposed_fits_and_nothing_that_loses_less_does(
     model: list[tuple[tuple[int, ...], str]], topology: Topology, budget: float, moves: bool

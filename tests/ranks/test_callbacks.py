@@ -5,7 +5,6 @@ Unbuilt models, odd metrics, a rank that stops, validates or begins alone.
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from rank_helpers import SPARSE, weights
 import tfcommx as cx
 from tfcommx import callbacks
 from tfcommx.callbacks.broadcast_state import SEED_STEP
-from tfcommx.collectives import mpi
 from tfcommx.collectives.comm import Comm
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.callbacks import SetLearningRate
@@ -64,7 +62,7 @@ def small(**options: Any) -> keras.Model:
 @pytest.mark.parametrize(
     ("make", "options", "rows"),
     [
-        (Subclassed, {}, 32),
+        case(Subclassed, {}, 32, kept=False),
         (built_backbone, {}, 32),
         case(unbuilt, {"steps_per_execution": 2}, 32, kept=False),
         case(unbuilt, {}, 8, kept=False),
@@ -113,7 +111,7 @@ def test_a_model_that_one_rank_alone_has_built(comm: Comm) -> None:
 
 def test_ranks_that_begin_or_end_at_unequal_epochs_are_told(comm: Comm) -> None:
     if comm.topology.size == 1:
-        return
+        pytest.skip("takes several ranks")
     unequal = [
         (3 - comm.rank, 0, r"\[3, 2.*`epochs`"),
         (3, min(comm.rank, 1), r"\[0, 1.*`initial_epoch`"),
@@ -286,6 +284,7 @@ def test_metrics_of_several_numbers(comm: Comm) -> None:
     callbacks.AverageMetrics().on_epoch_end(0, logs)
     middle = (comm.topology.size - 1) / 2
     assert logs.pop("f1").tolist() == [middle, 1] and logs == {"loss": middle, "note": "text"}
+    keras.utils.set_random_seed(1)
     net = small(loss="categorical_crossentropy", metrics=[keras.metrics.F1Score()])
     history = net.fit(
         data()[0], np.eye(3)[np.arange(32) % 3], verbose=0, callbacks=[callbacks.AverageMetrics()]
@@ -352,21 +351,6 @@ def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
         recipe.learning_rate.at(step, 8, 24, 8 * comm.topology.size) for step in range(8, 24, 2)
     ]
     np.testing.assert_allclose(rates.seen, wanted, rtol=1e-6)
-
-
-def test_with_the_watch_a_rank_that_is_busy_is_waited_for(
-    comm: Comm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if comm.topology.size == 1 or not comm.messages.possible:
-        return
-    monkeypatch.setattr(mpi, "TIMEOUT_SECONDS", 0.2)
-    post, number = comm.messages._make(), np.zeros(1)
-    if comm.rank == 1:
-        time.sleep(1)
-        post.wait_any([post.send(np.ones(1), 0, 0)])
-    elif comm.rank == 0:
-        post.wait_any([post.receive(number, 1, 0)])
-        assert number == 1
 
 
 def test_ranks_drop_entries_of_their_own(comm: Comm) -> None:

@@ -148,8 +148,8 @@ def test_an_epoch_that_is_saved_twice_is_not_mixed(
 def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(
     comm: Comm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if comm.topology.size > 1:  # the other ranks would wait
-        return
+    if comm.topology.size > 1:
+        pytest.skip("the other ranks would wait")
     net, again, first = wrapped(), wrapped(), tmp_path / "first"
     take(net, comm)
     checkpoint.save(net, first, 0)

@@ -19,7 +19,7 @@ def test_horovods_fused_sums_are_right_or_refused_on_all_ranks(
     ]
     gpu_checks.check_fused_sum(comm, everyone, "/cpu:0")
     if comm.topology.size == 1:
-        return
+        pytest.skip("takes several ranks")
     right = comm._allreduce_list
 
     def unfilled(tensors: list[tf.Tensor], name: str, average: bool) -> list[tf.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -37,14 +36,10 @@ def _all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def refused(comm: Comm) -> Callable[[str], AbstractContextManager[object]]:
-    """Expect an error of the guard; alone there is nobody to differ from."""
-
-    def expect(named: str) -> AbstractContextManager[object]:
-        if comm.topology.size == 1:
-            return contextlib.nullcontext()
-        return pytest.raises(Exception, match=named)
-
-    return expect
+    """Expect an error of the guard."""
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
+    return lambda named: pytest.raises(Exception, match=named)
 
 
 def wrapped(every: int | None = 4, rate: float = 0.1, **options: Any) -> Any:
@@ -102,6 +97,7 @@ def test_without_the_guard_ranks_drift_apart_in_silence(comm: Comm) -> None:
 def test_a_strategy_that_lets_weights_differ_is_not_disturbed(comm: Comm) -> None:
     net = compiled(wrapped(every=1, strategy=cx.strategies.Rebroadcast(every=3)), seed=comm.rank)
     fit(net, comm)
+    assert int(net.optimizer.iterations) == 12
 
 
 class Late(keras.Model):
@@ -183,12 +179,6 @@ def test_after_the_warm_up_a_schedule_has_the_rate(comm: Comm) -> None:
     )
     np.testing.assert_allclose(rates[:20], [0.1 + 0.3 * step / 20 for step in range(20)], rtol=1e-5)
     np.testing.assert_allclose(rates[20:], 0.04, rtol=1e-5)
-
-
-def test_a_warm_up_without_a_schedule_ends_at_the_full_rate(comm: Comm) -> None:
-    net = compiled(wrapped(rate=0.4))
-    fit(net, comm, callbacks.BroadcastState(), callbacks.WarmUp(0.4, steps=4), epochs=2)
-    np.testing.assert_allclose(float(net.optimizer.learning_rate), 0.4, rtol=1e-6)
 
 
 def test_a_warm_up_of_a_schedule_is_refused_in_words(comm: Comm) -> None:

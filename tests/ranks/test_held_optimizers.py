@@ -170,7 +170,8 @@ def test_weights_are_averaged_wherever_the_optimizer_is(
 
 def test_states_start_equal_and_are_restored_with_residuals(comm: Comm, folder: Path) -> None:
     keras.utils.set_random_seed(comm.rank)
-    net = Parts(sparse, list(HOLDERS))
+    names = ["dict", "object", "loss_scale"]  # The test above finds those of all holders
+    net = Parts(sparse, names)
     for optimizer in net.take().values():
         for variable in optimizer.variables:
             if "momentum" in variable.path:
@@ -179,7 +180,7 @@ def test_states_start_equal_and_are_restored_with_residuals(comm: Comm, folder: 
     require_equal_ranks(comm, net)
     cx.checkpoint.save(net, folder, 1)
     keras.utils.set_random_seed(100 + comm.rank)
-    again = Parts(sparse, list(HOLDERS))
+    again = Parts(sparse, names)
     again.build((None, WIDTH))
     assert cx.checkpoint.restore(again, folder) == 2
     fit(again, epochs=0)

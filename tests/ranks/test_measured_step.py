@@ -40,7 +40,7 @@ def test_a_real_step_is_measured_and_drawn_beside_the_simulated_one(
     words = [word for setting in SMALL for word in ("--set", setting)]
     command = ["profile", "configs/fashion_mnist.yaml", "--exchange", str(file), "--steps", "2"]
     if comm.topology.size == 1:
-        return
+        pytest.skip("takes several ranks")
     keras.utils.clear_session()  # Other tests made models on one rank alone: layers have numbers
     said = run(*command, *words)
     assert (str(file) in said) == (comm.rank == 0)

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import case
 from users_metrics import Calibration, Largest, Smallest, Smoothed
 
 import tfcommx as cx
@@ -132,45 +133,49 @@ def binary(metrics: list[Any], **options: Any) -> keras.Model:
     return net
 
 
-def test_curves_and_ratios_eagerly_and_several_steps_a_call(
-    comm: Comm, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "options",
+    [case({"run_eagerly": True}, kept=False), {}, case({"steps_per_execution": 2}, kept=False)],
+    ids=["eagerly", "traced", "two steps a call"],
+)
+def test_curves_and_ratios(
+    comm: Comm, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for options in ({"run_eagerly": True}, {"steps_per_execution": 2}):
-        net = binary(
-            [K.AUC(name="auc"), "accuracy"]
-            if "run_eagerly" in options
-            else [
-                K.AUC(name="auc"),
-                K.AUC(curve="PR", name="pr"),
-                K.Precision(name="precision"),
-                K.Recall(name="recall"),
-                K.SensitivityAtSpecificity(0.5, name="sensitivity"),
-                K.RecallAtPrecision(0.5, name="at_precision"),
-                K.F1Score(name="f1"),
-                K.RootMeanSquaredError(name="rmse"),
-                K.R2Score(name="r2"),
-                K.BinaryIoU(name="iou"),
-                K.TruePositives(name="positives"),
-                K.CosineSimilarity(name="cosine"),
-                K.PearsonCorrelation(name="pearson", axis=0),
-            ],
-            **options,
-        )
-        mine = [(shard(rank)[0], (shard(rank)[1][:, None] > 1) * 1.0) for rank in range(2)]
-        x, y = (np.concatenate(parts) for parts in zip(*mine, strict=True))
-        history = net.fit(
-            x[comm.rank :: 2][:16],
-            y[comm.rank :: 2][:16],
-            batch_size=BATCH,
-            verbose=0,
-            validation_data=mine[comm.rank],
-            validation_batch_size=64,
-            callbacks=[cx.callbacks.BroadcastState(), cx.callbacks.AverageMetrics()],
-        )
-        exact = net.evaluate(x, y, batch_size=64, verbose=0, return_dict=True)
-        exact.pop("pearson", None)  # Of each batch: others have other batches
-        require_equal(last(comm, history, "val_"), exact)
-        assert not caplog.messages
+    net = binary(
+        [K.AUC(name="auc"), "accuracy"]
+        if "run_eagerly" in options
+        else [
+            K.AUC(name="auc"),
+            K.AUC(curve="PR", name="pr"),
+            K.Precision(name="precision"),
+            K.Recall(name="recall"),
+            K.SensitivityAtSpecificity(0.5, name="sensitivity"),
+            K.RecallAtPrecision(0.5, name="at_precision"),
+            K.F1Score(name="f1"),
+            K.RootMeanSquaredError(name="rmse"),
+            K.R2Score(name="r2"),
+            K.BinaryIoU(name="iou"),
+            K.TruePositives(name="positives"),
+            K.CosineSimilarity(name="cosine"),
+            K.PearsonCorrelation(name="pearson", axis=0),
+        ],
+        **options,
+    )
+    mine = [(shard(rank)[0], (shard(rank)[1][:, None] > 1) * 1.0) for rank in range(2)]
+    x, y = (np.concatenate(parts) for parts in zip(*mine, strict=True))
+    history = net.fit(
+        x[comm.rank :: 2][:16],
+        y[comm.rank :: 2][:16],
+        batch_size=BATCH,
+        verbose=0,
+        validation_data=mine[comm.rank],
+        validation_batch_size=64,
+        callbacks=[cx.callbacks.BroadcastState(), cx.callbacks.AverageMetrics()],
+    )
+    exact = net.evaluate(x, y, batch_size=64, verbose=0, return_dict=True)
+    exact.pop("pearson", None)  # Of each batch: others have other batches
+    require_equal(last(comm, history, "val_"), exact)
+    assert not caplog.messages
 
 
 def test_metrics_that_are_no_sums_are_averaged_and_named(

@@ -100,7 +100,6 @@ def test_norms_may_be_shared(comm: Comm, kind: type, mode: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.every_launch
 def test_auto_times_what_is_computed_and_not_what_is_known(comm: Comm, caplog: Any) -> None:
     """TensorFlow computes once, and never again, what it can make of constants."""
 

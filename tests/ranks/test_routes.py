@@ -43,21 +43,25 @@ WAYS.append(dataclasses.replace(WAYS[0], route="torus", peer_route="pipeline"))
 
 
 def of_launches() -> list[Any]:
-    """Mark the ways that run in each launch: each route, and each wire format on one of its routes.
+    """Run each route in each launch, and each wire format on one of its routes on two ranks.
 
-    What a wire format does on two routes depends neither on the launcher nor on nodes.
+    What a wire format does depends neither on the launcher nor on nodes; law 2 tries all of them on
+    all routes, on threads.
     """
     seen: set[str] = set()
     marked = []
     for scheme in reversed(WAYS):  # Routes of two levels come last
-        new = {scheme.route + scheme.peer_route, scheme.wire} - seen
-        marks = pytest.mark.every_launch if new else ()
+        way = scheme.route + scheme.peer_route
+        if way not in seen:
+            marks: Any = pytest.mark.every_launch
+        else:
+            marks = pytest.mark.exhaustive if scheme.wire in seen else ()
         marked.append(
             pytest.param(
                 scheme, marks=marks, id=f"{scheme.route}-{scheme.wire}-{scheme.peer_route}"
             )
         )
-        seen |= new
+        seen |= {way, scheme.wire}
     return marked[::-1]
 
 
@@ -132,7 +136,7 @@ def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
 @pytest.mark.every_launch
 def test_the_plan_in_hand_is_refused_too(comm: Comm) -> None:
     if comm.messages.possible:
-        return
+        pytest.skip("takes a launcher without messages: Gloo")
     plan = make_plan(
         [Gradient("w", (8, 8), "float32")], {"*": cx.Scheme("pipeline")}, comm.topology
     )
@@ -143,7 +147,7 @@ def test_the_plan_in_hand_is_refused_too(comm: Comm) -> None:
 @pytest.mark.every_launch
 def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
     if not comm.messages.possible or comm.topology.size == 1:
-        return
+        pytest.skip("takes messages between several ranks: MPI")
     comm.messages.open()
     ranks = range(comm.topology.size)
     for entries in (1, 5, 70_001):
@@ -229,7 +233,7 @@ def test_an_all_gather_beyond_what_engines_count_is_refused_while_tracing(
     comm: Comm, entries: int, dtype: tf.DType, received: str
 ) -> None:
     if comm.topology.size == 1:
-        return
+        pytest.skip("takes several ranks")
     gather = tf.function(lambda words: comm.all_gather(words, "world", "much"), autograph=False)
     with pytest.raises(cx.PlanError, match=received):
         gather.get_concrete_function(tf.TensorSpec([entries], dtype))
@@ -240,7 +244,7 @@ def test_who_waits_long_for_a_message_says_so(
     comm: Comm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if not comm.messages.possible or comm.topology.size == 1:
-        return
+        pytest.skip("takes messages between several ranks: MPI")
     monkeypatch.setattr(mpi, "TIMEOUT_SECONDS", 0.3)
     running = PlanExecutor(
         make_plan(
@@ -261,10 +265,26 @@ def test_who_waits_long_for_a_message_says_so(
 
 
 @pytest.mark.every_launch
+def test_with_the_watch_a_rank_that_is_busy_is_waited_for(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comm.topology.size == 1 or not comm.messages.possible:
+        pytest.skip("takes messages between several ranks: MPI")
+    monkeypatch.setattr(mpi, "TIMEOUT_SECONDS", 0.2)
+    post, number = comm.messages._make(), np.full(1, comm.rank + 1.0)
+    if comm.rank == 1:
+        time.sleep(1)
+        post.wait_any([post.send(np.full(1, 7.0), 0, 0)])
+    elif comm.rank == 0:
+        post.wait_any([post.receive(number, 1, 0)])
+    assert comm.gather_objects(number.item()) == [7.0, *range(2, comm.topology.size + 1)]
+
+
+@pytest.mark.every_launch
 def test_a_probe_frees_its_communicators(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
     """An MPI has a limited number of them, and each `auto` may measure the links again."""
     if not comm.messages.possible or comm.topology.size == 1:
-        return
+        pytest.skip("takes messages between several ranks: MPI")
     opened, open_messages = [], comm.messages.open_own
 
     def noted(**options: Any) -> Any:

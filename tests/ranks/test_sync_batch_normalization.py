@@ -60,9 +60,9 @@ def loss_sum(net: keras.Model, pictures: tf.Tensor, labels: tf.Tensor) -> tuple:
     return outputs, tape.gradient(loss, net.trainable_variables)
 
 
-@pytest.mark.every_launch
 @pytest.mark.parametrize(
-    ("traced", "renorm"), [(True, False), case(True, True, kept=False), (False, False)]
+    ("traced", "renorm"),
+    [(True, False), case(True, True, kept=False), case(False, False, kept=False)],
 )
 def test_equal_to_one_process_with_the_joint_batch(comm: Comm, traced: bool, renorm: bool) -> None:
     size = comm.topology.size
@@ -118,7 +118,7 @@ def test_masked_entries_do_not_count(comm: Comm) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", case("mixed_float16", kept=False)])
 def test_inputs_of_16_bits(comm: Comm, dtype: str) -> None:
     """Statistics are of float32: float16 cannot hold the square of 300."""
     values = np.random.default_rng(comm.rank).normal(300, 1, (32, 2)).astype("float32")
@@ -138,7 +138,6 @@ def test_a_channel_with_a_large_mean_keeps_its_variance(comm: Comm) -> None:
     np.testing.assert_allclose(layer.moving_variance.numpy(), 1, rtol=0.2)
 
 
-@pytest.mark.every_launch
 def test_in_fit_beside_the_exchange(comm: Comm, tmp_path: Path) -> None:
     """Two layers and a shared one; replicas stay equal; evaluation exchanges nothing; it saves."""
     keras.utils.set_random_seed(2)
@@ -169,7 +168,6 @@ def test_in_fit_beside_the_exchange(comm: Comm, tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded.predict(x, verbose=0), net.predict(x, verbose=0))
 
 
-@pytest.mark.every_launch
 def test_refused_where_ranks_take_steps_of_their_own(comm: Comm) -> None:
     net = network(cx.layers.SyncBatchNormalization)
     strategy = cx.strategies.ElasticAveraging(every=2)

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import case
 from rank_helpers import SPARSE, batch, compiled, fit, model, weights
 
 import tfcommx as cx
@@ -46,7 +47,7 @@ def test_a_run_that_begins_late_begins_with_what_earlier_epochs_set(comm: Comm) 
 
 def test_ranks_that_would_wait_for_each_other_are_told(comm: Comm) -> None:
     if comm.topology.size == 1:
-        return
+        pytest.skip("takes several ranks")
     x, y = np.zeros((24, 12), np.float32), np.zeros(24, np.int32)
     net, rows = (
         compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1))),
@@ -64,15 +65,8 @@ def test_an_optimizer_that_one_rank_alone_makes(comm: Comm) -> None:
     """Keras's numbers of optimizers are in names of operations, by which Horovod knows tensors."""
     if comm.rank == 0:
         keras.optimizers.SGD()
-    fit(
-        compiled(
-            cx.DistributedOptimizer(
-                keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), SPARSE
-            )
-        ),
-        comm,
-        epochs=1,
-    )
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    assert fit(compiled(cx.DistributedOptimizer(scaled, SPARSE)), comm, epochs=1).identical
 
 
 def test_metrics_of_one_rank_alone(comm: Comm) -> None:
@@ -198,7 +192,7 @@ def test_variables_of_a_custom_loop_are_broadcast(comm: Comm) -> None:
             cx.broadcast_variables(variables if comm.rank else variables[1:])
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [case(False, kept=False), True])
 def test_residuals_move_on_when_layers_are_frozen_and_thawed(comm: Comm, traced: bool) -> None:
     """Each weight gets all that was computed for it, whichever variables train beside it."""
     variables = [

@@ -14,8 +14,6 @@ from tfcommx import selection
 from tfcommx.recipes.datasets import fashion_mnist
 from tfcommx.recipes.models.small_cnn import small_cnn
 
-pytestmark = pytest.mark.xdist_group("capture")  # they share gradients
-
 
 @pytest.fixture(scope="module")
 def gradients() -> list[tf.Tensor]:

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import case
 from threaded_optimizers import DENSE, gradients, new_weights, wrap
 
 from tfcommx.collectives.comm import Comm
@@ -52,18 +53,22 @@ def test_residuals_outlive_their_optimizer() -> None:
             np.testing.assert_allclose(change, -3.0, rtol=1e-5)
 
 
-@pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize(
-    ("strategy", "scheme"),
+    ("strategy", "scheme", "traced"),
     [
-        ("synchronous", SPARSE),
-        ("sharded", DENSE),
-        ("root", DENSE),
-        (WeightAveraging(2, overlap=2), DENSE),
-        (WeightAveraging(2, outer=keras.optimizers.SGD(0.7, momentum=0.9)), DENSE),
-        ("step_ahead", SPARSE),
+        case(strategy, scheme, traced, kept=traced == (number % 2 == 0))
+        for number, (strategy, scheme) in enumerate(
+            [
+                ("synchronous", SPARSE),
+                ("sharded", DENSE),
+                ("root", DENSE),
+                (WeightAveraging(2, overlap=2), DENSE),
+                (WeightAveraging(2, outer=keras.optimizers.SGD(0.7, momentum=0.9)), DENSE),
+                ("step_ahead", SPARSE),
+            ]
+        )
+        for traced in (False, True)
     ],
-    ids=["residuals", "shards", "root", "overlap", "outer", "ahead"],
 )
 def test_variables_are_freed_with_their_optimizer(
     strategy: Any, scheme: Scheme, traced: bool

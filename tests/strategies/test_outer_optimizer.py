@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import case, drawn
 from threaded_optimizers import DENSE, SHAPES, gradients, new_weights, train, wrap
 
 from tfcommx.collectives.comm import Comm
@@ -109,7 +110,16 @@ def end_round(
 
 @pytest.mark.parametrize(
     ("every", "fragments", "overlap"),
-    [(1, 1, 0), (3, 1, 0), (4, 2, 0), (4, 4, 0), (1, 1, 1), (3, 1, 2), (4, 1, 4), (4, 2, 2)],
+    [
+        case(1, 1, 0, kept=False),
+        (3, 1, 0),
+        (4, 2, 0),
+        case(4, 4, 0, kept=False),
+        (1, 1, 1),
+        case(3, 1, 2, kept=False),
+        case(4, 1, 4, kept=False),
+        (4, 2, 2),
+    ],
 )
 def test_it_is_the_definition(every: int, fragments: int, overlap: int) -> None:
     """After 9 steps: for every=4 in the middle of a round, when ranks differ."""
@@ -120,8 +130,7 @@ def test_it_is_the_definition(every: int, fragments: int, overlap: int) -> None:
     assert same(found) == (fragments == 1 and every != 4 and not overlap)
 
 
-@pytest.mark.parametrize("steps", [4, 5, 6])
-@pytest.mark.parametrize("sends", ["weights", "updates"])
+@pytest.mark.parametrize(("steps", "sends"), drawn([4, 5, 6], ["weights", "updates"]))
 def test_rounds_that_overlap_average_what_others_do(sends: str, steps: int) -> None:
     """At the end of a round's first step, under way, and after it; every update is sent once.
 

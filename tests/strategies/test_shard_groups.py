@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from drawing import case
 from threaded_optimizers import (
     SHAPES,
     continue_from,
@@ -66,7 +67,9 @@ def test_over_the_node_it_equals_synchronous_training_by_the_torus_to_the_bit() 
             assert mine[1:] == pytest.approx(theirs[1:]) and min(mine[1:]) > 0
 
 
-@pytest.mark.parametrize("strategy", [Sharded(group="peers"), Sharded("layers", group="peers")])
+@pytest.mark.parametrize(
+    "strategy", [case(Sharded(group="peers"), kept=False), Sharded("layers", group="peers")]
+)
 def test_over_the_peers_all_ranks_have_the_weights_of_synchronous_training(
     strategy: Sharded,
 ) -> None:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import drawn
 from threaded_optimizers import DENSE, SHAPES, gradients, new_weights, train, wrap
 
 from tfcommx.collectives.comm import Comm
@@ -46,8 +47,11 @@ def whole_residuals(exchanger: Exchanger, comm: Comm, by_node: bool) -> list[np.
     return found
 
 
-@pytest.mark.parametrize("topology", [TWO_OF_TWO, THREE, Topology(1, 3)], ids=str)
-@pytest.mark.parametrize("route", ["hitopk", "allgather"])
+@pytest.mark.parametrize(
+    ("topology", "route"),
+    drawn([TWO_OF_TWO, THREE, Topology(1, 3)], ["hitopk", "allgather"]),
+    ids=str,
+)
 def test_sending_everything_by_sgd_is_synchronous_training(topology: Topology, route: str) -> None:
     everything = Scheme(route, "exact", 1.0, dense_below=0)
 

@@ -15,7 +15,6 @@ from virtual_cluster import Nodes, end, needs_cluster, wait_until
 PYTHON_PROGRAM = str(WORKERS / "elastic_train.py")
 pytestmark = [
     pytest.mark.long_wait,
-    pytest.mark.xdist_group("cluster"),
     needs_cluster,
 ]
 

@@ -74,7 +74,7 @@ def test_a_host_is_lost_and_the_weights_are_the_same_bits(tmp_path: Path) -> Non
     assert disturbed.weights == undisturbed.weights
 
 
-@pytest.mark.long_wait
+@pytest.mark.exhaustive  # test_supervised_runs.py has both, without TensorFlow
 def test_a_host_joins_and_leaves_again(tmp_path: Path) -> None:
     """From two ranks to three, and back by SIGTERM: the ranks save first, no step is repeated.
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from launching import QUICK, ROOT, WORKERS, horovodrun
 
-pytestmark = pytest.mark.xdist_group("example_package")  # they share an installation
 EXAMPLE = ROOT / "scripts" / "examples" / "own_compression"
 
 

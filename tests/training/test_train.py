@@ -17,7 +17,7 @@ from launching import QUICK, ROOT, horovodrun
 
 from tfcommx import report
 
-pytestmark = [pytest.mark.long_wait, pytest.mark.xdist_group("train")]  # they share a run
+pytestmark = pytest.mark.long_wait
 SHORT = [
     "batch_per_rank=1000",
     "data.limit=20000",

@@ -26,10 +26,7 @@ from tfcommx.core import ConfigurationError
 from tfcommx.watch import liveness, watcher
 
 WORKER = str(WORKERS / "faults.py")
-pytestmark = [
-    pytest.mark.long_wait,
-    pytest.mark.xdist_group("faults"),
-]  # they mostly wait: one launch at a time
+pytestmark = pytest.mark.long_wait
 NAMES = {
     # By the launcher if rank 2's process ends first; by the watchers if it takes its time to end
     "gloo": r"Process (name: )?2\b|rank 2 on \S+ \(",

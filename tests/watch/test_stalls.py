@@ -35,7 +35,6 @@ from tfcommx.watch.stalls import (
 
 
 @pytest.mark.long_wait
-@pytest.mark.xdist_group("faults")
 @pytest.mark.parametrize("engine", ["gloo", pytest.param("mpi", marks=pytest.mark.exhaustive)])
 def test_ranks_that_wait_for_others_that_live_on_are_told_and_end(engine: str) -> None:
     ended = horovodrun(

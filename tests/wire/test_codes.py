@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfcommx.core import Sparse
@@ -35,7 +35,6 @@ def as_bits(*tensors: tf.Tensor) -> list[bytes]:
 
 
 @every_dtype
-@settings(deadline=None, max_examples=150)
 @given(values=vectors)
 def test_law_of_the_rounding_error(dtype: str, values: list[float]) -> None:
     """Written plus error is the value, in exact arithmetic; written again, nothing is left."""

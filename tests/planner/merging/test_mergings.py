@@ -7,7 +7,7 @@ import random
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from merging_helpers import brute_force, profile_of, random_case
 
@@ -20,7 +20,6 @@ TIMED = [name for name, solver in merging.MERGINGS.items() if solver.needs_times
 
 
 @pytest.mark.parametrize("name", merging.MERGINGS)
-@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 50), st.floats(0, 2)), max_size=12))
 def test_every_gradient_once_and_in_order(name: str, rows: list[tuple[int, float]]) -> None:
     profile = profile_of([size for size, _ in rows], [seconds for _, seconds in rows], rest=1.0)

@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfcommx.core import PlanError
@@ -39,7 +39,6 @@ def random_times(draw: random.Random, layers: int) -> PullTimes:
 seconds = st.floats(0, 5)
 
 
-@settings(max_examples=60)
 @given(st.floats(0, 3), st.lists(st.tuples(seconds, seconds), min_size=1, max_size=8))
 def test_optimal_is_the_best_of_all_batches(startup: float, rows: list) -> None:
     times = PullTimes(startup, *map(tuple, zip(*rows, strict=True)))

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import case
 from rank_helpers import batch, gradients_of, same_on_all_ranks, weights
 
 import tfcommx as cx
@@ -96,17 +97,6 @@ def test_the_default_trains_as_plain_horovod_does_and_keeps_its_choice(
     assert isinstance(executor_of(other_batch.optimizer), TrialExecutor)
 
 
-def test_a_run_of_a_few_steps_decides_nothing(comm: Comm, own_cache: Path) -> None:
-    """It measures the links in a moment, or tries a few plans, and ends."""
-    if comm.topology.size == 1:
-        return  # There is nothing to try
-    net = trained(comm, 1, links=SLOW)
-    running = executor_of(net.optimizer)
-    assert running.rounds.chosen is None and not own_cache.exists()
-    plans = net.optimizer.exchanger.plans()
-    assert plans == [one.plan for one in running.executors]
-
-
 def test_where_fit_knows_that_few_steps_follow_nothing_is_measured(
     comm: Comm, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,6 +120,7 @@ def test_where_fit_knows_that_few_steps_follow_nothing_is_measured(
     assert net.optimizer.exchanger.requested.expected_run == told
 
 
+@pytest.mark.exhaustive  # test_law_trial.py holds two trials on threads
 def test_two_optimizers_of_one_step_hold_their_trials_one_after_the_other(comm: Comm) -> None:
     """As a GAN has them: while the one tries its plans, the other exchanges by plain Horovod."""
     comm.trials = TrialQueue()  # Without the trials of other tests
@@ -157,7 +148,7 @@ def test_two_optimizers_of_one_step_hold_their_trials_one_after_the_other(comm: 
 def test_a_trial_that_is_dropped_holds_up_no_other(comm: Comm) -> None:
     """A change of scheme, and a checkpoint, drop one that is under way."""
     if comm.topology.size == 1:
-        return  # There is nothing to try
+        pytest.skip("takes several ranks")
     comm.trials, net = TrialQueue(), wide()  # Without the trials of other tests
     optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01), links=SLOW)
     optimizer.build(net.trainable_variables)
@@ -175,13 +166,14 @@ def test_a_trial_that_is_dropped_holds_up_no_other(comm: Comm) -> None:
     optimizer.exchanger.switch(cx.Scheme())  # Without its trial for other tests
 
 
+@pytest.mark.exhaustive  # test_law_trial.py loses nothing on threads
 @pytest.mark.parametrize("traced", [True, False])
 def test_a_lossy_auto_loses_nothing_in_a_loop_with_a_loss_scale(
     comm: Comm, traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is chosen: what was sent plus what waits is the sum of all gradients."""
     if comm.topology.size == 1:
-        return  # There is nothing to try
+        pytest.skip("takes several ranks")
     net = wide()
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
     optimizer = cx.DistributedOptimizer(scaled, LOSSY, op="sum", links=SLOW)
@@ -220,28 +212,32 @@ def test_other_strategies_have_plain_horovod_and_refuse_to_lose_anything(comm: C
         trained(comm, 1, scheme=LOSSY, strategy="root")
 
 
-def test_a_damaged_choice_is_made_again(comm: Comm, own_cache: Path) -> None:
+def test_a_damaged_choice_is_made_again_and_a_run_of_a_few_steps_decides_nothing(
+    comm: Comm, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tries a few plans, and ends."""
     if comm.topology.size == 1:
-        return  # There is nothing to try
-    monkey = automatic
+        pytest.skip("takes several ranks")
     if comm.rank == 0:
-        original = monkey.read
-        monkey.read = lambda kind, key: {"chosen": "x", "said": "", "plan": "{}"}
-    try:
-        net = trained(comm, 1, links=SLOW)
-    finally:
-        if comm.rank == 0:
-            monkey.read = original
-    assert isinstance(executor_of(net.optimizer), TrialExecutor)
+        damaged = {"chosen": "x", "said": "", "plan": "{}"}
+        monkeypatch.setattr(automatic, "read", lambda kind, key: damaged)
+    net = trained(comm, 1, links=SLOW)
+    running = executor_of(net.optimizer)
+    assert isinstance(running, TrialExecutor)
+    assert running.rounds.chosen is None and not own_cache.exists()
+    assert net.optimizer.exchanger.plans() == [one.plan for one in running.executors]
 
 
-@pytest.mark.parametrize(("budget", "wires"), [(0.3, {"int8"}), (0.05, {"elias/int4", "float16"})])
+@pytest.mark.parametrize(
+    ("budget", "wires"),
+    [case(0.3, {"int8"}, kept=False), (0.05, {"elias/int4", "float16"})],
+)
 def test_within_a_budget_plain_horovod_takes_no_part(
     comm: Comm, budget: float, wires: set[str]
 ) -> None:
     """Momentum rules out 2 bits and 1, which lose less than selecting entries does."""
     if comm.topology.nodes == 1:
-        return  # Nothing travels between nodes
+        pytest.skip("takes several nodes")
     comm.trials, net = TrialQueue(), wide()  # Without the trials of other tests
     sgd = keras.optimizers.SGD(0.05, momentum=0.9)
     scheme = cx.Scheme("auto", budget=budget)

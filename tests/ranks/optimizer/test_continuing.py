@@ -37,11 +37,11 @@ def test_a_saved_model_holds_the_plain_optimizer(comm: Comm, tmp_path: Path) -> 
     assert fit(plain, comm).identical
 
 
-class SaveTheSecond(checkpoint.Checkpoint):
-    """Saves the second epoch alone."""
+class SaveTheFirst(checkpoint.Checkpoint):
+    """Saves the first epoch alone."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if epoch == 1:
+        if epoch == 0:
             super().on_epoch_end(epoch, logs)
 
 
@@ -50,7 +50,7 @@ class SaveTheSecond(checkpoint.Checkpoint):
     [
         case(SPARSE, 0.0, kept=False),
         (dataclasses.replace(SPARSE, momentum=0.9, clip_norm=5.0), 0.9),
-        (cx.Scheme("torus", wire="float16"), 0.0),
+        case(cx.Scheme("torus", wire="float16"), 0.0, kept=False),
         (cx.Scheme("asa", wire="int4"), 0.0),
     ],
     ids=["residuals", "velocities", "rounding errors", "errors of codes"],
@@ -58,7 +58,7 @@ class SaveTheSecond(checkpoint.Checkpoint):
 def test_training_continues_exactly_from_a_checkpoint(
     comm: Comm, tmp_path: Path, scheme: cx.Scheme, momentum: float
 ) -> None:
-    """Saved after two of four epochs, restored, two more: the same weights as without a stop.
+    """Saved after one of two epochs, restored, one more: the same weights as without a stop.
 
     Residuals and velocities are restored too.
     """
@@ -68,24 +68,24 @@ def test_training_continues_exactly_from_a_checkpoint(
         return cx.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9 - momentum), scheme)
 
     straight = compiled(optimizer())
-    fit(straight, comm, epochs=4, extra=(SaveTheSecond(folder),))
+    fit(straight, comm, epochs=2, extra=(SaveTheFirst(folder),))
     assert (
         len(list(folder.glob("residuals-*"))) == comm.topology.size
         and len(list(folder.glob("model-*"))) == 1
     )
     second = compiled(optimizer(), seed=9)
-    assert checkpoint.restore(second, folder) == 2
-    fit(second, comm, epochs=4, initial_epoch=2)
+    assert checkpoint.restore(second, folder) == 1
+    fit(second, comm, epochs=2, initial_epoch=1)
     for one, other in zip(weights(straight), weights(second), strict=True):
         np.testing.assert_array_equal(one, other)
     if scheme.wire in NARROW and comm.topology.size == 1:
         return  # A rank alone rounds nothing
     lost = compiled(optimizer(), seed=9)
-    assert checkpoint.restore(lost, folder) == 2
+    assert checkpoint.restore(lost, folder) == 1
     # The check can fail: without the residuals, or the velocities, the weights differ
     kind, exchanger = "velocities" if momentum else "residuals", exchanger_of(lost)
     exchanger.waiting = dataclasses.replace(exchanger.waiting, **{kind: {}})
-    fit(lost, comm, epochs=4, initial_epoch=2)
+    fit(lost, comm, epochs=2, initial_epoch=1)
     assert any(
         (one != other).any() for one, other in zip(weights(straight), weights(lost), strict=True)
     )

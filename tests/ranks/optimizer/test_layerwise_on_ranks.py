@@ -28,7 +28,7 @@ OPTIONS = [
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        case(kind, options, kept=number % 4 == 2 * turn)
+        case(kind, options, kept=number == 2 * turn)
         for turn, kind in enumerate(KINDS)
         for number, options in enumerate(OPTIONS)
     ],
@@ -56,7 +56,7 @@ def test_wrapped_equals_plain_on_the_joint_batch(
 @pytest.mark.parametrize(
     ("kind", "route"),
     [
-        case(kind, route, kept=(kind, route) in [("lars", "allgather"), ("lamb", "torus")])
+        case(kind, route, kept=(kind, route) == ("lars", "allgather"))
         for kind in KINDS
         for route in routes.ROUTES
     ],
@@ -75,7 +75,7 @@ def test_trains_on_every_route(comm: Comm, kind: str, route: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        case("lars", "root", kept=True),
+        case("lars", "root", kept=False),
         case("lamb", "root", kept=False),
         case("lars", "rebroadcast", kept=False),
         case("lamb", "rebroadcast", kept=True),
@@ -85,7 +85,8 @@ def test_trains_with_every_strategy(comm: Comm, kind: str, strategy: str) -> Non
     check(comm, cx.DistributedOptimizer(OPTIMIZERS[kind](), strategy=strategy))
 
 
-@pytest.mark.parametrize("kind", ["lars", case("lamb", kept=False)])
+@pytest.mark.exhaustive  # test_loss_scale.py has SGD under one
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_scale_is_agreed(comm: Comm, kind: str) -> None:
     scaled = keras.optimizers.LossScaleOptimizer(OPTIMIZERS[kind](), initial_scale=4.0)
     check(comm, cx.DistributedOptimizer(scaled))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from drawing import drawn
+from drawing import triples
 from rank_helpers import (
     SPARSE,
     batch,
@@ -22,10 +22,12 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.optim.wrapped import exchanger_of
 
 
-@pytest.mark.parametrize("strategy", ["synchronous", "step_ahead"])
-@pytest.mark.parametrize(("made_by", "bad_rank"), drawn(["user", "compile"], [0, -1]))
+@pytest.mark.parametrize(
+    ("strategy", "made_by", "bad_rank"),
+    triples(["synchronous", "step_ahead"], ["user", "compile"], [0, -1]),
+)
 def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
-    comm: Comm, made_by: str, bad_rank: int, strategy: str
+    comm: Comm, strategy: str, made_by: str, bad_rank: int
 ) -> None:
     """With a LossScaleOptimizer no rank steps, the scale halves on all, residuals stay."""
     inner = keras.optimizers.SGD(0.05)
@@ -66,7 +68,7 @@ def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
 
 def test_a_loss_scale_that_nobody_agreed_on_is_refused(comm: Comm) -> None:
     if comm.topology.size == 1:
-        return
+        pytest.skip("takes several ranks")
     net = model()
     optimizer = keras.optimizers.LossScaleOptimizer(
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1))

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from drawing import case
 from rank_helpers import compiled, fit, weights
 
 import tfcommx as cx
@@ -25,12 +26,16 @@ def sgd(**options: Any) -> keras.optimizers.Optimizer:
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
-        ({}, 4),
-        ({"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True, "nesterov": True}, 1),
-        ({"gradient_accumulation_steps": 2}, 1),
-        ({"loss_scale_factor": 8.0}, 1),
+        ({}, 2),
+        case(
+            {"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True, "nesterov": True},
+            1,
+            kept=False,
+        ),
+        case({"gradient_accumulation_steps": 2}, 1, kept=False),
+        case({"loss_scale_factor": 8.0}, 1, kept=False),
     ],
-    ids=["four steps a call", "clipped", "accumulated", "scaled"],
+    ids=["two steps a call", "clipped", "accumulated", "scaled"],
 )
 def test_fit_keeps_ranks_equal(comm: Comm, options: dict[str, Any], steps: int) -> None:
     net = compiled(cx.DistributedOptimizer(sgd(**options)), steps_per_execution=steps)

@@ -64,10 +64,9 @@ def test_xla_is_refused_in_custom_loops_and_turned_off_in_fit(comm: Comm) -> Non
     assert compiled_net.jit_compile is False
 
 
-@pytest.mark.every_launch
 def test_different_plans_are_refused_before_anything_is_sent(comm: Comm) -> None:
     if comm.topology.size == 1:
-        return
+        pytest.skip("takes several ranks")
     wrapped = cx.DistributedOptimizer(
         keras.optimizers.SGD(0.1),
         cx.Scheme("allgather", "mstopk", 0.1 if comm.rank else 0.2, dense_below=1),

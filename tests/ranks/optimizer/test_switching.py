@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import drawn
 from rank_helpers import (
     SPARSE,
     compiled,
@@ -22,20 +23,25 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.runtime.gradient_state import add_vectors
 
 
-@pytest.mark.every_launch
 def test_switching_schemes_and_resolution_in_fit(comm: Comm) -> None:
-    """Sparse, then dense: all residuals are sent, and the pictures grow."""
+    """Sparse, then dense: all residuals are sent, and the pictures grow; the rate has warmed up."""
     resolution = tf.Variable(4)
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE))
     seen: dict[int, tuple[int, bool]] = {}
+    rates: list[float] = []
 
     class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+            rates.append(float(net.optimizer.learning_rate.numpy()))
+
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             waiting = any(comm.gather_objects(bool(net.optimizer.exchanger.export().residuals)))
             seen[epoch] = (int(resolution.numpy()), waiting)
 
     switch = callbacks.SwitchScheme({2: cx.Scheme("torus")}, {2: 8}, resolution)
-    assert fit(net, comm, epochs=4, extra=(switch, Watch())).identical
+    warm_up = callbacks.WarmUp(0.4, steps=4, start=0.0)
+    assert fit(net, comm, epochs=4, extra=(switch, warm_up, Watch())).identical
+    np.testing.assert_allclose(rates, [0, 0.1, 0.2, 0.3, *[0.4] * 12], rtol=1e-6)
     assert seen == {0: (4, True), 1: (4, True), 2: (8, False), 3: (8, False)}
     traffic = net.optimizer.exchanger.traffic()
     per_step = traffic["bytes_between_nodes_dense"] / 16
@@ -68,18 +74,6 @@ def test_the_density_warms_up_with_momentum(comm: Comm) -> None:
     } == {path: part.tobytes() for path, part in moving[comm.rank].items()}
 
 
-def test_warm_up(comm: Comm) -> None:
-    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.5)))
-    rates: list[float] = []
-
-    class Watch(keras.callbacks.Callback):
-        def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-            rates.append(float(net.optimizer.learning_rate.numpy()))
-
-    fit(net, comm, epochs=2, extra=(callbacks.WarmUp(0.4, steps=4, start=0.0), Watch()))
-    np.testing.assert_allclose(rates, [0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.4], rtol=1e-6)
-
-
 def total(comm: Comm, optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarray]:
     """Return the sums of the ranks' residuals."""
     parts = comm.gather_objects(optimizer.exchanger.export().residuals)
@@ -109,11 +103,11 @@ def test_what_waits_counts_less_as_the_rate_rises(comm: Comm) -> None:
                 )
 
 
-@pytest.mark.parametrize(("rates", "factor"), [((0.25, 1.0), 4), ((1.0, 0.25, 1.0), 1)])
-@pytest.mark.parametrize("change", ["scheme", "dense", "optimizer"])
-def test_the_highest_rate_outlives_plans(
-    comm: Comm, change: str, rates: tuple[float, ...], factor: int
-) -> None:
+@pytest.mark.parametrize(
+    ("change", "rates"),
+    drawn(["scheme", "dense", "optimizer"], [(0.25, 1.0), (1.0, 0.25, 1.0)]),
+)
+def test_the_highest_rate_outlives_plans(comm: Comm, change: str, rates: tuple[float, ...]) -> None:
     """Of the first plan come all rates but the last: in its step nothing but residuals is sent."""
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(rates[0]), SPARSE))
     variables = net.trainable_variables
@@ -123,7 +117,7 @@ def test_the_highest_rate_outlives_plans(
         optimizer.learning_rate = rate
         own = [tf.random.stateless_normal(one.shape, [comm.rank, 7]) for one in variables]
         optimizer.apply(own)
-    before = total(comm, optimizer)
+    before, factor = total(comm, optimizer), rates[-1] / max(rates[:-1])
     assert before
     if change == "optimizer":
         optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(rates[-1]), SPARSE)

@@ -31,7 +31,7 @@ NAME = f"t{os.getpid()}"  # several test runs may share a machine
 RATE = 100  # Mbit/s
 HOSTS = "node0:1,node1:1,node2:2"  # Ranks 2 and 3 are on node 2, which is cut off or killed
 
-pytestmark = [pytest.mark.long_wait, pytest.mark.xdist_group("cluster")]  # they share one
+pytestmark = pytest.mark.long_wait
 
 
 def cluster(
