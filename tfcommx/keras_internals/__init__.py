@@ -47,7 +47,7 @@ from tfcommx.keras_internals.models import (
     statistics_of,
     variables_with_own_files,
 )
-from tfcommx.keras_internals.momenta import LearnsThenSendsMomentum, SendsMomentum
+from tfcommx.keras_internals.momenta import LearnsThenSendsMomentum, OfAll, SendsMomentum
 from tfcommx.keras_internals.optimizers import (
     accumulated_gradients,
     copy_state,
@@ -61,6 +61,7 @@ from tfcommx.keras_internals.optimizers import (
     steps_of,
     trainable_variables,
     unlisted,
+    values_of,
 )
 from tfcommx.keras_internals.shards import UpdatesShards, require_shardable
 from tfcommx.keras_internals.step import (
@@ -76,6 +77,7 @@ __all__ = [
     "AgreedLossScale",
     "ExchangesGradients",
     "LearnsThenSendsMomentum",
+    "OfAll",
     "OwnMoments",
     "SendsMomentum",
     "StepUnderWay",
@@ -118,6 +120,7 @@ __all__ = [
     "trainable_variables",
     "unlisted",
     "unwatch_update",
+    "values_of",
     "variables_with_own_files",
     "watch_update",
 ]

@@ -26,7 +26,7 @@ from tfcommx.core import (
     Scheme,
     check_name,
 )
-from tfcommx.keras_internals import LearnsThenSendsMomentum, SendsMomentum
+from tfcommx.keras_internals import LearnsThenSendsMomentum, SendsMomentum, values_of
 from tfcommx.optim.automatic import ExpectedRun, announce, executor_for
 from tfcommx.optim.by_variable import ByVariable
 from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
@@ -155,11 +155,7 @@ class VariableNames:
 
     def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
         """Return name -> TensorFlow's variable."""
-        values = [
-            variable if isinstance(variable, tf.Variable) else variable.value
-            for variable in variables
-        ]
-        return dict(zip(self.of(variables), values, strict=True))
+        return dict(zip(self.of(variables), values_of(variables), strict=True))
 
     def rename(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
         """Give the variables these names, which are unique."""

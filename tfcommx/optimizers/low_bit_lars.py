@@ -1,0 +1,179 @@
+"""LowBitLARS: LARS that sends its momentum in 2 bits an entry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import keras
+import tensorflow as tf
+
+from tfcommx.core import ConfigurationError, check_whole
+from tfcommx.keras_internals import OfAll, SendsMomentum
+from tfcommx.optimizers.lars import LARS
+from tfcommx.optimizers.layerwise import EXCLUDED, Formula, is_large_matrix
+
+# Numbers of a sketch. The standard deviation of the norm that they estimate is 1 / sqrt(2 SKETCH) =
+# 9 %. A prime, because a gradient is often largest in some of its channels, whose number a prime
+# does not divide: so their entries are spread over all sums of the sketch
+SKETCH = 61
+
+
+@keras.saving.register_keras_serializable("tfcommx")
+class LowBitLARS(SendsMomentum, LARS):
+    """LARS that sends its momentum, in few bits, in place of the gradient.
+
+    LARS diverges on gradients in 1 or 2 bits as SGD with momentum does: see
+    `cx.optimizers.LowBitSGD`. Here rank i adds the momentum m, which is equal on all ranks, to its
+    own gradient g_i, and sends the result by the scheme, with error feedback:
+
+        u_i = g_i - c m             with c = momentum / (learning_rate mean_ratio)
+        g   = mean over the ranks of u_i, as received, + c m
+
+    Then it updates by LARS with the gradient g. `mean_ratio` is a running mean of the variable's
+    ratio, which weighs steps as the momentum does; c is 0 while there is none. Without rounding g
+    is the mean gradient for any c, so this is LARS except for the norm of g. c only determines what
+    is rounded: the momentum in the unit of gradients, so residuals have that unit as well.
+
+    **The norm.** The ratio needs |g|, and rounding would inflate it, by 10 to 50 % in trials. So
+    ranks also add 61 numbers for each variable, exactly: the sketch of a gradient has in place j
+    the sum of the entries j, 61 + j, 122 + j, ..., with signs that are random, equal on all ranks,
+    and new in each step. The norm of the mean sketch takes the place of |g|; its square is |g|^2 on
+    average, and its standard deviation is 9 % of |g|.
+
+    Variables of one dimension or of few entries, and those that `exclude` matches, send gradients
+    in bfloat16, because they are few or sensitive, and have LARS's own ratio.
+
+    >>> import keras
+    >>> import tfcommx as cx
+    >>> _ = cx.init()
+    >>> lars = cx.optimizers.LowBitLARS(2.0, weight_decay=1e-4)
+    >>> optimizer = cx.DistributedOptimizer(lars, cx.Scheme("asa", wire="int2"))
+
+    Not wrapped it is LARS.
+
+    Args:
+        learning_rate, nesterov, weight_decay, trust_coefficient, norms: as in `cx.optimizers.LARS`.
+        momentum: in (0, 1).
+        exclude: patterns of variable paths, as in file names; such variables have the ratio 1 and
+            no weight decay, and send gradients.
+        dense_below: entries, >= 0; smaller variables also send gradients.
+        keras_options: the other arguments of every Keras optimizer. `clipnorm`, `clipvalue` and
+            `global_clipnorm` clip each rank's own gradient, before it enters the momentum.
+
+    **Ranks:** as `cx.DistributedOptimizer`, with strategy "synchronous" and op "average".
+    **Cost:** LARS's, two passes over gradients and momenta, and one over gradients for their
+    sketches, with a temporary of 4 bytes an entry of one variable; an allreduce of 244 bytes a
+    variable; a residual of 4 bytes an entry on each rank (on "torus" divided by the slots of a
+    node).
+    **Raises:** ConfigurationError for numbers out of range.
+    **Source:** LARS as in `cx.optimizers.LARS`, the momentum as in `cx.optimizers.LowBitSGD`; the
+    sketch is that of Alon, Matias, Szegedy, "The Space Complexity of Approximating the Frequency
+    Moments" (1996), section 2.2.
+    """
+
+    default_wire: ClassVar[str] = "int2"
+
+    def __init__(
+        self,
+        learning_rate: Any = 1.0,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        weight_decay: float | None = None,
+        trust_coefficient: float = 0.001,
+        exclude: Sequence[str] = EXCLUDED,
+        norms: str = "local",
+        dense_below: int = 1024,
+        **keras_options: Any,
+    ) -> None:
+        super().__init__(
+            learning_rate,
+            momentum,
+            nesterov,
+            weight_decay,
+            trust_coefficient,
+            exclude,
+            norms,
+            **keras_options,
+        )
+        if self.momentum == 0:
+            raise ConfigurationError(
+                "LowBitLARS sends its momentum. Received momentum=0. Take cx.optimizers.LARS."
+            )
+        self.dense_below = check_whole("dense_below", dense_below, least=0)
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Create the momenta, and a running mean of each variable's ratio; 0: none so far."""
+        if self.built:
+            return
+        super().build(variables)
+        count = len(self._trainable_variables)
+        self.mean_ratios = self.add_variable([count], dtype="float32", name="mean_ratios")
+
+    def sends_momentum(self, variable: keras.Variable | tf.Variable) -> bool:
+        """Return True if this variable's momentum is sent instead of its gradient."""
+        return is_large_matrix(variable, self.exclude, self.dense_below)
+
+    def carried(self, variable: keras.Variable | tf.Variable) -> tf.Tensor:
+        """Return the momentum in the unit of gradients; 0 at the learning rate 0."""
+        position = self.position_of(variable)
+        momentum = self.momentums[position].value
+        rate = tf.cast(self.learning_rate, tf.float32) * self.mean_ratios.value[position]
+        return tf.math.divide_no_nan(-self.momentum * momentum, tf.cast(rate, momentum.dtype))
+
+    @tf.autograph.experimental.do_not_convert
+    def exchange_and_clip(
+        self,
+        gradients: list[tf.Tensor],
+        variables: Sequence[keras.Variable],
+        exchange: OfAll,
+        clip: OfAll,
+    ) -> Sequence[tf.Tensor]:
+        """As SendsMomentum does; also add the sketches of the clipped gradients."""
+        clipped = list(clip(gradients))
+        sketches = {
+            position: self.sketch(gradient, position)
+            for gradient, variable in zip(clipped, variables, strict=True)
+            if self.sends_momentum(variable)
+            for position in [self.position_of(variable)]
+        }
+        received = super().exchange_and_clip(clipped, variables, exchange, list)
+        if sketches and self.exchanger.ranks > 1:
+            guard = self.exchanger.guard
+            mean = guard.mean_over_ranks(tf.concat(list(sketches.values()), axis=0))
+            parts = tf.split(mean, len(sketches))
+            guard.step.norms_of = dict(zip(sketches, parts, strict=True))
+        return received
+
+    def sketch(self, gradient: tf.Tensor, position: int) -> tf.Tensor:
+        """Return sums of a gradient's entries with random signs, float32 [SKETCH]."""
+        flat = tf.cast(tf.reshape(gradient, [-1]), tf.float32)
+        seed = tf.stack([self.iterations.value, tf.constant(position, self.iterations.dtype)])
+        # The same on every device
+        numbers = tf.random.stateless_uniform(flat.shape, seed, None, None, tf.int32, alg="philox")
+        signed = tf.where(numbers < 0, -flat, flat)
+        padded = tf.pad(signed, [[0, -flat.shape[0] % SKETCH]])
+        return tf.reduce_sum(tf.reshape(padded, [-1, SKETCH]), axis=0)
+
+    def ratios(
+        self,
+        positions: Sequence[int],
+        variables: Sequence[tf.Variable],
+        updates: Sequence[tf.Tensor],
+        formula: Formula,
+    ) -> tf.Tensor:
+        """Return the trust ratios by the sketches, and let the running means follow them."""
+        norms_of = self.exchanger.guard.step.norms_of if self.is_wrapped else {}
+        updates = [
+            norms_of.get(position, update)
+            for position, update in zip(positions, updates, strict=True)
+        ]
+        ratios = super().ratios(positions, variables, updates, formula)
+        before = tf.gather(self.mean_ratios.value, positions)
+        after = tf.where(before > 0, before + (1 - self.momentum) * (ratios - before), ratios)
+        self.mean_ratios.value.scatter_nd_update([[one] for one in positions], after)
+        return ratios
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that make an equal optimizer."""
+        return {**super().get_config(), "dense_below": self.dense_below}
