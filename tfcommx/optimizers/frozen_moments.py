@@ -32,7 +32,7 @@ class FreezesSecondMoments(LearnsThenSendsMomentum):
     """
 
     default_wire: ClassVar[str] = "int1"
-    exclude: Sequence[str]
+    exclude: tuple[str, ...]
 
     def set_phases(self, freeze_after: int | None, dense_below: int, learning_wire: str) -> None:
         """Check and keep the options of the phases. **Raises:** ConfigurationError."""

