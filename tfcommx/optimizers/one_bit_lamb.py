@@ -55,7 +55,8 @@ class OneBitLAMB(FreezesSecondMoments, LAMB):
     with LAMB's Convergence Speed" (2021), algorithm 1. There the ratio is frozen with v, as its
     running mean, and multiplied by a clipped factor that compares v with second moments of
     gradients reconstructed from m. Here the ratio is that of the received momentum, which needs no
-    state or threshold, and trained a small network as well as the paper's. The floor of v and its correction are those of OneBitAdam.
+    state or threshold, and trained a small network as well as the paper's. The floor of v and its
+    correction are those of OneBitAdam.
     """
 
     def __init__(
