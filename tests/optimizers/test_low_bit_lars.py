@@ -64,6 +64,22 @@ def test_a_sketch_has_the_norm_of_the_gradient_on_average() -> None:
     assert 0.7 < np.std(squares) / np.sqrt(2 / low_bit_lars.SKETCH) < 1.3
 
 
+def test_a_step_stays_short_where_gradients_vanish() -> None:
+    """Rounding errors of the momentum then remain, and the mean gradient's norm of 0 divides."""
+
+    def work(comm: Comm) -> float:
+        optimizer, weights = wrap(cx.optimizers.LowBitLARS(RATE, MOMENTUM), comm), new_weights()[:1]
+        for step in range(4):
+            gradient = gradients(comm.rank, step)[0] * (step < 3)
+            before, momentum = weights[0].numpy(), optimizer.momentums[0].numpy() if step else 0.0
+            optimizer.apply([tf.constant(gradient)], weights)
+        step = weights[0].numpy() - before - MOMENTUM * momentum
+        return float(np.linalg.norm(step) / np.linalg.norm(before))
+
+    relative = ThreadComm.run(Topology(2, 1), work)[0]
+    assert 0 < relative < 1.01 * low_bit_lars.INFLATION * RATE * 0.001
+
+
 def test_not_wrapped_it_is_lars() -> None:
     results = []
     for kind in (cx.optimizers.LowBitLARS, cx.optimizers.LARS):
