@@ -49,6 +49,15 @@ def test_a_method_for_another_optimizer_is_left_out_unless_it_is_named() -> None
         fitting(read_methods(["dense", "one_bit_adam"]), recipe, named=True)
 
 
+def test_recipes_with_lars_have_a_method_that_sends_its_momentum() -> None:
+    file = ROOT / "configs" / "dawnbench_miniature.yaml"
+    plain = read(file)
+    method = fitting(read_methods(), plain, named=False)["lars_momentum_int2"]
+    changed = read(file, method.settings([phase.epochs for phase in plain.phases]))
+    assert changed.optimizer.options() == plain.optimizer.options()
+    assert changed.optimizer.name == "low_bit_lars"
+
+
 def test_a_warm_up_goes_on_from_phase_to_phase() -> None:
     scheme = {"route": "allgather", "selection": "mstopk", "density": 0.01}
     method = Method(about="", scheme=scheme, warm_up=(0.5, 0.25, 0.1))

@@ -2,63 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from sent_momenta import SHAPES, gradients, new_weights, wrap
+from sent_momenta import SHAPES, MomentumInOneBit, final_error, gradients, new_weights, wrap
 
 import tfcommx as cx
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Scheme, Topology
-from tfcommx.optimizers import one_bit_adam
+from tfcommx.optimizers import frozen_moments
 
 ONE_BIT = Scheme("asa", wire="int1")
 RATE, BETA_1, BETA_2, EPSILON = 0.01, 0.9, 0.99, 1e-7
-
-
-def one_bit(vector: np.ndarray) -> np.ndarray:
-    """Return what arrives of a vector: signs times the mean magnitude of each block of 128."""
-    blocks = vector.reshape(-1, 128)
-    steps = np.abs(blocks).mean(axis=1, dtype=np.float32, keepdims=True)
-    steps = tf.cast(tf.cast(steps, tf.bfloat16), tf.float32).numpy()
-    return np.where(np.signbit(blocks), -steps, steps).reshape(vector.shape)
-
-
-class Definition:
-    """1-bit Adam's second phase on all ranks, with error feedback on both hops."""
-
-    def __init__(
-        self,
-        residuals: np.ndarray,
-        weight: np.ndarray,
-        mean: np.ndarray,
-        square: np.ndarray,
-    ) -> None:
-        self.weight, self.mean, self.square = weight.ravel(), mean.ravel(), square.ravel()
-        # Of the first phase: [ranks, entries]
-        self.residuals = residuals
-
-    def step(self, gradients: Sequence[np.ndarray], number: int) -> None:
-        ranks, total = len(gradients), []
-        waiting = [
-            BETA_1 / (1 - BETA_1) * self.mean + gradient.ravel() + residual
-            for gradient, residual in zip(gradients, self.residuals, strict=True)
-        ]
-        sent = [one_bit(one.astype(np.float32)) for one in waiting]
-        self.residuals = np.stack(waiting) - np.stack(sent)
-        shards = np.split(np.arange(self.weight.size), ranks)
-        for owner, shard in enumerate(shards):
-            part = sum(one[shard] for one in sent) + self.residuals[owner, shard]
-            total.append(one_bit(part.astype(np.float32)))
-            self.residuals[owner, shard] = part - total[-1]
-        self.mean = (1 - BETA_1) * np.concatenate(total) / ranks
-        scale = np.sqrt(self.square) + EPSILON
-        self.weight = self.weight - RATE * self.mean / (1 - BETA_1**number) / scale
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -96,18 +56,20 @@ def test_it_follows_its_definition(decay: float) -> None:
         if step == learning - 1:
             np.testing.assert_allclose(first["then"][0], weights[0].numpy(), atol=2e-3)
             squares = plain._velocities[0].numpy() / (1 - BETA_2**learning)
-            squares = np.maximum(squares, one_bit_adam.FLOOR * squares.mean())
+            squares = np.maximum(squares, frozen_moments.FLOOR * squares.mean())
             np.testing.assert_allclose(first["then"][2], squares, rtol=0.02)
     # ... and so it stays for the variable that sends no momentum
     np.testing.assert_allclose(first["now"][1], weights[1].numpy(), atol=2e-3)
     residuals = np.stack([first["residual"], second["residual"]])
     assert residuals.any()
-    definition = Definition(residuals, *first["then"])
+    weight, mean, square = (one.ravel() for one in first["then"])
+    momentum = MomentumInOneBit(residuals, mean, BETA_1)
     for step in range(learning, steps):
-        definition.weight = definition.weight * (1 - decay * RATE)
-        definition.step([gradients(rank, step)[0] for rank in range(ranks)], step + 1)
-    np.testing.assert_allclose(first["now"][2].ravel(), definition.mean, atol=1e-5)
-    np.testing.assert_allclose(first["now"][0].ravel(), definition.weight, atol=1e-5)
+        momentum.step([gradients(rank, step)[0] for rank in range(ranks)])
+        update = momentum.mean / (1 - BETA_1 ** (step + 1)) / (np.sqrt(square) + EPSILON)
+        weight = weight * (1 - decay * RATE) - RATE * update
+    np.testing.assert_allclose(first["now"][2].ravel(), momentum.mean, atol=1e-5)
+    np.testing.assert_allclose(first["now"][0].ravel(), weight, atol=1e-5)
 
 
 def test_each_rank_clips_its_own_gradient_in_the_second_phase() -> None:
@@ -133,7 +95,7 @@ def largest_steps(floor: float, monkeypatch: pytest.MonkeyPatch) -> tuple[float,
         How far these go while they have none, and then in 20 steps in which they have one, in
         units of the learning rate.
     """
-    monkeypatch.setattr(one_bit_adam, "FLOOR", floor)
+    monkeypatch.setattr(frozen_moments, "FLOOR", floor)
     learning = 20
 
     def work(comm: Comm) -> tuple[float, float]:
@@ -157,7 +119,7 @@ def test_entries_without_a_gradient_so_far_neither_explode_nor_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a floor their noise, divided by epsilon, is a step of millions."""
-    furthest, learnt = largest_steps(one_bit_adam.FLOOR, monkeypatch)
+    furthest, learnt = largest_steps(frozen_moments.FLOOR, monkeypatch)
     assert furthest < 100
     assert learnt > 5
     assert largest_steps(0.0, monkeypatch)[0] > 1e5
@@ -245,32 +207,6 @@ def test_variables_that_stay_with_adam() -> None:
 def test_refused_options(options: dict[str, Any], said: str) -> None:
     with pytest.raises(cx.ConfigurationError, match=said):
         cx.optimizers.OneBitAdam(**options)
-
-
-INPUTS, OUTPUTS, ROWS, STEPS = 32, 32, 16, 200
-
-
-def final_error(make: Callable[[], keras.optimizers.Optimizer], scheme: Scheme) -> float:
-    """Fit a noisy linear model of inputs whose sizes differ; return the error without the noise."""
-    numbers = np.random.default_rng(0)
-    sizes = numbers.permutation(np.geomspace(0.1, 1, INPUTS))
-    truth = numbers.normal(size=(INPUTS, OUTPUTS))
-
-    def work(comm: Comm) -> np.ndarray:
-        optimizer = wrap(make(), comm, scheme)
-        weights = [keras.Variable(np.zeros(truth.shape, "float32"), name="kernel")]
-        batches = np.random.default_rng([1, comm.rank])
-        for step in range(STEPS):
-            optimizer.learning_rate = 0.1 * (1 - step / STEPS)
-            x = sizes * batches.normal(size=(ROWS, INPUTS))
-            noise = 2 * batches.normal(size=(ROWS, OUTPUTS))
-            gradient = x.T @ (x @ (weights[0].numpy() - truth) - noise) / ROWS
-            optimizer.apply([tf.constant(gradient, tf.float32)], weights)
-        return weights[0].numpy()
-
-    first, second = ThreadComm.run(Topology(2, 1), work)
-    np.testing.assert_array_equal(first, second)
-    return float(np.square(sizes[:, None] * (first - truth)).sum() / OUTPUTS)
 
 
 def test_it_trains_as_adam_does_where_gradients_in_one_bit_do_not() -> None:

@@ -46,7 +46,7 @@ from tfcommx.keras_internals.models import (
     statistics_of,
     variables_with_own_files,
 )
-from tfcommx.keras_internals.momenta import LearnsThenSendsMomentum, SendsMomentum
+from tfcommx.keras_internals.momenta import LearnsThenSendsMomentum, OfAll, SendsMomentum
 from tfcommx.keras_internals.optimizers import (
     accumulated_gradients,
     copy_state,
@@ -60,6 +60,7 @@ from tfcommx.keras_internals.optimizers import (
     steps_of,
     trainable_variables,
     unlisted,
+    values_of,
 )
 from tfcommx.keras_internals.shards import UpdatesShards, require_shardable
 from tfcommx.keras_internals.step import (
@@ -75,6 +76,7 @@ __all__ = [
     "AgreedLossScale",
     "ExchangesGradients",
     "LearnsThenSendsMomentum",
+    "OfAll",
     "OwnMoments",
     "SendsMomentum",
     "StepUnderWay",
@@ -116,6 +118,7 @@ __all__ = [
     "traced_batch",
     "trainable_variables",
     "unlisted",
+    "values_of",
     "variables_with_own_files",
     "watch_update",
 ]

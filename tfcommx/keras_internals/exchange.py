@@ -26,6 +26,9 @@ class StepUnderWay(threading.local):
     # The variables of the gradients. Not an attribute of the optimizer, because Keras would treat a
     # list there as part of its state
     variables: Sequence[keras.Variable] = ()
+    # Position of a variable -> norm of its mean gradient, float32 scalar, where the norm of the
+    # received gradient is larger, because it includes rounding errors
+    norms_of: Mapping[int, tf.Tensor] = {}
     # True if the gradients were exchanged
     exchange_ran = False
     # Open until the step's end

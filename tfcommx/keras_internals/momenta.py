@@ -2,12 +2,12 @@
 
 `SendsMomentum`, in every step:
 
-    gradients -> clip -> momenta -> [exchange] -> weights follow
+    gradients -> clip -> + momentum -> [exchange] -> - momentum -> the optimizer's own update
 
-`LearnsThenSendsMomentum`, a variant of Adam, from some step on:
+`LearnsThenSendsMomentum`, a variant of Adam or LAMB, from some step on:
 
     learning   gradients -> [exchange] -> clip -> Adam: moments move, weights follow -> freeze?
-    frozen     gradients -> clip -> momenta -> [exchange] -> weights follow; second moments stay
+    frozen     gradients -> clip -> + momentum -> [exchange] -> moments and weights follow
 
 `ExchangesGradients` calls their `exchange_and_clip`; `tfcommx.optim` makes the plans.
 """
@@ -34,23 +34,20 @@ OfAll = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
 class SendsMomentum(Mixin):
     """Mixed into a subclass of a Keras optimizer with momentum.
 
-    The class has `sends_momentum(variable)`: True if this variable's momentum is exchanged;
-    `moved(gradient, variable)`: this rank's own gradient plus the momentum in the unit of
-    gradients; and `update_by_momenta(received, variables, learning_rate)`: the update by the mean
-    of these over the ranks.
+    The class has `sends_momentum(variable)`: True if this variable's momentum is exchanged; and
+    `carried(variable)`: the momentum, as a tensor in the unit of gradients. All ranks have equal
+    ones, so the mean of gradients plus momentum is the mean gradient plus momentum.
     """
 
     # Wire format of an entry if no scheme is given
     default_wire: ClassVar[str]
 
-    def momenta(
-        self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable]
-    ) -> list[tf.Tensor]:
-        """Return the tensors to exchange: updated momenta, or gradients of other variables."""
-        return [
-            self.moved(gradient, variable) if self.sends_momentum(variable) else gradient
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ]
+    def moved(self, gradient: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
+        """Return this rank's gradient plus the momentum; the gradient if no momentum is sent."""
+        if not self.sends_momentum(variable):
+            return gradient
+        carried = self.carried(variable)
+        return tf.cast(gradient, carried.dtype) + carried
 
     # AutoGraph must not convert graph code, even inside a caller's loop
     @tf.autograph.experimental.do_not_convert
@@ -61,41 +58,31 @@ class SendsMomentum(Mixin):
         exchange: OfAll,
         clip: OfAll,
     ) -> Sequence[tf.Tensor]:
-        """Clip each rank's own gradients; exchange the momenta updated with them."""
-        return exchange(self.momenta(clip(gradients), variables))
+        """Clip each rank's own gradients; return their mean, exchanged with the momenta."""
+        received = exchange(list(map(self.moved, clip(gradients), variables)))
+        return [
+            result - self.carried(variable) if self.sends_momentum(variable) else result
+            for result, variable in zip(received, variables, strict=True)
+        ]
 
     def position_of(self, variable: keras.Variable | tf.Variable) -> int:
         """Return the position of a variable among those that the optimizer was built for."""
         position: int = self._get_variable_index(variable)
         return position
 
-    @tf.autograph.experimental.do_not_convert
-    def _backend_update_step(
-        self,
-        grads: Sequence[tf.Tensor],
-        trainable_variables: Sequence[keras.Variable],
-        learning_rate: Any,
-    ) -> None:
-        require_one_replica(self)
-        dense = list(map(tf.convert_to_tensor, grads))
-        # In the last call of an iterator, which has no data, nothing here may run.
-        with tf.control_dependencies(dense[-1:]):
-            self._update(dense, trainable_variables, learning_rate)
-
-    def _update(
-        self,
-        received: list[tf.Tensor],
-        variables: Sequence[keras.Variable],
-        learning_rate: Any,
-    ) -> None:
-        self.update_by_momenta(received, variables, learning_rate)
+    @property
+    def is_wrapped(self) -> bool:
+        """True if `cx.DistributedOptimizer` has wrapped this optimizer, which then exchanges."""
+        return getattr(self, "exchanger", None) is not None
 
 
 class LearnsThenSendsMomentum(SendsMomentum):
-    """Mixed into a subclass of Keras's Adam with two phases.
+    """Mixed into a subclass of Keras's Adam, or of LAMB, with two phases.
 
     In addition to the methods that SendsMomentum needs, the class has
-    `freeze_if_due(learning_rate)`, called after each update of the learning phase.
+    `freeze_if_due(learning_rate)`, called after each update of the learning phase, and
+    `update_by_momenta(received, variables, learning_rate)`, the update in the second phase by the
+    mean over the ranks of `moved`.
     """
 
     # int64 scalar, made by `build`: the update after which momenta are exchanged; 0: not yet
@@ -134,7 +121,7 @@ class LearnsThenSendsMomentum(SendsMomentum):
             frozen = self.is_frozen()
         sent = tf.cond(
             frozen,
-            lambda: self.momenta(clip(gradients), variables),
+            lambda: list(map(self.moved, clip(gradients), variables)),
             lambda: list(map(tf.identity, gradients)),
         )
         received = exchange(sent)
@@ -154,24 +141,30 @@ class LearnsThenSendsMomentum(SendsMomentum):
             frozen, lambda: self.moved(gradient, variable), lambda: tf.identity(gradient)
         )
 
-    def _update(
+    @tf.autograph.experimental.do_not_convert
+    def _backend_update_step(
         self,
-        received: list[tf.Tensor],
-        variables: Sequence[keras.Variable],
+        grads: Sequence[tf.Tensor],
+        trainable_variables: Sequence[keras.Variable],
         learning_rate: Any,
     ) -> None:
-        by_adam = super(SendsMomentum, self)._backend_update_step
+        require_one_replica(self)
+        by_gradients, dense = super()._backend_update_step, list(map(tf.convert_to_tensor, grads))
 
         def learn() -> None:
-            by_adam(received, variables, learning_rate)
+            by_gradients(dense, trainable_variables, learning_rate)
             self.freeze_if_due(learning_rate)
             exchanger = getattr(self, "exchanger", None)
             if exchanger is not None and self._clips():
                 # They come from gradients before the clipping, and may be larger than clipped ones
                 tf.cond(self.is_frozen(), exchanger.drop_residuals_of_momenta, lambda: None)
 
-        tf.cond(
-            self.is_frozen(),
-            lambda: self.update_by_momenta(received, variables, learning_rate),
-            learn,
-        )
+        def follow() -> None:
+            moved = dense
+            if not self.is_wrapped:
+                moved = list(map(self.moved, dense, trainable_variables))
+            self.update_by_momenta(moved, trainable_variables, learning_rate)
+
+        # In the last call of an iterator, which has no data, nothing here may run.
+        with tf.control_dependencies(dense[-1:]):
+            tf.cond(self.is_frozen(), follow, learn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -185,6 +186,11 @@ def trainable_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Var
     optimizer = inner_optimizer(optimizer)
     whole_variables = getattr(optimizer, "whole_variables", None)
     return list(optimizer._trainable_variables if whole_variables is None else whole_variables)
+
+
+def values_of(variables: Sequence[keras.Variable | tf.Variable]) -> list[tf.Variable]:
+    """Return TensorFlow's variables behind Keras's; those of TensorFlow as they are."""
+    return [one if isinstance(one, tf.Variable) else one.value for one in variables]
 
 
 def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

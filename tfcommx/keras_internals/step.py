@@ -24,6 +24,7 @@ from tfcommx.keras_internals.optimizers import (
     moving_averages,
     require_one_replica,
     state_of_weights,
+    values_of,
 )
 
 
@@ -135,6 +136,7 @@ class ExchangesGradients(Mixin):
             step.scope.enter_context(tf.control_dependencies(grads[-1:]))
         finally:
             step.gradient, step.variables, step.clips = (), (), False
+            step.norms_of = {}
 
     def _apply_weight_decay(self, variables: list[keras.Variable]) -> None:
         with tf.control_dependencies(self.exchanger.guard.step.gradient):
@@ -252,10 +254,7 @@ class UpdatesTogether(Mixin):
         learning_rate: Any,
     ) -> None:
         require_one_replica(self)
-        values = [
-            variable if isinstance(variable, tf.Variable) else variable.value
-            for variable in trainable_variables
-        ]
+        values = values_of(trainable_variables)
         positions = [self._get_variable_index(variable) for variable in trainable_variables]
         gradients = [tf.convert_to_tensor(grad) for grad in grads]
         # In the last call of an iterator, which has no data, nothing here may run

@@ -151,8 +151,9 @@ def DistributedOptimizer(
             `Scheme("auto", wire="float16")`: gradients may travel in 16 bits;
             `Scheme("auto", "mstopk", density=0.01)`: it may select; `Scheme("auto", budget=0.15)`:
             at most this share of plain Horovod's bytes between nodes, with the least loss. None:
-            `Scheme("auto")`; with `cx.optimizers.OneBitAdam` 1 bit an entry by "torus", or by "asa"
-            with one slot a node.
+            `Scheme("auto")`; with an optimizer that sends its momentum, such as
+            `cx.optimizers.OneBitAdam`, 1 or 2 bits an entry by "torus", or by "asa" with one slot a
+            node.
         op: "average" or "sum" over the ranks.
         plan: a plan made before, in place of one from the scheme and the arguments below.
         links: the cost of messages on this cluster, or its file, which `tfcommx probe` wrote;

@@ -26,7 +26,7 @@ from tfcommx.core import (
     Scheme,
     check_name,
 )
-from tfcommx.keras_internals import LearnsThenSendsMomentum, SendsMomentum
+from tfcommx.keras_internals import LearnsThenSendsMomentum, SendsMomentum, values_of
 from tfcommx.optim.automatic import ExpectedRun, announce, executor_for
 from tfcommx.optim.by_variable import ByVariable
 from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
@@ -86,7 +86,7 @@ class ExchangeSettings:
                     f"ranks, and makes several plans. It needs {argument}. Received strategy="
                     f"{self.strategy}, op={self.operation!r} and plan="
                     f"{'None' if self.plan is None else 'a Plan'}. Leave them out, or wrap one of "
-                    "keras.optimizers."
+                    "keras.optimizers, or cx.optimizers.LARS or LAMB."
                 )
 
     def check_wire(self, wire: str) -> None:
@@ -96,8 +96,9 @@ class ExchangeSettings:
             raise PlanError(
                 "Gradients in 1 or 2 bits diverge in front of a momentum, which amplifies their "
                 f"noise. Received wire={wire!r} and an optimizer with momentum or beta_1 = "
-                f"{self.own_momentum}. Take cx.optimizers.OneBitAdam or LowBitSGD, which send "
-                "their momentum; otherwise wire='int4', or an optimizer without momentum."
+                f"{self.own_momentum}. Take OneBitAdam, OneBitLAMB, LowBitSGD or LowBitLARS of "
+                "cx.optimizers, which send their momentum; otherwise wire='int4', or an optimizer "
+                "without momentum."
             )
 
 
@@ -155,11 +156,7 @@ class VariableNames:
 
     def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
         """Return name -> TensorFlow's variable."""
-        values = [
-            variable if isinstance(variable, tf.Variable) else variable.value
-            for variable in variables
-        ]
-        return dict(zip(self.of(variables), values, strict=True))
+        return dict(zip(self.of(variables), values_of(variables), strict=True))
 
     def rename(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
         """Give the variables these names, which are unique."""

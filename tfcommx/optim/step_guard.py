@@ -28,7 +28,7 @@ class StepGuard:
         self.loss_scale = "none"
         self._not_finite = WatchedSum(comm, "finite", "the agreement on finite gradients")
         if settings.sender is not None:
-            self._numbers = WatchedSum(comm, "numbers", "the agreement on second moments")
+            self._numbers = WatchedSum(comm, "numbers", "a sum for an optimizer that sends momenta")
         self.step = StepUnderWay()
 
     @contextlib.contextmanager

@@ -80,7 +80,7 @@ class LAMB(LayerwiseOptimizer):
         if self.built:
             return
         super().build(variables)
-        self.momentums, self.velocities = self.add_optimizer_variables(
+        self._momentums, self._velocities = self.add_optimizer_variables(
             variables, ["momentum", "velocity"]
         )
 
@@ -92,36 +92,47 @@ class LAMB(LayerwiseOptimizer):
         learning_rate: Any,
     ) -> None:
         """Update all variables, after computing all updates and their norms."""
-        step = tf.cast(self.iterations, tf.float32) + 1.0
-        corrections = [1.0 - tf.pow(beta, step) for beta in (self.beta_1, self.beta_2)]
-        updates = []
-        for gradient, variable, position in zip(gradients, variables, positions, strict=True):
-            update = self._adam(tf.cast(gradient, variable.dtype), position, corrections)
+        parts = zip(gradients, variables, positions, strict=True)
+        updates = [self.adam(*part) for part in parts]
+        self.apply_updates(updates, variables, positions, learning_rate)
+
+    def apply_updates(
+        self,
+        updates: Sequence[tf.Tensor],
+        variables: Sequence[tf.Variable],
+        positions: Sequence[int],
+        learning_rate: Any,
+    ) -> None:
+        """Add weight decay to Adam's updates; move the weights by them and their ratios."""
+        decayed = []
+        for update, variable, position in zip(updates, variables, positions, strict=True):
             if decay := self.decay_of(position):
                 if self.decay_in_ratio:
                     update += decay * variable
                 else:
                     rate = tf.cast(learning_rate, variable.dtype)
                     variable.assign_sub(variable * decay * rate)
-            updates.append(update)
+            decayed.append(update)
         ratios = self.ratios(
             positions,
             variables,
-            updates,
+            decayed,
             lambda weight, update, _: weight / update,
         )
         rates = tf.unstack(tf.cast(learning_rate, tf.float32) * ratios)
-        for variable, update, rate in zip(variables, updates, rates, strict=True):
+        for variable, update, rate in zip(variables, decayed, rates, strict=True):
             variable.assign_sub(tf.cast(rate, variable.dtype) * update)
 
-    def _adam(
-        self, gradient: tf.Tensor, position: int, corrections: Sequence[tf.Tensor]
-    ) -> tf.Tensor:
+    def adam(self, gradient: tf.Tensor, variable: tf.Variable, position: int) -> tf.Tensor:
         """Update the moments of a variable; return Adam's update without its rate."""
-        mean, square = self.momentums[position].value, self.velocities[position].value
+        gradient = tf.cast(gradient, variable.dtype)
+        mean, square = self._momentums[position].value, self._velocities[position].value
         mean.assign_add((gradient - mean) * (1 - self.beta_1))
         square.assign_add((tf.square(gradient) - square) * (1 - self.beta_2))
-        first, second = (tf.cast(correction, gradient.dtype) for correction in corrections)
+        step = tf.cast(self.iterations, tf.float32) + 1.0
+        first, second = (
+            tf.cast(1.0 - tf.pow(beta, step), gradient.dtype) for beta in (self.beta_1, self.beta_2)
+        )
         return (mean / first) / (tf.sqrt(square / second) + self.epsilon)
 
     def get_config(self) -> dict[str, Any]:

@@ -24,6 +24,8 @@ RANGES: dict[str, Callable[[float], bool]] = {
     "above 0": lambda value: value > 0,
     ">= 0": lambda value: value >= 0,
 }
+# (norms of weights, norms of updates, weight decay of each) -> ratios
+Formula = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
@@ -85,7 +87,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         positions: Sequence[int],
         variables: Sequence[tf.Variable],
         updates: Sequence[tf.Tensor],
-        formula: Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor],
+        formula: Formula,
     ) -> tf.Tensor:
         """Return the trust ratio of each variable.
 

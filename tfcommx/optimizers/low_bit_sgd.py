@@ -80,34 +80,11 @@ class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
         """Return True if this variable's momentum is sent instead of its gradient."""
         return is_large_matrix(variable, self.exclude, self.dense_below)
 
-    def _momentum_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
-        return self.momentums[self.position_of(variable)].value
-
-    def moved(self, gradient: tf.Tensor, variable: keras.Variable | tf.Variable) -> tf.Tensor:
-        """Return this rank's gradient and the momentum, in the unit of gradients."""
-        momentum = self._momentum_of(variable)
-        decayed, rate = self.momentum * momentum, tf.cast(self.learning_rate, momentum.dtype)
-        return tf.cast(gradient, momentum.dtype) - tf.math.divide_no_nan(decayed, rate)
-
-    def update_by_momenta(
-        self, received: Sequence[tf.Tensor], variables: Sequence[keras.Variable], learning_rate: Any
-    ) -> None:
-        """Update by the received momenta."""
-        if getattr(self, "exchanger", None) is None:  # Not wrapped: these are gradients
-            received = self.momenta(received, variables)
-        for result, variable in zip(received, variables, strict=True):
-            if not self.sends_momentum(variable):
-                self.update_step(result, variable, learning_rate)
-                continue
-            momentum = self._momentum_of(variable)
-            decayed, rate = self.momentum * momentum, tf.cast(learning_rate, momentum.dtype)
-            updated = tf.where(rate == 0, decayed, -rate * tf.cast(result, momentum.dtype))
-            step = updated
-            if self.nesterov:
-                step = self.momentum * updated + (updated - decayed)
-            with tf.control_dependencies([step]):
-                self.assign(momentum, updated)
-            self.assign_add(variable, step)
+    def carried(self, variable: keras.Variable | tf.Variable) -> tf.Tensor:
+        """Return the momentum in the unit of gradients; 0 at the learning rate 0."""
+        momentum = self.momentums[self.position_of(variable)].value
+        rate = tf.cast(self.learning_rate, momentum.dtype)
+        return tf.math.divide_no_nan(-self.momentum * momentum, rate)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that make an equal optimizer."""

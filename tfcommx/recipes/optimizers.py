@@ -8,7 +8,7 @@ sets the rate of every step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -80,13 +80,29 @@ class Lars(RecipePart):
         """Build tfcommx's LARS."""
         from tfcommx.optimizers.lars import LARS
 
-        return LARS(
-            0.0,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            weight_decay=self.weight_decay or None,
-            trust_coefficient=self.trust_coefficient,
-        )
+        return LARS(0.0, **self.options())
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the optimizer."""
+        return {
+            "momentum": self.momentum,
+            "nesterov": self.nesterov,
+            "weight_decay": self.weight_decay or None,
+            "trust_coefficient": self.trust_coefficient,
+        }
+
+
+class LowBitLars(Lars):
+    """LARS that sends the momentum, in few bits, instead of the gradient."""
+
+    name: Literal["low_bit_lars"] = "low_bit_lars"  # type: ignore[assignment]
+    momentum: float = Field(0.9, gt=0, lt=1)
+
+    def build(self) -> keras.optimizers.Optimizer:
+        """Build tfcommx's LowBitLARS."""
+        from tfcommx.optimizers.low_bit_lars import LowBitLARS
+
+        return LowBitLARS(0.0, **self.options())
 
 
 class AdamW(RecipePart):
@@ -117,14 +133,19 @@ class AdamW(RecipePart):
         return optimizer
 
 
-class OneBitAdam(AdamW):
-    """AdamW that sends its momentum, in few bits, once its second moments are frozen."""
+class Phases(RecipePart):
+    """The two phases of an optimizer that sends its momentum once second moments are frozen."""
 
-    name: Literal["one_bit_adam"] = "one_bit_adam"  # type: ignore[assignment]
     # Number of updates after which the second moments are frozen; None: when they change little
     freeze_after: int | None = Field(None, ge=1)
     # Wire format of gradients until then
     learning_wire: Literal["float16", "bfloat16", "int8", "int4"] = "bfloat16"
+
+
+class OneBitAdam(AdamW, Phases):
+    """AdamW that sends its momentum, in few bits, once its second moments are frozen."""
+
+    name: Literal["one_bit_adam"] = "one_bit_adam"  # type: ignore[assignment]
 
     def build(self) -> keras.optimizers.Optimizer:
         """Build tfcommx's OneBitAdam."""
@@ -159,12 +180,32 @@ class Lamb(AdamW):
         """Build tfcommx's LAMB."""
         from tfcommx.optimizers.lamb import LAMB
 
-        return LAMB(
+        return LAMB(0.0, **self.options())
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the optimizer."""
+        return {
+            "beta_1": self.beta_1,
+            "beta_2": self.beta_2,
+            "epsilon": self.epsilon,
+            "weight_decay": self.weight_decay or None,
+        }
+
+
+class OneBitLamb(Lamb, Phases):
+    """LAMB that sends its momentum, in few bits, once its second moments are frozen."""
+
+    name: Literal["one_bit_lamb"] = "one_bit_lamb"  # type: ignore[assignment]
+
+    def build(self) -> keras.optimizers.Optimizer:
+        """Build tfcommx's OneBitLAMB."""
+        from tfcommx.optimizers.one_bit_lamb import OneBitLAMB
+
+        return OneBitLAMB(
             0.0,
-            beta_1=self.beta_1,
-            beta_2=self.beta_2,
-            epsilon=self.epsilon,
-            weight_decay=self.weight_decay or None,
+            **self.options(),
+            freeze_after=self.freeze_after,
+            learning_wire=self.learning_wire,
         )
 
 
@@ -174,5 +215,7 @@ OPTIMIZERS: dict[str, type[OptimizerRecipe]] = {
     "adamw": AdamW,
     "one_bit_adam": OneBitAdam,
     "lars": Lars,
+    "low_bit_lars": LowBitLars,
     "lamb": Lamb,
+    "one_bit_lamb": OneBitLamb,
 }

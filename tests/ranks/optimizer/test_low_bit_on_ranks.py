@@ -1,4 +1,4 @@
-"""LowBitSGD, wrapped: `fit`, checkpoints, saved models, refused calls."""
+"""LowBitSGD and LowBitLARS, wrapped: `fit`, checkpoints, saved models, refused calls."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from tfcommx import checkpoint
 from tfcommx.collectives.comm import Comm
 from tfcommx.optim.wrapped import exchanger_of
 
+KINDS = [cx.optimizers.LowBitSGD, cx.optimizers.LowBitLARS]
 
-def sgd(**options: Any) -> keras.optimizers.Optimizer:
+
+def new(kind: type[Any], **options: Any) -> keras.optimizers.Optimizer:
     """Return one for which the kernels of the small network are large enough."""
-    return cx.optimizers.LowBitSGD(**{"learning_rate": 0.1, "dense_below": 8} | options)
+    return kind(**{"learning_rate": 0.1, "dense_below": 8} | options)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +39,11 @@ def sgd(**options: Any) -> keras.optimizers.Optimizer:
     ],
     ids=["two steps a call", "clipped", "accumulated", "scaled"],
 )
-def test_fit_keeps_ranks_equal(comm: Comm, options: dict[str, Any], steps: int) -> None:
-    net = compiled(cx.DistributedOptimizer(sgd(**options)), steps_per_execution=steps)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fit_keeps_ranks_equal(
+    comm: Comm, kind: type[Any], options: dict[str, Any], steps: int
+) -> None:
+    net = compiled(cx.DistributedOptimizer(new(kind, **options)), steps_per_execution=steps)
     before = weights(net)
     assert fit(net, comm, epochs=3).identical
     assert not any(map(np.array_equal, before, weights(net)))
@@ -49,14 +54,17 @@ def test_fit_keeps_ranks_equal(comm: Comm, options: dict[str, Any], steps: int) 
         assert wires["hidden/bias"] == "bfloat16"
 
 
-def test_it_continues_exactly_from_a_checkpoint(comm: Comm, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_continues_exactly_from_a_checkpoint(
+    comm: Comm, kind: type[Any], tmp_path: Path
+) -> None:
     folder = Path(comm.gather_objects(str(tmp_path))[0])
-    straight = compiled(cx.DistributedOptimizer(sgd()))
+    straight = compiled(cx.DistributedOptimizer(new(kind)))
     fit(straight, comm, epochs=2, extra=(checkpoint.Checkpoint(folder),))
     fit(straight, comm, epochs=4, initial_epoch=2)
 
     def continued(keeps: bool) -> list[np.ndarray]:
-        net = compiled(cx.DistributedOptimizer(sgd()), seed=9)
+        net = compiled(cx.DistributedOptimizer(new(kind)), seed=9)
         assert checkpoint.restore(net, folder) == 2
         exchanger = exchanger_of(net)
         if not keeps:
@@ -69,12 +77,13 @@ def test_it_continues_exactly_from_a_checkpoint(comm: Comm, tmp_path: Path) -> N
         assert not all(map(np.array_equal, weights(straight), continued(keeps=False)))
 
 
-def test_a_saved_model_holds_it_and_continues(comm: Comm, tmp_path: Path) -> None:
-    net = compiled(cx.DistributedOptimizer(sgd()))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_model_holds_it_and_continues(comm: Comm, kind: type[Any], tmp_path: Path) -> None:
+    net = compiled(cx.DistributedOptimizer(new(kind)))
     fit(net, comm)
     net.save(tmp_path / "model.keras")
     plain = keras.models.load_model(tmp_path / "model.keras")
-    assert type(plain.optimizer) is cx.optimizers.LowBitSGD
+    assert type(plain.optimizer) is kind
     plain.compile(cx.DistributedOptimizer(plain.optimizer), loss=net.loss, jit_compile=False)
     assert fit(plain, comm).identical
 
@@ -88,6 +97,9 @@ def test_a_saved_model_holds_it_and_continues(comm: Comm, tmp_path: Path) -> Non
         ({"scheme": cx.Scheme()}, "wire='plain'"),
     ],
 )
-def test_what_it_cannot_do_is_refused(options: dict[str, Any], received: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_it_cannot_do_is_refused(
+    kind: type[Any], options: dict[str, Any], received: str
+) -> None:
     with pytest.raises(cx.PlanError, match=received):
-        cx.DistributedOptimizer(sgd(), **options)
+        cx.DistributedOptimizer(new(kind), **options)

@@ -1,4 +1,4 @@
-"""OneBitAdam, wrapped: `fit` and loops across the change of phase, checkpoints, refused calls."""
+"""OneBitAdam and OneBitLAMB, wrapped: `fit` and loops across the change of phase, checkpoints."""
 
 from __future__ import annotations
 
@@ -21,29 +21,42 @@ from tfcommx.optim.wrapped import exchanger_of
 ONE_BIT = cx.Scheme("asa", wire="int1")
 
 
-def adam(**options: Any) -> keras.optimizers.Optimizer:
+KINDS = [cx.optimizers.OneBitAdam, cx.optimizers.OneBitLAMB]
+
+
+def new(kind: type[Any], **options: Any) -> keras.optimizers.Optimizer:
     """Return one for which the kernels of the small network are large enough."""
-    return cx.optimizers.OneBitAdam(
-        **{"learning_rate": 0.01, "freeze_after": 6, "dense_below": 8} | options
-    )
+    return kind(**{"learning_rate": 0.01, "freeze_after": 6, "dense_below": 8} | options)
+
+
+def adam(**options: Any) -> keras.optimizers.Optimizer:
+    """Return OneBitAdam."""
+    return new(cx.optimizers.OneBitAdam, **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "steps"),
+    ("kind", "options", "steps"),
     [
-        case({}, 1, kept=False),
-        ({"freeze_after": 5}, 2),
-        case({"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True}, 1, kept=False),
-        case({"gradient_accumulation_steps": 2, "freeze_after": 3}, 1, kept=False),
-        case({"loss_scale_factor": 8.0}, 1, kept=False),
+        case(KINDS[0], {}, 1, kept=False),
+        (KINDS[0], {"freeze_after": 5}, 2),
+        case(
+            KINDS[0],
+            {"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True},
+            1,
+            kept=False,
+        ),
+        case(KINDS[0], {"gradient_accumulation_steps": 2, "freeze_after": 3}, 1, kept=False),
+        case(KINDS[0], {"loss_scale_factor": 8.0}, 1, kept=False),
+        (KINDS[1], {"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True}, 1),
+        case(KINDS[1], {"norms": "parallel"}, 4, kept=False),
+        case(KINDS[1], {"gradient_accumulation_steps": 2, "freeze_after": 3}, 1, kept=False),
     ],
-    ids=["plain", "two steps a call", "clipped", "accumulated", "scaled"],
 )
 def test_fit_continues_across_the_change_of_phase(
-    comm: Comm, options: dict[str, Any], steps: int
+    comm: Comm, kind: type[Any], options: dict[str, Any], steps: int
 ) -> None:
     """Three epochs of four batches; the kernels' second moments stay from the fifth or sixth on."""
-    net = compiled(cx.DistributedOptimizer(adam(**options)), steps_per_execution=steps)
+    net = compiled(cx.DistributedOptimizer(new(kind, **options)), steps_per_execution=steps)
     assert fit(net, comm, epochs=3).identical
     optimizer = net.optimizer
     assert int(optimizer.frozen_at.numpy()) == options.get("freeze_after", 6)
@@ -95,15 +108,20 @@ class SaveTheEpoch(checkpoint.Checkpoint):
             super().on_epoch_end(epoch, logs)
 
 
-@pytest.mark.parametrize("epochs", [case(1, kept=False), 2], ids=["before the change", "after it"])
-def test_it_continues_exactly_from_a_checkpoint(comm: Comm, tmp_path: Path, epochs: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "epochs"),
+    [(KINDS[0], 2), (KINDS[1], 1), case(KINDS[0], 1, kept=False), case(KINDS[1], 2, kept=False)],
+)
+def test_it_continues_exactly_from_a_checkpoint(
+    comm: Comm, kind: type[Any], tmp_path: Path, epochs: int
+) -> None:
     """The second moments are frozen in the second of four epochs."""
     folder = Path(comm.gather_objects(str(tmp_path))[0])
-    straight = compiled(cx.DistributedOptimizer(adam(), ONE_BIT))
+    straight = compiled(cx.DistributedOptimizer(new(kind), ONE_BIT))
     fit(straight, comm, epochs=4, extra=(SaveTheEpoch(folder, epochs),))
 
     def continued(keeps: bool) -> list[np.ndarray]:
-        net = compiled(cx.DistributedOptimizer(adam(), ONE_BIT), seed=9)
+        net = compiled(cx.DistributedOptimizer(new(kind), ONE_BIT), seed=9)
         assert checkpoint.restore(net, folder) == epochs
         exchanger = exchanger_of(net)
         if not keeps:
@@ -158,12 +176,13 @@ def test_a_loss_scale_optimizer_may_be_around_it(comm: Comm) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_saved_model_holds_it_and_continues(comm: Comm, tmp_path: Path) -> None:
-    net = compiled(cx.DistributedOptimizer(adam(), ONE_BIT))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_model_holds_it_and_continues(comm: Comm, kind: type[Any], tmp_path: Path) -> None:
+    net = compiled(cx.DistributedOptimizer(new(kind), ONE_BIT))
     fit(net, comm)
     net.save(tmp_path / "model.keras")
     plain = keras.models.load_model(tmp_path / "model.keras")
-    assert type(plain.optimizer) is cx.optimizers.OneBitAdam
+    assert type(plain.optimizer) is kind
     assert int(plain.optimizer.frozen_at.numpy()) == 6
     again = cx.DistributedOptimizer(plain.optimizer, ONE_BIT)
     plain.compile(again, loss=net.loss, jit_compile=False)
@@ -181,9 +200,12 @@ def test_a_saved_model_holds_it_and_continues(comm: Comm, tmp_path: Path) -> Non
         ({"scheme": cx.Scheme()}, "int8, int4, int2, int1"),
     ],
 )
-def test_what_it_cannot_do_is_refused(comm: Comm, options: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_it_cannot_do_is_refused(
+    comm: Comm, kind: type[Any], options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(cx.PlanError, match=said):
-        cx.DistributedOptimizer(adam(), **options)
+        cx.DistributedOptimizer(new(kind), **options)
 
 
 def test_a_plan_of_its_own_is_refused(comm: Comm) -> None:

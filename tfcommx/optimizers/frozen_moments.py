@@ -1,0 +1,145 @@
+"""Second moments that are learnt, then frozen: the common part of OneBitAdam and OneBitLAMB."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import keras
+import tensorflow as tf
+
+from tfcommx.core import NARROW, check_name, check_whole
+from tfcommx.keras_internals import LearnsThenSendsMomentum, trainable_variables
+from tfcommx.optimizers.layerwise import is_large_matrix
+
+# Second moments are stable if their sum changes by less than this factor in 1 / (1 - beta_2)
+# updates
+STABLE = 0.96
+# Wire formats of gradients while second moments are learnt; 2 bits and 1 spoil Adam
+LEARNING_WIRES = tuple(wire for wire in NARROW if wire not in ("int2", "int1"))
+# Lower bound of frozen second moments, as a share of the mean of their variable's nonzero ones. In
+# 1 bit an entry without momentum receives the mean magnitude of its block, about .3 of the root of
+# the mean second moment; divided by the root of this share it is about the largest step that Adam
+# itself takes, (1 - beta_1) / sqrt(1 - beta_2) = 3 times the rate.
+FLOOR = 0.01
+
+
+class FreezesSecondMoments(LearnsThenSendsMomentum):
+    """Mixed into a subclass of Keras's Adam, or of LAMB, that sends its momentum in few bits.
+
+    The class calls `set_phases` in its constructor, has `exclude`, the patterns of variables that
+    send gradients, and the update of the second phase, `update_by_momenta`.
+    """
+
+    default_wire: ClassVar[str] = "int1"
+    exclude: tuple[str, ...]
+
+    def set_phases(self, freeze_after: int | None, dense_below: int, learning_wire: str) -> None:
+        """Check and keep the options of the phases. **Raises:** ConfigurationError."""
+        if freeze_after is not None:
+            freeze_after = check_whole("freeze_after", freeze_after, least=1)
+        self.freeze_after = freeze_after
+        self.dense_below = check_whole("dense_below", dense_below, least=0)
+        check_name("learning_wire", learning_wire, LEARNING_WIRES)
+        self.learning_wire = learning_wire
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Create the moments, and the state of the phases."""
+        if self.built:
+            return
+        super().build(variables)
+        with tf.init_scope():  # Outside the graph: tracing the first step reads its value
+            self.frozen_at = self.add_variable((), dtype="int64", name="frozen_at")
+        # Sum of the second moments, and the learning rate, at the last comparison
+        self.last_sum = self.add_variable((), dtype="float32", name="last_sum")
+        self.last_rate = self.add_variable((), dtype="float32", name="last_rate")
+
+    def sends_momentum(self, variable: keras.Variable | tf.Variable) -> bool:
+        """Return True if this variable's momentum is sent once v is frozen."""
+        return is_large_matrix(variable, self.exclude, self.dense_below)
+
+    def carried(self, variable: keras.Variable | tf.Variable) -> tf.Tensor:
+        """Return the momentum in the unit of gradients.
+
+        So residuals have that unit too, and may come from, or go to, another optimizer.
+        """
+        return self.beta_1 / (1 - self.beta_1) * self.momentum_of(variable)
+
+    def receive(self, moved: tf.Tensor, variable: keras.Variable | tf.Variable) -> tf.Tensor:
+        """Set the momentum to the received one; return Adam's update without its rate."""
+        momentum = self.momentum_of(variable)
+        momentum.assign((1 - self.beta_1) * tf.cast(moved, momentum.dtype))
+        correction = 1 - tf.pow(self.beta_1, tf.cast(self.iterations + 1, tf.float32))
+        scale = tf.sqrt(self.second_moment_of(variable)) + self.epsilon
+        return momentum / tf.cast(correction, momentum.dtype) / scale
+
+    def freeze_if_due(self, learning_rate: Any) -> None:
+        """End the first phase, if this is its last update."""
+        if not any(map(self.sends_momentum, trainable_variables(self))):
+            return
+        step = tf.cast(self.iterations + 1, tf.int64)
+        if self.freeze_after is not None:
+            due = step >= self.freeze_after
+        else:
+            due = tf.cond(
+                step % round(1 / (1 - self.beta_2)) == 0,
+                lambda: self._has_settled(step, learning_rate),
+                lambda: tf.constant(False),
+            )
+        tf.cond(due, lambda: self._freeze(step), lambda: None)
+
+    def _second_moments(self) -> list[tf.Variable]:
+        """Return the second moments that are frozen in the second phase."""
+        variables = trainable_variables(self)
+        return [
+            self.second_moment_of(variable)
+            for variable in variables
+            if self.sends_momentum(variable)
+        ]
+
+    def _correction(self, step: tf.Tensor) -> tf.Tensor:
+        """Return the divisor that corrects v for its start at 0 at this step, float32."""
+        return 1 - tf.pow(self.beta_2, tf.cast(step, tf.float32))
+
+    def _has_settled(self, step: tf.Tensor, learning_rate: Any) -> tf.Tensor:
+        """Return True if v and the rate have settled since the last comparison; record them."""
+        sums = [tf.reduce_sum(tf.cast(moment, tf.float32)) for moment in self._second_moments()]
+        total = self._equal(tf.reshape(tf.add_n(sums), [1]))[0] / self._correction(step)
+        before, rate = tf.identity(self.last_sum.value), tf.cast(learning_rate, tf.float32)
+        settled = (STABLE * before <= total) & (STABLE * total <= before) & (before > 0)
+        settled &= rate <= self.last_rate.value
+        self.assign(self.last_sum, total)
+        self.assign(self.last_rate, rate)
+        return settled
+
+    def _freeze(self, step: tf.Tensor) -> None:
+        """Correct v for its first steps, raise its smallest entries, and begin the second phase.
+
+        The second phase does not begin while all gradients have been 0.
+        """
+        moments = self._second_moments()
+        wide = [tf.cast(moment, tf.float32) for moment in moments]
+        counts = tf.cast(tf.stack(list(map(tf.math.count_nonzero, wide))), tf.float32)
+        sums = self._equal(tf.stack([tf.reduce_sum(moment) for moment in wide]))
+        # Used for a variable whose gradients were all 0, because it has no nonzero second moments
+        mean_of_all = tf.math.divide_no_nan(tf.reduce_sum(sums), tf.reduce_sum(counts))
+        means = tf.where(counts > 0, tf.math.divide_no_nan(sums, counts), mean_of_all)
+        for moment, value, mean in zip(moments, wide, tf.unstack(means), strict=True):
+            corrected = tf.maximum(value, FLOOR * mean) / self._correction(step)
+            moment.assign(tf.cast(corrected, moment.dtype))
+        self.assign(self.frozen_at, tf.where(mean_of_all > 0, step, 0))
+
+    def _equal(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Return numbers, equal across ranks up to rounding, with the same bits on every rank."""
+        exchanger = getattr(self, "exchanger", None)
+        return numbers if exchanger is None else exchanger.guard.mean_over_ranks(numbers)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that make an equal optimizer."""
+        return {
+            **super().get_config(),
+            "freeze_after": self.freeze_after,
+            "exclude": list(self.exclude),
+            "dense_below": self.dense_below,
+            "learning_wire": self.learning_wire,
+        }
