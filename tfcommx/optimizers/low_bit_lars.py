@@ -28,7 +28,7 @@ INFLATION = 8.0
 class LowBitLARS(SendsMomentum, LARS):
     """LARS that sends its momentum, in few bits, in place of the gradient.
 
-    LARS diverges on gradients in 1 or 2 bits as SGD with momentum does: see
+    On gradients in 1 or 2 bits LARS trains badly, because momentum amplifies their noise: see
     `cx.optimizers.LowBitSGD`. Here rank i adds the momentum m, which is equal on all ranks, to its
     own gradient g_i, and sends the result by the scheme, with error feedback:
 
