@@ -115,8 +115,7 @@ class LowBitLARS(SendsMomentum, LARS):
         if self.built:
             return
         super().build(variables)
-        count = len(self._trainable_variables)
-        self.mean_ratios = self.add_variable([count], dtype="float32", name="mean_ratios")
+        self.mean_ratios = self.add_variable([len(variables)], dtype="float32", name="mean_ratios")
 
     def sends_momentum(self, variable: keras.Variable | tf.Variable) -> bool:
         """Return True if this variable's momentum is sent instead of its gradient."""
