@@ -99,7 +99,7 @@ def test_recipes(key: str, address: str) -> None:
         ["train", str(CONFIG), "--output", "gs://my-bucket/run"],
         ["train", "gs://my-bucket/recipe.yaml"],
         ["report", "gs://my-bucket/run"],
-        ["report", ".", "--output", "s3://my-bucket/run"],
+        ["report", "s3://my-bucket/run"],
         ["compare", str(CONFIG), "--output", "gs://my-bucket/run"],
         ["probe", "--output", "gs://my-bucket/links.json"],
         ["profile", str(CONFIG), "--output", "gs://my-bucket/profile.json"],

@@ -74,6 +74,7 @@ class Glosses:
     fields: np.ndarray
     inputs: int
     classes: tuple[str, ...] = tuple(map(str, range(FIELDS)))
+    redistributes: bool = False
 
     @property
     def count(self) -> int:
@@ -113,6 +114,9 @@ class Glosses:
             words = self.texts[which][:length]
             row[: len(words)] = words
         return padded
+
+    def redistribute(self, epoch: int, comm: Any) -> None:
+        """Do nothing: every rank has all explanations."""
 
     def report(self, epoch: int) -> dict[str, float]:
         return {}
