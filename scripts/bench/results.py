@@ -84,6 +84,8 @@ COMMANDS = {
     ),
     "training_short_wire": f"{TRAINING} --batch 4 --repeats 5 --schemes none "
     '"hitopk elias/int4 0.1"',
+    "training_gains": f"{TRAINING} --batch 4 --repeats 5 --schemes none horovod "
+    '"allreduce float16" "asa int4" "hitopk elias/int4 0.1"',
     "local_updates": "python scripts/bench local_updates --nodes 4 --slots 1 --rates 200mbit",
     **{
         f"training_{nodes}x{slots}": f"python scripts/bench training --nodes {nodes} "
@@ -117,6 +119,8 @@ COMMANDS = {
     "--set learning_rate.peak=0.006 --seeds 2 --methods dense,elias_int4",
     "compare_four_nodes": "tfcommx compare configs/fashion_mnist.yaml --nodes 4 --slots 1 "
     "--model resnet50 --batch 4 --throughput 15 --seeds 3 --methods dense,float16,elias_int4",
+    "compare_low_bit": "tfcommx compare configs/fashion_mnist.yaml --nodes 4 --slots 1 "
+    "--model resnet50 --batch 4 --throughput 15 --seeds 3 --methods dense,int4,momentum_int2",
     "compare_dawnbench": "tfcommx compare configs/dawnbench_miniature.yaml --nodes 2 --slots 2 "
     "--model resnet50 --batch 64 --throughput 250 --seeds 3 "
     "--methods dense,elias_int4,elias_int4_early",

@@ -357,22 +357,25 @@ def step_of_settings(records: Records) -> dict[str, float]:
     }
 
 
-# Row of the README's table -> record and row of its step, and row of its accuracy
+# Row of the README's table -> row of its step, and record and row of its accuracy
 GAINS = {
-    "plain Horovod: everything": ("training", "horovod", "dense"),
-    'everything in 16 bits, `wire="float16"`': ("training", "allreduce float16", "float16"),
+    "plain Horovod: everything": ("horovod", "compare_low_bit", "dense"),
+    'everything in 16 bits, `wire="float16"`': (
+        *("allreduce float16", "compare_four_nodes", "float16"),
+    ),
+    'everything in 4 bits, `wire="int4"`': ("asa int4", "compare_low_bit", "int4"),
     '10 % of the entries, `wire="elias/int4"`': (
-        *("training_short_wire", "hitopk elias/int4 0.1", "elias_int4"),
+        *("hitopk elias/int4 0.1", "compare_four_nodes", "elias_int4"),
     ),
 }
 
 
 def gains(records: Records) -> str:
     """Return the README's table: bytes, step and accuracy on 4 nodes of 1."""
-    plain, rows = records.row("training", "horovod"), []
-    for name, (record, step_of, accuracy_of) in GAINS.items():
-        step = records.row(record, step_of)
-        score = records.row("compare_four_nodes", accuracy_of, bandwidth_mbit=200)
+    plain, rows = records.row("training_gains", "horovod"), []
+    for name, (step_of, record, accuracy_of) in GAINS.items():
+        step = records.row("training_gains", step_of)
+        score = records.row(record, accuracy_of, bandwidth_mbit=200)
         rows.append(
             [
                 name,
