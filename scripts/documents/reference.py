@@ -38,6 +38,6 @@ PAGES = {
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Return what the site shows in place of a page's text."""
+    """Return the text that the site shows in place of a page's file."""
     write = PAGES.get(page.file.src_uri)
     return write() if write else markdown

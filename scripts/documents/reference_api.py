@@ -24,7 +24,7 @@ ALSO = {
     "optimizer.exchanger": dict.fromkeys(["traffic", "plans"], "tfcommx.optim.exchanger.Exchanger"),
     "tfcommx.data.options": {"Options": "tfcommx.data.options"},
 }
-# Whose methods a user calls; those of the others are hooks of Keras, or for the layers above
+# Classes with methods for users; methods of the others are hooks of Keras, or internal
 HAVE_METHODS = ("Scheme", "DataCache", "BatchSpec", "Topology", "Plan")
 WIDTH = 100
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 from tables import Records, Row, of_cells
 
-from tfcommx.cli.machines import NOTABLY_FASTER
+from tfcommx.planner.choose import NOTABLY_FASTER
 from tfcommx.planner.predict import MISSES
 from tfcommx.simulator import models
 from tfcommx.simulator.throughputs import PUBLISHED
 
 LOSSLESS = ("horovod", "torus", "lossless")
-# What the reader accepts -> schemes of docs/records/scheme_map.yaml
+# Accepted loss -> schemes of docs/records/scheme_map.yaml
 ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "nothing": LOSSLESS,
     "8 or 4 bits an entry": (*LOSSLESS, "int8", "int4"),

@@ -17,13 +17,11 @@ import typer
 
 from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated_step
 from tfcommx.core import ConfigurationError, check_name, check_whole, replacing, write_text
+from tfcommx.planner.choose import NOTABLY_FASTER
 from tfcommx.planner.predict import MISSES
 
 # Default schemes; both are lossless, and the first is plain Horovod's
 SCHEMES: dict[str, dict[str, Any]] = {"horovod": {}, "torus": {"scheme": "torus"}}
-# A scheme is better than those before it in the file only if its step takes at most this share of
-# theirs, because predictions are not exact, and users may list preferred schemes first
-NOTABLY_FASTER = 0.97
 # Keys of the file other than settings of a simulation
 OWN = ("machines", "schemes", "epoch_samples")
 # Columns of every row, even if the file has only one value

@@ -154,10 +154,10 @@ class LearnsThenSendsMomentum(SendsMomentum):
         def learn() -> None:
             by_gradients(dense, trainable_variables, learning_rate)
             self.freeze_if_due(learning_rate)
-            exchanger = getattr(self, "exchanger", None)
-            if exchanger is not None and self._clips():
+            if self.is_wrapped and self._clips():
                 # They come from gradients before the clipping, and may be larger than clipped ones
-                tf.cond(self.is_frozen(), exchanger.drop_residuals_of_momenta, lambda: None)
+                drop = self.exchanger.drop_residuals_of_momenta
+                tf.cond(self.is_frozen(), drop, lambda: None)
 
         def follow() -> None:
             moved = dense

@@ -131,8 +131,7 @@ class FreezesSecondMoments(LearnsThenSendsMomentum):
 
     def _equal(self, numbers: tf.Tensor) -> tf.Tensor:
         """Return numbers, equal across ranks up to rounding, with the same bits on every rank."""
-        exchanger = getattr(self, "exchanger", None)
-        return numbers if exchanger is None else exchanger.guard.mean_over_ranks(numbers)
+        return self.exchanger.guard.mean_over_ranks(numbers) if self.is_wrapped else numbers
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that make an equal optimizer."""

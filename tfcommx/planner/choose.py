@@ -27,8 +27,8 @@ from tfcommx.routes.torus import PEER_ROUTES
 # Mergings tried for every route; `optimal` takes seconds for a large model: for the best ones only.
 QUICK_MERGINGS = ("threshold", "mg_wfbp", "single")
 ROUTES_FOR_OPTIMAL = 2
-# Largest predicted dense step of a route, as a share of plain Horovod's, with which it replaces
-# plain Horovod for the dense variables of sparse schemes.
+# Largest predicted step of a scheme, as a share of a preferred one's, such as plain Horovod's, with
+# which it is chosen instead; not 1, because predictions are not exact
 NOTABLY_FASTER = 0.97
 
 # Codes that train as dense gradients do, with and without momentum.
