@@ -20,6 +20,7 @@ import argparse
 import ctypes
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -41,17 +42,23 @@ SCHEMES: dict[str, dict[str, Any] | None] = {
     "no exchange": None,
     "allreduce": {},
     "asa bfloat16": {"route": "asa", "wire": "bfloat16"},
+    "asa int4": {"route": "asa", "wire": "int4"},
     "torus": {"route": "torus"},
     "hitopk .01 elias/int4": {
         "route": "hitopk", "selection": "mstopk", "density": 0.01, "wire": "elias/int4",
     },
     "hitopk .001": {"route": "hitopk", "selection": "mstopk", "density": 0.001},
 }  # fmt: skip
+LOW_BIT = ["LowBitSGD", "LowBitLARS"]  # Optimizers whose momenta travel in 2 bits
 
 
 def become_host(rank: int) -> None:
     """Give this process a host name of its own, which resolves to the loopback device."""
     libc, name = ctypes.CDLL(None, use_errno=True), f"node{rank}"
+    try:
+        socket.gethostbyname(name)
+    except OSError:  # Gloo would crash without a message
+        sys.exit(f"The name {name} must resolve: echo '127.0.0.1 {name}' >> /etc/hosts")
     if libc.unshare(NEW_UTS_NAMESPACE) or libc.sethostname(name.encode(), len(name)):
         raise OSError(ctypes.get_errno(), "A host name of its own needs root")
 
@@ -94,8 +101,8 @@ def copies_and_kernels(folder: Path) -> dict[str, Any]:
     }
 
 
-def make_model(pixels: int, fields: dict[str, Any] | None) -> keras.Model:
-    """Return a compiled ResNet-50 that exchanges gradients by this scheme; None: not at all."""
+def make_model(pixels: int, name: str) -> keras.Model:
+    """Return a compiled ResNet-50 with this scheme or low-bit optimizer."""
     import keras
 
     import tfcommx as cx
@@ -106,7 +113,9 @@ def make_model(pixels: int, fields: dict[str, Any] | None) -> keras.Model:
         weights=None, input_shape=(pixels, pixels, 3), classifier_activation=None
     )
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
-    if fields is not None:
+    if name in LOW_BIT:
+        optimizer = cx.DistributedOptimizer(getattr(cx.optimizers, name)(0.01))
+    elif (fields := SCHEMES[name]) is not None:
         optimizer = cx.DistributedOptimizer(optimizer, scheme=cx.Scheme(**fields))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, jit_compile=False)
@@ -167,10 +176,10 @@ def train(comm: Comm, options: argparse.Namespace) -> None:
     shape = [options.batch, options.pixels, options.pixels, 3]
     batch = numbers.standard_normal(shape, np.float32), numbers.integers(0, 1000, options.batch)
     data = tf.data.Dataset.from_tensors(batch).cache().repeat()
-    for name in options.schemes or SCHEMES:
+    for name in options.schemes or [*SCHEMES, *LOW_BIT]:
         trace = Path(tempfile.mkdtemp()) if comm.rank == 0 and on_gpu else None
-        model = make_model(options.pixels, SCHEMES[name])
-        seconds, losses = fit(model, data, options.steps, SCHEMES[name] is not None, trace)
+        model = make_model(options.pixels, name)
+        seconds, losses = fit(model, data, options.steps, name != "no exchange", trace)
         weights = [variable.numpy() for variable in model.trainable_variables]
         sums = comm.gather_objects([float(np.abs(one).sum(dtype=np.float64)) for one in weights])
         tell(
@@ -197,8 +206,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--steps", type=int, default=30)
     found.add_argument("--batch", type=int, default=32, help="of one rank")
     found.add_argument("--pixels", type=int, default=224)
-    found.add_argument("--schemes", nargs="+", choices=SCHEMES)
-    found.add_argument("--tests", help="run these tests on the ranks, and train nothing")
+    found.add_argument("--schemes", nargs="+", choices=[*SCHEMES, *LOW_BIT])
+    found.add_argument(
+        "--tests",
+        nargs=argparse.REMAINDER,
+        help="train nothing; run pytest with these",
+    )
     return found
 
 
@@ -215,7 +228,7 @@ def main() -> None:
     if options.tests:
         import pytest
 
-        arguments = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist", options.tests]
+        arguments = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist", *options.tests]
         sys.exit(pytest.main(arguments, [FailuresAtOnce()]))
     import tfcommx as cx
 
