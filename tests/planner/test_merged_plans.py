@@ -107,7 +107,6 @@ def test_what_solvers_minimize_is_the_simulated_step(route: str, place: str) -> 
             FOUR,
             SLOW,
             assumptions,
-            1,
         )
         places = {row.name: number for number, row in enumerate(rows)}
         groups = [[places[path] for path in bucket.variables] for bucket in plan.buckets]

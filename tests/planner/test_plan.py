@@ -14,6 +14,7 @@ from tfcommx.planner import merging
 from tfcommx.planner.check import DenseWay, SparseWay, Ways, check_scheme
 from tfcommx.planner.merging.merging import Prices
 from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.planner.prices import default_bucket_bytes
 
 GRADIENTS = [
     Gradient("conv/kernel", (3, 3, 8, 64), "float32"),
@@ -40,6 +41,40 @@ def test_merging_keeps_every_gradient_once_and_in_order(sizes: list[int], limit:
 
 def test_merging_as_drawn() -> None:
     assert threshold([4, 4, 9, 1, 2, 2], 8) == [[0, 1], [2], [3, 4, 5]]
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("latency", "mib", "fused", "expected"),
+    [
+        (0, 8, False, 4),  # the least
+        (0, 640, False, 40),  # 16 buckets
+        (0, 640, True, 10),  # 64 buckets
+        (8, 64, True, 4),  # Horovod fuses them, so that latency is paid once
+        (1, 64, False, 8),  # 64 + 8 of latency, against 64 + 1: within 20 %; 64 + 16 is not
+        (100, 64, False, 16),  # four buckets, however long the latency
+    ],
+)
+def test_size_of_buckets_without_a_request(
+    latency: float, mib: int, fused: bool, expected: int
+) -> None:
+    """A message takes its MiB plus the latency."""
+    prices = Prices(lambda entries: latency + 4 * entries / MIB)
+    assert default_bucket_bytes(prices, mib * MIB // 4, fused) == expected * MIB
+
+
+def test_buckets_grow_with_the_nodes_and_a_request_counts() -> None:
+    gradients = [Gradient(f"w{i}", (512, 1024), "float32") for i in range(64)]
+
+    def buckets(nodes: int, **options: int) -> int:
+        return len(
+            make_plan(gradients, {"*": Scheme("torus", **options)}, Topology(nodes, 8)).buckets
+        )
+
+    assert buckets(64) < buckets(2)
+    assert buckets(64, bucket_bytes=2 * MIB) == 64
 
 
 def test_small_variables_stay_dense_and_order_is_backward() -> None:

@@ -99,8 +99,8 @@ class Settings:
     dense_route: str = setting("allreduce", "Route of dense gradients.")
     compression: str = setting("none", "Shorter vectors in place of gradients: powersgd/4.")
     merging: str = setting("threshold", "threshold, single, each, mg_wfbp, omgs or optimal.")
-    bucket_mbytes: float = setting(
-        Scheme().bucket_bytes / 1e6, "Size of a bucket of merging threshold, 10^6 bytes."
+    bucket_mbytes: float | None = setting(
+        None, "Size of a bucket of merging threshold, 10^6 bytes; by the route and its latency."
     )
     # For the following settings see `simulator.assumptions.Assumptions`
     selection_on: str = setting("compute", "compute (delays the backward pass) or beside.")
@@ -124,8 +124,9 @@ class Settings:
             if value is not None and kind is not str:
                 object.__setattr__(self, name, _number(name, value, kind))
         for name in ("between_gbit", "inside_gbytes", "efficiency", "bucket_mbytes"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigurationError(f"`{name}` must be > 0. Received {getattr(self, name)!r}.")
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigurationError(f"`{name}` must be > 0. Received {value!r}.")
         if self.efficiency > 1:
             raise ConfigurationError(f"`efficiency` must be in (0, 1]. Received {self.efficiency}.")
 
@@ -138,12 +139,13 @@ class Settings:
         sparse = self.scheme != AUTO and isinstance(routes.get(self.scheme), SparseRoute)
         selection = self.selection or ("mstopk" if sparse else "all")
         default = 1.0 if selection == "all" else 0.01
+        mbytes = self.bucket_mbytes
         return Scheme(
             self.scheme,
             selection,
             default if self.density is None else self.density,
             self.dense_route,
-            bucket_bytes=round(self.bucket_mbytes * 1e6),
+            bucket_bytes=None if mbytes is None else round(mbytes * 1e6),
             wire=self.wire,
             merging=self.merging,
             compression=self.compression,

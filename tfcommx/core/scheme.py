@@ -46,8 +46,9 @@ class Scheme:
     dense_below: int = 1024
     # With merging "threshold", gradients are merged into buckets of about this size, >= 1. A bucket
     # travels when its last gradient is ready, so a larger one hides less behind the backward pass;
-    # allreduces that wait for the engine are fused by it in any case.
-    bucket_bytes: int = 4 * 2**20
+    # a smaller one pays the latency of its collectives more often. None: by the route, see
+    # `planner.prices.default_bucket_bytes`.
+    bucket_bytes: int | None = None
     # Seed of the rules that choose at random; each bucket and step draws its own numbers.
     seed: int = 0
     # How entries are written, one of WIRES; "plain": pair32 on sparse routes, the gradient's own
@@ -136,6 +137,8 @@ class Scheme:
     def _check_sizes(self) -> None:
         for name, least in (("dense_below", 0), ("bucket_bytes", 1), ("seed", None)):
             value = getattr(self, name)
+            if name == "bucket_bytes" and value is None:
+                continue
             is_integer = isinstance(value, int) and not isinstance(value, bool)
             if not is_integer or (least is not None and value < least):
                 raise PlanError(

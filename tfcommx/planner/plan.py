@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from tfcommx.core import (
     AUTO,
-    ENTRY_BYTES,
     LARGEST,
     NARROW,
     NO_COMPRESSION,
@@ -40,7 +39,7 @@ from tfcommx.core import (
 )
 from tfcommx.planner import merging
 from tfcommx.planner.check import DenseWay, SparseWay, Ways, check_scheme
-from tfcommx.planner.prices import prices_of, sub_profile
+from tfcommx.planner.prices import default_bucket_bytes, prices_of, sub_profile
 from tfcommx.routes.compressed import vectors
 from tfcommx.routes.messages import MessageOptions
 from tfcommx.simulator.assumptions import IDEAL, Assumptions
@@ -358,9 +357,6 @@ def _merged(
     profile: Profile | None,
 ) -> list[list[Member]]:
     """Decide which gradients of a stream travel together."""
-    limit = stream.scheme.bucket_bytes
-    if isinstance(stream.way, SparseWay):
-        limit = min(limit, ENTRY_BYTES[stream.dtype] * largest)
 
     def make_bucket(entries: int) -> Bucket:
         # A compression needs matrices, and does best with square ones
@@ -369,7 +365,14 @@ def _merged(
         return _bucket(group, stream, *cluster[:2])
 
     rows = sub_profile([gradient for _, gradient in members], profile)
-    prices = prices_of(make_bucket, *cluster, limit)
+    prices = prices_of(make_bucket, *cluster)
+    limit = stream.scheme.bucket_bytes
+    if limit is None:
+        entries = sum(gradient.entries for _, gradient in members)
+        limit = default_bucket_bytes(prices, min(entries, largest), stream.way.route.fused)
+    if isinstance(stream.way, SparseWay):
+        limit = min(limit, prices.entry_bytes * largest)
+    prices = dataclasses.replace(prices, bucket_bytes=limit)
     positions = merging.get(stream.scheme.merging).groups(rows, prices)
     groups = [[members[position] for position in group] for group in positions]
     if isinstance(stream.way, DenseWay) or stream.scheme.merging == "threshold":

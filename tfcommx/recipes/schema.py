@@ -68,7 +68,7 @@ SCHEME: dict[str, dict[str, Any]] = {
     "merging": {"enum": list(MERGINGS)},
     "density": {"exclusiveMinimum": 0, "maximum": 1},
     "dense_below": {"minimum": 0},
-    "bucket_bytes": {"minimum": 1},
+    "bucket_bytes": {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]},
     "block_bytes": {"anyOf": [{"type": "integer", "minimum": 8}, {"type": "null"}]},
     "momentum": {"minimum": 0, "exclusiveMaximum": 1},
     "clip_norm": {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]},

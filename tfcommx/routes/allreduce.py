@@ -26,6 +26,7 @@ class Allreduce(PeerRoute, ListRoute):
     """The engine's own allreduce, on one flat vector or on a list of tensors."""
 
     name = "allreduce"
+    fused = True
     wires = (PLAIN, "float16")
 
     def run(self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec) -> Tensor:

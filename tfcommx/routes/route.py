@@ -60,6 +60,8 @@ class Route(abc.ABC, Generic[Options]):
     shards: str = "none"
     # True if it consists of messages between two ranks, which need an MPI launch
     messages: bool = False
+    # True if Horovod carries out its waiting buckets as one collective: tensor fusion
+    fused: bool = False
     # The class of its options
     options_type: type[Options] = cast(Any, NoOptions)
 

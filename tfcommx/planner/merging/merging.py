@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tfcommx.core import PlanError, Profile, Scheme, check_name, check_whole
+from tfcommx.core import PlanError, Profile, check_name, check_whole
 
 # Entries of a group -> seconds.
 Seconds = Callable[[int], float]
@@ -43,8 +43,8 @@ class Prices:
     selection_on: str = "compute"
     # Bytes of an entry of the flat vector, >= 1.
     entry_bytes: int = 4
-    # Size of a bucket that the user requests, >= 1.
-    bucket_bytes: int = Scheme.bucket_bytes
+    # Size of a bucket of merging "threshold", >= 1.
+    bucket_bytes: int = 1
 
     def __post_init__(self) -> None:
         check_name("place of the selection", self.selection_on, ("compute", "beside"))
