@@ -6,6 +6,7 @@ import gc
 import os
 from pathlib import Path
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -15,6 +16,10 @@ tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
 # Tests compare what several ranks compute with what one does, closer than 10 bits of mantissa
 tf.config.experimental.enable_tensor_float_32_execution(False)
+if tf.config.list_physical_devices("GPU"):
+    # Tests compare two trainings bit by bit; a GPU adds gradients in an order that varies
+    tf.config.experimental.enable_op_determinism()
+    tf.random.set_seed(0)  # TensorFlow then requires one
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
@@ -37,11 +42,14 @@ def pytest_runtest_logfinish() -> None:
     Left to Python, the graphs and files of dozens of tests are freed together, at another point on
     each rank: that takes longer than one after the other, and all ranks wait for it. What stays is
     TensorFlow's own, and is not looked through again: that took a third of a second a test.
+
+    Keras counts layers to name them. Some tests build a model on one rank alone, after which the
+    same model would have another name on each rank.
     """
     if "TFCOMMX_TEST_NODE_SIZE" not in os.environ:
         return
     gc.disable()
-    gc.collect()
+    keras.utils.clear_session()  # It collects, too
     gc.freeze()
 
 

@@ -16,6 +16,9 @@ ON_GPUS = {
     *("Fill", "Greater", "Identity", "IsFinite", "Less", "LogicalNot", "Minimum", "Mul"),
     *("Placeholder", "Range", "ReadVariableOp", "Reshape", "ScatterNd", "SelectV2", "Sign"),
     *("Slice", "Split", "StridedSlice", "Sub", "Unpack"),
+    # Of optimizers, the guard of replicas, and sketches
+    *("AssignAddVariableOp", "AssignSubVariableOp", "Bitcast", "DivNoNan", "IdentityN", "If"),
+    *("Maximum", "NotEqual", "Pad", "RealDiv", "Sqrt", "Square", "Sum"),
     # Of rules of selection in plain TensorFlow
     *("GatherV2", "GreaterEqual", "LogicalAnd", "Min", "Neg", "Shape", "Size", "StatelessIf"),
     *("StatelessRandomUniformIntV2", "StatelessRandomUniformV2", "TopKV2", "Where"),

@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def test_relative_folders_in_other_working_directories_are_refused(
 ) -> None:
     if comm.topology.size == 1:
         pytest.skip("takes several ranks")
+    if len(set(comm.gather_objects(socket.gethostname()))) > 1:
+        pytest.skip("takes ranks of one host: each host may have its own folder")
     (folder / f"of-{comm.rank}").mkdir()
     monkeypatch.chdir(folder / f"of-{comm.rank}")
     with pytest.raises(cx.CheckpointError, match=r"of-0/run .*rank 0\b.*of-1/run .*rank 1\b"):

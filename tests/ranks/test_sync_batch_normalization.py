@@ -143,7 +143,7 @@ def test_in_fit_beside_the_exchange(comm: Comm, tmp_path: Path) -> None:
     keras.utils.set_random_seed(2)
     inputs = keras.layers.Input((6,))
     shared = cx.layers.SyncBatchNormalization(name="shared")
-    dense = keras.layers.Dense(6, name="dense")
+    dense = keras.layers.Dense(6, name="below")
     left, right = shared(dense(inputs)), shared(dense(inputs * 2))
     both = cx.layers.SyncBatchNormalization()(left + right)
     net = keras.Model(inputs, keras.layers.Dense(3)(both))

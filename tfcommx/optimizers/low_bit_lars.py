@@ -156,9 +156,9 @@ class LowBitLARS(SendsMomentum, LARS):
         """Return sums of a gradient's entries with random signs, float32 [SKETCH]."""
         flat = tf.cast(tf.reshape(gradient, [-1]), tf.float32)
         seed = [tf.cast(self.iterations, tf.int32), position]
-        # The same on every device
-        numbers = tf.random.stateless_uniform(flat.shape, seed, None, None, tf.int32, alg="philox")
-        signed = tf.where(numbers < 0, -flat, flat)
+        # The same on every device. Not int32, which TensorFlow compares on the host, even on a GPU
+        numbers = tf.random.stateless_uniform(flat.shape, seed, alg="philox")
+        signed = tf.where(numbers < 0.5, -flat, flat)
         padded = tf.pad(signed, [[0, -flat.shape[0] % SKETCH]])
         return tf.reduce_sum(tf.reshape(padded, [-1, SKETCH]), axis=0)
 
