@@ -115,7 +115,8 @@ def run_here(name: str, words: Sequence[str], label: str | None = None) -> int:
                     file.writelines(json.dumps(row) + "\n" for row in found)
     if chosen.rows or not chief:
         return 0
-    return options.finish(rows, chosen, getattr(module, "draw", options.save_picture))
+    note = module.note(chosen) if hasattr(module, "note") else None
+    return options.finish(rows, chosen, getattr(module, "draw", options.save_picture), note)
 
 
 def run_all(words: list[str]) -> int:

@@ -11,10 +11,15 @@ import tensorflow as tf
 import tfcommx as cx
 
 
-def plain_allreduce(gradients: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Average each gradient by an allreduce of its own, in this order."""
+def plain_allreduce(
+    gradients: dict[str, tf.Tensor], compression: Any = hvd.Compression.none
+) -> dict[str, tf.Tensor]:
+    """Average each gradient by an allreduce of its own, in this order; `compression` is Horovod's.
+
+    **Ranks:** all.
+    """
     return {
-        name: hvd.allreduce(gradient, op=hvd.Average, name=f"plain/{name}")
+        name: hvd.allreduce(gradient, op=hvd.Average, name=f"plain/{name}", compression=compression)
         for name, gradient in gradients.items()
     }
 

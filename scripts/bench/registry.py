@@ -44,6 +44,11 @@ BENCHMARKS = {
         nodes=4,
         slots=2,
     ),
+    # Launches ranks itself, training by training
+    "end_to_end": Benchmark(
+        "--here --nodes 2 --seeds 1 --contestants horovod torus --most-steps 3 "
+        "--set phases.0.epochs=1 --anew"
+    ),
 }
 
 

@@ -28,13 +28,14 @@ ROWS = {
     "training": {"none", "horovod"},
     "local_updates": {"none", "1/0", "1/2", "2/1"},
     "routes": {"allreduce plain", "hitopk pair32"},
+    "end_to_end": {"horovod", "torus"},
 }  # fmt: skip
 # One launch each. Training and routes have tests of their own
 TOGETHER = [
     pytest.param(["select", "data"], id="one process"),
     pytest.param(["step"], id="two ranks"),
     pytest.param(
-        ["auto", "training", "local_updates", "routes"],
+        ["auto", "training", "local_updates", "routes", "end_to_end"],
         id="longer",
         marks=pytest.mark.exhaustive,
     ),

@@ -1,0 +1,247 @@
+"""What a rank of the benchmark of whole trainings does: it trains, or it probes steps.
+
+All contestants train by the same loop: the recipe's data, model, schedule, loss and scores, under
+Keras's `fit`. They differ in the optimizer alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from bench import rounds
+from bench.peers import plain_allreduce
+
+import tfcommx as cx
+from tfcommx import callbacks
+from tfcommx.core import write_text
+from tfcommx.optim.wrapped import exchanger_of, steps_of_update
+from tfcommx.recipes.recipe import Recipe, read
+from tfcommx.training.callbacks import rate_at
+from tfcommx.training.run import Run, prepare
+from tfcommx.training.steps import FitCall, Position, fit_calls
+
+ALONE, HOROVOD = "none", "horovod"
+# Contestants without tfcommx -> what plain Horovod's allreduce sends; None: there is no allreduce
+PLAIN = {ALONE: None, HOROVOD: hvd.Compression.none, "horovod_fp16": hvd.Compression.fp16}
+# Steps of a turn of the probe, of which the mean counts: a barrier is before each turn
+TURN = 3
+
+
+def carry_out(job: dict[str, Any]) -> None:
+    """Do a job, and write its result to the job's file on rank 0.
+
+    Args:
+        job: recipe, settings, output; of a training contestant, interface, evaluations and
+            most_steps; of a probe turns.
+
+    **Ranks:** all.
+    """
+    start = time.perf_counter()
+    recipe, output = read(Path(job["recipe"]), job["settings"]), Path(job["output"])
+    run = prepare(recipe, output.parent)
+    result = probe(run, job["turns"]) if "turns" in job else train(run, job, start)
+    run.data.close()
+    if cx.is_chief():
+        write_text(output, json.dumps(result, indent=1) + "\n")
+
+
+def plain_optimizer(recipe: Recipe, compression: Any) -> keras.optimizers.Optimizer:
+    """Make the recipe's optimizer as a user of plain Horovod has it, or alone without compression.
+
+    Gradients of embeddings are made dense, as wrapped optimizers do.
+    """
+    optimizer = recipe.optimizer.build()
+    apply = optimizer.apply
+
+    def averaged(gradients: Any, variables: Any = None) -> None:
+        dense = {str(place): tf.convert_to_tensor(one) for place, one in enumerate(gradients)}
+        if compression is not None:
+            dense = plain_allreduce(dense, compression)
+        with cx.allow_plain_optimizers():
+            apply(list(dense.values()), variables)
+
+    optimizer.apply = averaged
+    return optimizer
+
+
+def compiled(run: Run, contestant: str) -> keras.Model:
+    """Make the recipe's model, of equal weights on all ranks, with a contestant's optimizer."""
+    keras.utils.set_random_seed(run.recipe.seed)
+    model = run.recipe.build_model(run.objective)
+    if contestant in PLAIN:
+        optimizer = plain_optimizer(run.recipe, PLAIN[contestant])
+    else:
+        optimizer = cx.DistributedOptimizer(
+            run.recipe.optimizer.build(),
+            scheme=run.recipe.scheme_of_epoch()[0],
+            links=run.recipe.links,
+            strategy=run.recipe.strategy.build(),
+        )
+    metrics = list(run.objective.metrics())
+    model.compile(optimizer, loss=run.objective.loss(), metrics=metrics, jit_compile=False)
+    return model
+
+
+class Schedule(keras.callbacks.Callback):
+    """Sets each step's learning rate, and tells "auto" how many steps follow.
+
+    What Keras calls an epoch is here a part of an epoch, from one evaluation to the next.
+    """
+
+    def __init__(self, run: Run, wrapped: bool) -> None:
+        super().__init__()
+        self.run, self.wrapped, self.call, self.done = run, wrapped, FitCall(0, range(1)), 0
+
+    def begin(self, call: FitCall) -> None:
+        """Begin a phase."""
+        self.call, self.done = call, 0
+
+    def position(self) -> Position:
+        """Return the step that begins, as the recipe counts."""
+        epoch, step = divmod(self.done, self.run.steps[self.call.phase])
+        return Position(self.call.epochs.start + epoch, step)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Set the expected run of "auto"."""
+        if self.wrapped:
+            expected = self.run.expected_run(
+                self.position().epoch, steps_of_update(self.model.optimizer)
+            )
+            exchanger_of(self.model).requested.expected_run = expected
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the rate of the step that begins."""
+        rate = rate_at(self.run, self.call.phase, self.position())
+        self.model.optimizer.learning_rate = rate
+        self.done += 1
+
+
+class Evaluation(keras.callbacks.Callback):
+    """Scores the model after each part of an epoch; the clock stands still meanwhile.
+
+    Weights that drift apart are averaged first, which counts.
+    """
+
+    def __init__(self, run: Run, wrapped: bool, start: float) -> None:
+        super().__init__()
+        self.run, self.wrapped, self.start, self.steps = run, wrapped, start, 0
+        self.rows: list[dict[str, float]] = []
+        # Clock at the end of the first step
+        self.first_s = 0.0
+
+    def begin(self, model: keras.Model, call: FitCall) -> None:
+        """Begin a phase."""
+        phase = self.run.recipe.phases[call.phase]
+        self.test = self.run.data.test(self.run.recipe.batch(phase), phase.resolution)
+        self.score = self.run.objective.scorer(model)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.first_s = self.first_s or time.perf_counter() - self.start
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Add a row. **Ranks:** all."""
+        if self.wrapped:
+            cx.consolidate(self.model.optimizer)
+        self.run.comm.gather_objects("ready")
+        before = time.perf_counter()
+        scores = self.score(self.test, self.run.comm.gather_objects)
+        self.steps += self.params["steps"]
+        row = {"steps": self.steps, "seconds": before - self.start}
+        self.rows.append(row | {name: float(value) for name, value in scores.items()})
+        self.run.comm.gather_objects("scored")
+        self.start += time.perf_counter() - before
+
+
+def train(run: Run, job: dict[str, Any], start: float) -> dict[str, Any]:
+    """Train a contestant; return its scores, seconds and bytes.
+
+    Args:
+        run: the recipe with the contestant's settings.
+        job: see `carry_out`.
+        start: when this rank has begun, by `time.perf_counter`.
+
+    **Ranks:** all.
+    """
+    comm, parts = run.comm, job["evaluations"]
+    sent, model = bytes_sent(job["interface"]), compiled(run, job["contestant"])
+    wrapped = job["contestant"] not in PLAIN
+    schedule, evaluation = Schedule(run, wrapped), Evaluation(run, wrapped, start)
+    begin: list[keras.callbacks.Callback] = []
+    shared: list[keras.callbacks.Callback] = [callbacks.AverageBatchNorm(), evaluation]
+    if wrapped:
+        begin = [callbacks.BroadcastState()]
+        shared = [callbacks.SwitchScheme(changes(run, parts)), callbacks.ChooseAgain(), *shared]
+    else:
+        model.optimizer.build(model.trainable_variables)
+        hvd.broadcast_variables([one.value for one in model.variables], root_rank=0)
+    for call in fit_calls(run.phases, Position(0)):
+        schedule.begin(call)
+        evaluation.begin(model, call)
+        model.make_train_function(force=True)
+        model.fit(
+            run.batches(call),
+            initial_epoch=call.epochs.start * parts,
+            epochs=call.epochs.stop * parts,
+            steps_per_epoch=min(run.steps[call.phase] // parts, job["most_steps"] or sys.maxsize),
+            verbose=0,
+            shuffle=False,
+            callbacks=[schedule, *begin, *shared],
+        )
+        begin = []
+    digest = hashlib.sha256(b"".join(one.numpy().tobytes() for one in model.trainable_variables))
+    sent = bytes_sent(job["interface"]) - sent
+    everyone = comm.gather_objects((digest.hexdigest(), sent))
+    same = len({weights for weights, _ in everyone}) == 1
+    finite = all(math.isfinite(value) for row in evaluation.rows for value in row.values())
+    return {
+        "contestant": job["contestant"],
+        "parameters": model.count_params(),
+        "rows": evaluation.rows,
+        "first_step_seconds": evaluation.first_s,
+        "bytes_between": statistics.fmean(count for _, count in everyone),
+        # Without exchange each rank has weights of its own
+        "verified": finite and same == (job["contestant"] != ALONE),
+    }
+
+
+def changes(run: Run, parts: int) -> dict[int, cx.Scheme]:
+    """Return the schemes that follow the first one, by the part of an epoch that begins with it."""
+    schemes = enumerate(pairwise(run.recipe.scheme_of_epoch()), 1)
+    return {epoch * parts: new for epoch, (old, new) in schemes if new != old}
+
+
+def bytes_sent(interface: str) -> int:
+    """Return what has left this node by its network interface.
+
+    With the headers of all protocols, and whatever else is sent: the same for all contestants.
+    """
+    lines = [line.split(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+    counts = {name.strip(): rest.split() for name, rest in lines}
+    return int(counts[interface][8])
+
+
+def probe(run: Run, turns: int) -> dict[str, float]:
+    """Measure the step without exchange, and plain Horovod's, which take turns. **Ranks:** all."""
+    batch = next(iter(run.batches(FitCall(0, range(1)))))
+    batch = tf.nest.map_structure(np.asarray, batch)
+    models = {name: compiled(run, name) for name in (ALONE, HOROVOD)}
+
+    def turn(model: keras.Model) -> None:
+        for _ in range(TURN):
+            model.train_on_batch(*batch)
+
+    steps = {name: lambda model=model: turn(model) for name, model in models.items()}
+    seconds = rounds.take_turns(steps, turns, run.comm)
+    return {name: statistics.median(times) / TURN for name, times in seconds.items()}
