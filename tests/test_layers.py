@@ -101,7 +101,7 @@ def within(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def in_this_tree(dotted: str) -> bool:
-    """Tell whether a dotted name is a module here, or a name that its module mentions."""
+    """Return whether a dotted name is a module here, or a name that its module mentions."""
     path = PACKAGE.parent.joinpath(*dotted.split("."))
     if path.is_dir() or path.with_suffix(".py").is_file():
         return True

@@ -94,7 +94,7 @@ def run_here(name: str, words: Sequence[str], label: str | None = None) -> int:
         words: its options; with `--rows` the rows go there, and whoever gave it judges them.
         label: a first column of the rows, which tells benchmarks apart.
     """
-    # Before NumPy: threads that verify one step would go on spinning during the next one
+    # Before NumPy: threads that verify one step would keep spinning during the next one
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     importlib.import_module("tfcommx.cli.load_quietly")
     module = importlib.import_module(f"bench.benchmarks.{name}")

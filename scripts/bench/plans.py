@@ -21,13 +21,13 @@ def executors(optimizer: Any) -> list[Any]:
 
 
 def is_decided(optimizer: Any) -> bool:
-    """Tell whether no trial is under way: steps of several plans would be timed as one's."""
+    """Return whether no trial is under way: steps of several plans would be timed as one's."""
     trials = [one for one in executors(optimizer) if isinstance(one, TrialExecutor)]
     return all(one.chosen is not None for one in trials)
 
 
 def selects(plan: Plan) -> bool:
-    """Tell whether any bucket sends a selection of its entries."""
+    """Return whether any bucket sends a selection of its entries."""
     return any(bucket.k is not None for bucket in plan.buckets)
 
 

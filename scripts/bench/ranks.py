@@ -45,12 +45,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def in_launch() -> bool:
-    """Tell whether a launcher has started this process."""
+    """Return whether a launcher has started this process."""
     return launcher().kind != "none"
 
 
 def is_chief() -> bool:
-    """Tell whether this process is rank 0, or alone."""
+    """Return whether this process is rank 0, or alone."""
     return launcher().rank == 0
 
 

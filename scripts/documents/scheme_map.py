@@ -17,19 +17,19 @@ from tfcommx.planner.predict import MISSES
 from tfcommx.simulator import models
 from tfcommx.simulator.throughputs import PUBLISHED
 
-LOSSLESS = ("horovod", "torus", "lossless")
+LOSSLESS = ("plain Horovod", "torus", "lossless")
 # Accepted loss -> schemes of docs/records/scheme_map.yaml
 ACCEPTED: Mapping[str, tuple[str, ...]] = {
-    "nothing": LOSSLESS,
-    "8 or 4 bits an entry": (*LOSSLESS, "int8", "int4"),
-    "1 bit, `OneBitAdam`": (*LOSSLESS, "int1"),
-    "10 % of the entries": (*LOSSLESS, "ten_percent"),
-    "1 % of the entries": (*LOSSLESS, "one_percent"),
+    "lossless": LOSSLESS,
+    "8 or 4 bits an entry": (*LOSSLESS, "8 bits", "4 bits"),
+    "1 bit, `OneBitAdam`": (*LOSSLESS, "1 bit"),
+    "10 % of the entries": (*LOSSLESS, "10 %"),
+    "1 % of the entries": (*LOSSLESS, "1 %"),
 }
 CODE = {
-    **{"horovod": "`Scheme()`", "torus": '`Scheme("torus")`', "lossless": '`Scheme("auto")`'},
-    **{"int8": "`int8`", "int4": "`int4`", "int1": "`int1`"},
-    **{"ten_percent": "`elias/int4`", "one_percent": "`elias/int8`"},
+    **{"plain Horovod": "`Scheme()`", "torus": '`Scheme("torus")`', "lossless": '`Scheme("auto")`'},
+    **{"8 bits": "`int8`", "4 bits": "`int4`", "1 bit": "`int1`"},
+    **{"10 %": "`elias/int4`", "1 %": "`elias/int8`"},
 }
 HEADS = {"machine": "GPU", "between_gbit": "Gbit/s", "nodes": "nodes"}
 NAMES = {
@@ -51,7 +51,7 @@ def recommended(cell: Row, schemes: Iterable[str]) -> str:
     return best
 
 
-def times_faster(cell: Row, scheme: str, than: str = "horovod", miss: float = 1.0) -> float:
+def times_faster(cell: Row, scheme: str, than: str = "plain Horovod", miss: float = 1.0) -> float:
     """Return a step over another; all messages take `miss` times as long as predicted."""
     slow_s, fast_s = (
         cell["compute_seconds"] + miss * cell["exposed_seconds"][name] for name in (than, scheme)
@@ -89,19 +89,19 @@ def grouped(rates: Iterable[float], *names: str) -> Callable[[Records], str]:
 def by_model(records: Records) -> str:
     """Return times faster for each model and GPU, with the range of missed messages."""
 
-    def gain(cell: Row, scheme: str, than: str = "horovod") -> str:
+    def gain(cell: Row, scheme: str, than: str = "plain Horovod") -> str:
         misses = (MISSES.message_low, MISSES.message_high)
         low, high = sorted(times_faster(cell, scheme, than, miss) for miss in misses)
         return f"{times_faster(cell, scheme, than):.1f} ({low:.1f}-{high:.1f})"
 
     rows = []
     for cell in records.rows("scheme_map", nodes=16, between_gbit=25):
-        step_s = cell["compute_seconds"] + cell["exposed_seconds"]["horovod"]
+        step_s = cell["compute_seconds"] + cell["exposed_seconds"]["plain Horovod"]
         gains = [gain(cell, recommended(cell, schemes)) for schemes in ACCEPTED.values()]
         four_bits = gain(cell, recommended(cell, ACCEPTED["8 or 4 bits an entry"]), "torus")
         name = f"{NAMES[cell['model']]}, {cell['machine'].upper()}"
         rows.append([name, f"{1e3 * step_s:.0f}", *gains, four_bits])
-    heads = ("plain Horovod, ms", *ACCEPTED, "8 or 4 bits, over the torus")
+    heads = ("plain Horovod, ms", *ACCEPTED, "8 or 4 bits, times faster than `torus`")
     return of_cells(("model, GPU", *heads), rows)
 
 

@@ -287,5 +287,5 @@ def install_horovod(environment: Environment, key: str) -> str:
 
 
 def horovod_works(environment: Environment) -> bool:
-    """Tell whether Horovod's library for TensorFlow is installed."""
+    """Return whether Horovod's library for TensorFlow is installed."""
     return environment.has(LIBRARY)

@@ -91,7 +91,7 @@ def rows(path: Path) -> list[tuple[float, str]]:
 
 
 def main() -> int:
-    """Train under all schemes; show them, and tell whether auto was within the limit."""
+    """Train under all schemes; show them, and report whether auto was within the limit."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Claim: a training goes on after every loss, from the memory of what is left.
+"""Claim: a training continues after every loss, from the memory of what is left.
 
     python scripts/trials/losses.py                              # the table; needs root
     python scripts/trials/losses.py --setups hitopk --faults kill cut --record losses
@@ -116,7 +116,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def failed(row: dict[str, Any]) -> bool:
-    """Tell whether a row is against the claim; what Horovod does after a fault is no claim."""
+    """Return whether a row is against the claim; what Horovod does after a fault is no claim."""
     if SETUPS[row["setup"]].horovod:
         return "cold_start" not in row
     return not row["went_on"] or not row["replicas_equal"] or row["same_bits"] is False
@@ -156,7 +156,7 @@ def record(name: str, rows: list[dict[str, Any]], command: str) -> None:
 
 
 def main() -> int:
-    """Run what is asked for; return 1 if something did not go on."""
+    """Run what is asked for; return 1 if something did not continue."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -22,7 +22,7 @@ MEMORY_BYTES = 64 << 20
 FULL_STEPS = 40
 
 FAULTS = ("kill", "node", "cut", "stop", "term", "memory", "full")
-# After them as many ranks go on as before
+# After them as many ranks continue as before
 SAME_RANKS = ("kill", "stop", "memory", "full")
 # After them the node does not answer
 AWAY = ("node", "cut")

@@ -138,7 +138,7 @@ def set_up(folder: Path, *options: str, **variables: str) -> Any:
         [sys.executable, ROOT / "scripts" / "setup", *options],
         capture_output=True,
         text=True,
-        # If it went on, it would end at the first package
+        # If it continued, it would end at the first package
         env={
             **os.environ,
             "TFCOMMX_VENV": str(folder / "venv"),

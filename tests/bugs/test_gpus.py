@@ -155,7 +155,7 @@ def test_right_sums_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_buffers_that_horovod_leaves_unfilled_are_noticed(
     wrong: Any, received: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Horovod does not look whether its kernels were launched; training went on with such sums."""
+    """Horovod does not check that its kernels were launched, and training used such sums."""
     with pytest.raises(LaunchError, match=received) as caught:
         sums(monkeypatch, wrong)
     text = str(caught.value)

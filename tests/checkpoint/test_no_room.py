@@ -1,4 +1,4 @@
-"""A save for which there is no room: the one before stays whole, and the run goes on."""
+"""A save for which there is no room: the one before stays whole, and the run continues."""
 
 from __future__ import annotations
 

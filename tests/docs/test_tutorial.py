@@ -19,7 +19,7 @@ ALONE, TRAIN = (
     next(code for comment, code in BLOCKS if comment == f"file: {name}")
     for name in ("alone.py", "train.py")
 )
-# The blocks behind train.py go on where it ends
+# The blocks behind train.py continue where it ends
 ALL = "\n".join(code for comment, code in BLOCKS if comment != "file: alone.py")
 
 

@@ -245,7 +245,7 @@ def test_settings_are_checked_and_kept_with_the_links() -> None:
 
 
 def test_a_measured_curve_takes_the_place_of_the_price_of_short_allreduces() -> None:
-    """Points at 1,000 and 3,000 bytes; beyond them the engine's price goes on from the last."""
+    """Points at 1,000 and 3,000 bytes; beyond them the engine's price continues from the last."""
     curve = Calibration(4, ((1000, 50.0), (3000, 90.0)))
     measured = LINKS._replace(calibration=curve)
     engine, plain = engines.of(measured), engines.of(LINKS)

@@ -117,7 +117,7 @@ def test_a_second_run_is_refused_by_name_until_the_first_has_ended(
 
 
 def test_a_folder_that_another_run_has_taken_over_is_left_alone(comm: Comm, folder: Path) -> None:
-    """A host that cannot be reached goes on with the generation before."""
+    """A host that cannot be reached continues with the generation before."""
     model = small()
     checkpoint.save(model, folder, 0)
     before = sorted(path.name for path in folder.iterdir())

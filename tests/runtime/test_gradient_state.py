@@ -182,7 +182,7 @@ def test_a_state_is_restored_to_the_bit_on_the_same_plan(
 
 
 def test_residuals_shrink_while_the_rate_rises_and_never_grow() -> None:
-    """And a state that goes on knows the highest rate; one without a rate shrinks nothing."""
+    """And a state that continues knows the highest rate; one without a rate shrinks nothing."""
     plan = plan_for(Scheme("allgather", "exact", 0.2, dense_below=0), Topology(1, 1))
 
     def work(comm: Comm) -> None:

@@ -161,6 +161,14 @@ def test_an_engine_that_sleeps_looks_at_what_waits_once_a_cycle() -> None:
     assert sent == [(20, 30), (40, 46)]
 
 
+def test_messages_of_one_negotiation_are_sent_in_one_cycle() -> None:
+    """ab and c are ready at the look at 20, and do not fit one buffer: c follows ab at once."""
+    assumed = Assumptions(fuses=True)
+    timeline = simulate(AB_C, PROFILE, with_engine(cycle_s=20.0, fusion_bytes=0), assumed)
+    sent = [(one.start_s, one.end_s) for one in timeline.spans if one.kind == "message"]
+    assert sent == [(20, 30), (30, 36)]
+
+
 def test_what_does_not_fit_the_fusion_buffer_waits() -> None:
     """a is sent from 12 to 18; b, c, d of 4 bytes wait; two fit 8 bytes, then the third follows."""
     rows = tuple(row(name, ready) for name, ready in zip("abcd", (2, 4, 5, 5), strict=True))

@@ -146,7 +146,7 @@ def test_rounds_that_overlap_average_what_others_do(sends: str, steps: int) -> N
 def test_another_optimizer_takes_what_a_round_under_way_has_not_sent() -> None:
     """Residuals are read when it has ended: what it sent, and they, are what came.
 
-    The first optimizer may go on later.
+    The first optimizer may continue later.
     """
 
     def work(comm: Comm) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:

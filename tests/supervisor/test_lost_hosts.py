@@ -1,4 +1,4 @@
-"""Hosts of a virtual cluster that are cut off, lose power, or stop a rank: the run goes on."""
+"""Hosts of a virtual cluster that are cut off, lose power, or stop a rank: the run continues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def test_a_cut_cable_costs_the_host_only(nodes: Nodes, tmp_path: Path) -> None:
-    """The rank that is left goes on from the snapshot in its memory."""
+    """The rank that is left continues from the snapshot in its memory."""
     log, table, now = tmp_path / "log", tmp_path / "generations.json", tmp_path / "now"
     log.touch()
     # Rank 0 says when: 5 s of silence, then the rest

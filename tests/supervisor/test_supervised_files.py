@@ -1,4 +1,4 @@
-"""Trainings that save into files only, under the supervisor: a rank is killed, and they go on."""
+"""Trainings that save into files only, under the supervisor, continue when a rank is killed."""
 
 from __future__ import annotations
 

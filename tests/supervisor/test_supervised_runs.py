@@ -98,7 +98,7 @@ class Run(NamedTuple):
 
 
 def lives(pid: int) -> bool:
-    """Tell whether a process is there, and not only its exit status, which init may read late."""
+    """Return whether a process is there, and not only its exit status, which init may read late."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
@@ -128,7 +128,7 @@ def test_a_killed_rank_starts_the_next_generation(run: Run, launcher: str) -> No
     lost, started, resumed, header, *_, goodput = errors.splitlines()
     assert lost.startswith("tfcommx: Rank 1 on localhost was killed by SIGKILL, at step 15.")
     assert started == "tfcommx: Generation 1 starts on 2 ranks: localhost:2."
-    assert resumed.startswith("tfcommx: Generation 1 goes on from the file of step 10; 5 st")
+    assert resumed.startswith("tfcommx: Generation 1 continues from the file of step 10; 5 st")
     assert "steps are repeated. Its first step came " in resumed
     assert header.startswith("generation  ranks") and "steps count" in goodput
 

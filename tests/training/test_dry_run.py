@@ -29,7 +29,7 @@ def test_rows_of_open_length_are_sentences_and_pictures_of_open_sides_are_not() 
 
 
 class Model:
-    """Takes note of the steps of each `fit`."""
+    """Records the steps of each `fit`."""
 
     def __init__(self, **optimizer: Any) -> None:
         self.optimizer, self.fits = SimpleNamespace(**optimizer), []

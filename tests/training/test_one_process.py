@@ -100,7 +100,7 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
     assert third["stopped"]["epoch"] == 2 and third["stopped"]["step"] == 1
     assert (
         "saved after step 6 of 10; with 1 ranks and a global batch of 8 the epoch has 5 steps, "
-        "and goes on after step 3"
+        "and continues after step 3"
     ) in caplog.text
     # Each density of the warm-up has a plan of its own, for the steps of one epoch
     assert told == [(5, True)] * 2

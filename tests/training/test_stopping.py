@@ -1,4 +1,4 @@
-"""Where a run goes on, and what asks it to stop: without ranks."""
+"""Where a run continues, and what asks it to stop: without ranks."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def end(node: subprocess.Popen[bytes]) -> None:
 
 
 def answers(host: str) -> bool:
-    """Tell whether the head is there."""
+    """Return whether the head is there."""
     try:
         socket.create_connection((host, PORT), 2).close()
     except OSError:

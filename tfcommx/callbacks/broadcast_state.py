@@ -138,7 +138,7 @@ class BroadcastState(keras.callbacks.Callback):
         ]
         if waiting and self.begun:
             raise ConfigurationError(
-                "With strategy=ElasticAveraging ranks take steps of their own, and no layer may "
+                "With strategy=ElasticAveraging ranks take separate steps, and no layer may "
                 f"wait for the others. Received SyncBatchNormalization ({', '.join(waiting)}). Use "
                 "keras.layers.BatchNormalization."
             )

@@ -74,7 +74,7 @@ class WarmUp(keras.callbacks.Callback):
         if has_schedule(self.optimizer or self.model.optimizer):
             raise ConfigurationError(
                 "WarmUp sets the optimizer's learning rate, which must be a number. Received an "
-                "optimizer with a schedule. Give the schedule a warm-up of its own "
+                "optimizer with a schedule. Give the schedule its own warm-up "
                 "(CosineDecay has `warmup_steps`), or the optimizer a number."
             )
 

@@ -128,7 +128,7 @@ class Checkpoint(keras.callbacks.Callback):
         if blind and comm.rank == 0:
             log.warning(
                 "The checkpoint folder %s of rank %d is another than that of rank 0, on a disk of "
-                "its own node: each node keeps the files of its own ranks. Only the same ranks on "
+                "its node: each node keeps the files of its ranks. Only the same ranks on "
                 "the same nodes can continue from it. Take a folder that all nodes see.",
                 absolute,
                 blind[0],

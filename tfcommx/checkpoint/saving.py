@@ -69,7 +69,7 @@ class Patience:
                 raise
             if process.current().rank == 0:
                 log.error(
-                    "%s The run goes on, and tries again at the next save; it ends after %d "
+                    "%s The run continues, and tries again at the next save; it ends after %d "
                     "failures in a row.",
                     error,
                     FAILURES,

@@ -249,7 +249,7 @@ class Snapshots:
         if trains_alone(model):
             raise CheckpointError(
                 "Snapshots in memory need ranks that take each step together. Received "
-                "strategy=ElasticAveraging, which goes on by itself when a rank is lost. Leave "
+                "strategy=ElasticAveraging, which continues by itself when a rank is lost. Leave "
                 "`memory_every` out."
             )
         self.place = SnapshotFolder(self.supervised.memory, self.folder)

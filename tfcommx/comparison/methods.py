@@ -125,7 +125,7 @@ def fitting(methods: Mapping[str, Method], recipe: Recipe, named: bool) -> dict[
         name, method = next(iter(excluded.items()))
         raise RecipeError(
             f"The method {name!r} needs a recipe with the optimizer {method.optimizer!r}. Received "
-            f"one with {optimizer or 'an optimizer of your own'!r}. Leave the method out."
+            f"one with {optimizer or 'your own optimizer'!r}. Leave the method out."
         )
     return {name: method for name, method in methods.items() if name not in excluded}
 

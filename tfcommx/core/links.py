@@ -220,7 +220,7 @@ NOMINAL = Links(inside=Link(5e-6, 1e-10, 1e-11), between=Link(5e-5, 8e-10, 1e-11
 class Traffic(NamedTuple):
     """Bytes that one rank sends, as the mean over the ranks."""
 
-    # Bytes to ranks of its own node.
+    # Bytes to ranks of the same node.
     inside: float
     # Bytes to ranks of other nodes.
     between: float

@@ -117,7 +117,7 @@ class Scheme:
     def _check_compression(self) -> None:
         if self.compression != NO_COMPRESSION and (self.selection != "all" or self.wire != PLAIN):
             raise PlanError(
-                "A compression sends vectors of its own in place of all entries. Received "
+                "A compression sends its own vectors in place of all entries. Received "
                 f"compression={self.compression!r} with selection={self.selection!r} and "
                 f"wire={self.wire!r}. Leave these out, or the compression."
             )

@@ -62,7 +62,7 @@ class Listed(list[keras.Variable]):
             "`optimizer.variables` is a list in Keras 3. Received a call of it, as Horovod's "
             "elastic states (KerasState, TensorFlowKerasState) make, which need Keras 2 and are "
             "not available here. Start again from a checkpoint (cx.checkpoint), also with another "
-            "number of ranks; in code of your own leave out the parentheses."
+            "number of ranks; in your own code leave out the parentheses."
         )
 
 

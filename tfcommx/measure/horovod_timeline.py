@@ -112,7 +112,7 @@ class Waits(NamedTuple):
 
 
 class RecordedStep(NamedTuple):
-    """A step, from the end of the last message of the previous step to that of its own."""
+    """A step, from the end of the previous step's last message to the end of its last message."""
 
     # Seconds from the start of the file.
     start_s: float

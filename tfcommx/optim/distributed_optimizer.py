@@ -195,7 +195,7 @@ def DistributedOptimizer(
     overwrites = getattr(_inner(optimizer), "ema_overwrite_frequency", None)
     if strategy.updates_apart and getattr(_inner(optimizer), "use_ema", False) and overwrites:
         raise ConfigurationError(
-            f"With {strategy} each rank has a moving average of its own for some steps, which "
+            f"With {strategy} each rank has a separate moving average for some steps, which "
             "must not replace weights that all ranks agree on. Received "
             f"ema_overwrite_frequency={overwrites!r}. Leave it out: `fit` ends with the moving "
             "average over all ranks."

@@ -236,7 +236,7 @@ def fragments_of_buckets(plan: Plan, count: int) -> list[Plan]:
         fragments = {fragments_by_path[Piece.of(name).path] for name in bucket.variables}
         if len(fragments) > 1:
             raise PlanError(
-                f"Fragments need buckets of their own. Received fragments={count} and a plan whose "
+                f"Fragments need separate buckets. Received fragments={count} and a plan whose "
                 f"{bucket.name} has variables of {len(fragments)} of them. Leave `plan` out, or "
                 "take fragments=1."
             )

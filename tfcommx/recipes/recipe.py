@@ -222,7 +222,7 @@ class Recipe(RecipePart):
         for number, phase in enumerate(self.phases):
             if phase.resolution != pixels:
                 raise ValueError(
-                    "A model with a `resolution` of its own needs phases of the same. Received "
+                    "A model with its own `resolution` needs phases of the same. Received "
                     f"model.resolution={pixels} and phases.{number}.resolution={phase.resolution}."
                 )
         return self

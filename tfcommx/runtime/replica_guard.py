@@ -25,7 +25,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 COMPARED = ("weights", "learning rate", "step count")
 CAUSES = {
     "start": "They began with different weights: add cx.callbacks.BroadcastState() to `fit`, or "
-    "in a loop of your own call cx.broadcast_variables([*model.weights, *optimizer.variables]) "
+    "in a custom loop call cx.broadcast_variables([*model.weights, *optimizer.variables]) "
     "after building or loading the model, before the first step.",
     "learning rate": "Something sets the rate from a rank's own numbers, as ReduceLROnPlateau does "
     "with its own metric: put cx.callbacks.AverageMetrics() before it.",

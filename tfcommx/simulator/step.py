@@ -280,7 +280,8 @@ class _Step:
             return
         task = heapq.heappop(self.waiting[resource])
         is_message = task.span.kind == "message"
-        self.looked[resource] = now_s
+        if task.number not in self.negotiated:
+            self.looked[resource] = now_s
         if is_message and self.assumptions.fuses:
             task = self._negotiated(resource, self._fused(resource, task))
         slow = 1.0 + self.contention if is_message and self.is_backward else 1.0
@@ -356,8 +357,9 @@ class _Step:
         del self.running[resource]
         self._note(running.task.span._replace(start_s=running.start, end_s=now_s))
         running.task.after(now_s)
-        if running.task.span.kind == "message":
-            # The engine does not sleep after work that took longer than a cycle
+        negotiated = any(task.number in self.negotiated for task in self.waiting[resource])
+        if running.task.span.kind == "message" and not negotiated:
+            # The engine sleeps for the rest of its cycle when all that it has negotiated is sent
             now_s = max(now_s, self.looked[resource] + self.links.engine.cycle_s)
             self.looked[resource] = now_s
         if self.waiting[resource]:

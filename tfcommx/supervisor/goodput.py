@@ -76,7 +76,7 @@ HEADER = [
     "generation",
     "ranks",
     "hosts",
-    "goes on from",
+    "continues from",
     "to step",
     "seconds",
     "training",

@@ -252,8 +252,8 @@ class Supervisor:
         if generation.resumed is None:
             return f"Generation {generation.number} has taken its first step, {seconds}."
         sources = {
-            "memory": "goes on from the snapshot in memory of step",
-            "file": "goes on from the file of step",
+            "memory": "continues from the snapshot in memory of step",
+            "file": "continues from the file of step",
             "start": "begins anew, at step",
         }
         source, total, _ = generation.resumed

@@ -160,8 +160,8 @@ def first_position(run: Run, saved: checkpoint.Head | None) -> Position:
         ranks, batch = run.comm.topology.size, run.recipe.batch(run.recipe.phase_of_epoch()[epoch])
         log.warning(
             "The checkpoint was saved after step %d of %d; with %d ranks and a global batch of %d "
-            "the epoch has %d steps, and goes on after step %d: some samples come twice in it, and "
-            "some not at all.",
+            "the epoch has %d steps, and continues after step %d: some samples come twice in it, "
+            "and some not at all.",
             saved.step,
             saved.steps,
             ranks,
@@ -190,7 +190,8 @@ def print_stop(run: Run, stopped: dict[str, Any]) -> None:
         steps = run.steps_of(stopped["epoch"])
         print(
             f"Stopped by {stopped['reason']}, before step {stopped['step'] + 1} of {steps} of "
-            f"epoch {stopped['epoch'] + 1}/{run.recipe.epochs}, and saved. Add --resume to go on.",
+            f"epoch {stopped['epoch'] + 1}/{run.recipe.epochs}, and saved. "
+            "Add --resume to continue.",
             flush=True,
         )
 

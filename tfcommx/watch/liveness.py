@@ -252,7 +252,7 @@ def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socke
 
 def _wait(to_watcher: socket.socket, comm: Watched, failed: threading.Event) -> None:
     """Log stalls until the alarm, then end the process regardless of its other threads."""
-    kind, text = "lost", "the watcher of this rank, a process of its own, has ended."
+    kind, text = "lost", "the watcher of this rank, a separate process, has ended."
     with (
         contextlib.suppress(OSError),
         to_watcher.makefile(encoding="utf-8", errors="replace") as lines,
@@ -265,7 +265,7 @@ def _wait(to_watcher: socket.socket, comm: Watched, failed: threading.Event) -> 
                 comm.membership.mark_gone(*json.loads(text))
             else:
                 log.warning("Log of rank %d: %s", comm.rank, text)
-            kind, text = "lost", "the watcher of this rank, a process of its own, has ended."
+            kind, text = "lost", "the watcher of this rank, a separate process, has ended."
     if not failed.is_set():
         message = MISSING if kind == "lost" else WAITING
         sys.stderr.write(message.format(rank=comm.rank, text=text))

@@ -106,6 +106,6 @@ class Membership:
         for rank, event in list(self._died.items()):
             raise RankLostError(
                 "A collective needs all ranks. Received a call of one after rank "
-                f"{rank} has left ({event}); the training alone goes on without it. Let one rank "
+                f"{rank} has left ({event}); the training alone continues without it. Let one rank "
                 "save the model, and start again."
             )

@@ -29,7 +29,9 @@ Horovod give the ratio in the trainings themselves. `bytes_between` is what a no
 sent in a training, with protocol headers and evaluations; on this host, all ranks by the loopback.
 `verified`: weights are equal on all ranks in the end (of `none`: they differ), and all scores are
 finite. `n` is the parameters of the model.
-Predictions of whole trainings are not in the rows: `scripts/bench training` compares steps.
+`predicted_step_seconds` is by the simulator, from links and a profile measured after the trainings,
+as in `scripts/bench training`; `predicted_seconds` is the measured start, `first_step_seconds`, and
+such steps. Both are null of `auto` and of strategies that do not exchange in each step.
 
 Trainings and calibration are kept in `--folder`, each in a file named by a digest of its settings:
 a call that was interrupted continues with the next one. The digest does not include the version of
@@ -41,6 +43,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -119,7 +122,30 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
                 settings = [*changes[name], f"seed={seed}"]
                 job = job_of(chosen, name, settings, calibration["rate_mbit"])
                 trainings[name].append(done(chosen, place, job))
-    yield table(rows_of(trainings, chosen.score, chosen.loss), chosen, calibration)
+        rows = rows_of(trainings, chosen.score, chosen.loss)
+        predict(rows, done(chosen, place, prediction_job(chosen, changes, calibration)))
+    yield table(rows, chosen, calibration)
+
+
+def prediction_job(
+    chosen: argparse.Namespace, changes: Mapping[str, list[str]], calibration: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the job that predicts the steps of all contestants."""
+    name = "-".join(["predicted", *changes])
+    job = job_of(chosen, name, [], calibration["rate_mbit"]) | {"turns": 3 * chosen.repeats}
+    shared = job["settings"]
+    return job | {"contestants": {name: [*shared, *own] for name, own in changes.items()}}
+
+
+def predict(rows: list[dict[str, Any]], steps: Mapping[str, float | None]) -> None:
+    """Add to each row its predicted step, and the seconds of a training of such steps.
+
+    Its start, until the end of the first step, is the measured one.
+    """
+    for row in rows:
+        step_s = row["predicted_step_seconds"] = steps[row["name"]]
+        later = row["steps"] - 1
+        row["predicted_seconds"] = step_s and row["first_step_seconds"] + later * step_s
 
 
 def changes_of(chosen: argparse.Namespace) -> dict[str, list[str]]:
@@ -322,6 +348,7 @@ def rows_of(
             seeds_reached=sum(reached(one, score, target) is not None for one in of_seeds),
             target_seconds=target_s,
             times_sooner=sooner,
+            steps=of_seeds[0]["rows"][-1]["steps"],
             step_seconds=None if None in steps else statistics.median(steps),
             first_step_seconds=statistics.fmean(one["first_step_seconds"] for one in of_seeds),
             bytes_between=statistics.fmean(one["bytes_between"] for one in of_seeds),
@@ -361,6 +388,7 @@ def table(
         return lambda row: "" if row[name] is None else f"{factor * row[name]:{form}}"
 
     own = {
+        "predicted": lambda row: f"{row['predicted_seconds'] or math.nan:.1f}",
         "s to target": number("target_seconds", ".1f"),
         "x sooner": number("times_sooner", ".2f"),
         "MB between": number("bytes_between", ".1f", 1e-6),

@@ -1,4 +1,4 @@
-"""What a rank of the benchmark of whole trainings does: it trains, or it probes steps.
+"""What a rank of the benchmark of whole trainings does: it trains, probes or predicts steps.
 
 All contestants train by the same loop: the recipe's data, model, schedule, loss and scores, under
 Keras's `fit`. They differ in the optimizer alone.
@@ -6,6 +6,8 @@ Keras's `fit`. They differ in the optimizer alone.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import hashlib
 import json
 import math
@@ -21,13 +23,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 from bench import rounds
+from bench.benchmarks import training
+from bench.benchmarks.training_contestants import Contestant
 from bench.peers import plain_allreduce
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.core import write_text
+from tfcommx.core import AUTO, NOMINAL, Scheme, write_text
+from tfcommx.measure.engine import matmul_load
+from tfcommx.measure.links import probe as measure_links
+from tfcommx.measure.profile import StepTiming
 from tfcommx.optim.wrapped import exchanger_of, steps_of_update
+from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.recipes.recipe import Recipe, read
+from tfcommx.simulator.assumptions import Assumptions, measured_time
+from tfcommx.simulator.step import simulate
 from tfcommx.training.callbacks import rate_at
 from tfcommx.training.run import Run, prepare
 from tfcommx.training.steps import FitCall, Position, fit_calls
@@ -44,14 +54,17 @@ def carry_out(job: dict[str, Any]) -> None:
 
     Args:
         job: recipe, settings, output; of a training contestant, interface, evaluations and
-            most_steps; of a probe turns.
+            most_steps; of a probe turns; of predictions also contestants, with their settings.
 
     **Ranks:** all.
     """
     start = time.perf_counter()
     recipe, output = read(Path(job["recipe"]), job["settings"]), Path(job["output"])
     run = prepare(recipe, output.parent)
-    result = probe(run, job["turns"]) if "turns" in job else train(run, job, start)
+    if "contestants" in job:
+        result: dict[str, Any] = predicted_steps(run, job)
+    else:
+        result = probe(run, job["turns"]) if "turns" in job else train(run, job, start)
     run.data.close()
     if cx.is_chief():
         write_text(output, json.dumps(result, indent=1) + "\n")
@@ -234,8 +247,7 @@ def bytes_sent(interface: str) -> int:
 
 def probe(run: Run, turns: int) -> dict[str, float]:
     """Measure the step without exchange, and plain Horovod's, which take turns. **Ranks:** all."""
-    batch = next(iter(run.batches(FitCall(0, range(1)))))
-    batch = tf.nest.map_structure(np.asarray, batch)
+    batch = first_batch(run)
     models = {name: compiled(run, name) for name in (ALONE, HOROVOD)}
 
     def turn(model: keras.Model) -> None:
@@ -245,3 +257,53 @@ def probe(run: Run, turns: int) -> dict[str, float]:
     steps = {name: lambda model=model: turn(model) for name, model in models.items()}
     seconds = rounds.take_turns(steps, turns, run.comm)
     return {name: statistics.median(times) / TURN for name, times in seconds.items()}
+
+
+def predicted_steps(run: Run, job: dict[str, Any]) -> dict[str, float | None]:
+    """Predict each contestant's step, as scripts/bench training does: None if no plan decides it.
+
+    That is so for a strategy that does not exchange in each step, and for "auto" before its trial.
+
+    **Ranks:** all.
+    """
+    comm = run.comm
+    links = measure_links(
+        comm, training.PROBED, 5, blocks=[NOMINAL.block_bytes], load=matmul_load(), fusion=True
+    ).links
+    batch = first_batch(run)
+    alone = compiled(run, ALONE)
+    timing, seconds = StepTiming(alone, [batch]), list[float]()
+    for _ in range(job["turns"]):
+        alone.train_on_batch(*batch)
+        seconds.append(rounds.seconds_of(lambda: alone.train_on_batch(*batch), comm))
+        timing.step()
+    alone_s = statistics.median(seconds)
+    selected = argparse.Namespace(selection="mstopk", density=0.1)
+    profile = training.joint_profile(comm, timing, alone_s, selected)
+    assumptions = Assumptions(measured_time(profile))
+    steps: dict[str, float | None] = {ALONE: alone_s}
+    for name, settings in job["contestants"].items():
+        recipe = read(Path(job["recipe"]), settings)
+        if name == ALONE or recipe.scheme_of_epoch()[0].route == AUTO:
+            steps.setdefault(name, None)
+            continue
+        model = compiled(dataclasses.replace(run, recipe=recipe), name)
+        model.train_on_batch(*batch)
+        contestant = Contestant(name, model, batch)
+        plan = contestant.plan(comm)
+        if name == "horovod_fp16":
+            shapes = reversed(
+                [(row.name, row.shape, row.dtype) for row in contestant.named(profile)]
+            )
+            each = Scheme(merging="each", wire="float16")
+            plan = make_plan([Gradient(*one) for one in shapes], {"*": each}, comm.topology)
+        named = dataclasses.replace(profile, variables=contestant.named(profile))
+        synchronous = recipe.strategy.name == "synchronous"
+        steps[name] = simulate(plan, named, links, assumptions).step_s if synchronous else None
+    return steps
+
+
+def first_batch(run: Run) -> Any:
+    """Return a batch of this rank as arrays."""
+    batch = next(iter(run.batches(FitCall(0, range(1)))))
+    return tf.nest.map_structure(np.asarray, batch)

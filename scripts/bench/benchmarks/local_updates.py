@@ -92,7 +92,7 @@ class Way:
         ]
 
     def _is_right(self, before: float) -> bool:
-        """End the round that is under way; tell whether all is as it must be."""
+        """End the round that is under way; return whether all is as it must be."""
         if self._strategy is None:
             return True
         cx.consolidate(self.model.optimizer)

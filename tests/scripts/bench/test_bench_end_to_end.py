@@ -59,6 +59,13 @@ def test_a_seed_that_misses_the_target_leaves_no_time() -> None:
     assert not rows(horovod=HOROVOD, torus=lost)["torus"]["verified"]
 
 
+def test_a_prediction_is_the_measured_start_and_predicted_steps() -> None:
+    found = list(rows(horovod=HOROVOD, auto=HOROVOD).values())
+    end_to_end.predict(found, {"horovod": 3.0, "auto": None})
+    assert found[0]["steps"] == 5 and found[0]["predicted_seconds"] == 1 + 4 * 3
+    assert found[1]["predicted_seconds"] is None
+
+
 def test_the_rate_is_found_in_few_probes() -> None:
     """A step has a part that no rate shortens; noise lets two points fall the wrong way."""
     points: list[tuple[float, float]] = []
