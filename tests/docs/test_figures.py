@@ -52,8 +52,8 @@ TYPED: list[tuple[str, str, Callable[[tables.Records], float]]] = [
         r"lost ([\d.]+) BLEU of 38",
         lambda found: found.row("compare_translate", "elias_int4", bandwidth_mbit=200)["loss"],
     ),
-    ("README.md", r"ResNet-50 ([\d.]+) times faster", on_the_map("resnet50", "int4")),
-    ("README.md", r"BERT-Large ([\d.]+) times;", on_the_map("bert_large", "int1")),
+    ("README.md", r"ResNet-50 is ([\d.]+) times faster", on_the_map("resnet50", "int4")),
+    ("README.md", r"BERT-Large ([\d.]+) times with", on_the_map("bert_large", "int1")),
     (
         "configs/fashion_mnist.yaml",
         r"# Measured: ([\d.]+) in",
