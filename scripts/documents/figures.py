@@ -28,9 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "documents"))
 import scheme_map  # noqa: E402
 import tables  # noqa: E402
+import whole_trainings  # noqa: E402
 from tables import FigureError, Records  # noqa: E402
 
-TABLES = {**tables.TABLES, **scheme_map.TABLES}
+TABLES = {**tables.TABLES, **scheme_map.TABLES, **whole_trainings.TABLES}
 
 FOLDER = ROOT / "docs" / "records"
 BLOCK = re.compile(

@@ -30,12 +30,12 @@ def on_the_map(model: str, scheme: str) -> Callable[[tables.Records], float]:
     """Return how many times faster a scheme is predicted on 16 nodes of 8 H100s at 25 Gbit/s."""
 
     def ratio(records: tables.Records) -> float:
-        row = records.row("scheme_map", f"h100, {model}, 16, 25.0")
+        row = records.row("scheme_map", f"H100, {model}, 16, 25.0")
         step = {
             name: row["compute_seconds"] + row["exposed_seconds"][name]
-            for name in ("horovod", scheme)
+            for name in ("plain Horovod", scheme)
         }
-        return float(step["horovod"] / step[scheme])
+        return float(step["plain Horovod"] / step[scheme])
 
     return ratio
 
@@ -52,8 +52,8 @@ TYPED: list[tuple[str, str, Callable[[tables.Records], float]]] = [
         r"lost ([\d.]+) BLEU of 38",
         lambda found: found.row("compare_translate", "elias_int4", bandwidth_mbit=200)["loss"],
     ),
-    ("README.md", r"ResNet-50 is ([\d.]+) times faster", on_the_map("resnet50", "int4")),
-    ("README.md", r"BERT-Large ([\d.]+) times with", on_the_map("bert_large", "int1")),
+    ("README.md", r"ResNet-50 is ([\d.]+) times faster", on_the_map("resnet50", "4 bits")),
+    ("README.md", r"BERT-Large ([\d.]+) times with", on_the_map("bert_large", "1 bit")),
     (
         "configs/fashion_mnist.yaml",
         r"# Measured: ([\d.]+) in",

@@ -1,0 +1,62 @@
+"""The tables of whole trainings: time to plain Horovod's score, on links like a real cluster's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tables import Records, of_cells
+
+# Contestant of scripts/bench end_to_end -> what travels
+NAMES = {
+    "horovod": "plain Horovod: everything",
+    "horovod_fp16": "Horovod's `Compression.fp16`",
+    "auto": '`Scheme("auto")`',
+    "torus": '`Scheme("torus")`',
+    "asa_int4": '`Scheme("asa", wire="int4")`',
+    "elias_int4": '`Scheme("hitopk", "mstopk", 0.1, wire="elias/int4")`',
+    "momentum_int2": "`LowBitSGD`: its momentum in 2 bits",
+    "local_sgd": "weights, averaged every 8 steps",
+    "none": "nothing: no exchange",
+}
+HEADS = ("what travels", "bytes", "time to the score", "times sooner", "accuracy at the end")
+
+
+def whole_trainings(*names: str, details: bool = False) -> Callable[[Records], str]:
+    """Return the table of some records; `details` adds steps and seconds, also predicted ones."""
+
+    def table(records: Records) -> str:
+        found = {row["name"]: row for name in reversed(names) for row in records.rows(name)}
+        plain, rows = found["horovod"], []
+        for name, text in NAMES.items():
+            if name not in found or (name == "none" and not details):
+                continue
+            row = found[name]
+            low, high = (100 * row[f"final_{end}"] for end in ("lowest", "highest"))
+            cells = [
+                text,
+                f"{100 * row['bytes_between'] / plain['bytes_between']:.1f} %",
+                "" if row["target_seconds"] is None else f"{row['target_seconds']:.0f} s",
+                "" if row["times_sooner"] is None else f"{row['times_sooner']:.1f}",
+                f"{100 * row['final_score']:.2f} ({low:.2f} to {high:.2f}) %",
+            ]
+            if details:
+                predicted = row["predicted_seconds"]
+                cells += [
+                    str(row["seeds"]),
+                    f"{1e3 * row['step_seconds']:.0f}",
+                    f"{row['seconds']:.0f}",
+                    "" if predicted is None else f"{predicted:.0f}",
+                ]
+            rows.append(cells)
+        more = ("seeds", "step, ms", "whole training, s", "predicted") if details else ()
+        return of_cells((*HEADS, *more), rows)
+
+    return table
+
+
+TABLES = {
+    "end_to_end": whole_trainings("end_to_end_commlib", "end_to_end_lossless"),
+    "end_to_end_details": whole_trainings(
+        "end_to_end_commlib", "end_to_end_lossless", details=True
+    ),
+}
