@@ -18,37 +18,48 @@ NAMES = {
     "local_sgd": "weights, averaged every 8 steps",
     "none": "nothing: no exchange",
 }
-HEADS = ("what travels", "bytes", "time to the score", "times sooner", "accuracy at the end")
+# Contestants that only the detailed table has
+OF_DETAILS = ("auto", "local_sgd", "none")
+HEADS = (
+    *("what travels", "bytes", "whole training", "time to the score", "times sooner"),
+    "accuracy at the end",
+)
 
 
 def whole_trainings(*names: str, details: bool = False) -> Callable[[Records], str]:
-    """Return the table of some records; `details` adds steps and seconds, also predicted ones."""
+    """Return the table of some records; `details` adds steps and predictions.
+
+    Rows of records but the first one have no time to the score, because fewer seeds give another.
+    """
 
     def table(records: Records) -> str:
-        found = {row["name"]: row for name in reversed(names) for row in records.rows(name)}
+        first = {row["name"]: row for row in records.rows(names[0])}
+        found = {row["name"]: row for name in names[1:] for row in records.rows(name)} | first
         plain, rows = found["horovod"], []
         for name, text in NAMES.items():
-            if name not in found or (name == "none" and not details):
+            if name not in found or (name in OF_DETAILS and not details):
                 continue
             row = found[name]
             low, high = (100 * row[f"final_{end}"] for end in ("lowest", "highest"))
+            spread = f" ({low:.2f} to {high:.2f})" if row["seeds"] > 1 else ""
+            reached = name in first and row["target_seconds"] is not None
             cells = [
                 text,
                 f"{100 * row['bytes_between'] / plain['bytes_between']:.1f} %",
-                "" if row["target_seconds"] is None else f"{row['target_seconds']:.0f} s",
-                "" if row["times_sooner"] is None else f"{row['times_sooner']:.1f}",
-                f"{100 * row['final_score']:.2f} ({low:.2f} to {high:.2f}) %",
+                f"{row['seconds']:.0f} s",
+                f"{row['target_seconds']:.0f} s" if reached else "",
+                f"{row['times_sooner']:.1f}" if reached else "",
+                f"{100 * row['final_score']:.2f}{spread} %",
             ]
             if details:
                 predicted = row["predicted_seconds"]
                 cells += [
                     str(row["seeds"]),
                     f"{1e3 * row['step_seconds']:.0f}",
-                    f"{row['seconds']:.0f}",
-                    "" if predicted is None else f"{predicted:.0f}",
+                    "" if predicted is None else f"{predicted:.0f} s",
                 ]
             rows.append(cells)
-        more = ("seeds", "step, ms", "whole training, s", "predicted") if details else ()
+        more = ("seeds", "step, ms", "whole training, predicted") if details else ()
         return of_cells((*HEADS, *more), rows)
 
     return table
