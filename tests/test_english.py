@@ -23,7 +23,7 @@ PHRASES = {
 }
 # Occurrences today. Lower one when you have rewritten some; never raise one
 BUDGETS = {
-    "tfcommx": {"goes on": 1, "of its own": 0, "nobody": 2, "what is, as a noun": 15},
+    "tfcommx": {"goes on": 1, "nobody": 2, "what is, as a noun": 15},
     "scripts": {"goes on": 1, "of its own": 19, "nobody": 3, "what is, as a noun": 87},
     "tests": {"of its own": 41, "nobody": 27, "what is, as a noun": 167},
     "pages": {"goes on": 1, "of its own": 18, "nobody": 3, "what is, as a noun": 30},
@@ -57,8 +57,10 @@ def test_phrases_stay_within_their_budget(tree: str) -> None:
     for text in prose(tree):
         for name, pattern in PHRASES.items():
             counts[name] += len(re.findall(pattern, text))
-    over = {name: counts[name] for name in PHRASES if counts[name] > BUDGETS[tree].get(name, 0)}
+    found = {name: counts[name] for name in PHRASES if counts[name]}
+    over = {name: count for name, count in found.items() if count > BUDGETS[tree].get(name, 0)}
     assert not over, f"Rewrite these in {tree}; the budget is {BUDGETS[tree]}: {over}"
+    assert found == BUDGETS[tree], "Fewer than the budget: lower it, so that it can only fall"
 
 
 def test_phrases_are_found() -> None:

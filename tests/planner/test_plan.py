@@ -55,6 +55,7 @@ MIB = 2**20
         (8, 64, True, 4),  # Horovod fuses them, so that latency is paid once
         (1, 64, False, 8),  # 64 + 8 of latency, against 64 + 1: within 20 %; 64 + 16 is not
         (100, 64, False, 16),  # four buckets, however long the latency
+        (100, 17, False, 8),  # at most four: three
     ],
 )
 def test_size_of_buckets_without_a_request(
@@ -62,7 +63,19 @@ def test_size_of_buckets_without_a_request(
 ) -> None:
     """A message takes its MiB plus the latency."""
     prices = Prices(lambda entries: latency + 4 * entries / MIB)
-    assert default_bucket_bytes(prices, mib * MIB // 4, fused) == expected * MIB
+    assert default_bucket_bytes(prices, mib * MIB, fused) == expected * MIB
+
+
+def test_a_compression_is_not_fused_and_not_priced_as_one_matrix() -> None:
+    gradients = [Gradient(f"w{i}", (1024, 1024), "float32") for i in range(64)]
+    sizes = {
+        len(make_plan(gradients, {"*": Scheme(route, compression=name)}, Topology(64, 1)).buckets)
+        for route in ("allreduce", "torus")
+        for name in ("powersgd/4",)
+    }
+    assert sizes == {16}
+    empty = [Gradient("w", (0, 3), "float32")]
+    assert make_plan(empty, {"*": Scheme(compression="powersgd/4")}, Topology(2, 1)).buckets
 
 
 def test_buckets_grow_with_the_nodes_and_a_request_counts() -> None:

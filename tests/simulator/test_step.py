@@ -169,6 +169,19 @@ def test_messages_of_one_negotiation_are_sent_in_one_cycle() -> None:
     assert sent == [(20, 30), (30, 36)]
 
 
+def test_what_is_ready_later_is_not_fused_with_an_earlier_negotiation() -> None:
+    """a and b wait at the look at 20 and do not fit one buffer; c, ready later, would fit with b."""
+    rows = (row("a", 2), row("b", 4), row("c", 18))
+    profile = Profile("abc", rows, 10.0, 20.0, batch=6)
+    plan = Plan(tuple(bucket(str(i), name) for i, name in enumerate("abc")), TWO)
+    links, assumed = with_engine(cycle_s=20.0, fusion_bytes=4), Assumptions(fuses=True)
+    sent = [one for one in simulate(plan, profile, links, assumed).spans if one.kind == "message"]
+    assert [(one.start_s, one.end_s) for one in sent] == [(20, 26), (26, 32), (40, 46)]
+    both = simulate(plan, profile, with_engine(cycle_s=20.0, fusion_bytes=8), assumed)
+    sent = [one for one in both.spans if one.kind == "message"]
+    assert [(one.start_s, one.end_s) for one in sent] == [(20, 30), (40, 46)]
+
+
 def test_what_does_not_fit_the_fusion_buffer_waits() -> None:
     """a is sent from 12 to 18; b, c, d of 4 bytes wait; two fit 8 bytes, then the third follows."""
     rows = tuple(row(name, ready) for name, ready in zip("abcd", (2, 4, 5, 5), strict=True))

@@ -1,4 +1,4 @@
-"""Trainings under a supervisor lose ranks and hosts, and continue to the same bits.
+"""Trainings under a supervisor lose ranks and hosts, continue, and end with the same bits.
 
 Two names of this host stand for two hosts: each has its own folder of shared memory, and that of
 the host that is lost is deleted.

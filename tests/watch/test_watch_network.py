@@ -291,7 +291,7 @@ def test_every_rank_below_is_reached_by_the_tree_alone() -> None:
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_of_two_is_missing_though_its_watcher_speaks(stopped: int) -> None:
-    """Its watcher continues to say what the ranks do: that is no sign of life of the rank."""
+    """Its watcher still says what the ranks do: that is no sign of life of the rank."""
     two = Simulated(2, stall_seconds=60.0)
     two.members[stopped].stopped = True
     for _ in range(int(LIMIT / BEAT) + 3):

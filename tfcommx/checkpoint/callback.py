@@ -127,8 +127,8 @@ class Checkpoint(keras.callbacks.Callback):
             ) from error
         if blind and comm.rank == 0:
             log.warning(
-                "The checkpoint folder %s of rank %d is another than that of rank 0, on a disk of "
-                "its node: each node keeps the files of its ranks. Only the same ranks on "
+                "The checkpoint folder %s of rank %d is another than that of rank 0, on its own "
+                "node's disk: each node keeps the files of its ranks. Only the same ranks on "
                 "the same nodes can continue from it. Take a folder that all nodes see.",
                 absolute,
                 blind[0],

@@ -95,7 +95,7 @@ class StepGuard:
             raise ConfigurationError(
                 f"A wrapped optimizer must take its step as Keras's own do. {optimizer!r} has "
                 "taken it without an exchange: it hands the gradients on, as "
-                "keras.optimizers.MultiOptimizer does, or has its own step, or Keras has "
-                f"another one in this version, {keras.__version__}. Wrap one of Keras's, or one "
-                "for each part of the model in your own training step."
+                "keras.optimizers.MultiOptimizer does, or has its own step, or Keras's "
+                f"own step differs in this version, {keras.__version__}. Wrap one of Keras's, or "
+                "one for each part of the model in your own training step."
             )

@@ -357,22 +357,26 @@ def _merged(
     profile: Profile | None,
 ) -> list[list[Member]]:
     """Decide which gradients of a stream travel together."""
+    compresses = stream.compression != NO_COMPRESSION
 
     def make_bucket(entries: int) -> Bucket:
         # A compression needs matrices, and does best with square ones
-        side = math.isqrt(entries) if stream.compression != NO_COMPRESSION else 1
+        side = max(1, math.isqrt(entries)) if compresses else 1
         group = [Gradient("group", (entries // side, side), stream.dtype)]
         return _bucket(group, stream, *cluster[:2])
 
     rows = sub_profile([gradient for _, gradient in members], profile)
     prices = prices_of(make_bucket, *cluster)
-    limit = stream.scheme.bucket_bytes
-    if limit is None:
-        entries = sum(gradient.entries for _, gradient in members)
-        limit = default_bucket_bytes(prices, min(entries, largest), stream.way.route.fused)
-    if isinstance(stream.way, SparseWay):
-        limit = min(limit, prices.entry_bytes * largest)
-    prices = dataclasses.replace(prices, bucket_bytes=limit)
+    if stream.scheme.merging == "threshold":
+        most = prices.entry_bytes * largest if isinstance(stream.way, SparseWay) else math.inf
+        limit = stream.scheme.bucket_bytes
+        if limit is None:
+            total = prices.entry_bytes * sum(gradient.entries for _, gradient in members)
+            fused = stream.way.route.fused and not compresses
+            limit = default_bucket_bytes(
+                None if compresses else prices, int(min(total, most)), fused
+            )
+        prices = dataclasses.replace(prices, bucket_bytes=int(min(limit, most)))
     positions = merging.get(stream.scheme.merging).groups(rows, prices)
     groups = [[members[position] for position in group] for group in positions]
     if isinstance(stream.way, DenseWay) or stream.scheme.merging == "threshold":

@@ -14,7 +14,7 @@ from tfcommx.simulator.step import selection_seconds, stages_of
 
 # Defaults of a bucket's size
 LEAST_BUCKET_BYTES = 4 * 2**20
-LEAST_BUCKETS, MOST_BUCKETS, MOST_FUSED_BUCKETS = 4, 16, 64
+FEW_BUCKETS, MOST_BUCKETS, MOST_FUSED_BUCKETS = 4, 16, 64
 # How much longer all buckets may take than one that holds everything, one after the other
 MOST_LATENCY = 0.2
 
@@ -63,29 +63,30 @@ def prices_of(
     )
 
 
-def default_bucket_bytes(prices: Prices, entries: int, fused: bool) -> int:
+def default_bucket_bytes(prices: Prices | None, stream_bytes: int, fused: bool) -> int:
     """Return the size of buckets that suits a stream of gradients, if the user requests none.
 
     A smaller bucket hides more behind the backward pass, a larger one pays its latency less often.
     Where Horovod fuses waiting buckets, small ones cost nothing. Elsewhere a size is doubled until
-    latency no longer makes all buckets much slower than a single one, or four are left. The number
-    of buckets is limited, because each takes part in the engine's negotiation.
+    latency no longer makes all buckets much slower than a single one, or at most four are left. The
+    number of buckets is limited, because each takes part in the engine's negotiation.
 
     Args:
-        prices: of the stream.
-        entries: of all its gradients, >= 1.
+        prices: of the stream; None if the price of merged gradients is not that of their entries,
+            as with a compression: then only the number of buckets is limited.
+        stream_bytes: of all its gradients, >= 0.
         fused: whether the route's waiting buckets are fused.
 
     **Source:** simulated steps of ResNet-50, BERT-Large and GPT-2 on 2 to 64 nodes:
     docs/laboratory/exchange.md.
     """
-    whole = prices.entry_bytes * entries
     if fused:
-        return max(LEAST_BUCKET_BYTES, whole // MOST_FUSED_BUCKETS)
-    size = max(LEAST_BUCKET_BYTES, whole // MOST_BUCKETS)
-    acceptable = (1 + MOST_LATENCY) * prices.message_s(entries)
-    while size * LEAST_BUCKETS < whole:
-        if prices.message_s(size // prices.entry_bytes) * whole / size <= acceptable:
+        return max(LEAST_BUCKET_BYTES, stream_bytes // MOST_FUSED_BUCKETS)
+    size = max(LEAST_BUCKET_BYTES, stream_bytes // MOST_BUCKETS)
+    while prices is not None and size * FEW_BUCKETS < stream_bytes:
+        one_by_one_s = prices.message_s(size // prices.entry_bytes) * stream_bytes / size
+        at_once_s = prices.message_s(stream_bytes // prices.entry_bytes)
+        if one_by_one_s <= (1 + MOST_LATENCY) * at_once_s:
             break
         size *= 2
     return size

@@ -46,7 +46,7 @@ LEAST_ROUNDS = 4
 # A plan takes no more turns if its fastest step takes this many times the median of the best plan,
 # after this number of rounds that count
 HOPELESS, ROUNDS_BEFORE = 1.5, 2
-# Plain Horovod stays unless the mean of another is at most this share of its mean, and smaller by
+# Plain Horovod stays unless the mean of another is at most this share of Horovod's, and smaller by
 # more than the standard error. With 4 ranks on 2 cores, whose steps differ by a fifth, five rounds
 # so find a plan that is a fifth faster in 97 of 100 trials, and take one that is 5 % slower in 12;
 # by the median, and asking for a faster step in all rounds but one, it was 93 and 22. Of normal

@@ -297,6 +297,7 @@ class _Step:
     def _fused(self, resource: str, task: _Task) -> _Task:
         """Fuse a message with the waiting allreduces of the same kind, and price them as one.
 
+        A message that was negotiated with an earlier one is fused with those of that negotiation.
         Those that do not fit into the engine's buffer with the earlier ones remain in the queue.
         """
         kind = self._fuses_as(task)
@@ -304,7 +305,10 @@ class _Step:
             return task
         room = self.links.engine.fusion_bytes - self._dense_bytes(task)
         joined: list[_Task] = []
-        for message in sorted(self.waiting[resource]):
+        waiting = sorted(self.waiting[resource])
+        if task.number in self.negotiated:
+            waiting = [message for message in waiting if message.number in self.negotiated]
+        for message in waiting:
             if self._fuses_as(message) == kind and self._dense_bytes(message) <= room:
                 joined.append(message)
                 room -= self._dense_bytes(message)

@@ -231,7 +231,7 @@ def check_continues(plan: Plan, where: str) -> None:
 
     require(
         all(ThreadComm.run(plan.topology, work)),
-        "A restored state must continue to the same bits.",
+        "A restored state must lead to the same bits.",
         where,
         "It did not.",
     )

@@ -27,6 +27,7 @@ plain Horovod's `target_seconds` over the row's. `first_step_seconds` is the clo
 first step, `step_seconds` the mean step after the first evaluation: that of `none` and of plain
 Horovod give the ratio in the trainings themselves. `bytes_between` is what a node's interface has
 sent in a training, with protocol headers and evaluations; on this host, all ranks by the loopback.
+An epoch is cut to a multiple of its evaluations: 232 of 235 steps of the default recipe.
 `verified`: weights are equal on all ranks in the end (of `none`: they differ), and all scores are
 finite. `n` is the parameters of the model.
 `predicted_step_seconds` is by the simulator, from links and a profile measured after the trainings,
@@ -43,7 +44,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import shutil
 import signal
@@ -105,6 +105,8 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
     """Calibrate the links, train all contestants, and yield their table."""
+    if chosen.here and chosen.rate_mbit:
+        raise SystemExit("Links have a rate on the virtual cluster only: leave --here or it out.")
     if chosen.job:  # This is a rank
         from bench.benchmarks import end_to_end_rank
 
@@ -131,8 +133,9 @@ def prediction_job(
     chosen: argparse.Namespace, changes: Mapping[str, list[str]], calibration: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the job that predicts the steps of all contestants."""
-    name = "-".join(["predicted", *changes])
-    job = job_of(chosen, name, [], calibration["rate_mbit"]) | {"turns": 3 * chosen.repeats}
+    turns = 3 * chosen.repeats
+    more = [f"turns={turns}", *(f"{name}: {own}" for name, own in changes.items())]
+    job = job_of(chosen, "predicted", [], calibration["rate_mbit"], more) | {"turns": turns}
     shared = job["settings"]
     return job | {"contestants": {name: [*shared, *own] for name, own in changes.items()}}
 
@@ -191,10 +194,12 @@ def cluster(chosen: argparse.Namespace) -> Iterator[ranks.Place]:
     name, rate = f"e{os.getpid()}", f"{chosen.rate_mbit or FIRST_MBIT}mbit"
     place = ranks.Place(hosts, ranks.Cluster(name, chosen.nodes, 1, rate))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Not without `down`
-    shape(place, "up", "--nodes", chosen.nodes, "--slots", 1, "--rate", rate)
     try:
+        shape(place, "up", "--nodes", chosen.nodes, "--slots", 1, "--rate", rate)
         yield place
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):  # A half would be left
+            signal.signal(number, signal.SIG_IGN)
         shape(place, "down")
 
 
@@ -215,16 +220,25 @@ def shaped(place: ranks.Place, rate_mbit: float) -> ranks.Place:
 
 
 def job_of(
-    chosen: argparse.Namespace, name: str, settings: Sequence[str], rate_mbit: float | None
+    chosen: argparse.Namespace,
+    name: str,
+    settings: Sequence[str],
+    rate_mbit: float | None,
+    more: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return a training as the ranks read it; the name of its file depends on all its settings."""
+    """Return a training as the ranks read it; the name of its file depends on all its settings.
+
+    Args:
+        more: whatever else decides the result.
+    """
     setup = Setup(recipe_of(chosen), tuple(chosen.set), chosen.nodes, 1, chosen.folder)
     parts = {"evaluations": chosen.evaluations, "most_steps": chosen.most_steps}
     settings = setup.settings(settings)
-    decides = [*settings, f"rate={rate_mbit}", *(f"{key}={value}" for key, value in parts.items())]
+    interface = "lo" if chosen.here else "eth0"  # As scripts/cluster names it
+    decides = [*settings, f"rate={rate_mbit}", f"interface={interface}", *more]
+    decides += [f"{key}={value}" for key, value in parts.items()]
     output = chosen.folder.resolve() / f"{setup.name(name, decides)}.json"
     recipe = {"recipe": str(setup.recipe), "settings": settings, "output": str(output)}
-    interface = "lo" if chosen.here else "eth0"  # As scripts/cluster names it
     return {"contestant": name, "interface": interface, **recipe, **parts}
 
 
@@ -367,8 +381,8 @@ def note(chosen: argparse.Namespace) -> str:
     """Say for a record where the trainings ran, and what the links stand for."""
     if chosen.here:
         return "all ranks on this host, no links"
-    text = f"a virtual cluster: {chosen.nodes} nodes of 1 (scripts/cluster); trainings that an "
-    text += "earlier call had ended are among the rows"
+    text = f"a virtual cluster: {chosen.nodes} nodes of 1 (scripts/cluster); trainings of an "
+    text += "earlier call may be among the rows"
     if not calibrated(chosen):
         return text
     known = SETTINGS["setups"][chosen.setup]
@@ -388,7 +402,7 @@ def table(
         return lambda row: "" if row[name] is None else f"{factor * row[name]:{form}}"
 
     own = {
-        "predicted": lambda row: f"{row['predicted_seconds'] or math.nan:.1f}",
+        "predicted, s": number("predicted_seconds", ".1f"),
         "s to target": number("target_seconds", ".1f"),
         "x sooner": number("times_sooner", ".2f"),
         "MB between": number("bytes_between", ".1f", 1e-6),

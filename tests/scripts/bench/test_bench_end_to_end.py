@@ -89,9 +89,20 @@ def named(*words: str, rate: float = 200.0, name: str = "torus") -> Path:
 
 def test_what_decides_a_training_is_in_its_name() -> None:
     words = [[], ["--evaluations", "3"], ["--most-steps", "5"], ["--nodes", "2"]]
-    words += [["--set", "seed=1"], ["--set", "optimizer.momentum=0.8"]]
+    words += [["--set", "seed=1"], ["--set", "optimizer.momentum=0.8"], ["--here"]]
     names = [named(*one) for one in words] + [named(rate=201.0), named(name="asa_int4")]
     assert len(set(names)) == len(names) and named() == named("--loss", "0.1", "--seeds", "9")
+
+
+def test_a_prediction_is_made_anew_for_other_contestants_and_turns() -> None:
+    def prediction(changes: dict[str, list[str]], *words: str) -> str:
+        chosen = end_to_end.parser().parse_args(words)
+        return str(end_to_end.prediction_job(chosen, changes, {"rate_mbit": 9.0})["output"])
+
+    changes = {"horovod": list[str](), "asa_int4": ["scheme.wire=int4"]}
+    other = changes | {"asa_int4": ["scheme.wire=int8"]}
+    found = [prediction(changes), prediction(other), prediction(changes, "--repeats", "9")]
+    assert len(set(found)) == 3 and prediction(dict(changes)) == found[0]
 
 
 def test_contestants_fit_the_recipe() -> None:
