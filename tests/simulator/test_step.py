@@ -170,7 +170,7 @@ def test_messages_of_one_negotiation_are_sent_in_one_cycle() -> None:
 
 
 def test_what_is_ready_later_is_not_fused_with_an_earlier_negotiation() -> None:
-    """a and b wait at the look at 20 and do not fit one buffer; c, ready later, would fit with b."""
+    """a and b wait at the look at 20 and do not fit one buffer; c, ready later, fits with b."""
     rows = (row("a", 2), row("b", 4), row("c", 18))
     profile = Profile("abc", rows, 10.0, 20.0, batch=6)
     plan = Plan(tuple(bucket(str(i), name) for i, name in enumerate("abc")), TWO)
