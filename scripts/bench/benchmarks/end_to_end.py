@@ -25,8 +25,9 @@ mean final score less `--loss`; `target_seconds` the mean over seeds of the cloc
 evaluation that reaches it, null unless all seeds do; nothing is interpolated. `times_sooner` is
 plain Horovod's `target_seconds` over the row's. `first_step_seconds` is the clock at the end of the
 first step, `step_seconds` the mean step after the first evaluation: that of `none` and of plain
-Horovod give the ratio in the trainings themselves. `bytes_between` is what a node's interface has
-sent in a training, with protocol headers and evaluations; on this host, all ranks by the loopback.
+Horovod give the ratio in the trainings themselves. `bytes_between` counts the bytes that a node's
+interface has sent in a training, with protocol headers and evaluations; on this host, those of all
+ranks by the loopback.
 An epoch is cut to a multiple of its evaluations: 232 of 235 steps of the default recipe.
 `verified`: weights are equal on all ranks in the end (of `none`: they differ), and all scores are
 finite. `n` is the parameters of the model.
@@ -97,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     add("--most-steps", type=int, help="from one evaluation to the next")
     add("--set", nargs="+", default=[], help="changes of the recipe")
     add("--folder", type=Path, default=ROOT / "runs" / "end_to_end")
-    add("--anew", action="store_true", help="also what the folder has already")
+    add("--anew", action="store_true", help="train again, also where the folder has a result")
     add("--job", type=Path, help=argparse.SUPPRESS)
     add("--node-size", help=argparse.SUPPRESS)
     return arguments
@@ -258,7 +259,7 @@ def done(chosen: argparse.Namespace, place: ranks.Place, job: dict[str, Any]) ->
 
 
 def calibrate(chosen: argparse.Namespace, place: ranks.Place) -> dict[str, float]:
-    """Find the rate of the links at which the exchange costs what the setup says.
+    """Find the rate of the links at which the exchange has the cost that the setup states.
 
     Returns:
         The rate, the ratio measured at it, and the steps without exchange and of plain Horovod.
@@ -283,7 +284,7 @@ def calibrate(chosen: argparse.Namespace, place: ranks.Place) -> dict[str, float
 
 
 def ratio_wanted(setup: str) -> float:
-    """Return what the exchange adds to a step of plain Horovod there, over a step without it."""
+    """Return how much the exchange lengthens plain Horovod's step there, over one without it."""
     known = SETTINGS["setups"][setup]
     return float(known["horovod_s"] / known["alone_s"] - 1)
 
@@ -378,7 +379,7 @@ def rows_of(
 
 
 def note(chosen: argparse.Namespace) -> str:
-    """Say for a record where the trainings ran, and what the links stand for."""
+    """Return a record's note: where the trainings ran, and which cluster the links stand for."""
     if chosen.here:
         return "all ranks on this host, no links"
     text = f"a virtual cluster: {chosen.nodes} nodes of 1 (scripts/cluster); trainings of an "

@@ -1,4 +1,4 @@
-"""What a rank of the benchmark of whole trainings does: it trains, probes or predicts steps.
+"""Work of a rank in the benchmark of whole trainings: it trains, probes or predicts steps.
 
 All contestants train by the same loop: the recipe's data, model, schedule, loss and scores, under
 Keras's `fit`. They differ in the optimizer alone.
@@ -43,7 +43,7 @@ from tfcommx.training.run import Run, prepare
 from tfcommx.training.steps import FitCall, Position, fit_calls
 
 ALONE, HOROVOD = "none", "horovod"
-# Contestants without tfcommx -> what plain Horovod's allreduce sends; None: there is no allreduce
+# Contestants without tfcommx -> compression of plain Horovod's allreduce; None: no allreduce
 PLAIN = {ALONE: None, HOROVOD: hvd.Compression.none, "horovod_fp16": hvd.Compression.fp16}
 # Steps of a turn of the probe, of which the mean counts: a barrier is before each turn
 TURN = 3
@@ -236,7 +236,7 @@ def changes(run: Run, parts: int) -> dict[int, cx.Scheme]:
 
 
 def bytes_sent(interface: str) -> int:
-    """Return what has left this node by its network interface.
+    """Return the bytes that have left this node by its network interface.
 
     With the headers of all protocols, and whatever else is sent: the same for all contestants.
     """
