@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfcommx import routes
-from tfcommx.core import ConfigurationError, PlanError, Profile, Scheme, Topology, VariableProfile
+from tfcommx.core import (
+    NOMINAL,
+    ConfigurationError,
+    PlanError,
+    Profile,
+    Scheme,
+    Topology,
+    VariableProfile,
+)
 from tfcommx.planner import merging
 from tfcommx.planner.check import DenseWay, SparseWay, Ways, check_scheme
 from tfcommx.planner.merging.merging import Prices
@@ -88,6 +96,15 @@ def test_buckets_grow_with_the_nodes_and_a_request_counts() -> None:
 
     assert buckets(64) < buckets(2)
     assert buckets(64, bucket_bytes=2 * MIB) == 64
+
+
+def test_allreduces_grow_where_the_engine_was_measured_not_to_fuse() -> None:
+    gradients = [Gradient(f"w{i}", (512, 1024), "float32") for i in range(64)]
+    fused, alone = (
+        len(make_plan(gradients, {"*": Scheme()}, Topology(64, 8), links=links).buckets)
+        for links in (NOMINAL, NOMINAL._replace(fuses=False))
+    )
+    assert alone < fused
 
 
 def test_small_variables_stay_dense_and_order_is_backward() -> None:

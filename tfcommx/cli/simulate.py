@@ -84,7 +84,9 @@ class Settings:
         None, "Seconds of HOROVOD_CYCLE_TIME, which is in ms; 0, or from --links."
     )
     fusion_mbytes: float | None = setting(
-        None, "Buffer in which waiting allreduces are fused, 2^20 bytes; none, or from --links."
+        None,
+        "Buffer in which waiting allreduces are fused, 2^20 bytes; Horovod's 128, none with the "
+        "engine ring, or from --links.",
     )
     scheme: str = setting(
         "allreduce",
@@ -163,6 +165,8 @@ class Settings:
             Links(
                 ring_link(wire, self.slots, self.wiring or EngineSettings().wiring),
                 Link(self.between_alpha, 8e-9 / self.between_gbit / self.efficiency, self.gamma),
+                # The papers price each message by itself
+                fuses=(self.engine or EngineSettings().name) != EngineSettings().name,
             )
         )
 

@@ -213,8 +213,8 @@ def _check_kinds(path: str | Path, points: Mapping[str, Any], topology: Topology
 
 
 # Links before any measurement: NVLink or shared memory inside, 10 Gbit/s Ethernet between. Only
-# their ratio matters to a plan.
-NOMINAL = Links(inside=Link(5e-6, 1e-10, 1e-11), between=Link(5e-5, 8e-10, 1e-11))
+# their ratio matters to a plan. Horovod fuses unless HOROVOD_FUSION_THRESHOLD is 0.
+NOMINAL = Links(inside=Link(5e-6, 1e-10, 1e-11), between=Link(5e-5, 8e-10, 1e-11), fuses=True)
 
 
 class Traffic(NamedTuple):

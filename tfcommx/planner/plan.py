@@ -358,12 +358,13 @@ def _merged(
 ) -> list[list[Member]]:
     """Decide which gradients of a stream travel together."""
     compresses = stream.compression != NO_COMPRESSION
+    topology, links, assumptions = cluster
 
     def make_bucket(entries: int) -> Bucket:
         # A compression needs matrices, and does best with square ones
         side = max(1, math.isqrt(entries)) if compresses else 1
         group = [Gradient("group", (entries // side, side), stream.dtype)]
-        return _bucket(group, stream, *cluster[:2])
+        return _bucket(group, stream, topology, links)
 
     rows = sub_profile([gradient for _, gradient in members], profile)
     prices = prices_of(make_bucket, *cluster)
@@ -372,7 +373,8 @@ def _merged(
         limit = stream.scheme.bucket_bytes
         if limit is None:
             total = prices.entry_bytes * sum(gradient.entries for _, gradient in members)
-            fused = stream.way.route.fused and not compresses
+            fuses = assumptions.on(links).fuses
+            fused = bool(fuses) and stream.way.route.fused and not compresses
             limit = default_bucket_bytes(
                 None if compresses else prices, int(min(total, most)), fused
             )

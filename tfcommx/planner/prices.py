@@ -75,7 +75,7 @@ def default_bucket_bytes(prices: Prices | None, stream_bytes: int, fused: bool) 
         prices: of the stream; None if the price of merged gradients is not that of their entries,
             as with a compression: then only the number of buckets is limited.
         stream_bytes: of all its gradients, >= 0.
-        fused: whether the route's waiting buckets are fused.
+        fused: whether the engine fuses the route's waiting buckets.
 
     **Source:** simulated steps of ResNet-50, BERT-Large and GPT-2 on 2 to 64 nodes:
     docs/laboratory/exchange.md.

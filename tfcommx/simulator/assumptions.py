@@ -142,7 +142,7 @@ class Assumptions:
         >>> from tfcommx.core import NOMINAL
         >>> Assumptions(contention=0.5).on(NOMINAL._replace(engine_s=1e-3, contention=2.0))
         Assumptions(selection=None, selection_on='compute', engine_s=0.001, ports_together=False,
-                   spread=0.0, contention=0.5, fuses=False, loading_s=0.0, slow_node=1.0,
+                   spread=0.0, contention=0.5, fuses=True, loading_s=0.0, slow_node=1.0,
                    slow_port=1.0, jitter=0.0)
         """
         values = {name: getattr(self, name) for name in ("engine_s", "contention", "fuses")}
