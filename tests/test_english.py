@@ -23,10 +23,10 @@ PHRASES = {
 }
 # Occurrences today. Lower one when you have rewritten some; never raise one
 BUDGETS = {
-    "tfcommx": {"goes on": 1, "nobody": 2, "what is, as a noun": 15},
+    "tfcommx": {},
     "scripts": {"goes on": 1, "of its own": 19, "nobody": 3, "what is, as a noun": 81},
     "tests": {"of its own": 41, "nobody": 27, "what is, as a noun": 167},
-    "pages": {"goes on": 1, "of its own": 18, "nobody": 3, "what is, as a noun": 29},
+    "pages": {},
 }
 
 

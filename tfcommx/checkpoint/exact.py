@@ -98,13 +98,13 @@ def _require_equal(
 ) -> None:
     if len(variables) != len(digests):
         raise CheckpointError(
-            f"A restored model must hold exactly what was saved. Received {len(variables)} "
+            f"A restored model must hold exactly the saved variables. Received {len(variables)} "
             f"variables of {owner}; {path.parent} has {len(digests)}. {REMEDY}"
         )
     for variable, saved, loaded in zip(variables, digests, _digests(variables), strict=True):
         if saved != loaded:
             raise CheckpointError(
-                f"A restored model must hold exactly what was saved. Received "
+                f"A restored model must hold exactly the saved variables. Received "
                 f"{path_of(variable)!r} of {owner}, which is {loaded} after loading and was "
                 f"{saved} (dtype, shape, digest) in {path.parent}. {REMEDY}"
             )

@@ -193,5 +193,5 @@ def advice(best: Prediction) -> str:
         return code
     return (
         f"{code}. Its merging goes by time: write the plan with `tfcommx plan --output`, and give "
-        "DistributedOptimizer(plan=tfcommx.routes.read_plan(text)) what is in the file"
+        "DistributedOptimizer(plan=tfcommx.routes.read_plan(text)) the text of the file"
     )

@@ -170,7 +170,7 @@ def open_private(path: Path) -> int:
         raise PermissionError(
             f"{path} must belong to user {os.geteuid()}, with mode 0700. It belongs to user "
             f"{status.st_uid}, with mode {stat.S_IMODE(status.st_mode):04o}. Another program may "
-            "have made it to read or replace what is written there: remove it."
+            "have made it to read or replace the files in it: remove it."
         )
     return opened
 

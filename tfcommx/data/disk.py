@@ -139,9 +139,9 @@ class Disk:
             except OSError as error:
                 self.write_error = str(error)
                 warnings.warn(
-                    f"The disk level {self.folder} takes no more samples: {error}. Training goes "
-                    "on; the next run will read more from the source. Give `disk` a folder with "
-                    "room that can be written.",
+                    f"The disk level {self.folder} takes no more samples: {error}. Training "
+                    "continues; the next run will read more from the source. Give `disk` a folder "
+                    "with room that can be written.",
                     stacklevel=2,
                 )
 

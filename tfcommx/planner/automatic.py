@@ -169,7 +169,7 @@ def find_auto(schemes: Mapping[str, Scheme]) -> Scheme | None:
     automatic = {scheme for scheme in schemes.values() if scheme.route == AUTO}
     if len(automatic) > 1:
         raise PlanError(
-            'Patterns may share one Scheme("auto"): what is chosen is measured for all of them '
+            'Patterns may share one Scheme("auto"): its choice is measured for all of them '
             f"together. Received {len(automatic)} different ones, for "
             f"{[name for name, scheme in schemes.items() if scheme.route == AUTO]}. Name routes "
             "for some of them."

@@ -114,7 +114,7 @@ def _ways(scheme: Scheme) -> Ways:
         )
     if scheme.dense_wire != PLAIN:
         raise PlanError(
-            "`dense_wire` is the format of what a sparse route leaves dense. Received "
+            "`dense_wire` is the format of gradients that a sparse route sends dense. Received "
             f"dense_wire={scheme.dense_wire!r} with the route {scheme.route!r}, which is dense. "
             "Use `wire`."
         )
@@ -164,7 +164,7 @@ def _check_auto(scheme: Scheme) -> None:
         if getattr(scheme, name) not in (PLAIN, *formats_allowed):
             raise PlanError(
                 'Scheme("auto") writes selected entries in a format of sparse routes (`wire`), and '
-                "what is not selected as it is or in 16 or fewer bits (`dense_wire`, or `wire` "
+                "others unchanged or in at most 16 bits (`dense_wire`, or `wire` "
                 f"without a selection). Received selection={scheme.selection!r} with "
                 f"{name}={getattr(scheme, name)!r}. Leave it out, or take "
                 f"{', '.join(formats_allowed) or 'a selection'}."

@@ -56,7 +56,7 @@ def balance(costs: Sequence[float], ranks: int) -> list[int]:
         ranks: >= 1; of those that have equally little the first.
 
     **Source:** Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): the rank that has most
-    has at most 4/3 of what it has in the best partition.
+    has at most 4/3 of its load in the best partition.
     """
     owners, loads = [0] * len(costs), [0.0] * ranks
     for position in sorted(range(len(costs)), key=lambda position: -costs[position]):

@@ -49,7 +49,7 @@ FAMILIES: dict[str, dict[str, type]] = {
 
 
 def _open(names: Iterable[str], *patterns: str) -> dict[str, Any]:
-    """Return the schema of a family: names of its table, or somebody else's "module:MEMBER"."""
+    """Return the schema of a family: names of its table, or another package's "module:MEMBER"."""
     allowed = [
         {"type": "string", "pattern": pattern} for pattern in (*patterns, f"^{FORM.pattern}$")
     ]
@@ -109,7 +109,7 @@ def comment_above(lines: list[str], number: int) -> str:
 
 
 def _comments(model: type) -> dict[str, str]:
-    """Return field -> the comment above it, of a model and what it derives from."""
+    """Return field -> the comment above it, of a model and its base classes."""
     comments: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if base in (object, BaseModel) or not base.__module__.startswith("tfcommx"):

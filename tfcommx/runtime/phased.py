@@ -8,7 +8,7 @@ Both phases are in the graph of one step, so a change of the phase needs no new 
 checkpoint of either phase can be loaded. The optimizer decides when the phase changes, on all ranks
 at the same step. Each bucket has a separate condition, because it must be sent while gradients of
 others are computed. Both phases share the residuals, because momenta are sent in the unit of
-gradients: what the last gradients lost is sent with the first momenta.
+gradients: residuals of the last gradients are sent with the first momenta.
 """
 
 from __future__ import annotations

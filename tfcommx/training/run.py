@@ -173,7 +173,7 @@ def check_counted(objective: Objective) -> None:
     """Check that a user's own task has `counted`. **Raises:** ConfigurationError."""
     if not isinstance(getattr(objective, "counted", None), str):
         raise cx.ConfigurationError(
-            "A task's objective needs `counted`: what a batch's size counts, such as 'images'. "
+            "A task's objective needs `counted`: the unit of a batch's size, such as 'images'. "
             f"{type(objective).__name__} has none."
         )
 

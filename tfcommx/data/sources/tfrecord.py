@@ -236,7 +236,7 @@ def imagenet(folder: str | os.PathLike[str], split: str = "train", skip: bool = 
         )
         raise DataError(
             f"All shards of one set, {total}, are required. {folder} has {len(files)} of {split}. "
-            f"{problem}. Bring what is missing, remove what does not belong, or name the files "
+            f"{problem}. Add missing shards, remove other files, or name the files "
             "yourself: TFRecords(files)."
         )
     return TFRecords(files, skip=skip)

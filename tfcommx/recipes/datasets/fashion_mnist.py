@@ -156,7 +156,7 @@ def _complete(folder: Path) -> bool:
 def _put_in_place(source: Path, target: Path) -> None:
     """Check the files in `source`, on the same file system, and rename each into `target`."""
     if missing := [name for name in FILES if not (source / name).is_file()]:
-        raise DataError(f"{', '.join(missing)} missing in what was downloaded")
+        raise DataError(f"{', '.join(missing)} missing in the download")
     load(source)
     target.mkdir(exist_ok=True)
     for name in FILES:

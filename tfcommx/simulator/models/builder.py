@@ -134,7 +134,7 @@ class Builder:
         if self.height < 1 or self.width < 1:
             raise ConfigurationError(
                 f"This model needs larger images: a window of {high} x {wide} does not fit into "
-                "what is left of them. Leave `size` out for the usual ones."
+                "the remaining pixels. Leave `size` out for the usual ones."
             )
         self.height = -(-self.height // stride)
         self.width = -(-self.width // stride)

@@ -65,7 +65,7 @@ class CentreProcess:
         for server in self.servers:
             server.finish()
         if self._ranks <= self._failed | (self._membership.gone() - self._ended):
-            raise RuntimeError("All ranks that train have failed or died; nobody has the centre.")
+            raise RuntimeError("All ranks that train have failed or died; no rank has the centre.")
         if len(self.servers) == 1:
             log.warning(
                 "No training has used the process that holds the centre. Give "

@@ -148,7 +148,7 @@ class EasgdWorker:
         average = averages[0].view(np.float64)
         if average.size != statistics.size:
             raise RuntimeError(
-                "All ranks need equally many statistics beside what they train, such as batch "
+                "All ranks need equally many statistics beside the trained weights, such as batch "
                 f"norm's means. Rank {self._rank} has {statistics.size}, others have more or less. "
                 "Build the same model on all ranks."
             )
