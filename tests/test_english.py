@@ -24,7 +24,7 @@ PHRASES = {
 # Occurrences today. Lower one when you have rewritten some; never raise one
 BUDGETS = {
     "tfcommx": {},
-    "scripts": {"goes on": 1, "of its own": 19, "nobody": 3, "what is, as a noun": 81},
+    "scripts": {},
     "tests": {"of its own": 41, "nobody": 27, "what is, as a noun": 167},
     "pages": {},
 }

@@ -1,4 +1,4 @@
-"""What benchmarks verify their results by. Needs NumPy only."""
+"""Checks by which benchmarks verify their results. Needs NumPy only."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def weighted_sum(vector: np.ndarray) -> float:
 def selected_right(
     indices: np.ndarray, values: np.ndarray, kept: np.ndarray | None, total: np.ndarray, k: int
 ) -> bool:
-    """Check k chosen entries of a vector, and what was kept of the others.
+    """Check k chosen entries of a vector, and the residual of the others.
 
-    Sent + kept must be the total, bit by bit, and the magnitude that was chosen >= 0.99 of the
-    exact choice's.
+    Chosen entries + residual must equal the total, bit by bit, and the sum of the chosen magnitudes
+    must be >= 0.99 of the exact top-k's.
 
     Args:
-        indices, values: [k], what was chosen; the indices must be unique.
-        kept: float32 [n], the residual afterwards; None: nothing is kept.
+        indices, values: [k], the chosen entries; the indices must be unique.
+        kept: float32 [n], the residual afterwards; None: there is no residual.
         total: float32 [n], gradient + residual.
         k: entries to choose.
     """

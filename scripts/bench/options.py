@@ -1,7 +1,7 @@
-"""The options, columns and outputs that the benchmarks share. What is claimed is verified, always.
+"""The options, columns and outputs that the benchmarks share. Results are always verified.
 
 Options (`parser`)
-    -n, --sizes N ...    sizes of what is measured: entries, or what the benchmark's help says
+    -n, --sizes N ...    sizes: entries, unless the benchmark's help gives another unit
     --repeats N          timed rounds
     --smoke              the smallest run: answers are verified, times are not judged
     --json FILE          write one object a line
@@ -10,13 +10,13 @@ Options (`parser`)
 
 Columns (`row`), in every table and in every line of the JSON file; a benchmark adds its own after
 them
-    name            what was measured
+    name            of the measured case
     n               its size, one of --sizes
-    density         entries that travel / entries; 1 if all do
+    density         entries sent / entries; 1 if all are sent
     seconds         of one round: the median over the repeats, where these are given
-    limit_seconds   what the claim allows; null if it says nothing
+    limit_seconds   the limit by the claim; null if it sets none
     times_limit     seconds / limit_seconds; null if there is no limit
-    verified        whether the result was right; null where nothing is judged
+    verified        true if the result was right; null where nothing is judged
     repeats, lowest_seconds, highest_seconds
                     the rounds that were timed and their spread; null where a row is no median
 
@@ -49,7 +49,7 @@ class Table(NamedTuple):
     rows: list[dict[str, Any]]
     # The name of a row; the seconds of each row over its seconds are a column
     base: str | None = None
-    # Columns of its own: heading -> what makes a row's cell
+    # Extra columns: heading -> function that makes a row's cell
     own: Mapping[str, Callable[[dict[str, Any]], str]] = {}
     # Printed below it
     notes: Sequence[str] = ()

@@ -14,7 +14,7 @@ import tfcommx as cx
 def plain_allreduce(
     gradients: dict[str, tf.Tensor], compression: Any = hvd.Compression.none
 ) -> dict[str, tf.Tensor]:
-    """Average each gradient by an allreduce of its own, in this order; `compression` is Horovod's.
+    """Average each gradient by a separate allreduce, in this order; `compression` is Horovod's.
 
     **Ranks:** all.
     """

@@ -1,4 +1,4 @@
-"""Plans at work: what gradients travel by, whether that is decided, whether a step is right."""
+"""Plans in use: the routes of the gradients, the state of a trial, and a check of a step."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tfcommx.runtime.trial import TrialExecutor
 
 
 def executors(optimizer: Any) -> list[Any]:
-    """Return what carries out the plans of an optimizer: nothing, if it is not wrapped."""
+    """Return the executors of an optimizer's plans; an empty list if it is not wrapped."""
     exchanger = getattr(optimizer, "exchanger", None)
     return [] if exchanger is None else [run.executor for run in exchanger.runs.values()]
 
 
 def is_decided(optimizer: Any) -> bool:
-    """Return whether no trial is under way: steps of several plans would be timed as one's."""
+    """Return True if no trial is running, because its steps with several plans must not count."""
     trials = [one for one in executors(optimizer) if isinstance(one, TrialExecutor)]
     return all(one.chosen is not None for one in trials)
 
 
 def selects(plan: Plan) -> bool:
-    """Return whether any bucket sends a selection of its entries."""
+    """Return True if any bucket sends a selection of its entries."""
     return any(bucket.k is not None for bucket in plan.buckets)
 
 
 def in_words(plan: Plan) -> str:
-    """Return how the buckets of a plan travel, and how many there are."""
+    """Return the routes and wire formats of a plan's buckets, and their number."""
     kinds = dict.fromkeys(
         bucket.route + ("" if bucket.wire == PLAIN else f" {bucket.wire}")
         for bucket in plan.buckets
@@ -46,9 +46,9 @@ def sums_are_right(
     variables: list[keras.Variable],
     exchanges: bool = True,
 ) -> bool:
-    """Take one step with known gradients from weights of zero; then put everything back.
+    """Take one step with known gradients from weights of zero; then restore the weights.
 
-    The plan that is at work then is what is checked. Residuals are dropped before and afterwards.
+    This checks the plan currently in use. Residuals are dropped before and afterwards.
 
     Args:
         comm: of this rank.
@@ -57,7 +57,8 @@ def sums_are_right(
         exchanges: False: each rank must keep its own gradients.
 
     Returns:
-        Whether the weights became minus the average over the ranks of what was not kept.
+        True if the weights became minus the average of the gradients over the ranks, up to the
+        residuals.
 
     **Ranks:** all.
     """

@@ -62,7 +62,7 @@ def join(chosen: argparse.Namespace) -> Any:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the parser of what the process that starts the ranks must know."""
+    """Make the parser of the options that the launching process reads."""
     found = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     found.add_argument("--json", type=Path)
     found.add_argument("--png", type=Path)
@@ -128,8 +128,8 @@ def places(chosen: argparse.Namespace, benchmark: Benchmark) -> list[Place]:
     """Return where a benchmark runs: one launch each.
 
     Args:
-        chosen: the options of `add_options`; None where nothing was said.
-        benchmark: what it takes then.
+        chosen: the options of `add_options`; None where the user set none.
+        benchmark: has the defaults.
     """
     engine = chosen.launcher or "gloo"
     size, slots = chosen.node_size, chosen.slots or benchmark.slots

@@ -1,4 +1,4 @@
-"""Record a training, a comparison, or what the simulator predicts, as docs/records/NAME.json.
+"""Record a training, a comparison, or the simulator's predictions, as docs/records/NAME.json.
 
 A row of `tfcommx machines` is a cell, with the seconds of exchange that each scheme exposes.
 

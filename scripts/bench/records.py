@@ -8,8 +8,8 @@ A record is one file, `docs/records/NAME.json`, of one call of a program:
                                     the mean over the minute before the program began; null for
                                     rows of several launches
     versions                        python, tensorflow, keras, horovod, tfcommx
-    note                            what else to know: a virtual cluster, say; may be null
-    rows                            what was measured, one object each, told apart by `name`
+    note                            other conditions: a virtual cluster, say; may be null
+    rows                            the measurements, one object each, with a unique `name`
 
 Benchmarks write one with `--record NAME` (options.py), trainings get theirs from
 their summary (`bench record`). Pages include figures from records (scripts/documents/figures.py).
@@ -43,7 +43,7 @@ PACKAGES = {
     "horovod": ("horovod",),
     "tfcommx": ("tfcommx",),
 }
-# Programs that a command as typed begins with; what is before them (time, nice) measures nothing
+# Programs that a measuring command can begin with; words before them (time, nice) are dropped
 STARTERS = re.compile(r"(python[\d.]*|horovodrun|mpirun|tfcommx)$")
 NAME = re.compile(r"[a-z][a-z0-9_]*$")
 
@@ -62,7 +62,7 @@ def write(
 
     Args:
         name: letters, digits and `_`; what pages call it.
-        rows: what was measured; a record without rows is refused.
+        rows: the measurements; a record without rows is refused.
         command: as it was typed; see `command_of`.
         note: what else to know about the conditions.
         folder: of the records.
@@ -142,7 +142,7 @@ def commit() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the measurement ran on."""
+    """Return the processor, memory and load of this machine."""
     try:
         about = Path("/proc/cpuinfo").read_text()
     except OSError:

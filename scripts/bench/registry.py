@@ -1,4 +1,4 @@
-"""The benchmarks by name, and what must be known of them before TensorFlow is loaded."""
+"""The benchmarks by name, with the facts that are needed before TensorFlow is loaded."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ BENCHMARKS = {
 
 
 def claim(name: str) -> str:
-    """Return what a benchmark's docstring begins with; its file is not imported."""
+    """Return the claim in the first line of a benchmark's docstring, without importing its file."""
     text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())) or ""
     return text.partition("\n")[0].partition(": ")[2]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bench.records import FOLDER, ROOT
 
-# Settings of the same training: what is changed in the demo's recipe, whose three phases have 3, 2
+# Settings of the same training: their changes to the demo's recipe, whose three phases have 3, 2
 # and 6 epochs
 SPARSE = "{route: hitopk, selection: mstopk, density: 0.01, dense_route: torus}"
 SHORT_ENTRIES = (

@@ -12,7 +12,7 @@ from tfcommx.recipes.schema import FAMILIES, PARTS, recipe_schema
 HEADINGS = {model.__name__: name for name, model in PARTS.items()} | {
     model.__name__: family for family, table in FAMILIES.items() for model in table.values()
 }
-# With nothing but what is required: shows which members are the usual ones
+# Has only the required fields, so the defaults show the usual members
 USUAL = Recipe.model_validate(
     {
         "name": "usual",

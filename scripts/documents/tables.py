@@ -269,7 +269,7 @@ def versions(records: Records) -> str:
 
 
 def losses(records: Records) -> str:
-    """Return what a supervised run does after each kind of fault."""
+    """Return the times and results of a supervised run after each kind of fault."""
 
     def yes(name: str) -> Callable[[Row], str]:
         return lambda row: {True: "yes", False: "no", None: ""}[row[name]]

@@ -13,7 +13,7 @@ NOISE = 32
 
 
 class Gan(keras.Model):
-    """A generator and a discriminator, each with an optimizer of its own."""
+    """A generator and a discriminator, each with its own optimizer."""
 
     def __init__(self):
         super().__init__()

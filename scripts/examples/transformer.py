@@ -1,4 +1,4 @@
-"""Train a Transformer, its embedding by a scheme of its own.
+"""Train a Transformer, with a separate scheme for its embedding.
 
 horovodrun -np 4 python scripts/examples/transformer.py
 

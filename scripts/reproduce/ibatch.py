@@ -40,7 +40,7 @@ def speedup(data: dict[str, Any], name: str, method: str, seconds_per_multiply_a
     known, about = data["assumed"], data["rows"][name]
     table = table_of(data, about["model"])
     compute_s = table.operations / FORWARD_SHARE * seconds_per_multiply_add
-    # A port carries what the nodes of its blade pull from the other blades
+    # A blade's port carries the parameters that its nodes pull from the other blades
     nodes, blades = known["nodes"], known["blades"]
     share = nodes / blades * (1 - 1 / blades)
     beta = share * 8e-9 / known["gbit"] / known["efficiency"]

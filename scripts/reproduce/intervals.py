@@ -3,9 +3,9 @@
 python scripts/reproduce/intervals.py
 python scripts/reproduce/intervals.py --rows horovod.json commlib.json    # what --json wrote
 
-`tfcommx.planner.predict` has the three numbers of all sources together. Whether they would have
-held for a source that nobody had seen is answered by leaving each source out in turn: the numbers
-of the others then make its intervals. A source of several networks or tables counts as several.
+`tfcommx.planner.predict` has the three numbers fitted to all sources together. To test whether they
+hold for a new source, each source is left out in turn, and its intervals are computed from the
+numbers of the others. A source of several networks or tables counts as several.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def shared(data: dict[str, Any], name: str) -> Messages:
         "LP": pipeline,
         "MST": about["messages"],
         "BE": pipeline / about["share"]["BE"],
-        # As the paper's table 1: an allreduce takes what a broadcast and a reduce take
+        # As in the paper's table 1: an allreduce takes as long as a broadcast and a reduce together
         "algorithm 3": pipeline,
     }
 

@@ -48,7 +48,7 @@ ALPHA, SERVERS = 5e-5, 2e-3
 
 
 def times_of(model: str, gbit: float, startup_s: float | None) -> PullTimes:
-    """Return what the pulls and the forward pass of each layer take."""
+    """Return the times of the pulls and of each layer's forward pass."""
     table = models.get(model)
     profile = Profile.from_throughput(table, RATE / table.operations, batch=BATCHES[model])
     weights = profile.variables[::-1]

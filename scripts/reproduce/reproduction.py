@@ -65,9 +65,9 @@ def row(
 
 
 def solve(function: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Return where a rising or falling function has a value, between two arguments.
+    """Return the argument, between two bounds, at which a monotonic function has a value.
 
-    If the value is outside of what it reaches, the nearer end is returned.
+    If the function does not reach the value between the bounds, the nearer bound is returned.
     """
     rises = function(high) > function(low)
     for _ in range(60):

@@ -5,9 +5,9 @@
     python3 scripts/setup --gpu    # the GPU wheel; Horovod with NCCL if CUDA is found
 
 The steps: a Python environment (.venv, or TFCOMMX_VENV), TensorFlow, Open MPI, Python packages,
-Horovod, the native ops, the schema of recipes, the images of the demo. A step is done again only if
-what it depends on has changed, so a second call takes seconds. Later calls keep to --gpu; --no-gpu
-goes back.
+Horovod, the native ops, the schema of recipes, the images of the demo. A step is repeated only if
+its inputs have changed, so a second call takes seconds. Later calls remember --gpu; --no-gpu
+undoes it.
 
 Only the Python standard library is used here: this script runs before anything is installed.
 """
@@ -50,7 +50,7 @@ LIBRARY_FACTS = ROOT / "tfcommx" / "lib" / "build.json"
 
 
 def check_tools() -> None:
-    """Refuse what would fail later, and less clearly."""
+    """Check the requirements first, because a later failure would be less clear."""
     if not (3, 11) <= sys.version_info < (3, 14):
         raise Missing(
             f"Python 3.11 to 3.13 is required: TensorFlow {TENSORFLOW} and Keras run on these. "
@@ -82,12 +82,12 @@ def check_tools() -> None:
 
 
 def environment_key(gpu: bool) -> str:
-    """Hash what the environment itself depends on."""
+    """Hash the inputs of the environment: Python's version, the folder and the GPU option."""
     return digest(sys.version, str(VENV), gpu)
 
 
 def make_environment() -> None:
-    """Make an empty environment; what was there is removed."""
+    """Make an empty environment in place of an existing one."""
     run(sys.executable, "-m", "venv", "--clear", VENV)
 
 
@@ -103,7 +103,7 @@ def requirements() -> list[str]:
 
 
 def install_packages(environment: Environment) -> None:
-    """Install TensorFlow, Open MPI, what builds Horovod, and the requirements."""
+    """Install TensorFlow, Open MPI, the build tools for Horovod, and the requirements."""
     wheel = "tensorflow[and-cuda]" if environment.gpu else "tensorflow-cpu"
     tensorflow = f"{wheel}=={TENSORFLOW}"
     environment.pip("install", tensorflow, OPEN_MPI, *BUILD_TOOLS, *requirements())
@@ -129,7 +129,7 @@ def native_is_current() -> bool:
 
 
 def native_key(base: str) -> str:
-    """Hash what the native library depends on."""
+    """Hash the inputs of the native library: its sources, its build files and `base`."""
     targets = ROOT / "tfcommx" / "kernels" / "build.py"
     files = (ROOT / "ops", ROOT / "setup.py", ROOT / "pyproject.toml", targets)
     choice, nvcc = os.environ.get("TFCOMMX_CUDA", ""), GPUS["find_nvcc"]()
@@ -203,7 +203,7 @@ def parse_arguments() -> argparse.Namespace:
         help="TensorFlow's GPU wheel, and NCCL for Horovod if CUDA is found; later calls keep it",
     )
     options.add_argument(
-        "--no-gpu", action="store_false", dest="gpu", help="the CPU wheel; what a first call takes"
+        "--no-gpu", action="store_false", dest="gpu", help="the CPU wheel; the first call's default"
     )
     options.add_argument("--only", choices=["horovod"], help="stop after this step")
     options.add_argument("--no-data", action="store_true", help="leave out the images of the demo")

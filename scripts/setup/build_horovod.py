@@ -64,7 +64,7 @@ BINDING_OF_HOROVOD = "_NO_BINDING_ARGS = ['-bind-to none', '-map-by slot']"
 BINDING_OF_OPEN_MPI_5 = "_NO_BINDING_ARGS = ['--bind-to none', '--map-by slot']"
 
 
-# The file of the package by which setup.py, too, finds nvcc and chooses what it builds for
+# The package's module that finds nvcc and chooses GPU architectures; setup.py uses it, too
 GPUS = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "build.py"))
 FOR_CPUS = "export TFCOMMX_CUDA=0; python3 scripts/setup --no-gpu"
 
@@ -152,7 +152,7 @@ def tensorflow_include(environment: Environment) -> Path:
 
 
 def build_settings(environment: Environment) -> tuple[dict[str, str], str]:
-    """Return the build's environment variables, and what the built Horovod can do, in words."""
+    """Return the build's environment variables, and a description of the features to build."""
     include = tensorflow_include(environment)
     shims = environment.folder / "horovod-shims"
     builder = shims / "tensorflow" / "compiler" / "xla" / "client" / "xla_builder.h"
@@ -210,7 +210,7 @@ def horovod_key(environment: Environment) -> str:
 
 
 def build_wheel(environment: Environment, wheels: Path) -> str:
-    """Build Horovod's wheel into the folder `wheels`; return what it can do, in words."""
+    """Build Horovod's wheel into the folder `wheels`; return a description of its features."""
     settings, able = build_settings(environment)
     path = f"{environment.folder / 'bin'}:{os.environ['PATH']}"
     # Before the minutes of building: if that fails, say so at once.
@@ -245,7 +245,7 @@ def look_beside_itself(environment: Environment, library: Path) -> None:
 def patch_wheel(environment: Environment, built: Path) -> Path:
     """Return a copy of a built wheel that fits any environment with Open MPI 5.
 
-    Its RECORD agrees with what it holds.
+    Its RECORD matches its files.
     """
     folder = environment.folder / "wheels" / "patched"
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What every part of the set-up uses: running commands, hashing what a step depends on, steps.
+"""Tools shared by all parts of the set-up: run a command, hash inputs, repeat only changed steps.
 
 Only the Python standard library is used here: the set-up runs before anything is installed.
 """
@@ -45,7 +45,7 @@ class Environment(NamedTuple):
 
     @property
     def stamps(self) -> Path:
-        """The folder of what was done, one file a step."""
+        """The folder with one stamp file for each completed step."""
         return self.folder / "tfcommx-stamps"
 
     def pip(self, *arguments: object, env: dict[str, str] | None = None) -> str:
@@ -64,14 +64,14 @@ class Environment(NamedTuple):
         work: Callable[[], str | None],
         still_there: Callable[[], bool],
     ) -> None:
-        """Do a step of the set-up, unless it was done and is still good; say what takes how long.
+        """Carry out a step of the set-up, unless its result is up to date; print its duration.
 
         Args:
             name: of the step and of its stamp.
-            what: what is done, for the user.
-            key: hash of what the step depends on; it is done again if this has changed.
-            work: does it; returns a remark or None.
-            still_there: whether its result is there.
+            what: description of the step, printed for the user.
+            key: hash of the step's inputs; the step is repeated if it has changed.
+            work: carries out the step; returns a remark or None.
+            still_there: returns True if the step's result exists.
         """
         stamp = self.stamps / name
         if stamp.is_file() and stamp.read_text() == key and still_there():

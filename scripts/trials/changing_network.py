@@ -4,8 +4,8 @@
     python scripts/trials/changing_network.py                    # 4 x 1, 1 Gbit/s and then a third
     python scripts/trials/changing_network.py --rates 200mbit 66mbit --model resnet50 --batch 4
 
-On a virtual cluster (needs root) the same model is trained by `fit` under each scheme, with a
-launch of its own. When a run has taken half of its steps, the links get their second rate. Columns,
+On a virtual cluster (needs root) the same model is trained by `fit` under each scheme, each in a
+separate launch. When a run has taken half of its steps, the links get their second rate. Columns,
 seconds of a step, medians over the last third of each half, of rank 0:
 
     before, after   at the first rate and at the second

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Claim: with a slow network a step is shorter here than with what people would take instead.
+"""Claim: with a slow network a step is shorter here than with the usual alternatives.
 
     python scripts/trials/frameworks.py                          # 4 x 1, 200 Mbit/s; needs root
     python scripts/trials/frameworks.py --only "ddp powersgd/4" --repeats 3
 
 Each trains ResNet-50 at 64 x 64 pixels with SGD on the same virtual cluster, one after the other:
 PyTorch's DistributedDataParallel over Gloo (plain, with its hooks for 16 bits and for PowerSGD),
-TensorFlow's MultiWorkerMirroredStrategy in a loop of its own, and tfcommx and plain Horovod, as
-`scripts/bench training` has them. PyTorch is installed into build/frameworks, an environment of its
-own, and computes with one thread a rank; TensorFlow has as many as it takes by default. Columns:
+TensorFlow's MultiWorkerMirroredStrategy in a custom training loop, and tfcommx and plain Horovod,
+as `scripts/bench training` has them. PyTorch is installed into a separate environment,
+build/frameworks, and computes with one thread per rank; TensorFlow has its default number. Columns:
 
     step            seconds: median over the steps of the slowest rank's time
     to no exchange  over a step of the same framework that exchanges nothing
-    MB sent         what leaves a node in a step: its network interface's count, with protocol
-                    headers, in the steps that count; of tfcommx and Horovod what they count
-                    themselves, without headers
+    MB sent         sent by a node in a step: the count of its network interface, with protocol
+                    headers, in the steps that count; for tfcommx and Horovod their own count,
+                    without headers
 
 Verified: the ranks' weights are equal in the end; without exchange they differ.
 """
@@ -41,7 +41,7 @@ FOLDER = Path(__file__).parent
 CLUSTER = [str(ROOT / "scripts" / "cluster"), "--name", "frameworks"]
 TORCH = ROOT / "build" / "frameworks" / "torch"
 PACKAGES = ("torch", "numpy")
-# Name -> the worker, and what it is told
+# Name -> the worker and its argument
 OTHERS = {
     "ddp none": ("frameworks_torch.py", "none"),
     "ddp": ("frameworks_torch.py", "plain"),

@@ -18,7 +18,7 @@ WARM_UP = 4
 
 
 def bytes_sent() -> int:
-    """Return what has left this node by its network interface."""
+    """Return the bytes that this node's network interface has sent."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     (line,) = (one for one in lines if one.strip().startswith("eth0:"))
     return int(line.partition(":")[2].split()[8])

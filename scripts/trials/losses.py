@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Claim: a training continues after every loss, from the memory of what is left.
+"""Claim: a training continues after every loss, from the memory of the remaining nodes.
 
     python scripts/trials/losses.py                              # the table; needs root
     python scripts/trials/losses.py --setups hitopk --faults kill cut --record losses
@@ -16,16 +16,16 @@ with a snapshot every 20 steps of .1 s; when a generation has taken 50 steps it 
     memory      the files of the newest snapshot are damaged on one node, then a rank is killed
     full        /dev/shm is filled; 40 steps later a rank is killed
 
-A setup (losses_setups.py) says what is trained on which nodes. `horovod` is Horovod's own elastic
-mode, which commits every 20 steps; its discovery script stops naming a node that is gone.
+A setup (losses_setups.py) defines a training and its nodes. `horovod` is Horovod's own elastic
+mode, which commits every 20 steps; its discovery script stops naming a lost node.
 
 Seconds of the table:
 
     cold start  from the start of the first generation to its first step
-    detected    from the fault until the ranks have ended, and the supervisor has said so; with
-                Horovod, until a rank has got the error
+    detected    from the fault until the ranks have ended, and the supervisor has reported it; with
+                Horovod, until a rank has raised the error
     next step   from the fault to the first step that counts
-    more        next step - detected - cold start: what the recovery itself costs
+    more        next step - detected - cold start: the time of the recovery itself
 
 `repeated` are steps that were taken twice. `same bits`: the weights at the end are those of a run
 without a fault, where the number of ranks has not changed. A long run: losses_hour.py.
@@ -116,7 +116,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def failed(row: dict[str, Any]) -> bool:
-    """Return whether a row is against the claim; what Horovod does after a fault is no claim."""
+    """Return True if a row contradicts the claim, which says nothing of Horovod after a fault."""
     if SETUPS[row["setup"]].horovod:
         return "cold_start" not in row
     return not row["went_on"] or not row["replicas_equal"] or row["same_bits"] is False
@@ -125,7 +125,7 @@ def failed(row: dict[str, Any]) -> bool:
 def with_cluster(
     cluster: Cluster, name: str, faults: Sequence[str], folder: Path
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Measure a setup; return its rows, and what is left on the machine."""
+    """Measure a setup; return its rows, and the processes and files left on the machine."""
     setup, rows = SETUPS[name], []
     cluster.call("up", "--nodes", setup.nodes + 1, "--rate", "500mbit", "--slots", setup.slots)
     try:
@@ -144,19 +144,19 @@ def with_cluster(
 
 
 def record(name: str, rows: list[dict[str, Any]], command: str) -> None:
-    """Write rows into a record; those that it has, and that were not measured now, stay."""
+    """Write rows into a record; its rows that were not measured again stay."""
     path = records.FOLDER / f"{name}.json"
     before = json.loads(path.read_text())["rows"] if path.exists() else []
     found = {row["name"]: row for row in [*before, *rows]}
     order = [f"{setup}, {fault}" for setup in SETUPS for fault in FAULTS]
     kept = {one: found[one] for one in [*order, *found] if one in found}.values()
-    # What a row lacks is null
+    # Columns that a row lacks are null
     columns = dict.fromkeys(column for row in kept for column in row)
     records.write(name, [columns | row for row in kept], command)
 
 
 def main() -> int:
-    """Run what is asked for; return 1 if something did not continue."""
+    """Run the chosen setups; return 1 if a training did not continue."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -171,7 +171,7 @@ def main() -> int:
     cluster = Cluster(chosen.name)
     if chosen.minutes:
         return losses_hour.measure(cluster, folder, chosen)
-    print(f"{'setup, fault':24}{'went on':8}", *(f"{one:>10}" for one in COLUMNS), " ", *HEADS)
+    print(f"{'setup, fault':24}{'resumed':8}", *(f"{one:>10}" for one in COLUMNS), " ", *HEADS)
     rows, stays = [], []
     for name in chosen.setups:
         faults = chosen.faults or SETUPS[name].faults

@@ -52,7 +52,7 @@ def train(state: hvd.elastic.TensorFlowState) -> None:
                 notes.step(state.step, hvd.size())
             if state.step % COMMIT_STEPS == 0:
                 state.commit()
-    except Exception:  # Of any kind: Horovod decides what it means
+    except Exception:  # Of any class, because Horovod decides how to treat it
         notes.next_generation()
         raise
 

@@ -2,10 +2,10 @@
 
 The run meets a fault every two minutes of training in the mean, and a node that was lost comes back
 after one. Then three seeds are trained without a fault on as many samples, as fast as they can be.
-What is said of the run:
+Columns:
 
-    goodput            share of all seconds that went into steps that count
-    predicted          the same, if each fault had cost what the table of single faults says:
+    goodput            share of all seconds that were spent on steps that count
+    predicted          the same, if each fault had cost as much as in the table of single faults:
                        next step + repeated steps, and a planned restart for a node that comes back
     predicted here     with this run's own first cold start in place of the table's
     accuracy           at the end, beside that of the seeds
@@ -29,10 +29,10 @@ from losses_runs import AWAY, Cluster, Length, Run, Setup
 from losses_setups import SETUPS, STEPS_BEFORE, WAIT_SECONDS, left, undisturbed
 
 MEAN_SECONDS, LEAST_SECONDS, AWAY_SECONDS = 120.0, 20.0, 60.0
-# What a step takes at least
+# Minimum time of a step
 STEP_SECONDS = 0.3
 STEPS_OF_EPOCH, BATCH = 40, 32
-# `full` would need a memory of its own, which cannot be looked into when the run has ended
+# Without `full`, because its private /dev/shm could not be inspected after the run
 FAULTS = ("kill", "node", "cut", "stop", "term", "memory")
 SEEDS = (1, 2, 3)
 SETUP = "hitopk"
@@ -124,7 +124,7 @@ def samples(run: Run) -> int:
 
 
 def ports(cluster: Cluster, nodes: int) -> set[str]:
-    """Return the ports that somebody listens on, on any node."""
+    """Return the ports on which any process listens, of all nodes."""
     found = set()
     for node in range(nodes + 1):
         command = ["ip", "netns", "exec", cluster.space(node), "cat", "/proc/net/tcp"]

@@ -1,4 +1,4 @@
-"""What the ranks that losses.py disturbs have in common: samples, a model, and their notes.
+"""The samples, the model and the notes that all ranks under losses.py share.
 
 Into the run's folder:
 
@@ -6,7 +6,7 @@ Into the run's folder:
     run-RUN            empty; RUN is the supervisor's name of the run
     steps-GENERATION   by rank 0, a line after each step: time, step of the whole run, ranks
     weights-RANK       a hash of the weights at the end
-    scores             by rank 0: epochs, loss and accuracy on samples that nobody trained on
+    scores             by rank 0: epochs, loss and accuracy on samples that no rank trains on
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS, BATCH, WIDTH, CLASSES = 40, 32, 256, 10
 
 
 class Notes:
-    """Writes down what a rank does.
+    """Writes a rank's progress into the run's folder.
 
     Args:
         folder: of the run.

@@ -76,10 +76,10 @@ class Run:
 
     Args:
         cluster: that is up.
-        folder: for what ranks and launcher write.
-        setup: what is trained.
-        length: how long.
-        own_memory: whether its /dev/shm is a small one of its own.
+        folder: for the files of ranks and launcher.
+        setup: defines the training and its nodes.
+        length: of the run.
+        own_memory: whether it gets a small private /dev/shm.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Run:
             + os.environ["PATH"],
             "PYTHONPATH": str(ROOT),
             "TF_CPP_MIN_LOG_LEVEL": "2",
-            # What earlier runs have measured would decide for "auto"
+            # A fresh cache, because measurements of earlier runs would decide for "auto"
             "TFCOMMX_CACHE": str(folder / "cache"),
         }
         self.began = time.time()
@@ -117,7 +117,7 @@ class Run:
             start_new_session=True,
         )
         self.memory = Path(f"/proc/{self.process.pid}/root/dev/shm") if own_memory else MEMORY
-        # When the supervisor has said what
+        # Times and texts of the supervisor's messages
         self.said: list[tuple[float, str]] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -153,7 +153,7 @@ class Run:
                 if line.startswith("tfcommx: "):
                     self.said.append((time.time(), line.strip()))
 
-    # --- what it does ----------------------------------------------------------------------
+    # --- its progress ----------------------------------------------------------------------
 
     def steps(self, generation: int) -> list[tuple[float, int, int]]:
         """Return when rank 0 of a generation has taken which step, on how many ranks."""

@@ -15,7 +15,7 @@ Methods:
     momenta/WIRE     the momentum in codes on both hops (LowBitSGD)
     allgather/K      the largest K (a share) of each worker's gradient + residual
     oktopk/K         the same, and of their sum the largest K alone: Ok-Topk (Li, Hoefler, 2022),
-                     by exact thresholds; what is not in both stays in the residual
+                     by exact thresholds; entries outside either selection stay in the residual
 
 `bytes` is the share of plain Horovod's bytes that a worker sends: of codes with their steps, of
 selected entries with 9.6 bits each (elias/int4 at 10 %; their values are not rounded here), 16 bits
@@ -81,7 +81,7 @@ class Codes:
         return total.numpy()[: self.entries]
 
     def bytes(self) -> float:
-        """Return what a worker sends."""
+        """Return the bytes that a worker sends."""
         words = sum(dense_code_words(self.shard, self.wire))
         return 2 * 4 * words * (self.workers - 1)
 
@@ -105,7 +105,7 @@ class Selected:
         return total / self.workers
 
     def bytes(self) -> float:
-        """Return what a worker sends: to all others, or to owners and back."""
+        """Return the bytes that a worker sends: to all others, or to owners and back."""
         entries = 2 * self.k / self.workers if self.of_sum else self.k
         return entries * SELECTED_BITS / 8 * (self.workers - 1)
 

@@ -35,7 +35,7 @@ HOSTS = "localhost:1,127.0.0.1:1"
 
 
 def work(folder: Path, batch: int, size: int, blocks: int, steps: int) -> None:
-    """Train as one of the ranks, and let rank 0 write what it has measured."""
+    """Train as one of the ranks; rank 0 writes its measurements."""
     import keras
     import numpy as np
 
@@ -88,7 +88,7 @@ def work(folder: Path, batch: int, size: int, blocks: int, steps: int) -> None:
 
 
 def main() -> int:
-    """Start the ranks, and show or record what they have measured."""
+    """Start the ranks, and show or record their measurements."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

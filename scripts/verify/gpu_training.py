@@ -9,8 +9,8 @@ and after, whether all ranks have equal weights and, of one traced step, the byt
 the GPU and the host, the largest such copies, and the kernels that took longest. With `--tests`
 the ranks run these tests in place of it. Needs what `make setup TFCOMMX_SETUP=--gpu` installs.
 
-Several ranks may share one GPU: a UTS namespace, which needs root, makes each a host of its own to
-NCCL and to `init()`. Collectives then run over the loopback device, so their times are not a
+Several ranks may share one GPU: a UTS namespace, which needs root, makes each a separate host for
+NCCL and `init()`. Collectives then run over the loopback device, so their times are not a
 cluster's.
 """
 
@@ -53,14 +53,14 @@ LOW_BIT = ["LowBitSGD", "LowBitLARS"]  # Optimizers whose momenta travel in 2 bi
 
 
 def become_host(rank: int) -> None:
-    """Give this process a host name of its own, which resolves to the loopback device."""
+    """Give this process a unique host name, which resolves to the loopback device."""
     libc, name = ctypes.CDLL(None, use_errno=True), f"node{rank}"
     try:
         socket.gethostbyname(name)
     except OSError:  # Gloo would crash without a message
         sys.exit(f"The name {name} must resolve: echo '127.0.0.1 {name}' >> /etc/hosts")
     if libc.unshare(NEW_UTS_NAMESPACE) or libc.sethostname(name.encode(), len(name)):
-        raise OSError(ctypes.get_errno(), "A host name of its own needs root")
+        raise OSError(ctypes.get_errno(), "Setting a host name needs root")
 
 
 def copies_and_kernels(folder: Path) -> dict[str, Any]:

@@ -6,8 +6,8 @@ Keras after another: `make test-versions`.
     python scripts/verify/versions.py --only py3.13 keras3.14
     python scripts/verify/versions.py --pythons ~/.pyenv/versions/*/bin/python --record versions
 
-Each has an environment of its own in build/versions/, in a clone of what is committed, so that the
-native library is built there, too. It takes some 15 minutes each on 2 cores.
+Each is tested in its own environment in build/versions/, in a clone of the last commit, so that the
+native library is built there, too. This takes about 15 minutes each on 2 cores.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     python scripts/verify/wheels.py [--record wheels]
 
 An empty environment is made, with this Python and without a compiler on PATH; pip installs the two
-wheels and what they require; then two ranks train, launched by `tfcommx run`. What was installed is
-listed with its licences in dist/sbom.json.
+wheels and their requirements; then two ranks train, launched by `tfcommx run`. dist/sbom.json lists
+the installed packages with their licences.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         python = folder / "venv" / "bin" / "python"
-        # Only what a bare Debian with Python has: no compiler
+        # Only the programs of a bare Debian with Python: no compiler
         tools = folder / "tools"
         tools.mkdir()
         for tool in ("bash", "sh", "env", "uname", "hostname", "ps"):

@@ -3,15 +3,15 @@
     python scripts/bench auto -n 2000000                                     # loses nothing
     python scripts/bench auto -n 10000000 --density 0.01 --nodes 4 --rate 200mbit    # may select
 
-Peers: plain Horovod, and plans that one would choose by hand. Each scheme trains a network of its
-own, of dense layers with n parameters in all: "plain" by plain Horovod, one allreduce for each
-gradient, without tfcommx; "Scheme()" by the same collectives in buckets. First each takes its first
-steps, which are the trial of "auto" (`begin_seconds` is all of them, with tracing, links and
-planning). Then they take turns, and `ratio` is the median, over the rounds, of the time over plain
-Horovod's in the same round. `density` and `chosen` are of the plan at work then, of "auto" the one
-that its trial has decided for. Verified: no trial is under way any more, replicas are equal on all
-ranks, a step with known gradients afterwards, by the same plan, gives their average, and without
-selection the weights have moved as plain Horovod's. What earlier runs have kept is not used.
+Peers: plain Horovod, and plans chosen by hand. Each scheme trains its own network of dense layers
+with n parameters in total: "plain" with plain Horovod, one allreduce per gradient, without tfcommx;
+"Scheme()" with the same collectives in buckets. Each scheme takes its first steps alone; for "auto"
+they are its trial (`begin_seconds` is their total time, with tracing, link measurement and
+planning). Then the schemes take turns, and `ratio` is the median, over the rounds, of the time over
+plain Horovod's in the same round. `density` and `chosen` describe the plan used in these rounds;
+for "auto" it is the plan that the trial chose. Verified: no trial is still running, all ranks have
+equal replicas, a final step with known gradients under the same plan returns their average, and
+without selection the weights have moved as plain Horovod's. Files of earlier runs are not used.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Contestant(NamedTuple):
 
 
 def schemes_of(density: float) -> dict[str, cx.Scheme | None]:
-    """Return plain Horovod (None), "auto", and, if it may select, what one would choose by hand."""
+    """Return plain Horovod (None), "auto" and, if it may select, hand-picked schemes."""
     found: dict[str, cx.Scheme | None] = {"plain": None, "Scheme()": cx.Scheme()}
     if density == 1:
         return {**found, "auto": cx.Scheme("auto")}
@@ -114,7 +114,7 @@ def verified(comm: Comm, one: Contestant, plain: Contestant, lossless: bool) -> 
 
 
 def how(one: Contestant, density: float) -> tuple[float, str]:
-    """Return the density of what a contestant sends, and how that travels."""
+    """Return the density at which a contestant sends, and its plan in words."""
     at_work = [executor.plan for executor in plans.executors(one.optimizer)]
     if not at_work:
         return 1.0, "one allreduce for each gradient"

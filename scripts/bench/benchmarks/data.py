@@ -5,7 +5,7 @@ per CPU second, random-resized-crop + flip from the slab is at least 10 times (1
 times (224 pixels) as fast as decoding in tf.data, and 4 times as fast as tf.data's `.cache()` of
 decoded images with TensorFlow's resize; whole samples are read at 0.7 of memcpy or better; the
 first epoch takes at most 1.15 of the time of the tf.data pipeline that fills nothing.
-docs/laboratory/data_cache.md says what was reached.
+docs/laboratory/data_cache.md has the results.
 
     python scripts/bench data                        # generated JPEGs
     python scripts/bench data --folder photos/train --json out.jsonl --png out.png
@@ -158,7 +158,7 @@ RATES = ("images_per_second", "images_per_cpu_second", "limit_images_per_second"
 
 
 def table(title: str, rows: list[dict[str, Any]], note: str) -> options.Table:
-    """Make a table with the rates, and what the goals are about below it."""
+    """Make a table with the rates; below it, the note with the ratios that the goals refer to."""
     heads = ("images/s", "images/CPU s", "limit, images/s")
     own = {
         head: lambda one, rate=rate: f"{one[rate]:,}"

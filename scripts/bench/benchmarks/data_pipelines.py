@@ -70,10 +70,11 @@ def decoding(source: Folder, resolution: int) -> tf.data.Dataset:
 
 
 def keeping(source: Folder, resolution: int, store: int | None) -> tf.data.Dataset:
-    """Make an endless dataset that keeps decoded pictures by `.cache()` and crops them.
+    """Make an endless dataset that caches decoded pictures with `.cache()` and crops them.
 
     Args:
-        store: short side of what is kept, pixels, as the slab keeps it; None: whole pictures.
+        store: short side of the cached pictures in pixels, the same as in the slab; None: cache
+            pictures at their full size.
     """
 
     def whole(file: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -48,7 +48,7 @@ def memcpy_bytes_per_second(size: int) -> float:
 class Run:
     """All epochs of one pipeline: the first, then `repeats` in a row.
 
-    In a row, so that what is loaded ahead during one epoch is paid for in the one before.
+    In a row, because the time to prefetch for an epoch then counts in the epoch before it.
     """
 
     def __init__(self, name: str, resolution: int, wanted: np.ndarray, repeats: int) -> None:

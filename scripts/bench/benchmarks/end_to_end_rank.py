@@ -224,7 +224,7 @@ def train(run: Run, job: dict[str, Any], start: float) -> dict[str, Any]:
         "rows": evaluation.rows,
         "first_step_seconds": evaluation.first_s,
         "bytes_between": statistics.fmean(count for _, count in everyone),
-        # Without exchange each rank has weights of its own
+        # Without exchange each rank has different weights
         "verified": finite and same == (job["contestant"] != ALONE),
     }
 

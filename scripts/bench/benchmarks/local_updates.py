@@ -1,18 +1,18 @@
-"""Claim: rounds of weight averaging that overlap steps cost about what no exchange costs.
+"""Claim: weight averaging in rounds that overlap steps takes about as long as no exchange.
 
     python scripts/bench local_updates --nodes 4 --slots 1 --rates 200mbit --json local.jsonl
     python scripts/bench local_updates --rates none --models convolutional   # on this host, no root
 
 Peer: no exchange at all. A model is trained with DiLoCo's outer optimizer, everything dense in 32
-bits. A way is F/D: all variables are averaged once in `--every` steps, in F fragments, and what a
-round sent arrives D steps later; D = 0: the step that sends waits.
+bits. A way is F/D: all variables are averaged once in `--every` steps, in F fragments, and the
+average of a round arrives D steps later; D = 0: the step that sends waits.
 
 The ways take turns. A turn is one window of `--every` steps that is not timed, and one that is:
 rounds are under way when it begins, as in a training. `seconds` is the mean step of a window on the
 slowest rank, the median over the turns; `longest_step` the longest step, likewise. `ratio` is the
-median, over the turns, of the time over that without an exchange. `bytes_between` is what a rank
-sends to other nodes in a step. `verified`: the ranks' weights are equal at the end of each turn,
-and the bytes counted are those that the routes promise.
+median, over the turns, of the time over that without an exchange. `bytes_between` counts the bytes
+that a rank sends to other nodes in a step. `verified`: the ranks' weights are equal at the end of
+each turn, and the bytes counted are those that the routes promise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Window(NamedTuple):
 
     mean_s: float
     longest_s: float
-    # Whether what was sent and where it has ended is right
+    # True if the ranks' weights are equal and the bytes sent are those that the plan promises
     right: bool
 
 
@@ -81,7 +81,7 @@ class Way:
         self.windows.append(Window(mean_s, longest_s, right))
 
     def bytes_of_fragments(self) -> list[float]:
-        """Return what a rank sends to other nodes of each fragment, once."""
+        """Return the bytes that a rank sends to other nodes in one round of each fragment."""
         if self._strategy is None:
             return [0.0]
         (run,) = self.model.optimizer.exchanger.runs.values()

@@ -9,13 +9,13 @@
 Peers: Horovod's allreduce is `allreduce plain`, with its own fp16 compression `allreduce float16`.
 By default on a virtual cluster of 4 nodes of 2, which needs root and iproute2. One gradient of n
 float32 is exchanged as in training, in a compiled step; a row's name is the route and the wire
-format. `seconds` is the median over the steps of the slowest rank's time. `wire_bytes` is what a
-rank sends to other nodes, as the mean over the ranks. `limit_seconds` is the route's own: the bytes
-through its busiest port, in the busier direction, over the rate of a plain socket between two nodes
-in the same run. `verified`: every entry of the gradients has arrived or is in a residual, on all
-ranks alike, and the bytes that were counted on the way are those that the route promises.
-`torus+pipeline` is the torus with the pipeline among peers. With --probe and several numbers of
-nodes the picture has what each route should cost beside what it did.
+format. `seconds` is the median over the steps of the slowest rank's time. `wire_bytes` counts the
+bytes that a rank sends to other nodes, as the mean over the ranks. `limit_seconds` is the route's
+own: the bytes through its busiest port, in the busier direction, over the rate of a plain socket
+between two nodes in the same run. `verified`: every entry of the gradients has arrived or is in a
+residual, on all ranks alike, and the bytes counted in the exchange are those that the route
+promises. `torus+pipeline` is the torus with the pipeline among peers. With --probe and several
+numbers of nodes the picture shows the predicted time of each route beside the measured one.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def socket_rate(comm: Comm) -> float:
 
 
 def measure_network(comm: Comm, chosen: argparse.Namespace) -> Network:
-    """Measure what the routes are compared with. **Ranks:** all."""
+    """Measure the socket rate and the links, which give the routes' limits. **Ranks:** all."""
     rate = socket_rate(comm)
     links = NOMINAL
     if chosen.probe:
@@ -157,7 +157,8 @@ def exchange(comm: Comm, plan: Plan, n: int, repeats: int) -> tuple[list[float],
         )
     )
     sums, kept, given, sizes, sent = zip(*everyone, strict=True)
-    # Codes and what they leave add up to float32 rounding; a typical entry is more than is allowed
+    # Codes and their residuals add up to the gradient within float32 rounding. The tolerance is
+    # smaller than a typical entry, so a lost entry exceeds it.
     allowed = 1e-8 * steps * sum(sizes) if plan.buckets[0].wire in DENSE_CODES else 0.0
     lost = abs(sums[0] + sum(kept) - steps * sum(given))
     complete = len(set(sums)) == 1 and lost <= allowed
@@ -212,7 +213,7 @@ def names(chosen: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Yield the routes that were asked for, each with its wire formats."""
     for route in chosen.routes or [*routes.ROUTES, "torus+pipeline"]:
         for wire in routes.get(route.partition("+")[0]).wires:
-            # Among peers fewer bits have a way of their own
+            # Below 32 bits the torus ignores `peer_route` and chooses the sum among peers itself
             if (not chosen.wires or wire in chosen.wires) and ("+" not in route or wire == PLAIN):
                 yield route, wire
 
@@ -228,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--probe",
         action="store_true",
-        help="measure the links first, plan with them, and say what they predict",
+        help="measure the links first, plan with them, and print the times that they predict",
     )
     return found
 

@@ -7,8 +7,8 @@ It also costs at most a tenth of a top-k.
     python scripts/bench select --inputs equal zero one_bin sorted
                                        # degenerate gradients: only the kernels and the addition
 
-Peers: the top-k of TensorFlow, NumPy and PyTorch, and Algorithm 1 as printed. Every one adds the
-gradient to a residual of its own (except algorithm1, which is timed on the sum), chooses k entries
+Peers: the top-k of TensorFlow, NumPy and PyTorch, and Algorithm 1 as printed. Each adds the
+gradient to its own residual (except algorithm1, which is timed on the sum), chooses k entries
 by magnitude and zeroes them in the residual. They take turns; the slow ones take part in fewer
 rounds. `limit_seconds` is 1.5 times the bare addition r += g of the same rounds on the same
 threads. Each result is verified."""
@@ -48,7 +48,7 @@ INPUTS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 class Contestant(NamedTuple):
     name: str
-    # Seed -> what was chosen
+    # Seed -> the chosen entries
     run: Callable[[int], Sparse | None]
     # None: chooses from the sum of the first round, keeps nothing
     residual: np.ndarray | tf.Variable | None
@@ -128,7 +128,7 @@ def torch_topk(added: np.ndarray, start: np.ndarray, k: int, rounds: int) -> Con
 def contestants(
     gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int, opponents: bool
 ) -> list[Contestant]:
-    """Make the contestants, each with a residual of its own that begins as `start`.
+    """Make the contestants, each with its own residual, initialized to `start`.
 
     Without opponents: the kernels and the addition.
     """

@@ -1,4 +1,4 @@
-"""Claim: a simulated step takes what a measured one takes, under every scheme.
+"""Claim: a simulated step takes as long as a measured one, under every scheme.
 
     python scripts/bench training --nodes 4 --slots 1 --rates 200mbit 1000mbit --json t.jsonl
     python scripts/bench training --nodes 2 --slots 1 --rates none        # on this host, no root
@@ -10,23 +10,24 @@ and iproute2) or, at the rate `none`, by as many ranks on this host. Models: con
 transformer (both about a million parameters), embedding (most of its parameters are one), and
 ResNet-50 at 64 x 64. Schemes: `none` exchanges nothing; `horovod` is plain Horovod, one allreduce
 for each gradient; the others are routes, sparse ones with their wire format, and `auto` and `auto
-sparse`. A density of its own may follow: "auto sparse 0.05". With "momentum" in front, as in
-"momentum asa int1", LowBitSGD sends its momentum in place of the gradient.
+sparse`. A density may follow, in place of --density: "auto sparse 0.05". With "momentum" in front,
+as in "momentum asa int1", LowBitSGD sends its momentum in place of the gradient.
 
 `seconds` and `step_seconds` are the median over steps of the slowest rank's time; the schemes take
 turns, two steps at a time of which the second counts, and so do the steps of the profile, in
 another order each round, because other work on the machine comes and goes. `ratio` is the median,
 over the rounds, of the time over plain Horovod's in the same round ("x horovod" is its inverse).
-`chosen` says how the gradients travelled, of `auto` what its trial has decided.
+`chosen` describes the plan of the exchange; for `auto`, the plan that its trial chose.
 `predicted_seconds`: links measured first (probe, also under load), a profile of the model, measured
-on all ranks at once (as cx.profile does), and the simulator. The profile says when gradients are
-ready and what a selection takes; forward pass, backward pass and update together are as long as the
-measured step of `none`, which therefore always takes its turn and is not counted as a prediction.
+on all ranks at once (as cx.profile does), and the simulator. The profile has the times at which
+gradients are ready and the time of a selection; forward pass, backward pass and update together are
+as long as the measured step of `none`, which therefore always takes its turn and is not counted as
+a prediction.
 `none` exchanges nothing; gradients of embeddings are made dense in it, as in an exchange.
-`bytes_between` is what a rank sends to other nodes in a step, counted, as the mean over the ranks;
-of `horovod`, by its route's formula.
+`bytes_between` counts the bytes that a rank sends to other nodes in a step, as the mean over the
+ranks; for `horovod` they come from its route's formula.
 `verified`: a step with known gradients, after the others and by the same plan, gave their average,
-and what was not sent is in the residuals; the ranks' weights are equal in the end; the bytes
+and unsent entries are in the residuals; the ranks' weights are equal in the end; the bytes
 counted are those that the routes promise; no trial was under way. `none` must leave each rank its
 own gradients. With --json the rows of a model are in the file as soon as it has ended.
 `n` is the parameters of the model.
@@ -130,10 +131,10 @@ def train(comm: Comm, racing: list[Contestant], alone: Contestant, repeats: int)
 def joint_profile(
     comm: Comm, timing: StepTiming, alone_s: float, chosen: argparse.Namespace
 ) -> Profile:
-    """Make one profile of what all ranks have measured at once.
+    """Make one profile from the simultaneous measurements of all ranks.
 
-    When gradients are ready is the ranks' mean, in a step as long as the one that exchanges
-    nothing; what a selection takes is the slowest rank's, because all wait for it.
+    The times at which gradients are ready are means over the ranks, scaled to the length of a step
+    without exchange; the time of a selection is the slowest rank's, because all wait for it.
 
     Args:
         alone_s: seconds of a step without exchange, of the slowest rank.

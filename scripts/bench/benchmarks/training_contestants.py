@@ -40,11 +40,11 @@ class Contestant:
 
     @property
     def exchanger(self) -> Any:
-        """What the wrapped optimizer exchanges by; None if it is not wrapped."""
+        """The exchanger of the wrapped optimizer; None if it is not wrapped."""
         return getattr(self.model.optimizer, "exchanger", None)
 
     def plan(self, comm: Comm) -> Plan | None:
-        """Return what the gradients travel by; of plain Horovod, each by itself."""
+        """Return the plan of the exchange; for plain Horovod, one bucket for each gradient."""
         if self.name == ALONE:
             return None
         if self.exchanger is not None:
@@ -56,7 +56,7 @@ class Contestant:
         return make_plan(gradients, {"*": Scheme(merging="each")}, comm.topology)
 
     def names(self) -> list[str]:
-        """Return what the plan calls the variables."""
+        """Return the plan's names of the variables."""
         names = VariableNames() if self.exchanger is None else self.exchanger.names
         return names.of(self.model.trainable_variables)
 

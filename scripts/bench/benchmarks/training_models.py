@@ -70,13 +70,13 @@ _MODELS: dict[str, Callable[[int, np.random.Generator], tuple[keras.Model, Batch
 def make(
     name: str, optimizer: keras.optimizers.Optimizer, samples: int, rank: int
 ) -> tuple[keras.Model, Batch]:
-    """Make a compiled model, with the same weights whoever asks, and a batch of this rank.
+    """Make a compiled model, with the same weights on every rank, and a batch of this rank.
 
     Args:
         name: of the model.
         optimizer: that it is compiled with.
         samples: of the batch.
-        rank: every rank has a batch of its own.
+        rank: seeds the batch, so every rank has a different one.
     """
     keras.utils.set_random_seed(1)
     model, batch = _MODELS[name](samples, np.random.default_rng(rank))
