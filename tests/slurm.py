@@ -1,4 +1,4 @@
-"""A Slurm of its own for tests: munged, slurmctld on node0, a slurmd on each node that computes.
+"""A private Slurm for tests: munged, slurmctld on node0, a slurmd on each compute node.
 
 Everything lies in one folder, and nothing of it outlives `stop`. The nodes are those of a virtual
 cluster, so that the links between slurmds are real ones. Needs root and Debian's packages.
@@ -16,8 +16,8 @@ from virtual_cluster import COMPUTE, Nodes, end, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol")
 INSTALL = "apt-get install slurmctld slurmd slurm-client munge"
-# What is longer by default: a job that is requeued waits cred_expire, 120 s; a node that does not
-# answer is given up after SlurmdTimeout, 300 s
+# Shorter than the defaults: a requeued job waits cred_expire, 120 s; a node that does not answer is
+# given up after SlurmdTimeout, 300 s
 CONFIGURATION = """
 ClusterName=tfcommx
 SlurmctldHost=node0

@@ -136,7 +136,7 @@ def test_foreign_libraries_have_one_importer(name: str) -> None:
 def test_no_tensorflow_is_loaded_by(name: str) -> None:
     """Imports inside functions may load it.
 
-    Those at the top of a file, and of what they import, may not.
+    Imports at the top of a file, and in the modules that they import, may not.
     """
     names = imported(MODULES[name], also_inside_functions=False)
     assert not {dotted.split(".")[0] for dotted in names} & {"tensorflow", "keras"}
@@ -217,7 +217,7 @@ THREE_WORDS = re.compile("[A-Za-z]+(?: [A-Za-z]+){2}")
 
 
 def expressions_of(name: str, function: ast.FunctionDef) -> Iterator[ast.expr]:
-    """Yield what a name stands for: assigned, a column of a loop's rows or of a parametrization."""
+    """Yield a name's values: assigned, or a column of a loop's rows or of a parametrization."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             names, rows = node.targets[0], [node.value]

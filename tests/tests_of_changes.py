@@ -1,6 +1,6 @@
 """Print the tests of the packages that were changed, for `make check`.
 
-    python tests/tests_of_changes.py          # since main, with what is not committed yet
+    python tests/tests_of_changes.py          # since main, with uncommitted changes
 
 A file of tfcommx/PACKAGE/ stands for tests/PACKAGE/; a test for itself; a page for tests/docs.
 """
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def changed_files() -> list[str]:
-    """Return what differs from where this branch left main, tracked or new."""
+    """Return the files, tracked or new, that differ from the commit where this branch left main."""
     base = git("merge-base", "HEAD", "main")[:1] or ["HEAD"]
     return git("diff", "--name-only", *base) + git("ls-files", "--others", "--exclude-standard")
 

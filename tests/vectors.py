@@ -1,4 +1,4 @@
-"""Gradients that selection finds hard: what the law tests draw from."""
+"""Gradients that are hard to select from; the law tests draw from them."""
 
 from __future__ import annotations
 

@@ -53,9 +53,9 @@ class Nodes:
     """The nodes, and commands on them.
 
     Args:
-        word: what the cluster's name begins with; up to 5 letters. This process's number follows,
-            for several test runs may share a machine.
-        environment: what commands get besides this process's.
+        word: beginning of the cluster's name, up to 5 letters. This process's number follows,
+            because several test runs may share a machine.
+        environment: variables of the commands besides this process's.
     """
 
     def __init__(self, word: str, **environment: str) -> None:
@@ -127,7 +127,7 @@ class Nodes:
         return found
 
     def end_ranks(self) -> None:
-        """Kill what a test has left."""
+        """Kill the ranks that a test has left running."""
         for process in self.ranks():
             with contextlib.suppress(psutil.Error):
                 process.kill()

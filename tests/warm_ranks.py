@@ -1,11 +1,11 @@
 """Ranks that need not load TensorFlow: in `make test` they are forks of processes that have.
 
-To load it takes a rank 2 CPU seconds, more than most of what it then does. So the first launch
-starts two servers (workers/site/warm_server.py); launchers start each rank as ever, and what it
-runs is handed over to one of them (workers/site/warm_start.py). The servers differ in how Python
-hashes strings, and ranks 0 and 1 have different ones, so an order of ranks' own is still seen. Only
-TensorFlow is loaded before the fork: tfcommx and Horovod are not. In `make test-all` every rank
-loads all itself.
+Loading it takes a rank 2 CPU seconds, which is longer than most tests. So the first launch starts
+two servers (workers/site/warm_server.py); launchers start each rank as usual, and its program is
+passed to one of them (workers/site/warm_start.py). The servers differ in Python's seed of string
+hashes, and ranks 0 and 1 use different ones, so tests still notice an order that differs between
+ranks. Only TensorFlow is loaded before the fork: tfcommx and Horovod are not. In `make test-all`
+every rank loads all libraries itself.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ wanted = True  # conftest.py
 
 
 def environment(alone: bool = False) -> dict[str, str]:
-    """Return what a launch needs in its environment, beside PYTHONPATH, for ranks to begin warm.
+    """Return the variables, beside PYTHONPATH, with which a launch starts warm ranks.
 
     Args:
-        alone: no launch, but a program that is to begin so itself.
+        alone: for a single program that starts warm itself, in place of a launch.
     """
     if not wanted:
         return {}
@@ -37,7 +37,7 @@ def environment(alone: bool = False) -> dict[str, str]:
 
 
 def cpu_seconds() -> float:
-    """Return what warm ranks that have ended have used: it is not in this process's children's."""
+    """Return the CPU seconds of ended warm ranks, which this process's children do not include."""
     if not servers.cache_info().currsize:
         return 0.0
     return sum(float(file.read_text()) for file in Path(servers().name).glob("*.cpu"))

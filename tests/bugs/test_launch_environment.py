@@ -134,7 +134,7 @@ def test_processes_of_another_launcher_do_not_train_alone(
     """`srun -n 4 python train.py` trained four models without a warning.
 
     Each process was rank 0 of 1, and all saved to the same files. The same happened under every
-    launcher whose variables nobody had listed.
+    launcher whose variables tfcommx did not know.
     """
     several, one = LISTS.get(row.size, CLUSTERS if row.size == "CLUSTER_SPEC" else ("4", "1"))
     if row.rank:

@@ -120,7 +120,7 @@ class Server(ThreadingHTTPServer):
 
 @pytest.fixture
 def store(server: Server) -> dict[str, bytes]:
-    """Return what the server holds, to which a test adds."""
+    """Return the server's dictionary, to which a test adds."""
     return server.values
 
 

@@ -20,7 +20,7 @@ OTHER_SOURCES = ("-f", "--find-links", "-i", "--index-url", "--extra-index-url")
 
 
 def names_in(text: str) -> list[str]:
-    """Return the words of installations that let a registry choose what is installed as ours."""
+    """Return the words with which an installation would take our packages from a registry."""
     found = []
     for command in INSTALLATION.finditer(text.replace("\\\n", " ")):
         for word in re.findall(r"[^\s,'\"()]+", command[1] or command[2] or ""):
@@ -64,7 +64,7 @@ def test_installations_by_name_are_found(command: str, words: list[str]) -> None
 def test_a_cache_among_temporary_files_is_this_user_s_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another user could make the folder first, and with it what the next run reads."""
+    """Another user could make the folder first, with files of theirs for the next run to read."""
 
     def no_home() -> Path:
         raise RuntimeError("no home")

@@ -1,4 +1,4 @@
-"""The file of one rank: what is written of a gradient state is read again, without long zeros."""
+"""The file of one rank: a gradient state is read as it was written, without long runs of zeros."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_warm_status_and_drop(tmp_path, monkeypatch):
 
     status, _, said = run("warm", photos, "--memory", memory)
     assert status == 2 and "--disk FOLDER, or --hold" in said
-    # Takes no shared memory: nobody would use it
+    # Takes no shared memory, because no process would use it
     status, printed, said = run("warm", photos, "--memory", "/proc", "--disk", disk)
     assert status == 0 and "70 of 71 samples on disk" in printed and "broken.jpg" in said, said
     holding = start("warm", photos, "--memory", memory, "--disk", disk, "--store", 20, "--hold")

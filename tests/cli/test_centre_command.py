@@ -1,4 +1,4 @@
-"""`tfcommx centre`: which process of a launch becomes what, and what is refused."""
+"""`tfcommx centre`: the program that each process of a launch becomes, and refused launches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tfcommx.launch.launcher import launcher
 
 
 class Replaced(Exception):
-    """The process would run something else from here on."""
+    """Raised in place of `execvp`, which would not return."""
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch):
-    """Run the command as one process of a launch; return what it becomes."""
+    """Run the command as one process of a launch; return the command line that replaces it."""
 
     def run(rank: int, size: int, *words: str, kind: str = "OMPI_COMM_WORLD") -> list[str]:
         for name in ("RANK", "SIZE", "LOCAL_RANK"):
@@ -40,7 +40,7 @@ def launched(monkeypatch: pytest.MonkeyPatch):
         try:
             with pytest.raises(Replaced):
                 main.main()
-        finally:  # It is meant for the process that this one does not become
+        finally:  # The command sets it for the program that would replace this process
             signal.signal(signal.SIGPIPE, before)
         return became[0]
 

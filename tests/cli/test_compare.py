@@ -27,7 +27,7 @@ PROFILE = Profile("small", (VariableProfile("kernel", (100, 100), ready_s=0.02),
 
 
 class Commands:
-    """Stands in for the processes: notes their words, and writes what they would."""
+    """Stands in for the processes: records their arguments, and writes their output files."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []

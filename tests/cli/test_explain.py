@@ -1,4 +1,4 @@
-"""`tfcommx explain`: of Horovod's timeline and of a measured step; what it refuses."""
+"""`tfcommx explain`: of Horovod's timeline and of a measured step; refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tfcommx machines`: the cost of an epoch by hand, the best scheme, files, what it refuses."""
+"""`tfcommx machines`: the cost of an epoch by hand, the best scheme, files, refused input."""
 
 from __future__ import annotations
 

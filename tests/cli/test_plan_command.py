@@ -1,4 +1,4 @@
-"""`tfcommx plan`: its table, its files, what it refuses."""
+"""`tfcommx plan`: its table, its files, refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tfcommx profile --exchange`: as a user starts it, and what it refuses."""
+"""`tfcommx profile --exchange`: as a user starts it, and refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tfcommx simulate`: its rows by hand, its files, what it refuses; without TensorFlow."""
+"""`tfcommx simulate`: its rows by hand, its files, refused input; without TensorFlow."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Started(Running):
 
 
 def shown(text: str, capsys: pytest.CaptureFixture[str], status: int = 1) -> tuple[str, str, str]:
-    """Return what is shown on stdout and stderr, and the error of a launch that has failed."""
+    """Return the text on stdout and stderr, and the error of a failed launch."""
     output = RankLines()
     output.relay(io.StringIO(text))
     output.finish()
@@ -241,7 +241,7 @@ def test_an_error_that_all_ranks_find_is_one_line(tmp_path):
 
 
 def test_the_first_signal_asks_the_ranks_and_the_second_ends_them(tmp_path, capsys):
-    """The ranks are asked by a file; one of an earlier run asks nobody."""
+    """The file `stop` asks the ranks to stop; one of an earlier run is removed first."""
     ended = []
 
     class Process:

@@ -227,7 +227,7 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT"
         ({"WORLD_SIZE": "1", "RANK": "0"}, None),
         # In a launch of horovodrun, inside of an allocation
         (SRUN | {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1"}, "gloo"),
-        # A variable that somebody left in the environment
+        # A variable that was left in the environment
         (
             {"WORLD_SIZE": "4", "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
             | {"HOROVOD_LOCAL_RANK": "1"},

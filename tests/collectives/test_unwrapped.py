@@ -204,11 +204,11 @@ def test_an_optimizer_that_is_gone_is_named_and_its_number_is_nobodys(
 
 
 def test_looks_leave_other_threads_alone(watch: UnwrappedOptimizers) -> None:
-    """A look held every object of the process for a moment, also tuples that were being made.
+    """A look held every object of the process for a moment, also tuples under construction.
 
-    Python makes a tuple longer in place only if nobody else holds it: a SystemError in the thread
-    that made it. Asking for the referrers of the optimizers' classes met objects that were being
-    made: a segmentation fault on 8 ranks.
+    Python extends a tuple in place only if it has no other reference, so the thread that built it
+    got a SystemError. Asking for the referrers of the optimizers' classes returned objects under
+    construction, which caused a segmentation fault on 8 ranks.
     """
     step = steps_of(keras.optimizers.SGD(), traced=True)
     step()

@@ -1,4 +1,4 @@
-"""Methods: what they change in a recipe, and what is refused before anything is trained."""
+"""Methods: their changes to a recipe, and the settings refused before anything is trained."""
 
 from __future__ import annotations
 

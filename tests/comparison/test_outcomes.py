@@ -13,7 +13,7 @@ CURVE = Curve([10, 20, 30], [50.0, 90.0, 80.0])
     ("budget", "score"), [(9, None), (10, 50.0), (19.9, 50.0), (20, 90.0), (1000, 80.0)]
 )
 def test_the_last_epoch_within_a_budget_counts(budget: float, score: float | None) -> None:
-    """Not the best one so far: nobody knows at the time which that will be."""
+    """Not the best one so far, because a user who stops then cannot choose an earlier epoch."""
     assert CURVE.score_within(budget) == score
 
 

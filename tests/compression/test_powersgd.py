@@ -1,4 +1,4 @@
-"""PowerSGD is what its paper defines, keeps its warm start, and learns what is of low rank."""
+"""PowerSGD follows its paper's definition, keeps its warm start, and learns low-rank matrices."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def states_after(topology: Topology) -> list[GradientState]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_warm_start_and_residuals_reach_other_ranks(ranks: int) -> None:
-    """Four ranks' parts on fewer: the warm start is what it was, residuals keep their sum."""
+    """Four ranks' parts on fewer: the warm start is unchanged, residuals keep their sum."""
     before = states_after(Topology(4, 1))
 
     def work(comm: Comm) -> GradientState:
@@ -216,7 +216,7 @@ def test_a_scheme_compresses_or_selects(more: dict[str, object]) -> None:
 
 
 def test_a_step_is_simulated_where_the_engine_fuses() -> None:
-    """Both sums of each bucket are messages of their own; fewer bytes take less time."""
+    """Both sums of each bucket are separate messages; fewer bytes take less time."""
     rows = tuple(VariableProfile(f"w{i}", (600, 400), ready_s=0.001) for i in range(3))
     profile = Profile("matrices", rows, 0.01, 0.02, 8)
     slow = Link(1e-5, 1e-8)

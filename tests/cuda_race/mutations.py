@@ -2,7 +2,7 @@
 
     cd tests && python -m cuda_race.mutations     # prints a table
 
-A barrier that is not missed is redundant, or the cases of the check do not reach what it protects.
+If the check passes without a barrier, the barrier is redundant or no case needs its protection.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class Slabs(Reader):
 
 
 class Snapshots(Reader):
-    """Of a supervised run in memory: `held` deletes what is damaged, and raises nothing."""
+    """Snapshots of a supervised run in memory: `held` deletes damaged files and raises nothing."""
 
     def write(self) -> list[Path]:
         place = SnapshotFolder(self.folder / "memory", Path("run"))

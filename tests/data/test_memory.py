@@ -1,4 +1,4 @@
-"""Memory of the batches: what is touched is used again, and given back in the end."""
+"""Memory of the batches: used pages are reused, and freed in the end."""
 
 import ctypes
 import gc
@@ -18,7 +18,7 @@ from tfcommx.data.cache import DataCache
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.sources.arrays import Arrays
 
-ALONE = "TFCOMMX_TEST_ALONE"  # in the environment of a test that runs in a process of its own
+ALONE = "TFCOMMX_TEST_ALONE"  # in the environment of a test that runs in a separate process
 PAGE = resource.getpagesize()
 SIDE, BATCH = 256, 8
 BATCH_BYTES = BATCH * SIDE * SIDE * 3 * 4
@@ -75,7 +75,7 @@ def test_batches_are_written_to_memory_that_was_used_before(opened, monkeypatch)
 
 
 def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened, request):
-    """Runs in a process of its own.
+    """Runs in a separate process.
 
     An op that was called eagerly, as in other tests, stays in TensorFlow's cache.
     """
@@ -142,5 +142,5 @@ def test_a_consumer_that_lets_many_batches_go_leaves_a_bounded_rest(opened):
     assert smaps("Rss") > before + 70 * BATCH_BYTES
     kept.clear()
     gc.collect()
-    most = (256 << 20) + 10 * BATCH_BYTES  # spare memory, and what is on its way
+    most = (256 << 20) + 10 * BATCH_BYTES  # spare memory, and batches in the queue
     assert smaps("Rss") < before + most

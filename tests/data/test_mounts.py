@@ -1,4 +1,4 @@
-"""A full file system and a read-only one, in mounts of the test's own."""
+"""A full file system and a read-only one, in private mounts of the test."""
 
 import contextlib
 import fcntl
@@ -21,9 +21,9 @@ OWN_MOUNTS = "TFCOMMX_TEST_OWN_MOUNTS"
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """What the tests of this file said, run by one process with mounts of its own.
+    """Run the tests of this file in one process with private mounts; return its result.
 
-    No root is needed, but user namespaces.
+    This needs user namespaces, not root.
     """
     folder = tmp_path_factory.mktemp("mounts")
     for kind in (["--map-root-user"], []):  # The second: root, if users may not make namespaces
@@ -47,7 +47,7 @@ def ended(tmp_path_factory):
 
 
 def in_own_mounts(test):
-    """Run a test in the process that has mounts of its own, with all other tests of this file."""
+    """Run a test in the process that has private mounts, with all other tests of this file."""
     if OWN_MOUNTS in os.environ:
         return test
 

@@ -1,4 +1,4 @@
-"""Slabs: who shares them, who removes them, and what is freed."""
+"""Slabs: sharing, removal, and the memory that is freed."""
 
 import fcntl
 import gc
@@ -104,7 +104,7 @@ def test_pictures_that_are_kept_at_another_size_have_another_slab(folder, shm):
 def test_a_slab_that_another_process_is_looking_at_is_left_to_it(shm):
     """Also a slab of another boot: two processes removed it at once.
 
-    The second one removed what the first had made again.
+    The second one removed the slab that the first had just made in its place.
     """
     stale = shm / f"{prefix()}old.slab"
     stale.touch(0o600)
@@ -184,7 +184,7 @@ def test_a_cache_that_nobody_has_any_more_is_freed(shm):
         gc.collect()
         assert source() is None and filler() is None and list(shm.iterdir()) == []
         end = time.monotonic() + 60
-        while held():  # TensorFlow ends an iterator in a thread of its own
+        while held():  # TensorFlow ends an iterator in a separate thread
             assert time.monotonic() < end, [
                 os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()
             ]

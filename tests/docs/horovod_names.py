@@ -36,7 +36,7 @@ ANY = ("self", "args", "kwargs")
 
 
 def names() -> set[str]:
-    """Return the public names, and the arguments of what a script calls."""
+    """Return the public names, and the arguments of the public functions."""
     from horovod.common.basics import HorovodBasics
 
     found: set[str] = set()
@@ -44,7 +44,7 @@ def names() -> set[str]:
         for name, value in vars(module).items():
             if not name.startswith("_") and _is_horovods(name, value, module):
                 found |= {name, *_arguments(value)}
-    # `init` passes on what it gets
+    # The public `init` passes all its arguments to HorovodBasics.init
     return found | set(inspect.signature(HorovodBasics.init).parameters) - {"self"}
 
 

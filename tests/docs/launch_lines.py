@@ -144,7 +144,7 @@ def commands(words: list[str]) -> Iterator[tuple[str, ...]]:
 
 
 def is_launch(words: tuple[str, ...]) -> bool:
-    """Return whether a launcher and what it starts are there."""
+    """Return True if the words have a launcher and the program that it starts."""
     parts = split(words)
     if parts.launcher[:2] == ("tfcommx", "train"):
         return any(word.endswith(".yaml") or word == "CONFIG" for word in parts.launcher[2:])

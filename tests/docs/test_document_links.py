@@ -37,7 +37,7 @@ def anchors(text: str) -> set[str]:
 
 @functools.cache
 def text_in_site(file: Path) -> str:
-    """Return a page's text: what the build generates, or the file."""
+    """Return a page's text: generated as in the build, or read from the file."""
     name = os.path.relpath(file, ROOT / "docs")
     return reference.PAGES[name]() if name in reference.PAGES else file.read_text()
 

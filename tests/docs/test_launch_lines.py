@@ -91,7 +91,7 @@ def distinct(limit: int) -> dict[tuple[str, ...], Split]:
 
 
 def start(command: str, folder: Path, python_path: str = QUICK) -> str:
-    """Run a command as a user types it, in a shell in the environment; return what it printed."""
+    """Run a command as a user types it, in a shell in the environment; return its output."""
     env = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -163,7 +163,7 @@ def test_a_line_trains_on_up_to_four_ranks(launcher: tuple[str, ...], tmp_path: 
     ids=["trains", "starts"],
 )
 def test_plain_horovodrun(command: str, program: str, tmp_path: Path) -> None:
-    """The command as it is: what the README promises of a machine that is set up."""
+    """The unchanged command, which the README says works after the set-up."""
     (tmp_path / "train.py").write_text(program)
     output = start(command, tmp_path, str(ROOT))
     assert all(f"started {rank} of 2 by" in output for rank in range(2)), output

@@ -1,4 +1,4 @@
-"""The commands and the code of the README and of docs/ do what they say."""
+"""The commands and the code of the README and of docs/ run and have the results shown."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_code_of_all_documents_trains_on_two_ranks(
     todo = [
         (name, code.replace("loss=...", "loss='mse'"))
         for document in DOCUMENTS
-        if document != TUTORIAL  # It has a test of its own
+        if document != TUTORIAL  # test_tutorial.py runs it
         for name, code in blocks(document, run=True)
     ]
     assert len(todo) >= 7

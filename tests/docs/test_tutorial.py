@@ -60,7 +60,7 @@ def test_the_script_that_trains_alone(tmp_path: Path) -> None:
 
 @pytest.mark.long_wait
 def test_the_script_on_two_ranks_is_killed_and_resumes(tmp_path: Path) -> None:
-    """Two launches, because that is what it shows; the second runs the other blocks as well."""
+    """Two launches, as in the tutorial; the second runs the other blocks as well."""
     killed = start(tmp_path, TRAIN, 2)
     seen = []
     for line in killed.stdout:

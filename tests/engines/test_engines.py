@@ -22,7 +22,7 @@ from tfcommx.core import (
 from tfcommx.engines import engine as wiring
 from tfcommx.engines import nccl, open_mpi
 
-# A port ten times as slow as what is inside, and the other way round
+# A port ten times as slow as the links inside a node, and the other way round
 INSIDE, PORT = Link(1, 0.5, 0.25), Link(10, 5.0, 0.25)
 LINKS = Links(INSIDE, PORT)
 FLAT, PAIRS = Topology(4, 1), Topology(2, 2)

@@ -36,7 +36,7 @@ def test_a_keras_without_a_member_is_refused_and_the_member_named(
 
 
 def test_what_the_room_uses_is_listed() -> None:
-    """Every `something._name` of the room that is no name of our own."""
+    """Every `object._name` in the package that the package does not define itself is listed."""
     text = "".join(path.read_text() for path in ROOM.glob("*.py") if path.name != "version.py")
     used = set(
         re.findall(r"(?:super\(\)|\bself|\boptimizer|\bcopy|\bmodel|\blayer)\.(_[a-z]\w+)", text)

@@ -49,9 +49,9 @@ def run(implementation, gradient, residual, k, seed, rule, velocity=None):
 
 
 def check_velocity(indices, acc, moved, gradient, velocity):
-    """Check factor masking: what was sent has no velocity any more, the rest has moved.
+    """Check factor masking: the velocity of sent entries is zero, that of the others is updated.
 
-    A NaN or Inf changes nothing.
+    A NaN or Inf leaves the velocity unchanged.
     """
     bad, sent = ~np.isfinite(acc), np.isin(np.arange(acc.size), indices)
     now = (np.float32(MOMENTUM) * tf.constant(velocity) + tf.cast(gradient, tf.float32)).numpy()

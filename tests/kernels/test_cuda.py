@@ -112,7 +112,7 @@ def test_ops_have_gpu_kernels_if_the_library_was_built_with_nvcc(name):
 def through_the_ops(device, kind, rule, wire_format):
     """Select, encode, decode and merge on a device, twice; return all as arrays.
 
-    The second time from what the first kept.
+    The second selection starts from the residual of the first.
     """
     n, k, found = 300_007, 3_000, []
     with tf.device(device):

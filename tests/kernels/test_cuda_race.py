@@ -46,10 +46,10 @@ REDUNDANT = {
         "every caller of `take` comes from the barriers of `last_block`"
     ),
     "select_cuda.cu: __syncwarp() before: listed[lane()] = float_of(not_finite);": (
-        "a lane overwrites what it alone has read"
+        "a lane overwrites an entry that no other lane reads"
     ),
     "select_cuda.cu: __syncwarp() before: template <class T, bool kResidual, bool kVelocity>": (
-        "not redundant: `narrow` reads what other lanes have put back, but no case shows it"
+        "not redundant: `narrow` reads entries that other lanes have put back, but no case shows it"
     ),
 }
 

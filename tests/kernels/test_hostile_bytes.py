@@ -1,7 +1,7 @@
 """Hostile bytes do not lead the kernels outside their memory, under the compiler's sanitizers.
 
-Other users can write neither to a slab nor to a wire, but other processes of the user can, and
-broken hardware: what was checked may be another number when it is used.
+Other users can write neither to a slab nor to a wire, but other processes of the user and broken
+hardware can: a number may change between its check and its use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of kernels and wire formats give what they say."""
+"""The examples in the docstrings of kernels and wire formats return the values shown."""
 
 from __future__ import annotations
 

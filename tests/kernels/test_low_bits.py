@@ -155,7 +155,7 @@ def test_a_block_with_a_bad_entry_is_nan_and_its_residual_stays(
 @every_wire
 @every_implementation
 def test_numbers_at_the_ends_of_float32(implementation: str, wire: str, value: float) -> None:
-    """What is too small is kept, and what is largest stays finite."""
+    """Numbers that are too small stay in the residual, and the largest remain finite."""
     one, residual = IMPLEMENTATIONS[implementation], tf.Variable(tf.zeros([130]))
     words = one.write(tf.fill([130], tf.constant(value, tf.float32)), residual, wire, 130, 130)
     read, stays = one.read(words, wire, 130).numpy(), residual.numpy()

@@ -111,7 +111,7 @@ def test_shape_is_known_while_tracing():
 
 @pytest.mark.parametrize("optimise", [("-O2",), ("-O3", "-mfma")], ids=" ".join)
 def test_all_instruction_sets_agree(tmp_path, optimise):
-    """A processor runs only the fastest loop; the others need a test of their own."""
+    """A processor runs only the fastest loop, so this test calls all of them."""
     assert shutil.which("g++"), "set-up needs g++ as well: apt-get install g++"
     program = tmp_path / "norms_check"
     flags = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", *optimise]

@@ -32,7 +32,7 @@ EXACT = {
 
 
 def nvcc(*options, sources=SOURCES):
-    """Run nvcc on each source, as many at a time as there are processors; return what it says."""
+    """Run nvcc on each source, as many at a time as there are processors; return its output."""
 
     def compile_one(source):
         done = subprocess.run(
@@ -120,7 +120,10 @@ def test_kernels_compute_with_denormals_flushed_and_nothing_fused(tmp_path):
 
 @needs_nvcc
 def test_kernels_that_are_placed_early_wait_before_they_touch_memory():
-    """Else they would read what the kernel before is still writing. The emulator lets it end."""
+    """Else they would read memory that the previous kernel still writes.
+
+    The emulator cannot show this, because it runs one kernel after the other.
+    """
     (source,) = [source for source in SOURCES if source.name == "select_cuda.cu"]
     (text,) = nvcc("-ptx", "-arch=compute_90", "-o", "-", sources=[source]).values()
     waits = {}

@@ -1,6 +1,6 @@
 """The tile loops of all instruction sets agree, and selection reads and allocates as it says.
 
-A processor runs only the fastest loops, so the others need a test of their own.
+A processor runs only the fastest loops, so these tests call all of them.
 """
 
 from __future__ import annotations

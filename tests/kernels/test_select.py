@@ -153,7 +153,7 @@ def test_laws_hold_for_every_rule_of_the_table(name, problem):
 @pytest.mark.parametrize("with_library", [True, False])
 @pytest.mark.parametrize("name", selection.RULES)
 def test_the_length_is_known_while_tracing(name, with_library, monkeypatch):
-    """Collectives count the bytes of what is sent while they are traced."""
+    """Collectives count the bytes to send while they are traced."""
     if not with_library:
         monkeypatch.setattr(loader, "library", lambda: None)
     k = 10 if name == "all" else 7

@@ -99,7 +99,7 @@ def test_what_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
         allocation()
     monkeypatch.delenv("SLURM_JOB_NODELIST")
     file = tmp_path / "empty"
-    file.write_text("\n# nobody\n")
+    file.write_text("\n# none\n")
     monkeypatch.setenv("PBS_NODEFILE", str(file))
     with pytest.raises(ConfigurationError, match=r"/empty\b"):
         allocation()

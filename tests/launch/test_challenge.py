@@ -17,7 +17,7 @@ OURS = Handshake("our secret", "test 1", ("launch", 2))
 
 
 def meet(caller: Handshake, callee: Handshake, then: bytes = b"") -> tuple[Any, Any, bytes]:
-    """Return what each side heard, or its error, and what the caller reads after the answer."""
+    """Return the message that each side received, or its error, and the rest the caller reads."""
     here, there = socket.socketpair()
     heard: list[Any] = []
 

@@ -130,7 +130,7 @@ class Machines:
         return lines
 
     def open_lines(self, own: Path) -> list[str]:
-        """Return the commands that let every user reach what the image would hold.
+        """Return the commands that let every user read the files that an image would contain.
 
         This Python, or this checkout, may lie in a folder that only root can enter.
         """
@@ -159,7 +159,7 @@ class Machines:
             return f"mount --bind {source} {path}"
         return f"mount --bind {self.folder / volume['name']} {path}"
 
-    # --- what the kubelet does to a pod that runs -------------------------------------------------
+    # --- the kubelet's actions on a running pod ---------------------------------------------------
 
     def first_process(self, one: Pod) -> psutil.Process:
         """Return the pod's process 1."""

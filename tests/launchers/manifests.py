@@ -91,7 +91,7 @@ def pods() -> list[Pod]:
 
 
 def pod(name: str, domain: str, node: int, pod_spec: Document, index: str) -> Pod:
-    """Return what the kubelet starts for a pod of one container."""
+    """Return the command, environment and volumes of a pod with one container."""
     (container,) = pod_spec["containers"]
     environment = {}
     for variable in container.get("env", []):

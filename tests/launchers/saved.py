@@ -1,4 +1,4 @@
-"""What a run of a recipe on 4 ranks leaves in its folder, for comparison."""
+"""The last checkpoint of a run of a recipe on 4 ranks, for comparison."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 
 
 def left(folder: Path) -> dict[str, bytes]:
-    """Return what a run's last checkpoint holds: weights, optimizer, residuals of all ranks."""
+    """Return the content of a run's last checkpoint: weights, optimizer, residuals of all ranks."""
     files = folder / "checkpoint"
     save = json.loads((files / "checkpoint.json").read_text())["save"]
     found: dict[str, bytes] = {}
 
     def keep(name: str, item: object) -> None:
-        # Keras saves none of the seeds: those are among what each rank keeps
+        # Keras does not save the seeds, which are part of each rank's own state
         if isinstance(item, h5py.Dataset) and "seed_generator" not in name:
             found[name] = item[()].tobytes()
 

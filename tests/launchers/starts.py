@@ -1,6 +1,6 @@
 """All launchers, and how each starts 4 ranks as 2 x 2 on node1 and node2.
 
-A launcher is one row of LAUNCHERS. To add one, write what it needs into `why_not`, and its row.
+A launcher is one row of LAUNCHERS. To add one, write its row, and its requirements in `why_not`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from launching import ROOT, WORKERS
 PYTHON = sys.executable
 HOSTS = ["-np", "4", "-H", "node1:2,node2:2"]
 HOROVOD = [*HOSTS, "--network-interfaces", "eth0"]
-# In an environment of its own: it needs nothing of ours, and we nothing of its
+# In a separate environment, because torchrun and tfcommx need no package of the other
 TORCHRUN = os.environ.get("TFCOMMX_TORCHRUN", str(ROOT / ".venv-torchrun" / "bin" / "torchrun"))
 INSTALL_TORCHRUN = "python3 -m venv .venv-torchrun && .venv-torchrun/bin/pip install torch==2.13.0"
 
 
 class Start(NamedTuple):
-    """A command that somebody gives on a node."""
+    """A command that a user runs on a node."""
 
     node: int
     words: list[str]
@@ -55,7 +55,7 @@ OWN_FOLDER = 'mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && exec "$@"'
 
 
 def ray_node(node: int, *words: str, **environment: str) -> Start:
-    """What makes a virtual node a node of Ray; see workers/ray_node.py."""
+    """Return the command that makes a virtual node a node of Ray; see workers/ray_node.py."""
     own = ["unshare", "--mount", "sh", "-c", OWN_FOLDER, "sh", PYTHON]
     return Start(node, [*own, str(WORKERS / "ray_node.py"), *words], environment)
 
@@ -67,7 +67,7 @@ def ray(program: list[str]) -> list[Start]:
     return [head, ray_node(2, "join", "node1")]
 
 
-# Name -> program -> what is to be started
+# Name -> program -> the commands that start it
 LAUNCHERS: dict[str, Callable[[list[str]], list[Start]]] = {
     "tfcommx run": on_head("tfcommx", "run", *HOROVOD, "--"),
     "tfcommx run --mpi": on_head("tfcommx", "run", *HOROVOD, "--mpi", "--"),
@@ -80,7 +80,8 @@ LAUNCHERS: dict[str, Callable[[list[str]], list[Start]]] = {
     "tfcommx.ray": ray,
 }
 SLURM = {"srun"}
-# The end of ssh does not end what it has started on another host, and by hand nobody ends anything
+# These leave a late rank running: the end of ssh does not end the program that it started on
+# another host, and no launcher ends processes that were started by hand
 LEAVES_A_LATE_RANK = {"tfcommx run", "horovodrun --gloo", "torchrun's variables"}
 
 

@@ -1,4 +1,4 @@
-"""The Containerfile of docs/how-to/kubernetes.md: what can be checked without building it."""
+"""The Containerfile of docs/how-to/kubernetes.md, checked without building it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from manifests import FOLDER, pod_template
 
 TEXT = re.sub(r"\\\n", "", (FOLDER / "Containerfile").read_text())
 PAGE = (ROOT / "docs" / "how-to" / "kubernetes.md").read_text()
-# Stage -> what it is made from
+# Stage -> its base image
 STAGES = dict(reversed(pair) for pair in re.findall(r"^FROM (\S+) AS (\S+)$", TEXT, re.M))
 TARGETS = ("cpu", "cuda")
 
 
 def lines_of(stage: str) -> str:
-    """Return what makes a stage, after its FROM."""
+    """Return the lines of a stage after its FROM."""
     found = re.search(rf"^FROM \S+ AS {stage}$(.*?)(?=^FROM |\Z)", TEXT, re.M | re.S)
     assert found
     return found[1]

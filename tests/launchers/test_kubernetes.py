@@ -1,6 +1,6 @@
-"""The manifest of docs/how-to/kubernetes.md: its fields, and what it starts.
+"""The manifest of docs/how-to/kubernetes.md: its fields, and the processes that it starts.
 
-A container runtime and a cluster are not needed: see machines.py for what stands in for them.
+A container runtime and a cluster are not needed: machines.py stands in for them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def models() -> Any:
 
 
 def kept(kind: Any, document: dict[str, Any]) -> dict[str, Any]:
-    """Return what a class knows of a document; it checks types and passes over unknown fields."""
+    """Return the fields of a document that a class knows; it checks types and drops the others."""
     return kind.from_dict(document).to_dict()
 
 
@@ -195,7 +195,7 @@ def folder_of_run(machines: Machines) -> Path:
 
 
 def whole(machines: Machines) -> dict[str, bytes]:
-    """Return what a run leaves that nobody has stopped."""
+    """Return the last checkpoint of an uninterrupted run."""
     remove(machines)
     with Run(machines, machines.folder / "whole.log", **QUICK) as run:
         assert not any(run.statuses()), run.output[-6000:]

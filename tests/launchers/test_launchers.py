@@ -31,7 +31,7 @@ pytestmark = [
 
 
 class Launch:
-    """The processes of one launch, and what they print."""
+    """The processes of one launch, and their output."""
 
     def __init__(self, nodes: Nodes, launcher: str, log: Path, *fault: str, **more: str) -> None:
         self.nodes, self.log = nodes, log

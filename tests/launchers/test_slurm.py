@@ -44,7 +44,7 @@ def test_the_page_shows_the_batch_files_that_are_run(path: Path) -> None:
 
 
 def job_output(slurm: Slurm, job: int) -> str:
-    """Return what the jobs in the test's folder have printed."""
+    """Return the output of a job that was submitted in the test's folder."""
     return (slurm.folder / f"slurm-{job}.out").read_text(errors="replace")
 
 
@@ -152,7 +152,7 @@ def test_a_batch_script_without_srun_is_one_process(slurm: Slurm, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def whole(slurm: Slurm) -> dict[str, bytes]:
-    """What a run leaves that nobody has stopped."""
+    """The last checkpoint of an uninterrupted run."""
     for name in (RECIPE, "paced.py"):  # Jobs start in this folder
         shutil.copy(WORKERS / name, slurm.folder)
     folder = slurm.folder / "whole"
@@ -164,7 +164,7 @@ def whole(slurm: Slurm) -> dict[str, bytes]:
 
 
 def requeued(slurm: Slurm, job: int, whole: dict[str, bytes]) -> None:
-    """Wait until a job has run again, and compare what it leaves."""
+    """Wait until a job has run again, and compare its last checkpoint."""
     wait_until(lambda: slurm.state(job)["Restarts"] == "1", SECONDS, f"job {job}'s second start")
     first = job_output(slurm, job)
     assert "and saved" in first, first[-6000:]

@@ -1,4 +1,4 @@
-"""Law 2: what a step does not send stays in residuals, exactly."""
+"""Law 2: entries that a step does not send stay in residuals, exactly."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_averages_of_codes_are_sums_divided(scheme: Scheme, topology: Topology) 
 
 @with_topologies(COMPRESSED, first=Topology(2, 2))
 def test_law_2_of_compressions(scheme: Scheme, topology: Topology) -> None:
-    """To float32 rounding; and what is kept is worth keeping."""
+    """To float32 rounding; the residuals of matrices are not zero."""
     logs = play(plan_for(scheme, topology), 3)
     check_conservation(logs, name_of(scheme), tolerance=2e-5)
     for path, shape in SHAPES.items():
@@ -88,9 +88,9 @@ def test_law_2_of_compressions(scheme: Scheme, topology: Topology) -> None:
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(3, 1)], ids=name_of)
 @pytest.mark.parametrize("route", ["allreduce", "torus"])
 def test_law_2_where_the_engine_adds_in_float16(route: str, topology: Topology) -> None:
-    """What is written plus what is kept is exact; the sum is that of the numbers written.
+    """Numbers written plus residuals are exact, and the sum is that of the numbers written.
 
-    A rank writes; on the torus a node, whose slots keep what they round.
+    A rank writes; on the torus a node writes, and its slots keep their rounding errors.
     """
     logs = play(plan_for(scheme(route, wire="float16"), topology), 3, fine_gradients)
     together = topology.slots if route == "torus" else 1

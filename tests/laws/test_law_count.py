@@ -1,4 +1,4 @@
-"""Law 4: what travels is what the plan says, entry by entry and byte by byte."""
+"""Law 4: a step sends as many entries and bytes as its plan says."""
 
 from __future__ import annotations
 

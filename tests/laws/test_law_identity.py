@@ -25,7 +25,7 @@ from tfcommx.core import Topology
     ids=name_of,
 )
 def test_law_1_identity(route: str, operation: str, topology: Topology) -> None:
-    """Rule `all` gives what the plain sum gives, on every route."""
+    """Rule `all` returns the plain sum, on every route."""
     for rank_log in play(plan_for(scheme(route), topology, operation), steps=2):
         for step, (_, result, residuals, *_) in enumerate(rank_log):
             for path in SHAPES:

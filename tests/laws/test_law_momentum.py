@@ -39,7 +39,7 @@ def test_momentum_of_dense_variables_is_the_optimizers(scheme: Scheme, operation
 
 @pytest.mark.parametrize("scheme", MOVING, ids=name_of)
 def test_with_momentum_nothing_that_was_accumulated_is_lost(scheme: Scheme) -> None:
-    """Sent plus kept equals kept before plus the velocity; what was sent has no velocity left."""
+    """Sent plus new residual equals old residual plus velocity; sent entries have velocity zero."""
     path = "last/kernel"
 
     def work(comm: Comm) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:

@@ -73,7 +73,7 @@ def test_a_switch_from_codes_loses_nothing(
 def _switch(
     before: Scheme, after: Scheme, topology: Topology
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Take two steps by each scheme; return what came, what was sent, and the last residuals."""
+    """Take two steps with each scheme; return the sums of gradients, results and last residuals."""
 
     def work(comm: Comm) -> tuple[dict, dict]:
         sent = {path: 0 for path in SHAPES}
@@ -150,5 +150,5 @@ def test_a_residual_that_momentum_made_is_not_moved_again() -> None:
         return sent + sum(float(tf.reduce_sum(second.exchange(zeros)["a"])) for _ in range(200))
 
     for total in ThreadComm.run(topology, work):
-        # As in the sparse kernel: what was sent has no velocity left, the rest keeps moving
+        # As in the sparse kernel: sent entries have velocity zero, the others continue to move
         np.testing.assert_allclose(total, 2 * (10 + 90 * 10), rtol=1e-4)

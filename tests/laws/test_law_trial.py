@@ -43,7 +43,7 @@ def stays(monkeypatch: pytest.MonkeyPatch, chosen: int) -> None:
 def test_nothing_is_lost_whichever_plan_stays(
     topology: Topology, chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each step: all that was sent plus all that is kept is all that came, to the bit."""
+    """After each step, all results plus the residuals equal the sum of gradients, to the bit."""
     stays(monkeypatch, chosen)
     before = {"first/kernel": np.full(37 * 11, 0.25, np.float32)}
 
@@ -72,7 +72,7 @@ def test_nothing_is_lost_whichever_plan_stays(
         assert [one for _, _, one in of_ranks] == [
             chosen if step >= STEPS - 1 else None
         ] * topology.size
-    if chosen == 0:  # plain Horovod has sent what the others had kept
+    if chosen == 0:  # plain Horovod has sent the residuals of the other plans
         assert not any(left for _, left, _ in of_ranks)
 
 

@@ -26,7 +26,7 @@ def waits(tensor: tf.Tensor, seconds: float) -> tf.Tensor:
         time.sleep(seconds)
         return value
 
-    # Not stateful, as other operations: TensorFlow leaves it out if nobody reads its result
+    # Not stateful, as other operations: TensorFlow prunes it if its result is unused
     waited = tf.numpy_function(wait, [tensor], tensor.dtype, stateful=False)
     return tf.ensure_shape(waited, tensor.shape)
 

@@ -1,4 +1,4 @@
-"""What "auto" does with what is known of the run: a trial, a clear prediction, or nothing."""
+"""How "auto" uses the expected length of a run: a trial, a clear prediction, or nothing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_where_nothing_is_clear_it_is_plain_horovod(
 
 
 def test_between_assumed_links_nothing_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on nodes of unequal slots, whose links nobody measures."""
+    """As on nodes of unequal slots, whose links are not measured."""
     monkeypatch.setattr("tfcommx.planner.automatic.CLEARLY_FASTER", 1.0)
     monkeypatch.setattr(automatic, "links_of", lambda *_: None)
     plan = begin(ExpectedRun(399), LOSSY, None)

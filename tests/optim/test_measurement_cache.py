@@ -1,4 +1,4 @@
-"""Measurements kept on disk: found again, by what they depend on; damaged ones are ignored."""
+"""Measurements cached on disk: found by a key of all their inputs; damaged files are ignored."""
 
 from __future__ import annotations
 

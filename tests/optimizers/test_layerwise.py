@@ -144,7 +144,7 @@ def test_the_native_update_equals_its_definition(nesterov: bool) -> None:
         for step in range(3):
             grads = [tf.constant(value) for value in gradients(step).values()]
             update(weights, momenta, grads, rates, decays, 0.9, nesterov)
-        for one, other in zip(held, before, strict=True):  # what was read before does not change
+        for one, other in zip(held, before, strict=True):  # tensors read before do not change
             np.testing.assert_array_equal(one.numpy(), other)
         return [one.numpy().tobytes() for one in weights + momenta]
 

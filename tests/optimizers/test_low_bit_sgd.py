@@ -1,4 +1,4 @@
-"""LowBitSGD against NumPy and Keras's SGD, and what it trains where gradients would diverge."""
+"""LowBitSGD against NumPy and Keras's SGD, and a training in which low-bit gradients diverge."""
 
 from __future__ import annotations
 

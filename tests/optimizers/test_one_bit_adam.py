@@ -1,4 +1,4 @@
-"""OneBitAdam against NumPy, and what it does where 1 bit would do harm."""
+"""OneBitAdam against NumPy, and the variables and entries for which 1 bit would do harm."""
 
 from __future__ import annotations
 

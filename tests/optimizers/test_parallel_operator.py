@@ -1,4 +1,4 @@
-"""The parallel operator gives what the local form gives, bit by bit, on every rank; or one error.
+"""The parallel operator equals its local form, bit by bit, on every rank; or raises one error.
 
 Ranks are threads of one process here; tests/ranks has processes, traced steps and `fit`.
 """

@@ -86,14 +86,14 @@ def test_a_wheel_holds_the_package_and_its_library(wheel: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel in an environment of its own, beside a TensorFlow and Horovod that are there."""
+    """The wheel in a new environment, beside an existing TensorFlow and Horovod."""
     tmp_path = tmp_path_factory.mktemp("installed")
     venv = tmp_path / "venv"
     python = venv / "bin" / "python"
     call(sys.executable, "-m", "venv", "--without-pip", venv, folder=tmp_path)
     install = ("install", "--no-deps", "--no-index", wheel)
     call(sys.executable, "-m", "pip", "--python", python, *install, folder=tmp_path)
-    # After the installation, so that pip does not change what is installed here.
+    # After the installation, so that pip does not change the existing packages
     (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "existing.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return venv

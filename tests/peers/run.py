@@ -3,9 +3,9 @@
     python tests/peers/run.py                         # what `make test-peers` does
     python tests/peers/run.py optimizers/sgd_test.py  # a part: expected differences of others stay
 
-One process. What fails is run again with plain optimizers: what fails there too is Keras's own
-failure (a package that is missing, for most). The rest must be exactly what expected.yaml lists,
-by reason: another failure is an error, and so is a listed test that passes.
+One process. Failed tests are run again with plain optimizers: those that fail there too are Keras's
+own failures (most of them lack a package). The others must be exactly those that expected.yaml
+lists, by reason: another failure is an error, and so is a listed test that passes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WHAT = ("optimizers", "trainers/trainer_test.py", "trainers/compile_utils_test.p
 
 
 def outcomes(tests: list[str], *options: str) -> dict[str, str]:
-    """Run tests in a process of their own; return what happened in each."""
+    """Run tests in a separate process; return the outcome of each."""
     paths = [str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "outcomes.json"
@@ -45,7 +45,7 @@ def outcomes(tests: list[str], *options: str) -> dict[str, str]:
 
 
 def shortened(found: dict[str, str]) -> dict[str, str]:
-    """Return test -> what happened, without the path that all tests have in common."""
+    """Return test -> outcome, without the path that all tests have in common."""
     return {name.partition(f"{SOURCES}/")[2]: said for name, said in found.items()}
 
 

@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "requires_trainable_backend: TensorFlow is one")
     config.addinivalue_line("markers", "multi_device: needs several devices")
-    import keras.src.testing  # noqa: F401 - what it imports looks whether jax is there
+    import keras.src.testing  # noqa: F401 - it imports modules that look for jax
 
     stand_in("jax")
     stand_in("conftest", skip_if_backend=skip_if_backend)
@@ -53,7 +53,7 @@ def skip_if_backend(backend: str, reason: str) -> pytest.MarkDecorator:
 
 
 class Outcomes:
-    """What happened in each test: "passed", "skipped", or the error's last line."""
+    """The outcome of each test: "passed", "skipped", or the error's last line."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.found = path, {}
@@ -92,7 +92,7 @@ def wrap_all() -> None:
             _plain = False
         if isinstance(made, keras.optimizers.LossScaleOptimizer):
             if wrapped.find_exchanger(made) is not None:
-                wrapped.agree_on_loss_scale(made)  # what is inside is wrapped already
+                wrapped.agree_on_loss_scale(made)  # the inner optimizer is wrapped already
             return made
         return cx.DistributedOptimizer(made)
 

@@ -1,4 +1,4 @@
-"""What `Scheme("auto")` proposes beside plain Horovod, and what it refuses."""
+"""The plans that `Scheme("auto")` proposes beside plain Horovod, and refused schemes."""
 
 from __future__ import annotations
 

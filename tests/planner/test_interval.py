@@ -1,4 +1,4 @@
-"""The interval of a prediction: what is known of misses, and what the probe saw vary."""
+"""The interval of a prediction: known errors of predictions, and the spread that the probe saw."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def plan_of(scheme: Scheme, **more: object) -> object:
 
 
 def test_the_papers_five_methods_are_schemes_with_a_merging() -> None:
-    """As here: tensors of one dimension stay dense, and have buckets of their own."""
+    """As here: tensors of one dimension stay dense, and have separate buckets."""
     plans = {name: plan_of(scheme) for name, scheme in PAPER.items()}
     count = {
         name: sum(bucket.route == scheme.route for bucket in plans[name].buckets)
@@ -63,7 +63,7 @@ def test_a_plan_is_a_pure_function_and_survives_json(name: str) -> None:
 
 @pytest.mark.parametrize("route", ["allreduce", "torus", "asa", "pipeline", "allgather", "hitopk"])
 def test_the_optimal_merging_has_the_shortest_simulated_step(route: str) -> None:
-    """One stream of gradients: their simulated step is what the solver minimizes."""
+    """One stream of gradients: the solver minimizes their simulated step."""
     rows = tuple(row for row in PROFILE.variables if len(row.shape) > 1)
     profile = dataclasses.replace(PROFILE, variables=rows)
     gradients = [Gradient(row.name, row.shape, row.dtype) for row in reversed(rows)]

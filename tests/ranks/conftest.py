@@ -24,9 +24,9 @@ if tf.config.list_physical_devices("GPU"):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one rank alone run in `make test` what every launch runs, and in `make test-all` all.
+    """On one rank, `make test` runs the tests marked `every_launch`, and `make test-all` all.
 
-    On two ranks all run; a rank alone has nobody to differ from.
+    On two ranks all run; one rank alone cannot differ from another.
     """
     if "TFCOMMX_TEST_NODE_SIZE" in os.environ:  # set by test_real_ranks.py
         return
@@ -37,11 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Under a launcher, free what a test has made before the next one begins, on all ranks at once.
+    """Under a launcher, free a test's objects before the next one begins, on all ranks at once.
 
-    Left to Python, the graphs and files of dozens of tests are freed together, at another point on
-    each rank: that takes longer than one after the other, and all ranks wait for it. What stays is
-    TensorFlow's own, and is not looked through again: that took a third of a second a test.
+    Left to Python, the graphs and files of dozens of tests are freed together, at a different point
+    on each rank: that takes longer than one after the other, and all ranks wait for it. The
+    remaining objects are TensorFlow's, and are excluded from later collections, because looking
+    through them took a third of a second per test.
 
     Keras counts layers to name them. Some tests build a model on one rank alone, after which the
     same model would have another name on each rank.

@@ -211,7 +211,7 @@ def test_a_damaged_head_is_refused_in_words(comm: Comm, folder: Path, text: str)
 
 
 class Adversaries(keras.Model):
-    """Two networks, each with an optimizer of its own, as a GAN has."""
+    """Two networks, each with its own optimizer, as in a GAN."""
 
     def __init__(self) -> None:
         super().__init__(name="both")
@@ -274,7 +274,7 @@ def test_bytes_count_from_the_start_of_the_process(comm: Comm, folder: Path) -> 
     step = dense_bytes()
     take(net, comm)
     checkpoint.save(net, folder, 0)
-    checkpoint.restore(net, folder)  # a roll-back: what was sent is sent
+    checkpoint.restore(net, folder)  # a roll-back does not reset the count
     take(net, comm)
     assert dense_bytes() == 3 * step and (step > 0) == (comm.topology.nodes > 1)
     net = wrapped()

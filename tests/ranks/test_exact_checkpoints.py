@@ -1,8 +1,8 @@
-"""A restored model holds what was saved, to the bit, or is refused; moving averages are equal.
+"""A restored model equals the saved one, to the bit, or is refused; moving averages are equal.
 
 Keras saves a layer with LoRA as its kernel with the adapters added, and loads adapters of zeros.
-After a resume both adapters were zero, so were their gradients, and the loss stayed as it was
-(.04162), without a word.
+After a resume both adapters were zero, so were their gradients, and the loss did not change
+(.04162), without a warning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ layers = keras.layers
 
 
 class Forgets(layers.Dense):
-    """A layer that loads something other than what it has saved."""
+    """A layer whose loaded bias differs from the saved one."""
 
     def load_own_variables(self, store: Any) -> None:
         super().load_own_variables(store)

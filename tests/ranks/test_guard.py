@@ -208,7 +208,7 @@ def test_the_standard_callback_averages_before_and_agrees_after(comm: Comm) -> N
 
 
 def test_a_model_made_on_one_rank_more_does_not_break_a_loop(comm: Comm) -> None:
-    """Keras numbers what it makes: the ranks call the same variables by other paths."""
+    """Keras numbers layers as they are made, so the same variable has different paths on ranks."""
 
     def net() -> keras.Model:
         return keras.Sequential([keras.layers.Input((12,)), keras.layers.Dense(3)])

@@ -1,4 +1,4 @@
-"""`tfcommx profile --exchange` on real ranks, and `explain` of what it wrote."""
+"""`tfcommx profile --exchange` on real ranks, and `explain` of its file."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def test_a_rank_that_validates_alone_stops_all(comm: Comm) -> None:
 
 
 class OwnStep(keras.Model):
-    """Returns its loss, and a result of its own metric."""
+    """Returns its loss, and the result of a metric that it makes itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def test_norms_may_be_shared(comm: Comm, kind: type, mode: str) -> None:
 
 
 def test_auto_times_what_is_computed_and_not_what_is_known(comm: Comm, caplog: Any) -> None:
-    """TensorFlow computes once, and never again, what it can make of constants."""
+    """TensorFlow folds operations on constants, so they take no time in a step."""
 
     def singular_values(items: list[tf.Tensor]) -> list[tf.Tensor]:
         return [tf.reduce_sum(tf.linalg.svd(item, compute_uv=False)) for item in items]

@@ -183,7 +183,7 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
 ) -> None:
     """TensorFlow's own int32 kernels for GPUs mostly work in the host's memory.
 
-    None of them may touch what is exchanged.
+    None of them may touch exchanged tensors.
     """
     route, last_step = way
     scheme = cx.Scheme(route, selection, 0.01)
@@ -202,7 +202,7 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
     assert int32_operations(graph) or comm.topology.size == 1
     assert not by_the_host(graph)
     assert not without_gpu_kernel(graph)
-    # What the kernels read on the host is made there: a GPU would be waited for.
+    # Scalars that the kernels read on the host are made there, or the host would wait for the GPU
     scalars = [
         tensor.op
         for op in operations(graph)

@@ -136,7 +136,7 @@ def test_equal_copies_made_at_other_times_are_no_difference(comm: Comm, tmp_path
 def test_options_that_decide_who_serves_what_must_agree(
     comm: Comm, tmp_path: Path, options: dict[str, Any], named: str
 ) -> None:
-    """With a seed of its own a rank serves samples that others serve, and leaves out some."""
+    """A rank with a different seed serves samples that others serve, and leaves out some."""
     if comm.topology.size == 1:
         pytest.skip("takes several ranks")
     source = arrays_are_in_another_order(tmp_path, False)
@@ -146,7 +146,7 @@ def test_options_that_decide_who_serves_what_must_agree(
 
 
 def test_batches_to_train_with_must_agree_before_the_first_step(comm: Comm, tmp_path: Path) -> None:
-    """Both ranks take as many steps of an epoch, so that nothing else tells."""
+    """Both ranks take equally many steps in an epoch, so no other check finds the difference."""
     if comm.topology.size == 1:
         pytest.skip("takes several ranks")
     images = np.zeros((18, 4, 4), np.uint8)
@@ -216,7 +216,7 @@ def test_a_recipes_data_are_compared_before_it_trains(
 def test_a_recipes_settings_are_compared_before_its_data_are_read(
     comm: Comm, tmp_path: Path
 ) -> None:
-    """Each node has a file of its own, and one may be of last week. Paths may suit the node."""
+    """Each node reads its own file, which may be an old one. Only paths may differ."""
     if comm.topology.size == 1:
         pytest.skip("takes several ranks")
     data = {"name": "folder", "folder": tmp_path / f"{comm.rank}"}  # There is none

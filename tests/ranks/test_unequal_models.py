@@ -2,7 +2,7 @@
 
 BroadcastState compared variables by position and nothing else, and CompareReplicas found such
 replicas identical. Ranks trained each other's embeddings where layers were made in the order of a
-set (loss 2.7 in place of 0), and each normalised with constants of its own after `adapt`.
+set (loss 2.7 in place of 0), and each rank normalised with different constants after `adapt`.
 """
 
 from __future__ import annotations

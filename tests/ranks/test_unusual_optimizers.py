@@ -1,4 +1,4 @@
-"""Uses of Keras that Horovod's wrapper or Keras itself answers with somebody else's words."""
+"""Uses of Keras for which Horovod's wrapper or Keras itself raises a misleading error."""
 
 from __future__ import annotations
 

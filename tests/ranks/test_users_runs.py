@@ -120,7 +120,7 @@ def test_a_gradient_that_comes_no_more_is_said(
 
 
 class Adversaries(keras.Model):
-    """Two networks, two optimizers, a training step of its own: as Keras's GAN examples."""
+    """Two networks, two optimizers and a custom training step, as in Keras's GAN examples."""
 
     def __init__(self) -> None:
         super().__init__()

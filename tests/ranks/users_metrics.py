@@ -1,4 +1,4 @@
-"""Metrics as users write them: sums of their own, and states of which there is no sum."""
+"""Metrics as users write them: custom sums, and states that cannot be summed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Calibration(keras.metrics.Metric):
 
 
 class Largest(keras.metrics.Metric):
-    """A maximum: what a user would write, and no sum."""
+    """A maximum, which a user may write and which is no sum."""
 
     def __init__(self, name: str = "largest") -> None:
         super().__init__(name=name)

@@ -273,7 +273,7 @@ def test_settings(write):
 
 
 def test_every_member_is_built_of_its_name(write):
-    """What the tables hold is what YAML can name; without a name the default is meant."""
+    """YAML can name every member of the tables; without a name the default is taken."""
     families = {"data": DATASETS, "model": MODELS, "task": TASKS, "optimizer": OPTIMIZERS}
     needs = {
         "imagenet": "folder: here",
@@ -286,7 +286,7 @@ def test_every_member_is_built_of_its_name(write):
         assert type(getattr(read(write(SMALL)), key)) in table.values()
         for name, kind in table.items():
             settings = ", ".join([f"name: {name}", *filter(None, [needs.get(name)])])
-            # That of models which have one of their own
+            # The default of models that have their own `resolution`
             sizes = [f"phases.{number}.resolution=224" for number in (0, 1)]
             chosen = getattr(read(write(f"{SMALL}{key}: {{{settings}}}"), sizes), key)
             assert type(chosen) is kind and chosen.name == name and callable(chosen.build)

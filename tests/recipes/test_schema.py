@@ -1,4 +1,4 @@
-"""`tfcommx schema`: an editor finds wrong what the reader refuses, and takes what it takes."""
+"""`tfcommx schema`: an editor accepts the same recipes as the reader, and refuses the same."""
 
 from __future__ import annotations
 

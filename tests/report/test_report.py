@@ -1,4 +1,4 @@
-"""The report shows what the summary holds.
+"""The report shows the content of the summary.
 
 The command line prints user errors in one line, with exit code 2.
 """
@@ -278,7 +278,7 @@ def test_the_bar_goes_to_the_terminal_that_is_named(tmp_path, capsys):
     with ProgressDisplay(steps=2, epochs=1, terminal=os.ttyname(follower)) as progress:
         progress.step()
     shown = b""
-    # The kernel passes on what was written in pieces, when it likes
+    # The kernel delivers the written bytes in pieces, at any time
     while b"epoch 1/1" not in shown and select.select([leader], [], [], 10.0)[0]:
         shown += os.read(leader, 100_000)
     assert b"epoch 1/1" in shown

@@ -1,4 +1,4 @@
-"""Schedules of messages are what is drawn above them.
+"""Schedules of messages equal the drawings above them.
 
 They carry out broadcast, reduce and allreduce for any p, root and length.
 """

@@ -1,4 +1,4 @@
-"""Error feedback does what it is for, and what is wrapped around a rule keeps to its definition."""
+"""Error feedback reaches the dense solution, and wrappers of a rule follow their definitions."""
 
 from __future__ import annotations
 

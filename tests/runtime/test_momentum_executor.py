@@ -1,4 +1,4 @@
-"""MomentumExecutor: what a bucket of momenta waits for."""
+"""MomentumExecutor: the gradients that a bucket of momenta waits for."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_allreduces_that_wait_together_are_fused_if_the_engine_does_so() -> None
         ("between", "message", 18, 28, 1),
         ("between", "message", 28, 28 + with_d, 3),
     ]
-    # The links say what the assumptions leave open; d is negotiated together with b and c
+    # Unset assumptions take the links' values; d is negotiated together with b and c
     links = LINKS._replace(fuses=True, engine_s=0.5)
     timeline = simulate(plan, profile, links, Assumptions())
     assert timeline.step_s == 28 + with_d + 2 * 0.5

@@ -1,4 +1,4 @@
-"""Published throughputs: what their sources say, what is derived, and models that have none."""
+"""Published throughputs: values from sources, derived values, and models that have none."""
 
 from __future__ import annotations
 

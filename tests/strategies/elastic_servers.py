@@ -1,4 +1,4 @@
-"""Ranks as threads with a centre in a thread of rank 0, sharded, or in a process of its own."""
+"""Ranks as threads with a centre in a thread of rank 0, sharded, or in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the centre is makes no difference to what it is: one server, one a rank, an extra rank."""
+"""The centre has the same bits on one server, on one server per rank, and on an extra rank."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_an_extra_rank_without_its_launch_is_refused_with_the_line() -> None:
 
 
 class Told(Membership):
-    """Notes what the watcher is told."""
+    """Records the messages to the watcher."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -144,7 +144,7 @@ def test_rounds_that_overlap_average_what_others_do(sends: str, steps: int) -> N
 
 
 def test_another_optimizer_takes_what_a_round_under_way_has_not_sent() -> None:
-    """Residuals are read when it has ended: what it sent, and they, are what came.
+    """Residuals are read after the round: its result plus the residuals equal the dense average.
 
     The first optimizer may continue later.
     """
@@ -312,7 +312,7 @@ def test_another_rate_keeps_the_state_and_another_class_begins_anew(
 
 
 def test_ranks_must_have_equal_outer_optimizers() -> None:
-    """Keras numbers the names of optimizers, which may differ; what they do may not."""
+    """Keras numbers the names of optimizers, which may differ; their settings may not."""
     named = [WeightAveraging(2, outer=K.SGD(0.7, name=name)) for name in ("one", "two")]
     assert repr(named[0]) == repr(named[1])
     assert OuterOptimizer.of(outer()).make().get_config()["nesterov"]

@@ -99,7 +99,7 @@ def test_elementwise_optimizers_are_equal_to_synchronous_training_to_the_bit(nam
     ids=["dense", "messages", "sparse", "16 bits", "mixed"],
 )
 def test_every_scheme_may_carry_the_gradients(scheme: object, ranks: int) -> None:
-    """With op "sum", which is exact on any number of ranks; what is not sent is kept."""
+    """With op "sum", which is exact on any number of ranks; unsent entries become residuals."""
     topology = Topology(ranks, 1)
     plain = train(adamw, "synchronous", topology, scheme, "sum")
     assert equal(train(adamw, Sharded("layers"), topology, scheme, "sum"), plain)
@@ -148,7 +148,7 @@ def test_a_rank_keeps_its_part_of_the_state() -> None:
 
 
 def plain_state(ranks: int, make: object) -> list[np.ndarray]:
-    """Return what the synchronous optimizer keeps after four steps."""
+    """Return the synchronous optimizer's variables after four steps."""
     return train(
         make,
         "synchronous",
@@ -242,7 +242,7 @@ def test_steps_that_begin_with_the_pull_are_equal_and_settle() -> None:
 
 
 def test_a_change_of_scheme_keeps_the_shards() -> None:
-    """Dense, then sparse with buckets of its own: as synchronous training under the same change."""
+    """Dense, then sparse with other buckets: as synchronous training under the same change."""
     sparse = Scheme("allgather", "exact", 0.3, dense_below=0, bucket_bytes=64)
 
     def work(strategy: object) -> list[list[np.ndarray]]:
@@ -260,7 +260,7 @@ def test_a_change_of_scheme_keeps_the_shards() -> None:
 
 
 class OwnSGD(K.SGD):
-    """What a user may write: its update may look at whole variables."""
+    """A user's optimizer, whose update may read whole variables."""
 
 
 def test_optimizers_that_nobody_knows_are_refused_by_name() -> None:

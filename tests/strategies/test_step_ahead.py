@@ -84,7 +84,7 @@ def test_nothing_is_lost(topology: Topology, scheme: Scheme) -> None:
         unsent = np.reshape(sum(part.reshape(shape) for part in parts), shape) / len(ranks)
         if len(shape) == 2:
             assert np.abs(unsent).max() > 1e-2
-        # Sums of 16 bits lose what the engine rounds
+        # Sums in 16 bits lose the engine's rounding errors
         rounds = scheme is CODED and len(shape) == 1
         close = 1e-3 if rounds else 2e-6
         np.testing.assert_allclose(ranks[0][0][place] + unsent, dense[place], atol=close)

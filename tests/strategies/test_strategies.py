@@ -1,4 +1,4 @@
-"""Strategies: what is refused, and the laws that every one of them keeps, with ranks as threads."""
+"""Strategies: refused settings, and the laws that each of them keeps, with ranks as threads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def plan_for(strategy: Strategy, topology: Topology, scheme: Scheme | None = Non
 
 
 def train(strategy: Strategy, topology: Topology, scheme: Scheme) -> list[dict[str, np.ndarray]]:
-    """Six traced steps on every rank, by gradients of its own; return each rank's weights."""
+    """Take six traced steps, with different gradients on each rank; return each rank's weights."""
 
     def work(comm: Comm) -> dict[str, np.ndarray]:
         plan = plan_for(strategy, topology, scheme)

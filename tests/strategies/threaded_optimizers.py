@@ -62,7 +62,7 @@ def train(
     steps: int = 4,
     after: Callable[[Any, list[keras.Variable]], Any] | None = None,
 ) -> list[Any]:
-    """Take steps on every rank, each by gradients of its own.
+    """Take steps on every rank, with different gradients on each.
 
     Returns:
         Of every rank the weights; or what `after(optimizer, weights)` returns.
@@ -89,7 +89,7 @@ def equal(one: list[list[np.ndarray]], other: list[list[np.ndarray]]) -> bool:
 def save(
     optimizer: keras.optimizers.Optimizer, weights: list[keras.Variable]
 ) -> dict[str, np.ndarray]:
-    """Return, on rank 0, what a file would have, and the weights."""
+    """Return, on rank 0, the optimizer's saved variables and the weights; elsewhere, nothing."""
     store: dict[str, np.ndarray] = {}
     consolidate(optimizer)
     if optimizer.exchanger.comm.rank == 0:

@@ -136,7 +136,7 @@ class Answers(RemoteHosts):
 
 
 def choose(tmp_path: Path, alive: str, **options) -> tuple[Hosts, list[str], Path]:
-    """Return the chooser of hosts that a file names, what it says, and the file."""
+    """Return the chooser of hosts that a file names, its messages, and the file."""
     said: list[str] = []
     named = tmp_path / "hosts"
     remote = Answers()

@@ -1,4 +1,4 @@
-"""The link to rank 0: who is let in, what is heard, and that a pause arrives."""
+"""The link to rank 0: accepted and refused callers, messages, and the request for a pause."""
 
 from __future__ import annotations
 

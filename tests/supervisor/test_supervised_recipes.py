@@ -1,4 +1,4 @@
-"""Recipes under the supervisor: what a later generation takes as its own run's, and what is left.
+"""Recipes under the supervisor: a later generation resumes only from its own run's checkpoint.
 
 One rank is killed and started again.
 """

@@ -51,7 +51,7 @@ print([alive(pid) for pid in pids], memory.exists())
 
 
 class Run(NamedTuple):
-    """A supervised run of elastic_rank.py in a folder of its own."""
+    """A supervised run of elastic_rank.py in a separate folder."""
 
     folder: Path
 

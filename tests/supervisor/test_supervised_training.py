@@ -58,9 +58,9 @@ class Trained:
 
 @pytest.mark.long_wait
 def test_a_host_is_lost_and_the_weights_are_the_same_bits(tmp_path: Path) -> None:
-    """Rank 1 is killed, and its host's memory with it: what it had is in the mirror.
+    """Rank 1 is killed, and its host's memory is lost: the mirror has its snapshot.
 
-    Then rank 0 is killed, and its host's newest files are damaged: the other host's count.
+    Then rank 0 is killed, and its host's newest files are damaged: the other host's are used.
     """
     options = {"optimizer": "SGD", "scheme": SPARSE}
     undisturbed = Trained(tmp_path, TWO_HOSTS, "supervised_fit.py", options)

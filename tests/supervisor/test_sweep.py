@@ -37,7 +37,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_that_cannot_be_seen_keeps_its_snapshots(memory: Path) -> None:
     """A run in another container with the same /dev/shm lost its snapshots.
 
-    The sweep looked for the run's processes in /proc, which shows those of its own container only.
+    The sweep looked for the run's processes in /proc, which shows only those of the same container.
     """
     with subprocess.Popen(
         [sys.executable, "-S", "-c", HOLD, str(memory)],

@@ -1,4 +1,4 @@
-"""`Scheme("auto")` in recipes: what it is told of the steps that follow, and what it keeps."""
+"""`Scheme("auto")` in recipes: the number of steps it is given, and the choices it stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dry run makes up, and what it knows of the run that it stands for."""
+"""The synthetic batches of a dry run, and the run length that it expects."""
 
 from __future__ import annotations
 

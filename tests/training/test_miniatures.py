@@ -95,13 +95,13 @@ def kill_ranks(folder: Path) -> int:
 
 
 def left(folder: Path) -> dict[str, np.ndarray]:
-    """Return what the last checkpoint holds: weights, optimizer, and what each rank keeps."""
+    """Return the content of the last checkpoint: weights, optimizer, and each rank's own state."""
     files = folder / "checkpoint"
     save = saves(folder)
     model = keras.saving.load_model(files / f"model-{save:04d}.keras")
     variables = [*model.variables, *model.optimizer.variables]
     found = {f"{at} {one.name}": one.numpy() for at, one in enumerate(variables)}
-    # Keras saves none of the seeds: those are among what each rank keeps
+    # Keras does not save the seeds, which are part of each rank's own state
     found = {name: value for name, value in found.items() if "seed_generator" not in name}
     for rank in range(RANKS):
         with np.load(files / f"residuals-{save:04d}-rank-{rank:04d}.npz") as kept:

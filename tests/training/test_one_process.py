@@ -102,7 +102,7 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
         "saved after step 6 of 10; with 1 ranks and a global batch of 8 the epoch has 5 steps, "
         "and continues after step 3"
     ) in caplog.text
-    # Each density of the warm-up has a plan of its own, for the steps of one epoch
+    # Each density of the warm-up has a separate plan, for the steps of one epoch
     assert told == [(5, True)] * 2
 
     # One step of 5 is none of 1: the epoch begins afresh, and so do its loss and its accuracy

@@ -33,8 +33,8 @@ SHORT = [
     "target={score: top5, at_least: 0.6}",
 ]
 
-# A program of its own, which knows nothing of tfcommx: a checkpoint must outlive the library that
-# wrote it.
+# A program that does not import tfcommx, because a checkpoint must outlive the library that wrote
+# it.
 LOAD = """
 import sys, keras
 model = keras.saving.load_model(sys.argv[1])
@@ -84,8 +84,7 @@ def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
 
     Weights and accuracy are equal.
 
-    If there was a run before, what it would lose is reported, and its report is not shown for this
-    one.
+    The checkpoint of an earlier run is reported before it is replaced, and its summary is removed.
     """
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "checkpoint.json").write_text('{"save": 4, "epoch": 4, "ranks": 1}')

@@ -152,7 +152,7 @@ def test_without_init_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def job_of(rank: int, pid: int, ports: list[int]) -> dict[str, Any]:
-    """Return what a watcher must know, as liveness makes it."""
+    """Return a watcher's job, as liveness makes it."""
     told = {
         "addresses": ["127.0.0.1"],
         "host": "here",
@@ -177,7 +177,7 @@ def test_a_watcher_whose_rank_was_killed_with_an_alarm_unread_ends_in_order() ->
 
 
 def test_a_stranger_who_calls_does_not_keep_a_watcher_from_its_beats() -> None:
-    """Two watchers, each of a process of its own, and callers from elsewhere.
+    """Two watchers, each of a separate process, and callers from elsewhere.
 
     Of 200 callers one sends a byte now and then, the others nothing. One more is rank 1's watcher:
     it has waited too long to be accepted, and tries again.

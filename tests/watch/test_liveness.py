@@ -19,7 +19,7 @@ from tfcommx.watch.membership import Membership
 
 @pytest.fixture
 def reported(monkeypatch: pytest.MonkeyPatch):
-    """Let an error go uncaught; return what the watcher receives."""
+    """Return a function that raises an uncaught error and returns the watcher's message."""
     monkeypatch.setattr(sys, "excepthook", lambda *failure: None)
     monkeypatch.setattr(liveness.atexit, "register", lambda ends: None)
     ours, theirs = socket.socketpair()

@@ -24,7 +24,7 @@ def may_leave(size: int) -> Simulated:
 
 
 def gone(network: Simulated) -> dict[int, list[list]]:
-    """Return what each rank is told of ranks that have left; nobody is told of an alarm."""
+    """Return the departures reported to each rank; check that no rank gets an alarm."""
     told = network.told()
     assert not any(line.startswith("lost") for lines in told.values() for line in lines)
     return {
@@ -116,7 +116,7 @@ def test_a_collective_after_a_death_is_refused_and_after_an_end_in_order_is_not(
 def test_a_rank_whose_end_nobody_tells_is_found_after_a_while_of_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A link that is down for a moment is no end, and before the first departure nobody asks."""
+    """A link that is down for a moment is no end, and no rank asks before the first departure."""
     monkeypatch.setattr(module, "FIND_SECONDS", 0.01)
     membership, asked, silent = Membership(), [], {3}
 

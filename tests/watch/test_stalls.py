@@ -76,7 +76,7 @@ def test_every_kind_of_activity_is_described() -> None:
         assert said.startswith("Ranks 0, 2, 3 and 2 more have waited 70 s in bucket 2 at step 8")
         assert words in said and stalls.CAUSES in said
     assert describe([waits]).endswith(stalls.SLOW)
-    # A process that holds a centre keeps nobody waiting
+    # A process that holds a centre delays no rank
     serves = group_of(5, 0, stalls.SERVES, "")
     assert describe(merge([waits, serves])) == describe([waits])
 

@@ -183,7 +183,7 @@ def test_a_death_is_told_past_ranks_that_have_ended() -> None:
 
 
 def test_watchers_that_are_killed_after_their_ranks_end_keep_nobody() -> None:
-    """A launcher may kill what is left of a host whose ranks have ended."""
+    """A launcher may kill the remaining processes of a host whose ranks have ended."""
     network = Simulated(64)
     for rank in range(64):
         network.members[rank].rank_says("bye", 0.0)
@@ -200,7 +200,7 @@ def test_all_are_told_of_a_stall_and_what_is_sent_for_it_stays_small() -> None:
     network = Simulated(MANY, stall_seconds=60.0, stall_limit=66.0)
     waits = f"at {json.dumps([118, 'waits', 'the exchange of bucket 2'])}"
     for rank, member in network.members.items():
-        # Each at a line of its own
+        # Each at a different line
         left = f"at {json.dumps([117, 'left', f'train.py:{rank} in main'])}"
         member.rank_says(left if rank in (77, 3000) else waits, network.now)
     while not network.members[0].to_rank:
@@ -208,7 +208,7 @@ def test_all_are_told_of_a_stall_and_what_is_sent_for_it_stays_small() -> None:
         network.beat(seconds=6.0)
         assert network.now <= 70
     assert network.now >= 60
-    # To the parent, and what is said to the children
+    # Messages to the parent and the children
     assert max(network.sent.values()) <= LARGEST_DEGREE + 1 + 4
     assert network.longest_line < 2000
     for member in network.members.values():
@@ -291,7 +291,7 @@ def test_every_rank_below_is_reached_by_the_tree_alone() -> None:
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_of_two_is_missing_though_its_watcher_speaks(stopped: int) -> None:
-    """Its watcher still says what the ranks do: that is no sign of life of the rank."""
+    """Its watcher still reports the ranks' activity, which is no sign of life of the rank."""
     two = Simulated(2, stall_seconds=60.0)
     two.members[stopped].stopped = True
     for _ in range(int(LIMIT / BEAT) + 3):
@@ -301,7 +301,7 @@ def test_a_stopped_rank_of_two_is_missing_though_its_watcher_speaks(stopped: int
 
 
 def test_who_was_aborted_because_of_another_is_spoken_for_by_its_watcher() -> None:
-    """Gloo aborted ranks before they could say who was missing; without a launcher nobody did."""
+    """Gloo aborted ranks before they could report the missing rank; no launcher reported it."""
     network = Simulated(3)
     network.members[2].rank_is_gone(1.0)
     network.hops()
@@ -318,7 +318,7 @@ def test_who_was_aborted_because_of_another_is_spoken_for_by_its_watcher() -> No
 
 
 def test_who_was_aborted_names_the_cause_though_its_watcher_hears_of_it_later() -> None:
-    """On a busy machine rank 1's abort was seen before rank 2's death, and nobody was named."""
+    """On a busy machine rank 1's abort was seen before rank 2's death, and no rank was named."""
     network = Simulated(3)
     network.members[1].rank_says("aborted", 1.0)
     network.members[1].rank_is_gone(1.0)

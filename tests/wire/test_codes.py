@@ -1,4 +1,4 @@
-"""Codes of 8 and 4 bits: written plus error is the value, and what is written stays as it is."""
+"""Codes of 8 and 4 bits: written plus error is the value, and rounding twice changes nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def as_bits(*tensors: tf.Tensor) -> list[bytes]:
 @every_dtype
 @given(values=vectors)
 def test_law_of_the_rounding_error(dtype: str, values: list[float]) -> None:
-    """Written plus error is the value, in exact arithmetic; written again, nothing is left."""
+    """Written plus error is the value, in exact arithmetic; rounded again, the error is zero."""
     given_values = tf.constant(values, tf.float32)
     written, errors = round_values(given_values, dtype)
     for value, sent, error in zip(given_values, written, errors, strict=True):
@@ -58,7 +58,7 @@ def test_the_error_is_at_most_half_a_step(dtype: str) -> None:
         part = slice(block, block + 32)
         step = np.abs(values[part]).max() / LARGEST[dtype]
         assert (np.abs(errors[part]) <= 0.5 * step * (1 + 2**-8)).all()
-        # The block has a step of its own, and uses its last code
+        # Each block has its own step, and uses its last code
         steps = np.abs(written[part]).max() / LARGEST[dtype]
         assert steps == pytest.approx(step, rel=2**-8)
         codes = written[part] / steps
@@ -85,7 +85,7 @@ def test_a_value_that_is_not_finite_leaves_its_block_as_it_is(dtype: str) -> Non
     "value", [0.0, -0.0, 1e-45, 1e-38, 2.0**-126, 2.0**-120, 3.4028235e38, -3.4028235e38, 1.0]
 )
 def test_values_at_the_ends_of_float32(dtype: str, value: float) -> None:
-    """What is too small is kept, what is largest stays finite, and equal values have no error."""
+    """Too small values become errors, the largest remain finite, and equal values have no error."""
     values = tf.fill([33], tf.constant(value, tf.float32))
     written, errors = round_values(values, dtype)
     assert np.isfinite(written).all() and np.isfinite(errors).all()

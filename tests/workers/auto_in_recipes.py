@@ -109,7 +109,7 @@ def dry() -> None:
     turns = seen[0].rounds
     assert turns.chosen is not None, turns.steps
     taken = sum(int(one.steps.numpy()) for one in seen[0].executors)
-    # The trial in the first phase, and one update after it; then what is timed in both
+    # The trial in the first phase, and one update after it; then the timed steps of both phases
     assert taken == turns._most + 1 + 2 * ((1 + 3) // UPDATE), (taken, turns._most)
     assert choices() == []
 

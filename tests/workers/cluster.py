@@ -2,8 +2,8 @@
 
 Started by test_cluster.py on the nodes of a virtual cluster.
 
-Gradients are small integers, so that float32 sums are exact whatever their order, and the learning
-rate is 1: what the weights received and the ranks' residuals must add up to all gradients so far.
+Gradients are small integers, so that float32 sums are exact in any order, and the learning rate is
+1: the weights' updates plus the ranks' residuals must equal the sum of all gradients so far.
 """
 
 from __future__ import annotations

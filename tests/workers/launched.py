@@ -2,7 +2,7 @@
 
 Started, unchanged, by all launchers of tests/launchers: launched.py [FAULT RANK]. With `kill` that
 rank kills itself after some steps, with `late` it never calls init; with `long` there are more
-steps than anybody waits for.
+steps than any test waits for.
 
 On 2 x 2 ranks these routes add two numbers at a time, so that the sums are the same bits under Gloo
 and MPI, which add four in different orders.

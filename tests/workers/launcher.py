@@ -1,8 +1,8 @@
-"""horovodrun, without loading TensorFlow in a process of its own to ask what Horovod can do.
+"""horovodrun, without a separate process that loads TensorFlow to query Horovod's features.
 
-Horovod asks so at each launch, for 4 CPU seconds; the tests launch some sixty times. Where Horovod
-was built without Gloo or MPI the ranks themselves fail. horovodrun as it is starts `tfcommx train`
-and what tests/scripts runs.
+Horovod makes this query at each launch, which takes 4 CPU seconds; the tests launch about sixty
+times. Where Horovod was built without Gloo or MPI the ranks themselves fail. `tfcommx train` and
+the programs of tests/scripts start with the unchanged horovodrun.
 """
 
 import sys

@@ -122,7 +122,7 @@ def with_outer() -> keras.Model:
 
 
 def outer_state(net: keras.Model) -> dict[str, np.ndarray]:
-    """Return what the outer optimizers keep; check that all ranks have the same."""
+    """Return the outer optimizers' state; check that all ranks have the same."""
     found = {
         f"{path}:{name}": value
         for path, state in exchanger_of(net).common_state().items()

@@ -1,8 +1,8 @@
-"""Trains a small recipe whole, then in pieces, and compares what is left: resume.py FOLDER TASK.
+"""Trains a small recipe whole, then in pieces, and compares the results: resume.py FOLDER TASK.
 
 Started by test_resume.py. TASK is `few` or `many` stops; or `stop` and `continue`, for another
 number of ranks.
-A launch trains many times: each time a model, a graph and an optimizer of its own.
+A launch trains many times, each time with a new model, graph and optimizer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs Python blocks of the documents on every rank: run_blocks.py BLOCKS.json, in its folder.
 
-Each block runs in a namespace of its own, with what a reader is told to have: keras, tf, cx, a
+Each block runs in a separate namespace, with the names that the documents assume: keras, tf, cx, a
 model and data. It stops at the first block that fails, with the name of the block.
 """
 

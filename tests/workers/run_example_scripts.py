@@ -1,7 +1,7 @@
 """Runs the scripts of scripts/examples on every rank, one after the other: a few steps each.
 
-run_example_scripts.py FOLDER, which receives what they write. Its folder `guide` holds the guide's
-own_model.py and own_model.yaml, and `wordnet` what glosses.yaml reads.
+run_example_scripts.py FOLDER, which receives their output files. Its folder `guide` holds the
+guide's own_model.py and own_model.yaml, and `wordnet` the files that glosses.yaml reads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs the examples (`>>>`) of all public docstrings of the package; prints how many there were.
 
-In a process of its own, because examples may call init().
+In a separate process, because examples may call init().
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ batches = tf.data.Dataset.from_tensor_slices((inputs, targets))
 
 
 class Fault(keras.callbacks.Callback):
-    """Does to a rank what it is told to, after a step of the whole run."""
+    """Causes the fault of the options on a rank, after a step of the whole run."""
 
     began_at = 0
 

@@ -1,4 +1,4 @@
-"""The folder of snapshots: what is whole counts, what is damaged does not, nobody else reads it."""
+"""The folder of snapshots: whole files count, damaged ones do not, other users cannot read it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_newest_save_whose_files_are_all_somewhere_is_chosen() -> None:
     first, second = head(4, ranks=3), head(5, ranks=3)
     left = held(first, [0, 1]) | held(second, [0])
     right = held(first, [2, 0]) | held(second, [2])
-    assert choose([left, right]) == first  # Of the newer one, nobody has rank 1
+    assert choose([left, right]) == first  # No host has rank 1's file of the newer one
     assert choose([left | held(second, [0, 1]), right]) == second
     assert choose([{}, {}]) is None
     # Another generation's file with the same number

@@ -1,4 +1,4 @@
-"""Sources besides TFRecords, and the disk level that keeps what they gave."""
+"""Sources besides TFRecords, and the disk level that caches their samples."""
 
 import io
 import os

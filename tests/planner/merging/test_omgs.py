@@ -97,9 +97,9 @@ def test_omgs_is_not_optimal() -> None:
         omgs                        |          0 1         ... 9 |        2        ... 17
         optimal         |       0       ...             6 |       1 2      ... 15
 
-    Alone, gradient 0 would end at 6; merged with 1, both end at 9 instead of 10, so the pair of
-    them gains. But then 2 is ready when waiting for it gains nothing, and pays a latency of its
-    own; it would have travelled with 1 for nothing.
+    Alone, gradient 0 would end at 6; merged with 1, both end at 9 instead of 10, so the pair
+    gains. But then waiting until 2 is ready gains nothing, so 2 pays a separate latency; in a
+    message with 1 it would have paid none.
     """
     prices = Prices(lambda entries: 3.0 + entries)
     profile = profile_of([2, 1, 5], [1.0, 2.0, 3.0])

@@ -49,7 +49,7 @@ def test_optimal_is_the_best_of_all_batches(startup: float, rows: list) -> None:
         assert [at for one in batches for at in range(*one)] == list(range(len(rows))), name
         assert all(start < stop for start, stop in batches), name
         assert finish_s(batches, times) >= best * (1 - 1e-9) - 1e-12, name
-        # Equation 4 leaves out the time that gathers wait for nobody: never too long
+        # Equation 4 omits computation that outlasts the next gather, so it is never too long
         assert execution_s(batches, times) <= finish_s(batches, times) + 1e-9, name
 
 
@@ -71,7 +71,7 @@ def test_the_first_algorithm_as_printed() -> None:
     # C1 + C2 = 5 is the most that a second gather can cover: that of the 4 layers left.
     times = PullTimes(1.0, (1.0,) * 6, (2.5, 2.5, 1.5, 1.0, 1.0, 1.0))
     assert pulls.from_first(times) == [(0, 2), (2, 6)]
-    # C1 + C2 = 5.5 is too much, C1 is covered by 2 layers; C2 + C3 = 4 by what is left or never.
+    # C1 + C2 = 5.5 is too much, C1 is covered by 2 layers; C2 + C3 = 4 not even by the 2 left.
     times = PullTimes(1.0, (1.0,) * 5, (2.5, 3.0, 1.0, 1.0, 1.0))
     assert pulls.from_first(times) == [(0, 1), (1, 3), (3, 5)]
 

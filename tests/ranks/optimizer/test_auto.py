@@ -110,7 +110,7 @@ def test_where_fit_knows_that_few_steps_follow_nothing_is_measured(
     assert isinstance(executor_of(net.optimizer), PlanExecutor) and not own_cache.exists()
     if comm.topology.size > 1:
         assert ("plain Horovod: 12 steps follow" in caplog.text) == (comm.rank == 0)
-    # Another fit has steps of its own, unless it is a part of a run that somebody else knows
+    # Another fit counts its own steps, unless the length of the whole run was given before
     for epochs, known in ((1, 4), (2, 8)):
         net.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=every)
         assert net.optimizer.exchanger.requested.expected_run.steps == known
@@ -171,7 +171,7 @@ def test_a_trial_that_is_dropped_holds_up_no_other(comm: Comm) -> None:
 def test_a_lossy_auto_loses_nothing_in_a_loop_with_a_loss_scale(
     comm: Comm, traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is chosen: what was sent plus what waits is the sum of all gradients."""
+    """For any choice, the sum of results plus residuals equals the sum of all gradients."""
     if comm.topology.size == 1:
         pytest.skip("takes several ranks")
     net = wide()

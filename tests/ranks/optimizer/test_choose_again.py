@@ -1,7 +1,7 @@
 """ChooseAgain on real ranks: plans take turns again if steps and links have changed, and only then.
 
-The links that are measured again are given by the test, and a sleep makes steps longer: what a
-network does that really changes is tried on a virtual cluster (scripts/trials/changing_network.py).
+The test sets the links that a new measurement returns, and a sleep makes steps longer. A network
+that really changes is tried on a virtual cluster (scripts/trials/changing_network.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Delay(keras.callbacks.Callback):
         self.chooses, self.slow, self.since = chooses, False, None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # Once ChooseAgain knows what is usual: the first trial ends late in a busy process
+        # Once ChooseAgain knows the usual time: the first trial ends late in a busy process
         known = len(self.chooses._messages) >= choose_again.IN_A_ROW
         if self.since is None and batch >= CHANGES_AT and (known or on_one_node()):
             self.since = batch

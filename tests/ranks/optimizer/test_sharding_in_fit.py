@@ -77,10 +77,10 @@ class Break(keras.callbacks.Callback):
 
 
 def test_shards_in_fit_equal_synchronous_training(comm: Comm, folder: Path) -> None:
-    """Weights, what evaluations see, and files; the second epoch continues from a checkpoint.
+    """Weights, also those in evaluations and files; the second epoch continues from a checkpoint.
 
-    It is broken off once. The shards of the broken step do not undo what is restored again, and
-    its pull is not left.
+    It is interrupted once. The shards of the interrupted step do not overwrite the weights of the
+    second restore, and its pull does not remain in the model.
     """
     plain = compiled(cx.DistributedOptimizer(adamw()))
     saw = train(comm, plain, folder / "plain.keras")
@@ -100,7 +100,7 @@ def test_shards_in_fit_equal_synchronous_training(comm: Comm, folder: Path) -> N
         train(comm, sharded, folder / "sharded.keras", first=1, extra=(Break(),))
     assert cx.checkpoint.restore(sharded, folder / "run") == 1
     saw_second = train(comm, sharded, folder / "sharded.keras", first=1)
-    # One rank has nobody to pull from: its steps were never changed
+    # A single rank pulls from no other, so its steps were never changed
     assert (sharded.train_function is None) == (comm.topology.size > 1)
     assert sharded.train_step is own_step
     close(comm, weights(sharded), weights(plain))

@@ -81,7 +81,7 @@ def total(comm: Comm, optimizer: keras.optimizers.Optimizer) -> dict[str, np.nda
 
 
 def test_what_waits_counts_less_as_the_rate_rises(comm: Comm) -> None:
-    """Then its sum over the ranks is what is sent, and what stays."""
+    """The scaled residuals, summed over the ranks, are sent or stay residuals."""
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.125), SPARSE))
     fit(net, comm, epochs=1)
 

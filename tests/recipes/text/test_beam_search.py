@@ -1,4 +1,4 @@
-"""Beam search finds what trying all translations finds, and what a plain loop over beams finds."""
+"""Beam search against an exhaustive search of all translations, and a plain loop over beams."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ import pytest
 from tfcommx.recipes.text.decoding import beam_decoder, greedy_decoder
 from tfcommx.recipes.text.vocabulary import BEGIN, END
 
-# The four marks and a word: what is said has at most MORE words more than its source, END included
+# The four marks and a word. A translation has at most MORE words more than its source, with END
 WORDS, MORE, LONGEST = 5, 2, 4
 SOURCES = np.array([[4, 3], [4, 4], [3, 0], [1, 4]], np.int32)
 
@@ -53,7 +53,7 @@ def most_words(source) -> int:
 
 
 def up_to_limit(rows) -> list[tuple]:
-    """Return what is said for each source; END follows one that was cut."""
+    """Return the translation of each source; END follows one that was cut."""
     pairs = zip(map(up_to_end, rows), SOURCES, strict=True)
     return [said[: most_words(source)] for said, source in pairs]
 
@@ -66,7 +66,7 @@ def by_trying_all(table, source, penalty) -> tuple:
 
 
 def by_a_loop(table, source, penalty, beam) -> tuple:
-    """Return what a beam search of plain lists finds."""
+    """Return the translation found by a beam search with plain lists."""
     kept = [()]
     for _ in range(most_words(source)):
         ended = [said for said in kept if END in said]
@@ -86,7 +86,7 @@ def test_a_wide_beam_finds_the_best_of_all(penalty):
 
 
 def test_narrow_beams_keep_the_best():
-    """They do not find the best of all, and a loop says what they find; a beam of 1 is greedy."""
+    """They miss the best of all, and agree with a plain loop; a beam of 1 is greedy."""
     missed = 0
     for seed, (beam, penalty) in itertools.product(range(4), [(1, 0.6), (2, 0.0), (3, 0.6)]):
         table = Table(seed)

@@ -78,16 +78,16 @@ def test_every_rank_has_its_part_and_sentences_survive(settings):
 
 def test_what_is_kept_is_used_again_and_follows_the_files(settings, monkeypatch):
     first = opened(settings)
-    with monkeypatch.context() as nobody:
-        nobody.setattr("tfcommx.recipes.text.corpus.learn", None)
-        nobody.setattr("tfcommx.recipes.text.corpus._encode", None)
+    with monkeypatch.context() as patch:
+        patch.setattr("tfcommx.recipes.text.corpus.learn", None)
+        patch.setattr("tfcommx.recipes.text.corpus._encode", None)
         assert (opened(settings).corpus.source.words == first.corpus.source.words).all()
     settings.source.write_text(settings.source.read_text().replace("one", "uno"))
     assert "uno" in " ".join(opened(settings).classes).replace("▁", " ")
 
 
 def test_text_is_read_back_as_it_was_written():
-    """References are not normalised: neither may be what is decoded."""
+    """References are not normalised, so decoded text must not be either."""
     texts = ["Öffnen…", "½ Zoll", "ﬁle"]
     words = Vocabulary(learn(texts * 4, 60))
     assert [words.decode(found) for found in words.encode(texts)] == texts
@@ -122,7 +122,7 @@ def test_it_learns_to_translate(settings):
     after = score(tests, lambda mine: [mine])
     assert before["test_bleu"] < 5 and history.history["accuracy"][-1] > 0.9
     assert after["test_bleu"] > 40 and after["test_accuracy"] > 0.8, after
-    # The fast decoder says what the whole model says
+    # The fast decoder's output equals the whole model's
     source = next(iter(tests))[0]["source"]
     fast, whole = (greedy_decoder(one)(source).numpy() for one in (model, _Wrapped(model)))
     assert (fast == whole).all()

@@ -17,7 +17,7 @@ COLUMNS += ["repeats", "lowest_seconds", "highest_seconds"]
 
 
 def bench(folder: Path, *words: str) -> tuple[list[dict], str]:
-    """Run `python scripts/bench WORDS`; return its rows, all verified, and what it printed."""
+    """Run `python scripts/bench WORDS`; return its rows, all verified, and its output."""
     json_file = folder / "rows.jsonl"
     ended = subprocess.run(
         [sys.executable, "scripts/bench", *words, "--json", str(json_file)],

@@ -1,4 +1,4 @@
-"""The checks inside of benchmarks fail when what they check is wrong."""
+"""The checks inside benchmarks fail when the checked result is wrong."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_lost_entry_is_seen_and_all_is_put_back(kind: type, right: bool) -> No
 
 @pytest.mark.parametrize(("share", "right"), [(1.0, True), (0.999, False)])
 def test_sums_of_a_compression_are_right_to_rounding(share: float, right: bool) -> None:
-    """And a thousandth that is lost of what the ranks keep is seen."""
+    """The check notices if a thousandth of the ranks' residuals is lost."""
 
     def work(comm: Comm) -> bool:
         optimizer = copy_with(ExchangesGradients, keras.optimizers.SGD(0.25))
@@ -77,7 +77,7 @@ def test_a_trial_that_is_under_way_is_seen() -> None:
 
 
 def documented() -> set[str]:
-    """Return what documents print after `scripts/bench`, and what `bench results` runs."""
+    """Return the arguments of `scripts/bench` in documents and in `bench results`."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     texts = [page.read_text().replace("\\\n", " ") for page in pages]
     texts += [command for command in results.COMMANDS.values()]

@@ -1,4 +1,4 @@
-"""What benchmarks judge by would see what it is there to see. Pure functions, no ranks."""
+"""The functions by which benchmarks judge results notice wrong ones. Pure functions, no ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All benchmarks still run on small input, and verify what they time: `bench all --smoke`.
+"""All benchmarks run on small input, and verify the results that they time: `bench all --smoke`.
 
 All write the same first columns, in the same order, then the rows that they promise.
 """
@@ -30,7 +30,7 @@ ROWS = {
     "routes": {"allreduce plain", "hitopk pair32"},
     "end_to_end": {"horovod", "torus"},
 }  # fmt: skip
-# One launch each. Training and routes have tests of their own
+# One launch each. Training and routes have separate tests
 TOGETHER = [
     pytest.param(["select", "data"], id="one process"),
     pytest.param(["step"], id="two ranks"),

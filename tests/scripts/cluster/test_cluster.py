@@ -1,6 +1,6 @@
-"""The virtual cluster is what it says, and cleans up after itself.
+"""The virtual cluster has the nodes and links requested, and cleans up after itself.
 
-It shows law 7 on several nodes: nobody hangs, nothing is lost.
+It shows law 7 on several nodes: no rank hangs, nothing is lost.
 
 Needs root, iproute2 and network namespaces; elsewhere these tests are skipped and say why.
 """

@@ -1,4 +1,4 @@
-"""The reproductions keep their protocol; the laboratory notes say what they print."""
+"""The reproductions keep their protocol; the laboratory notes have the printed numbers."""
 
 from __future__ import annotations
 

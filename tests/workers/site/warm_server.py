@@ -24,7 +24,7 @@ import warm_start
 
 
 class Server:
-    """Forks for whoever calls. `serve` returns in the forks alone, with what they are to be."""
+    """Forks for each caller. `serve` returns only in the forks, with the program they run."""
 
     def __init__(
         self, listening: int, lifeline: int, cpu_file: str, loaded_in: dict[str, Any]
@@ -114,7 +114,7 @@ def tell(caller: socket.socket, number: int) -> None:
 
 
 def receive(caller: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return what a process is to be, and its first three files; nothing if it was killed."""
+    """Return a process's program and its first three files; nothing if it was killed."""
     with contextlib.suppress(OSError, ValueError), caller.makefile("rb") as text:
         head, files, _, _ = socket.recv_fds(caller, 8, 3)
         return json.loads(text.read(int.from_bytes(head, "big"))), files
