@@ -24,7 +24,7 @@ sys.dont_write_bytecode = False
 # A job in the background of a shell ignores Ctrl-C, and so would all that tests start
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Where launches keep what Scheme("auto") has chosen: not in the user's own folder
+# Launches cache the choices of Scheme("auto") here, not in the user's own folder
 KEPT = tempfile.TemporaryDirectory(prefix="tfcommx_kept")
 os.environ["TFCOMMX_CACHE"] = KEPT.name
 
@@ -35,7 +35,7 @@ settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile("same")
 
 FIRST = (
-    # The longest launches keep all processors busy: beside them goes what waits most of its time
+    # The longest launches keep all processors busy, so tests that mostly wait run beside them
     "tests/test_real_ranks.py",
     "tests/scripts/cluster/",
     "tests/watch/",
@@ -69,7 +69,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes long, so that no worker is left alone with it at the end."""
+    """Begin with the long tests, so that no worker is left alone with one at the end."""
 
     def place(item: pytest.Item) -> int:
         listed = (at for at, name in enumerate(FIRST) if item.nodeid.startswith(name))

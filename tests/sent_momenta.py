@@ -52,7 +52,7 @@ def gradients(rank: int, step: int) -> list[np.ndarray]:
 
 
 def one_bit(vector: np.ndarray) -> np.ndarray:
-    """Return what arrives of a vector: signs times the mean magnitude of each block of 128."""
+    """Return a vector as it is received: signs times the mean magnitude of each block of 128."""
     blocks = vector.reshape(-1, 128)
     steps = np.abs(blocks).mean(axis=1, dtype=np.float32, keepdims=True)
     steps = tf.cast(tf.cast(steps, tf.bfloat16), tf.float32).numpy()

@@ -125,7 +125,7 @@ class Slurm:
         return int(self.do("sbatch", "--parsable", *words))
 
     def state(self, job: int) -> dict[str, str]:
-        """Return what `scontrol show job` says."""
+        """Return the fields of `scontrol show job`."""
         shown = self.do("scontrol", "show", "job", job)
         return dict(re.findall(r"(\w+)=(\S*)", shown))
 

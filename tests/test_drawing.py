@@ -1,4 +1,4 @@
-"""What is drawn smaller still meets every row and every member, and loses no case."""
+"""A drawn subset has every row and every member; the other cases are marked, not lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What import-linter does not check: foreign libraries, TensorFlow, the environment, wording."""
+"""Rules that import-linter cannot check: foreign libraries, TensorFlow, environment, wording."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "tfcommx"
 
-# What planning, prices and the command line's help load.
+# Modules that planning, prices and the command line's help load
 NO_TENSORFLOW = (
     "core",
     "engines",

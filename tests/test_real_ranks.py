@@ -27,7 +27,7 @@ def what_failed(output: str) -> str:
 
 
 # Two nodes of one rank under Gloo run all tests; one node of two and two nodes of two under MPI,
-# which has all routes, run what depends on nodes or on messages. (Four ranks under Gloo are in
+# which has all routes, run tests that depend on nodes or messages. (Four ranks under Gloo are in
 # `make demo`, its test and the cluster's; checkpoints of four ranks in test_resize.py.)
 @pytest.mark.long_wait
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from launching import QUICK, ROOT, Ended
 
 SCRIPT = str(ROOT / "scripts" / "cluster")
 COMPUTE = ("node1", "node2")
-# What commands run in, as a user's do, but for `QUICK`
+# Environment of commands, as a user's, except for `QUICK`
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -114,7 +114,7 @@ class Nodes:
         return Ended(process.returncode, log.read_text(), time.monotonic() - start)
 
     def ranks(self) -> list[psutil.Process]:
-        """Return Python's processes on the nodes that compute: ranks, and what watches them."""
+        """Return Python's processes on the compute nodes: ranks, and their watchers."""
         found = []
         for node in range(1, 1 + len(COMPUTE)):
             space = f"tfcommx-{self.name}-{node}"

@@ -18,8 +18,8 @@ with the claim and names the peers, and
     measure(chosen)     yields an `options.Table` for each setting, as soon as it is measured;
                         on ranks, every rank calls it, and rank 0's tables count
     draw(rows, path)    optional: the picture of --png, if it is not bars
-    note(chosen)        optional: what else to know about a record, of one that starts its own ranks
+    note(chosen)        optional: a record's note, for a benchmark that starts its own ranks
 
-Contestants take turns, in another order each round (rounds.py). What is claimed is verified
-(checks.py), and a record says on what machine it was measured (records.py).
+Contestants take turns, in another order each round (rounds.py). Results are verified (checks.py),
+and a record describes the machine on which it was measured (records.py).
 """

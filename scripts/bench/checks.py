@@ -61,7 +61,7 @@ def moved_alike(
     start: Iterable[np.ndarray],
     tolerance: float,
 ) -> bool:
-    """Return whether both have gone the same way from the same start, layer by layer.
+    """Return True if both have moved alike from the same start, layer by layer.
 
     Movements are compared, because a step may move weights by less than any tolerance that goes
     by their size.

@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: what runs here, and what runs on ranks started for it."""
+"""The command line of the benchmarks, which run in this process or on ranks started for them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(name: str, words: list[str]) -> int:
     """Run a benchmark in this process, or on ranks if it takes some and this is none of them."""
     benchmark = BENCHMARKS[name]
     if "--smoke" in words:
-        words = [*benchmark.smoke.split(), *words]  # What is given last counts
+        words = [*benchmark.smoke.split(), *words]  # The last value of an option counts
     if not benchmark.ranks or {"-h", "--help"} & set(words):
         return run_here(name, words)
     from bench import ranks
@@ -92,7 +92,7 @@ def run_here(name: str, words: Sequence[str], label: str | None = None) -> int:
     Args:
         name: of the benchmark.
         words: its options; with `--rows` the rows go there, and whoever gave it judges them.
-        label: a first column of the rows, which tells benchmarks apart.
+        label: a first column of the rows, which names the benchmark.
     """
     # Before NumPy: threads that verify one step would keep spinning during the next one
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

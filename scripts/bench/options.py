@@ -153,7 +153,7 @@ def rows_of(
 
 
 def right(rows: Rows) -> bool:
-    """Return whether no row is wrong; some are not judged."""
+    """Return True if no row is wrong; some are not judged."""
     return all(one["verified"] in (True, None) for one in rows)
 
 

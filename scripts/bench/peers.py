@@ -25,7 +25,7 @@ def plain_allreduce(
 
 
 class PlainHorovod(keras.optimizers.SGD):
-    """What a user of plain Horovod has: an allreduce of each gradient, before the update.
+    """SGD of a user of plain Horovod, with an allreduce of each gradient before the update.
 
     As with its option `sparse_as_dense`, which wrapped optimizers do always. Without it the rows
     of an embedding are gathered, and added in any order: the ranks drift apart.

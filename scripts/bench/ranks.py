@@ -45,12 +45,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def in_launch() -> bool:
-    """Return whether a launcher has started this process."""
+    """Return True if a launcher has started this process."""
     return launcher().kind != "none"
 
 
 def is_chief() -> bool:
-    """Return whether this process is rank 0, or alone."""
+    """Return True if this process is rank 0, or alone."""
     return launcher().rank == 0
 
 
@@ -95,7 +95,7 @@ class Place:
         return sum(host.slots for host in self.hosts)
 
     def note(self) -> str:
-        """Say for a record what to know about it."""
+        """Return the note on this place for a record."""
         if self.cluster is None:
             names = sorted({host.name for host in self.hosts})
             if names == ["localhost"]:

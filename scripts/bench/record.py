@@ -61,7 +61,7 @@ def cells_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rows_of(file: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of a simulation or a comparison from its file, and what to know of them."""
+    """Return the rows of a simulation or a comparison from its file, and the record's note."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     if "published_s" in lines[0]:
         return lines, "predictions of published steps; nothing of this was measured here"
@@ -83,7 +83,7 @@ def main(words: Sequence[str]) -> None:
     )
     parser.add_argument("run", type=Path, help="the run's folder, or the file of --json")
     parser.add_argument("name", help="of the record")
-    parser.add_argument("--command", required=True, help="what trained")
+    parser.add_argument("--command", required=True, help="that trained")
     chosen = parser.parse_args(words)
     if chosen.run.is_file():
         rows, note = rows_of(chosen.run)

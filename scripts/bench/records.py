@@ -36,7 +36,7 @@ from tfcommx.core import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "records"
-# What a version is called in a record -> the packages that may bring it
+# A version's name in a record -> the packages that may provide it
 PACKAGES = {
     "tensorflow": ("tensorflow", "tensorflow_cpu"),
     "keras": ("keras",),
@@ -61,10 +61,10 @@ def write(
     """Write a record, in place of an earlier one of that name.
 
     Args:
-        name: letters, digits and `_`; what pages call it.
+        name: letters, digits and `_`; pages refer to it.
         rows: the measurements; a record without rows is refused.
         command: as it was typed; see `command_of`.
-        note: what else to know about the conditions.
+        note: other conditions of the measurement.
         folder: of the records.
 
     Returns:
@@ -95,7 +95,7 @@ def command_of(words: Sequence[str]) -> str:
     """Return the command that started this process, from the launcher if there is one.
 
     Args:
-        words: what follows the name of this program; a launcher's command ends with them, too.
+        words: arguments of this program; a launcher's command ends with them, too.
     """
     found, process = ["python", "scripts/bench", *words], os.getpid()
     while process > 1:

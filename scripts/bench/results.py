@@ -1,4 +1,4 @@
-"""Measure what README.md and docs/results.md show, on a quiet machine, one after the other.
+"""Measure the figures of README.md and docs/results.md, one by one, on a quiet machine.
 
     python scripts/bench results                    # all; needs root and iproute2
     python scripts/bench results --only select step
@@ -126,7 +126,7 @@ COMMANDS = {
     "--methods dense,elias_int4,elias_int4_early",
     "end_to_end_commlib": "python scripts/bench end_to_end --setup commlib --seeds 3 --contestants "
     "none horovod horovod_fp16 asa_int4 elias_int4 local_sgd momentum_int2",
-    # These two train as plain Horovod does: one seed says what their time is
+    # These two train as plain Horovod does, so one seed suffices for their time
     "end_to_end_lossless": "python scripts/bench end_to_end --setup commlib --seeds 1 "
     "--contestants horovod auto torus",
     "scheme_map": "tfcommx machines docs/records/scheme_map.yaml "
@@ -165,7 +165,7 @@ def measure(name: str) -> bool:
     """Carry out a measurement and record it; return whether that went well."""
     command, out = COMMANDS[name], ROOT / "runs" / "results" / name
     out.parent.mkdir(parents=True, exist_ok=True)
-    place, _, line = command.rpartition("; ")  # "cd FOLDER", where modules of one's own are
+    place, _, line = command.rpartition("; ")  # "cd FOLDER" leads to custom modules
     folder, words = ROOT / place.removeprefix("cd "), shlex.split(line)
     option = {"train": "--output"}
     if words[0] != "tfcommx" and "reproduce" not in words[1]:

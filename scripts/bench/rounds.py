@@ -1,4 +1,4 @@
-"""Times of contestants that take turns: who is next, and how they are compared."""
+"""Times of contestants that take turns: their order, and how they are compared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def seconds_of(step: Callable[[], Any], comm: Any = None) -> float:
 def take_turns(
     steps: Mapping[str, Callable[[], Any]], repeats: int, comm: Any = None, warm_up: int = 2
 ) -> dict[str, list[float]]:
-    """Time all contestants in turn, so that what else the machine does slows all of them alike.
+    """Time all contestants in turn, so that other work on the machine slows all of them alike.
 
     Args:
         steps: name -> a step, which returns when it is done.

@@ -2,7 +2,7 @@
 """Write the tables of the pages, and the conditions of their records.
 
     python scripts/documents/figures.py          # rewrite README.md and docs/
-    python scripts/documents/figures.py --check  # change nothing, name what differs; status 1
+    python scripts/documents/figures.py --check  # change nothing, name differences; status 1
 
 A table stands between two marker lines, which GitHub does not show; tables.py makes it from the
 records in docs/records (see scripts/bench/records.py). So do the command and the machine of a
@@ -103,7 +103,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="change nothing, name what differs")
+    parser.add_argument("--check", action="store_true", help="change nothing, name differences")
     chosen = parser.parse_args()
     records, different = read_records(), 0
     for page in pages():

@@ -29,7 +29,7 @@ def command_line() -> str:
     return html.unescape(text).replace("# `tfcommx`", "# Command line", 1)
 
 
-# Page, from docs/ -> what writes it
+# Page, from docs/ -> the function that writes it
 PAGES = {
     "reference/api.md": api,
     "reference/recipe.md": fields,

@@ -1,8 +1,8 @@
 """The Python interface as Markdown, from signatures and docstrings.
 
-griffe reads the sources, so that nothing is imported but the table of public names. What this
-project's docstrings have beyond Google's style is done here: `>>>` examples become blocks,
-`**Ranks:**` and the like paragraphs, and the comment above a field is its documentation.
+griffe reads the sources, so that nothing is imported but the table of public names. This module
+handles the docstrings' additions to Google's style: `>>>` examples become blocks, `**Ranks:**` and
+the like paragraphs, and the comment above a field is its documentation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tfcommx
 from tfcommx.recipes.schema import comment_above
 
 ROOT = Path(__file__).resolve().parents[2]
-# What else a user calls: how its owner is written -> name -> where it is
+# Other members that a user calls: the owner in user code -> name -> dotted path
 ALSO = {
     "optimizer.exchanger": dict.fromkeys(["traffic", "plans"], "tfcommx.optim.exchanger.Exchanger"),
     "tfcommx.data.options": {"Options": "tfcommx.data.options"},

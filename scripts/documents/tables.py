@@ -427,7 +427,7 @@ BY_HAND = ("hitopk block16/float16", "allgather block16/float16")
 
 
 def clusters(records: Records) -> str:
-    """Return errors of predictions, and what "auto" takes, by nodes, slots and Mbit/s."""
+    """Return errors of predictions, and the time of "auto", by nodes, slots and Mbit/s."""
     rows = [
         row
         for record in ("training_4x1", "training_4x2", "training_8x1")

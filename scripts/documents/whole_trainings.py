@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tables import Records, of_cells
 
-# Contestant of scripts/bench end_to_end -> what travels
+# Contestant of scripts/bench end_to_end -> the data that it sends
 NAMES = {
     "horovod": "plain Horovod: everything",
     "horovod_fp16": "Horovod's `Compression.fp16`",

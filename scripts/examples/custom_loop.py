@@ -1,4 +1,4 @@
-"""Train with a loop of one's own: horovodrun -np 4 python scripts/examples/custom_loop.py."""
+"""Train with a custom loop: horovodrun -np 4 python scripts/examples/custom_loop.py."""
 
 import argparse
 

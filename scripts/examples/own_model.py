@@ -1,4 +1,4 @@
-"""A model, a data set and an optimizer of one's own, for own_model.yaml.
+"""A custom model, data set and optimizer, for own_model.yaml.
 
 cd scripts/examples; tfcommx train own_model.yaml --processes 4
 """

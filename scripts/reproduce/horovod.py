@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What calibration sets."""
+    """The constants set by calibration."""
 
     # Of a network, share of its rate
     efficiency: dict[str, float]

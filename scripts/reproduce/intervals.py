@@ -1,7 +1,7 @@
 """How far published steps lie from predicted ones, and whether intervals of that width hold them.
 
 python scripts/reproduce/intervals.py
-python scripts/reproduce/intervals.py --rows horovod.json commlib.json    # what --json wrote
+python scripts/reproduce/intervals.py --rows horovod.json commlib.json    # files of --json
 
 `tfcommx.planner.predict` has the three numbers fitted to all sources together. To test whether they
 hold for a new source, each source is left out in turn, and its intervals are computed from the

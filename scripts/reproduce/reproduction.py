@@ -1,4 +1,4 @@
-"""What the reproductions share: the protocol's columns, errors, and tables.
+"""The columns of the protocol, the errors and the tables that all reproductions share.
 
 Each source has a YAML file with its structure, its assumed constants and its rows, and a script
 that predicts them. Columns of a row, in every table and in every line of --json:

@@ -121,7 +121,7 @@ def build_native(environment: Environment) -> str:
 
 
 def native_is_current() -> bool:
-    """Return whether the library is of these sources: it may have been built by hand since."""
+    """Return True if the library is of these sources: it may have been built by hand since."""
     build_digest = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "build.py"))["digest"]
     if not LIBRARY_FACTS.is_file():
         return False

@@ -106,7 +106,7 @@ def check_gpus() -> None:
 def cuda_home() -> Path | None:
     """Return the folder of the CUDA toolkit with its headers; None if there is none.
 
-    What is on PATH may be a link, or a script that calls the real nvcc, so nvcc is asked.
+    The program on PATH may be a link, or a script that calls the real nvcc, so nvcc is asked.
     """
     nvcc = GPUS["find_nvcc"]()
     if nvcc is None:
@@ -267,7 +267,7 @@ def patch_wheel(environment: Environment, built: Path) -> Path:
 
 
 def wheel_folder(key: str) -> Path:
-    """Return the folder of a wheel that was built from what this key stands for."""
+    """Return the folder of the wheel that was built from inputs with this hash."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfcommx"
     return cache / "wheels" / key
 
@@ -287,5 +287,5 @@ def install_horovod(environment: Environment, key: str) -> str:
 
 
 def horovod_works(environment: Environment) -> bool:
-    """Return whether Horovod's library for TensorFlow is installed."""
+    """Return True if Horovod's library for TensorFlow is installed."""
     return environment.has(LIBRARY)

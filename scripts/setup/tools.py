@@ -53,7 +53,7 @@ class Environment(NamedTuple):
         return run(self.python, "-m", "pip", "--disable-pip-version-check", *arguments, env=env)
 
     def has(self, pattern: str) -> bool:
-        """Return whether a file that matches the pattern is among the installed packages."""
+        """Return True if a file that matches the pattern is among the installed packages."""
         return any(self.folder.glob(f"lib/python*/site-packages/{pattern}"))
 
     def step(

@@ -61,7 +61,7 @@ OURS = {
     "tfcommx asa int4": "asa int4",
     "tfcommx momentum asa int1": "momentum asa int1",
 }
-# What is compared with what: the first word of a name
+# First word of a name -> the row without exchange with which it is compared
 ALONE = {"ddp": "ddp none", "multi-worker": "multi-worker none"}
 
 

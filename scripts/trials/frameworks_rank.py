@@ -1,4 +1,4 @@
-"""What the workers of frameworks.py share: they take the same steps and note the same things."""
+"""Shared by the workers of frameworks.py: all take the same steps and write the same notes."""
 
 from __future__ import annotations
 

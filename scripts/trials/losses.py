@@ -137,7 +137,7 @@ def with_cluster(
             rows.append(single(cluster, name, fault, folder / fault, reference))
             print(line(rows[-1]), flush=True)
             rows[-1] |= {"load": load, "commit": records.commit()}
-        # What Horovod leaves ends with the cluster
+        # Horovod's remaining processes end with the cluster
         return rows, [] if setup.horovod else left(folder)
     finally:
         cluster.call("down")

@@ -168,7 +168,7 @@ def measure(cluster: Cluster, folder: Path, chosen: argparse.Namespace) -> int:
 
 
 def report(run: Run, met: list[str], seeds: list[list[tuple[int, float]]]) -> dict[str, Any]:
-    """Return what became of a run.
+    """Return the results of a run.
 
     Args:
         run: that has ended.

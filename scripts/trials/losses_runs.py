@@ -45,7 +45,7 @@ class Cluster:
 
 
 class Setup(NamedTuple):
-    """What is trained, where."""
+    """A training and its nodes."""
 
     # Of this folder, and the words behind those that all workers get
     worker: str

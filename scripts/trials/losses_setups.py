@@ -1,4 +1,4 @@
-"""What the trials of losses train, how long they wait, and what must not stay."""
+"""The trainings of losses.py, their limits of time, and the check for remaining processes."""
 
 from __future__ import annotations
 

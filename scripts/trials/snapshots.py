@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a snapshot in memory costs, for ResNet-50 with momentum and residuals.
+"""The cost of a snapshot in memory, for ResNet-50 with momentum and residuals.
 
     python scripts/trials/snapshots.py --record snapshots
 

@@ -7,7 +7,7 @@ Trains a ResNet-50 on one batch under several schemes, after a comparison of the
 CPU's. Prints one JSON object for each scheme: the median milliseconds of a step, the loss before
 and after, whether all ranks have equal weights and, of one traced step, the bytes copied between
 the GPU and the host, the largest such copies, and the kernels that took longest. With `--tests`
-the ranks run these tests in place of it. Needs what `make setup TFCOMMX_SETUP=--gpu` installs.
+the ranks run these tests in place of it. Requires `make setup TFCOMMX_SETUP=--gpu`.
 
 Several ranks may share one GPU: a UTS namespace, which needs root, makes each a separate host for
 NCCL and `init()`. Collectives then run over the loopback device, so their times are not a

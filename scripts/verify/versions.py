@@ -43,7 +43,7 @@ TESTS = (
 
 
 class Case(NamedTuple):
-    """What is set up; None: what set-up installs."""
+    """Versions to set up; None: those that the set-up installs."""
 
     python: str
     keras: str | None = None
@@ -151,7 +151,7 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="these cases")
     parser.add_argument("--pythons", nargs="+", default=[], help="more Pythons than those on PATH")
-    parser.add_argument("--tests", nargs="+", default=[*TESTS], help="what pytest runs")
+    parser.add_argument("--tests", nargs="+", default=[*TESTS], help="arguments of pytest")
     parser.add_argument("--list", action="store_true", help="print the cases and their Pythons")
     parser.add_argument("--record", metavar="NAME", help="write docs/records/NAME.json")
     chosen = parser.parse_args()

@@ -67,7 +67,7 @@ def test_hosts_are_told_in_few_requests_and_who_is_missing_is_named(
 def test_a_source_distribution_holds_what_the_library_is_built_from(tmp_path: Path) -> None:
     """Without MANIFEST.in it held no native sources.
 
-    What was built from it was a library without ops.
+    A build from it was a library without ops.
     """
     tree = tmp_path / "tree"
     shutil.copytree(

@@ -1,4 +1,4 @@
-"""Past bugs in which GPU a rank keeps, and what runs on it; the lists of devices are made up."""
+"""Past bugs in the choice of a rank's GPU, and in its use; the lists of devices are made up."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_a_discovery_script_that_leaves_a_process_has_ended(pids: Path) -> None:
 def test_a_script_that_takes_too_long_is_killed_with_its_children(
     pids: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the shell was killed. What it had started lived on, one more at each look for hosts."""
+    """Only the shell was killed. Its children survived, one more at each look for hosts."""
     monkeypatch.setattr(hosts, "SCRIPT_SECONDS", 1.0)
     script = f"sleep 300 & echo $! > {pids}; wait"
     with pytest.raises(ConfigurationError, match=r"\b1 s\b"):

@@ -1,4 +1,4 @@
-"""The port at which rank 0 of srun's or torchrun's launch waits: what others can do at either end.
+"""The port of rank 0 under srun or torchrun: a foreign process can do no harm at either end.
 
 Another process at rank 0's port could set any variable in the environment of a rank, such as
 LD_PRELOAD, and an empty TFCOMMX_SECRET was taken for none. Rank 0 heard its callers one by one, so
@@ -35,7 +35,7 @@ def ask(here: ClusterEnvironment, seconds: float = 10.0) -> tuple[dict[str, str]
 
 
 def answered_by_another(answer: Any) -> tuple[dict[str, str], str]:
-    """Return what rank 1 makes of the answer of a process that has taken rank 0's port."""
+    """Return rank 1's result for the answer of a process that has taken rank 0's port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -115,7 +115,7 @@ def free_port() -> int:
 
 
 def beside(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Do some work in a thread; return what waits for its result."""
+    """Do some work in a thread; return a function that waits for its result."""
     found: list[Any] = []
 
     def run() -> None:

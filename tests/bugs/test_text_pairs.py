@@ -9,7 +9,7 @@ import pytest
 from tfcommx.core import DataError
 from tfcommx.recipes.datasets.translations import LinePairs
 
-# What str.splitlines, or a file that is opened as text, takes for the end of a line
+# Characters at which str.splitlines, or a file opened as text, ends a line
 SEPARATORS = ["\r", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
 WANTED = [(f"source {n}", f"target {n}") for n in range(1, 9)]
 

@@ -1,4 +1,4 @@
-"""What is installed or read must be ours: wheels of dist/, and a cache in a shared folder."""
+"""Only trusted files are installed or read: wheels of dist/, and a cache in a shared folder."""
 
 from __future__ import annotations
 

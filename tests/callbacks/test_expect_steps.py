@@ -1,4 +1,4 @@
-"""What "auto" is told of the steps that follow where `fit` changes the scheme."""
+"""The number of following steps that "auto" is given where `fit` changes the scheme."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_tables_rows_and_figure(commands: Commands, recipe: Path) -> None:
         ("one_percent", 1000.0),
     ]
     assert rows[1]["loss"] == pytest.approx(5) and rows[1]["bytes_share"] == pytest.approx(0.02)
-    # 40 kB of gradients at 1 Mbit/s; at 1 Gbit/s computing is what takes time
+    # 40 kB of gradients at 1 Mbit/s; at 1 Gbit/s nearly all time is computing
     assert rows[1]["times_faster"] > 3 and rows[3]["times_faster"] < 1.1
     assert "In bytes nothing beats one_percent (60.00" in ended.output
     assert (recipe.parent / "out" / "comparison.png").stat().st_size > 10_000

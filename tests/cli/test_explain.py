@@ -69,7 +69,7 @@ def test_with_links_it_is_compared_with_plans(links: str, tmp_path: Path) -> Non
     events = json.loads(trace.read_text())["traceEvents"]
     names = [one["args"]["name"] for one in events if one["name"] == "process_name"]
     assert names == ["recorded", "simulated"]
-    # What computing, waiting and messages explain is the whole difference
+    # Computing, waiting and messages explain the whole difference
     whole, *parts = map(float, re.findall(r"([+-][\d.]+) ms", said))
     assert sum(parts) == pytest.approx(whole, abs=0.2) and parts[:2] == [0.0, 42.0]
     ranges = re.findall(r" (\d+\.\d+) +(\d+\.\d+) to (\d+\.\d+)", said)

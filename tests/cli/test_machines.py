@@ -18,7 +18,7 @@ from tfcommx.core import ConfigurationError
 from tfcommx.report.figures import draw_machines
 
 PAGE = ROOT / "docs" / "how-to" / "which-machines.md"
-# A step of 0.25 s; 10 million samples; what one node of two ranks sends inside costs nothing
+# A step of 0.25 s; 10 million samples; messages inside one node of two ranks cost nothing
 SMALL = {
     "epoch_samples": 10_000_000,
     "model": "alexnet",

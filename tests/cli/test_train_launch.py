@@ -1,4 +1,4 @@
-"""What is shown of the output of horovodrun: an error once, with its rank."""
+"""The output of horovodrun as it is shown: an error once, with its rank."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def train(
 ) -> subprocess.CompletedProcess:
     """Train DAWNBench's recipe in miniature, cut short, as a user does; two ranks are a node.
 
-    `warm`: ranks begin with TensorFlow loaded (warm_ranks.py), without what loading it prints.
+    `warm`: ranks begin with TensorFlow loaded (warm_ranks.py), without the output of loading it.
     """
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""What ranks tell each other arrives equal, and bytes of a stranger make no object of a class."""
+"""Messages between ranks arrive unchanged, and bytes of a stranger make no object of a class."""
 
 from __future__ import annotations
 

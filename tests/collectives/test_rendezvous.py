@@ -46,7 +46,7 @@ def together(ranks: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 def meet(here: ClusterEnvironment, seconds: float = 20.0) -> tuple[dict[str, str], str]:
-    """Do what `join` does, without changing this process's environment."""
+    """Do the same as `join`, without changing this process's environment."""
     part = rendezvous._gather if here.rank == 0 else rendezvous._ask
     return part(here, time.monotonic() + seconds, seconds)
 

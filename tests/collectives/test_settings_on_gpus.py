@@ -1,4 +1,4 @@
-"""What Horovod is set to where NCCL carries the collectives; devices and Horovod are made up."""
+"""Horovod's settings where NCCL carries the collectives; devices and Horovod are made up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ NAMES = (CYCLE, ASYNC, "HOROVOD_AUTOTUNE")
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Start a made-up Horovod; return the Comm, and what Horovod has read of the environment."""
+    """Return a function that starts a made-up Horovod.
+
+    It returns the Comm, and the variables that Horovod has read.
+    """
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 

@@ -84,7 +84,7 @@ def test_rows_are_json_and_name_method_and_bandwidth() -> None:
         ("short", 200.0),
     ]
     assert not any(row["measured"] for row in rows)
-    # Without a bandwidth there is still what needs none
+    # Without a bandwidth, the rows that need none remain
     assert [row["name"] for row in rows_of(FOUND._replace(steps=[]))] == ["dense", "short"]
 
 

@@ -86,7 +86,7 @@ def test_three_steps_are_those_of_the_definition() -> None:
 
 
 def test_a_matrix_of_the_rank_arrives_whole_by_the_second_step() -> None:
-    """Power iteration finds its range; and what arrives is near it to float32 rounding."""
+    """Power iteration finds its range; the received matrix equals it to float32 rounding."""
     topology, numbers = Topology(2, 1), np.random.default_rng(0)
     low = (numbers.normal(size=(40, 2)) @ numbers.normal(size=(2, 30))).astype(np.float32)
 

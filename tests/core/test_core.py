@@ -1,4 +1,4 @@
-"""What is refused at birth, and that a plan survives being written down."""
+"""Values refused by constructors, and the round trip of a plan through JSON."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ FINDING = re.compile(
 
 
 class Finding(NamedTuple):
-    """What the checker reports, with the lines of the sources."""
+    """A report of the checker, with the lines of the sources."""
 
     # For example "read races with a write"
     kind: str
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a run of the program printed."""
+    """The exit status and output of a run of the program."""
 
     status: int
     findings: list[Finding]

@@ -22,7 +22,7 @@ ASK = (
 
 
 def lay_out(folder, kind, group, root, groups):
-    """Write what /proc/self says of a process in `group`, and a mount at `folder`/mount.
+    """Write the files of /proc/self of a process in `group`, and a mount at `folder`/mount.
 
     The mount shows (limit, used, files) of each group.
     """

@@ -84,7 +84,7 @@ def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened, req
     batches = iter(opened.dataset(BatchSpec(BATCH, SIDE), epochs=2))
     for _ in range(12):
         next(batches)
-    before = smaps("LazyFree")  # what this pipeline did not need of an earlier one's
+    before = smaps("LazyFree")  # memory of an earlier pipeline that this one did not need
     del batches
     gc.collect()
     wait_until(

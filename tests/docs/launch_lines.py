@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LAUNCHER = r"(?:horovodrun|mpirun|srun|torchrun|tfcommx run|tfcommx train)"
-# What may stand before it, and does not change how ranks are started
+# Words that may precede it and do not change how ranks are started
 BEFORE = r"(?:\w+=\S+ )*(?:scripts/cluster run -- |\.venv/bin/|time )?"
 LINE = re.compile(rf"^(?:cd \S+; |\$ )?({BEFORE}{LAUNCHER} .*)$")
 # In a docstring or a comment a line may follow a word and a colon
@@ -63,7 +63,7 @@ def lines_of_markdown(text: str) -> Iterator[str]:
 
 
 def lines_of_yaml(text: str) -> Iterator[str]:
-    """Return the comments at the head of a recipe, without what introduces them."""
+    """Return the comments at the head of a recipe, without the words that introduce a command."""
     for line in text.splitlines():
         if line.startswith("#"):
             # A remark behind the command stands in parentheses

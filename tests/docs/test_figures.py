@@ -40,7 +40,7 @@ def on_the_map(model: str, scheme: str) -> Callable[[tables.Records], float]:
     return ratio
 
 
-# A page, what stands there with one group, and the number of the records
+# A page, a pattern of its text with one group, and the number from the records
 TYPED: list[tuple[str, str, Callable[[tables.Records], float]]] = [
     (
         "README.md",

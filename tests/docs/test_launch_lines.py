@@ -99,7 +99,7 @@ def start(command: str, folder: Path, python_path: str = QUICK) -> str:
     }
     if not re.search(r" (-np|-H|--hostfile|--num-proc|--hosts) ", command):  # For an allocation
         env["PBS_NODEFILE"] = str(folder / "hosts.txt")
-    if os.geteuid() == 0:  # What Open MPI's own mpirun wants of root
+    if os.geteuid() == 0:  # Open MPI's mpirun requires them of root
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     with subprocess.Popen(
         ["bash", "-c", command],

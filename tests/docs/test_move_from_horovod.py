@@ -10,7 +10,7 @@ import pytest
 from launching import ROOT, WORKERS, horovodrun
 
 PAGE = (ROOT / "docs" / "how-to" / "move-from-horovod.md").read_text()
-# What stands between backticks in the first column of a table
+# The first columns of all tables; WORDS are the words between their backticks
 FIRST_CELLS = "\n".join(re.findall(r"^\| (.*?) \|", PAGE, re.M))
 WORDS = set(re.findall(r"--[\w-]+|\w+", " ".join(re.findall(r"`([^`]+)`", FIRST_CELLS))))
 

@@ -1,4 +1,4 @@
-"""Checks what scripts/verify/check_cuda.cu prints."""
+"""Checks the output of scripts/verify/check_cuda.cu."""
 
 from __future__ import annotations
 

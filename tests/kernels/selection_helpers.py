@@ -1,4 +1,4 @@
-"""What the tests of selection share: implementations, and the checks of the laws."""
+"""Shared by the tests of selection: implementations, and the checks of the laws."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from launching import ROOT
 
 EXAMPLES = ROOT / "tests" / "cuda_race" / "examples.cu"
 READ, WRITE, BOTH = "write races with a read", "read races with a write", "write races with a write"
-# What each kernel of examples.cu must be told, at least; none: nothing at all
+# Kernel of examples.cu -> findings that the checker must report, at least; none: no finding
 EXPECTED = {
     "no order": {WRITE},
     "shuffle": {WRITE},
@@ -133,6 +133,6 @@ def test_barriers_are_found_in_the_sources():
 
 @pytest.mark.exhaustive
 def test_each_removed_barrier_is_noticed(tmp_path):
-    """Those in REDUNDANT protect nothing, or only what no case comes to."""
+    """Those in REDUNDANT protect nothing, or only code that no case reaches."""
     missed = {str(site) for site, how in mutations.mutations(tmp_path) if not how}
     assert missed <= set(REDUNDANT), missed - set(REDUNDANT)

@@ -28,7 +28,7 @@ def test_the_library_is_there() -> None:
 
 
 def numbers(written: tf.Tensor, dtype: str) -> np.ndarray:
-    """Return what 16 bits stand for, as float64."""
+    """Return the values of 16-bit numbers, as float64."""
     if dtype == "bfloat16":
         written = tf.bitcast(written, tf.bfloat16)
     return tf.cast(written, tf.float64).numpy()

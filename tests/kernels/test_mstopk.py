@@ -1,4 +1,4 @@
-"""What rule mstopk takes: all above its band, nearly all of the magnitude, a fair window."""
+"""Rule mstopk selects all entries above its band, most of the magnitude, and a fair window."""
 
 from __future__ import annotations
 

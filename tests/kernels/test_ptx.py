@@ -1,4 +1,4 @@
-"""What nvcc makes of the CUDA kernels: which float arithmetic, and whether registers suffice."""
+"""The code that nvcc makes of the CUDA kernels: float arithmetic, and enough registers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_plain_arithmetic_is_found():
 def test_kernels_compute_with_denormals_flushed_and_nothing_fused(tmp_path):
     """Plain operators keep denormals on a GPU: such kernels' results would differ from a CPU's.
 
-    What is fused is rounded once instead of twice.
+    A fused product and sum are rounded once instead of twice.
     """
     texts = nvcc("-ptx", "-arch=compute_80", "-o", "-")
     plain = {
@@ -140,7 +140,7 @@ def test_kernels_that_are_placed_early_wait_before_they_touch_memory():
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_kernels_keep_all_in_registers(architecture):
-    """A spill or an array that is indexed lies in memory, which is what kernels here wait for."""
+    """A spill or an indexed array lies in memory, whose speed limits these kernels."""
     for name, text in nvcc(
         "-cubin", f"-arch={architecture}", "-Xptxas", "-v", "-o", "/dev/null"
     ).items():

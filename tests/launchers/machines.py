@@ -1,8 +1,8 @@
 """Pods on the virtual nodes, as far as a test can start them without a container runtime.
 
 A pod has its own processes, mounts, host name and network. It runs as the manifest's user, without
-a capability, with the manifest's environment and words and nothing else. What the image would hold
-comes from this checkout and this environment; so do libraries and programs of the system.
+a capability, with the manifest's environment and words and nothing else. The files of an image come
+from this checkout and this environment; so do libraries and programs of the system.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROGRAMS = ("tini", "setpriv", "unshare")
 INSTALL = "apt-get install tini"
 SEARCH = f"{os.environ['PATH']}:/usr/sbin"
 HOME = "/home/trainer"
-# What the image says of every process. Waiting ranks sleep: there are more than cores
+# The image's variables. Waiting ranks sleep, because there are more ranks than cores
 IMAGE = {
     "HOME": HOME,
     "PYTHONPATH": f"{ROOT}:{WORKERS}",
@@ -43,7 +43,7 @@ def why_not() -> str:
 
 
 class Machines:
-    """The nodes, and what pods on them share.
+    """The nodes, and the files that pods on them share.
 
     Args:
         nodes: that are up.
@@ -97,7 +97,7 @@ class Machines:
         return f"{Path(sys.executable).parent}:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
     def as_user(self, one: Pod) -> list[str]:
-        """Return the words that make a process what both security contexts say."""
+        """Return the command that starts a process with both security contexts."""
         whole, own = one.pod_spec["securityContext"], one.container["securityContext"]
         assert whole["runAsNonRoot"] and own["capabilities"] == {"drop": ["ALL"]}
         assert own["allowPrivilegeEscalation"] is False

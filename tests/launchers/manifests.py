@@ -26,7 +26,7 @@ Document = dict[str, Any]
 class Pod(NamedTuple):
     """A pod of one container, as the kubelet starts it."""
 
-    # Host name, and what others resolve
+    # Host name, and the domain under which others resolve it
     name: str
     domain: str
     # Number of the virtual node
@@ -72,7 +72,7 @@ def cut_down(document: Document) -> Document:
     return found
 
 
-# --- what controllers and the kubelet do ----------------------------------------------------------
+# --- actions of controllers and the kubelet -------------------------------------------------------
 
 
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"

@@ -21,7 +21,7 @@ from virtual_cluster import Nodes, end, wait_until
 
 PROGRAM = [PYTHON, str(WORKERS / "launched.py")]
 REFERENCE = "horovodrun --gloo"
-# Of the launches' start, and of what follows a fault, where 8 processes may share 2 cores
+# Limits for a launch's training, and for its end after a fault; 8 processes may share 2 cores
 START_SECONDS, END_SECONDS = 400.0, 60.0
 
 pytestmark = [
@@ -78,7 +78,7 @@ def weights(nodes: Nodes, launcher: str, folder: Path) -> dict[int, str]:
     with launched(nodes, launcher, folder) as launch:
         statuses = launch.statuses(START_SECONDS, "of the training")
         assert not any(statuses), launch.output[-6000:]
-        # Launchers forward what two ranks print at once as one line
+        # Launchers may join lines that two ranks print at once
         assert len(re.findall(r"rank \d 2 x 2", launch.output)) == 4, launch.output[-6000:]
         found = re.findall(r"rank (\d) weights ([0-9a-f]{16})", launch.output)
         return {int(rank): value for rank, value in found}
@@ -86,7 +86,7 @@ def weights(nodes: Nodes, launcher: str, folder: Path) -> dict[int, str]:
 
 @pytest.fixture
 def needed(launcher: str, request: pytest.FixtureRequest) -> None:
-    """What this launcher needs."""
+    """Request the fixtures that this launcher needs."""
     if launcher in SLURM:
         request.getfixturevalue("slurm")
 
@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(
 def test_a_cable_that_is_cut_ends_all_ranks_on_both_sides(
     nodes: Nodes, launcher: str, needed: None, tmp_path: Path
 ) -> None:
-    """What the launcher does is its own affair: ssh and Slurm wait for a node to come back."""
+    """The launcher may do anything: ssh and Slurm wait for the node's return."""
     with launched(nodes, launcher, tmp_path, "long", "2") as launch:
         under_way(launch)
         nodes.do("cut", 2)
@@ -172,6 +172,6 @@ def test_a_rank_that_does_not_come_is_named_by_those_that_have_come(
 
 
 def test_where_no_launcher_is_left_nothing_is_left(nodes: Nodes) -> None:
-    """The last of this file: what ended before has ended."""
+    """The last test of this file: all processes of the earlier ones have ended."""
     names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     assert names.count(f"tfcommx-{nodes.name}-") == 4 and not nodes.ranks()

@@ -138,7 +138,7 @@ def test_ranks_that_srun_places_in_turns_are_refused(
 
 @marked
 def test_a_batch_script_without_srun_is_one_process(slurm: Slurm, tmp_path: Path) -> None:
-    """The job has several tasks; what its script starts by itself is none of them."""
+    """The job has several tasks; a process that its script starts directly is none of them."""
     script = tmp_path / "one.sh"
     say = "from tfcommx.launch.launcher import launcher; print(launcher())"
     script.write_text(f'#!/bin/bash\n#SBATCH -N2 -n4\n{PYTHON} -c "{say}"\n')

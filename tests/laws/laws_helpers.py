@@ -1,4 +1,4 @@
-"""What the files of laws share: topologies, schemes, gradients, and steps on p ranks as threads.
+"""Shared by the files of laws: topologies, schemes, gradients, and steps on p ranks as threads.
 
 The steps, and the laws that hold for members of others too, are those of tfcommx.testing.
 """
@@ -169,7 +169,7 @@ def residuals_of(running: PlanExecutor) -> dict[str, np.ndarray]:
 
 
 def play(plan: Plan, steps: int, source: laws.Source = gradients) -> list[list[laws.Step]]:
-    """Run steps on every rank; return what each saw, by rank and step."""
+    """Run steps on every rank; return their records, by rank and step."""
     return laws.play(plan, source, steps)
 
 

@@ -51,7 +51,7 @@ def test_variables_too_long_for_one_bucket_travel_in_pieces(route: str, topology
         return {path: value.numpy() for path, value in result.items()}, [kept, same]
 
     ends = ThreadComm.run(topology, work)
-    # The residuals, and what an equal plan imported
+    # The residuals, and those that an equal plan imported
     for kind in (0, 1):
         for path, shape in SHAPES.items():
             stays = np.zeros(shape, np.float32).ravel()

@@ -102,7 +102,7 @@ def test_what_losing_plans_needed_is_freed(chosen: int, monkeypatch: pytest.Monk
     of_plans = [0, 4 * (37 * 11 + 11 * 53), sum(sizes) // 2]
     for log in ThreadComm.run(topology, work):
         assert log[0] == log[STEPS - 2] == sum(of_plans)
-        assert log[STEPS - 1] > of_plans[chosen]  # what waits is sent in the next step
+        assert log[STEPS - 1] > of_plans[chosen]  # residuals are sent in the next step
         assert log[STEPS] == of_plans[chosen]
 
 
@@ -151,7 +151,7 @@ def test_nobody_waits_for_a_trial_that_takes_no_steps(monkeypatch: pytest.Monkey
 def test_gradients_that_are_not_finite_reach_all_and_enter_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A NaN in the very step that sends what waits: it waits on."""
+    """A NaN in the very step that sends the residuals: they stay."""
     stays(monkeypatch, 0)
     topology = Topology(2, 1)
 

@@ -14,7 +14,7 @@ from tfcommx.measure import links
 
 
 def test_a_row_of_additions_less_a_single_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launch and the way back to the host take is in both, and a disturbed time in none."""
+    """Both have the time of a launch and the copy to the host, and neither a disturbed time."""
     made: list[tf.Variable] = []
     real = tf.Variable
     monkeypatch.setattr(tf, "Variable", lambda *of: made.append(real(*of)) or made[-1])

@@ -140,9 +140,9 @@ def test_what_measures_is_no_traffic_of_the_training(messages: bool) -> None:
 
 
 def test_the_slots_of_a_node_share_its_port() -> None:
-    """The clock counts what comes through the port, latency terms, and the engine's own time.
+    """The clock counts bytes through the port, latency terms, and the engine's own time.
 
-    So the fit finds the beta of the port, and not a slot's share of it, and tells the rest apart.
+    So the fit finds the beta of the port, and not a slot's share of it, and separates the rest.
     One repeat of three is twice as fast, and does not count.
     """
     clocks: dict[int, float] = {}
@@ -214,8 +214,8 @@ def test_the_probe_measures_what_the_engine_at_work_takes_for_short_allreduces(
 def test_links_of_nccl_are_measured_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages between hosts stood for NCCL's links if the launch had MPI.
 
-    The clock counts what gathers and sums take; messages, which are possible, may not be sent. Each
-    result is waited for: a collective of a GPU may end when it is only queued.
+    The clock counts the time of gathers and sums; messages, which are possible, may not be sent.
+    Each result is waited for, because a collective of a GPU may return when it is only queued.
     """
     clocks: dict[int, float] = {}
     waited: list[Any] = []
@@ -353,7 +353,7 @@ def test_unequal_nodes_are_refused_by_name() -> None:
 
 
 def test_messages_of_a_node_share_its_port_too() -> None:
-    """A clock that counts what each of two slots sends finds the beta of both together."""
+    """A clock that counts the bytes of both slots finds the beta of both together."""
     clocks: dict[int, float] = {}
 
     def work(comm: Comm) -> links.ProbeResult:

@@ -37,7 +37,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begin(expected: ExpectedRun, scheme: Scheme, links: Links | None) -> Any:
-    """Return what both ranks begin with: (plans that take turns, its steps) or one plan."""
+    """Return the start of both ranks: (plans that take turns, steps of the trial) or one plan."""
 
     def work(comm: Comm) -> Any:
         asked = PlanRequest(LAYERS, comm.topology, links=links)

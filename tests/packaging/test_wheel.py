@@ -58,7 +58,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     not_needed = (".*", "build", "runs", "tests", "docs", "scripts", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*not_needed))
-    # What an earlier build left must not come along.
+    # Files of an earlier build must not be in the wheel
     stale = (
         folder / "tree" / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     )

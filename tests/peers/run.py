@@ -1,6 +1,6 @@
 """Run the tests of optimizers, trainer and callbacks in Keras's wheel, all optimizers wrapped.
 
-    python tests/peers/run.py                         # what `make test-peers` does
+    python tests/peers/run.py                         # as in `make test-peers`
     python tests/peers/run.py optimizers/sgd_test.py  # a part: expected differences of others stay
 
 One process. Failed tests are run again with plain optimizers: those that fail there too are Keras's

@@ -21,7 +21,7 @@ _plain = False
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--wrap", action="store_true", help="wrap every optimizer")
-    parser.addoption("--outcomes", type=Path, help="write {test: what happened} to this file")
+    parser.addoption("--outcomes", type=Path, help="write {test: outcome} to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -96,7 +96,7 @@ def wrap_all() -> None:
             return made
         return cx.DistributedOptimizer(made)
 
-    # Python initializes what `new` returns. Wrapped ones are ready.
+    # Python initializes the object that `new` returns. Wrapped ones are ready
     def initialize(mixin: type, self: Any, *arguments: Any, **options: Any) -> None:
         if self.exchanger is None:
             super(mixin, self).__init__(*arguments, **options)

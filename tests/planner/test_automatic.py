@@ -119,7 +119,7 @@ def test_a_plan_that_cannot_be_the_fastest_is_not_tried_and_a_hopeless_one_not_a
 
 
 def test_a_probe_that_varies_leaves_more_open() -> None:
-    """Two levels send half of what one does here: clear, unless messages vary by half."""
+    """Two levels send half as much as one here: clear, unless messages vary by half."""
     asked = PlanRequest(LAYERS, Topology(4, 4), links=SLOW, profile=profile(0.01))
     calm, varied = (
         propose({"*": LOSSY}, asked._replace(links=SLOW._replace(spread=spread)))

@@ -1,4 +1,4 @@
-"""Which schemes are tried, in which order, and what would help: checked against make_plan."""
+"""The schemes tried, their order, and changes that would help: checked against make_plan."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import tfcommx as cx
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
-# Tests compare what several ranks compute with what one does, closer than 10 bits of mantissa
+# Tests compare results of several ranks with those of one, closer than 10 bits of mantissa
 tf.config.experimental.enable_tensor_float_32_execution(False)
 if tf.config.list_physical_devices("GPU"):
     # Tests compare two trainings bit by bit; a GPU adds gradients in an order that varies

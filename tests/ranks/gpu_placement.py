@@ -1,4 +1,4 @@
-"""What a GPU would do with the ops of a traced graph, as far as a machine without one can tell."""
+"""Placement of a traced graph's ops on a GPU, as far as a machine without one can predict it."""
 
 from __future__ import annotations
 

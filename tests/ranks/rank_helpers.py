@@ -1,4 +1,4 @@
-"""What the tests on ranks share: a small network, batches, a fit, and comparisons of ranks."""
+"""Shared by the tests on ranks: a small network, batches, a fit, and comparisons of ranks."""
 
 from __future__ import annotations
 

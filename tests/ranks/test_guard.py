@@ -1,4 +1,4 @@
-"""Nothing goes wrong in silence: what users forget, on as many processes as launched this."""
+"""Users' omissions do not fail silently; runs on as many processes as the launch has."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_copy_of_a_wrapped_optimizer_exchanges(comm: Comm, make: Any) -> None:
 
 
 def test_a_fresh_optimizer_takes_over_what_the_old_one_has_not_sent(comm: Comm) -> None:
-    """What two sparse steps leave is sent by the dense steps of the optimizer after a compile."""
+    """Residuals of two sparse steps are sent by the new optimizer's dense steps after a compile."""
     net, ones = model(), None
     net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(1.0), SPARSE))
     for variable in net.trainable_variables:

@@ -113,7 +113,7 @@ class Parts(keras.Model):
 @pytest.fixture(autouse=True)
 def _two_ranks(comm: Comm) -> None:
     if comm.topology.size != 2:
-        pytest.skip("what differs are the weights of two ranks")
+        pytest.skip("the test compares the weights of two ranks")
     keras.utils.clear_session()  # Other tests made models on one rank alone: layers have numbers
 
 

@@ -24,7 +24,7 @@ def _all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OwnMetric(keras.metrics.Metric):
-    """What a metric of the model would be: falls on rank 0, rises on the others."""
+    """Stands for a metric of the model: falls on rank 0, rises on the others."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(name="own")

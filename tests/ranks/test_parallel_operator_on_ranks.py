@@ -85,7 +85,7 @@ def test_an_error_on_one_rank_ends_all_with_it(comm: Comm, traced: bool) -> None
     ],
 )
 def test_norms_may_be_shared(comm: Comm, kind: type, mode: str) -> None:
-    """With the same bits as local ones, in a step of one's own and in `fit`."""
+    """With the same bits as local ones, in a custom step and in `fit`."""
     found = []
     for norms_of in ("local", mode):
         optimizer = cx.DistributedOptimizer(kind(0.05, weight_decay=0.01, norms=norms_of))

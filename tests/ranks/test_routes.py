@@ -45,8 +45,8 @@ WAYS.append(dataclasses.replace(WAYS[0], route="torus", peer_route="pipeline"))
 def of_launches() -> list[Any]:
     """Run each route in each launch, and each wire format on one of its routes on two ranks.
 
-    What a wire format does depends neither on the launcher nor on nodes; law 2 tries all of them on
-    all routes, on threads.
+    A wire format depends neither on the launcher nor on nodes; law 2 tries all of them on all
+    routes, on threads.
     """
     seen: set[str] = set()
     marked = []

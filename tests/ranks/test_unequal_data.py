@@ -1,7 +1,7 @@
-"""Data that differ between nodes are refused on every rank, by the name of what differs.
+"""Data that differ between nodes are refused on every rank, and the difference is named.
 
 Seen: one node's copy of a folder lacked an empty class, as copies by way of a bucket do. Its labels
-were shifted, so the ranks learnt different labels for the same pictures, without a word.
+were shifted, so the ranks learnt different labels for the same pictures, without a warning.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def test_variables_of_tensorflow_in_a_loop(comm: Comm) -> None:
 
 
 def test_gradients_that_are_clipped_outside_of_a_step_are_only_clipped(comm: Comm) -> None:
-    """Keras's own tests call it, and so may a training step of one's own."""
+    """Keras's own tests call it, and so may a custom training step."""
     optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1, clipvalue=2.0))
     sent = comm.traffic()
     (clipped,) = optimizer._clip_gradients([tf.constant([5.0, -1.0 * comm.rank])])

@@ -1,4 +1,4 @@
-"""What users do with saved state that once went wrong without a word."""
+"""Uses of saved state that once failed silently."""
 
 from __future__ import annotations
 

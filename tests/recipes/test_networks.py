@@ -1,4 +1,4 @@
-"""What the networks compute: any size, identity blocks, no look at padding or at the future."""
+"""The networks' results: any size, identity blocks, no access to padding or future words."""
 
 import keras
 import numpy as np

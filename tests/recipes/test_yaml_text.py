@@ -1,4 +1,4 @@
-"""YAML is read as version 1.2 says, and what people read in two ways is refused."""
+"""YAML is read as in version 1.2, and ambiguous text is refused."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_torus_in_sixteen_bits_halves_what_leaves_the_node() -> None:
 def test_asa_in_one_bit_sends_whole_blocks_and_their_steps() -> None:
     """1000 entries on 4 ranks: a shard of 250 has 2 blocks, one word of steps and 8 of codes.
 
-    What is added is in float32, 3000 B of 4000; codes take 1.5 passes to write and 1 to read.
+    Additions are in float32, 3000 B of 4000; codes take 1.5 passes to write and 1 to read.
     """
     few, route = bucket("asa", 1000, wire="int1"), routes.get("asa")
     assert route.wire_bytes(few, FOUR) == Traffic(0, 2 * 3 * 36)
@@ -161,7 +161,7 @@ def test_torus_in_four_bits_gathers_codes_in_the_node() -> None:
 
 @pytest.mark.parametrize(("nodes", "slots"), [(2, 2), (4, 1), (8, 1), (16, 8), (64, 8)])
 def test_codes_are_as_few_bytes_on_any_number_of_nodes(nodes: int, slots: int) -> None:
-    """Of what plain Horovod sends between nodes, for 25 million entries."""
+    """As a share of plain Horovod's bytes between nodes, for 25 million entries."""
     topology = Topology(nodes, slots)
 
     def between(scheme: Scheme) -> float:

@@ -1,6 +1,6 @@
-"""What mstopk captures of real gradients.
+"""The share of real gradients that mstopk captures.
 
-Those of the demo's network on its own pictures, at the start and after some steps.
+They are gradients of the demo's network on its pictures, at the start and after some steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the replica guard says of replicas that differ."""
+"""Messages of the replica guard about replicas that differ."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ AB_C = Plan((bucket("0", "a", "b"), bucket("1", "c")), TWO)
 
 
 def found(plan: Plan, profile: Profile = PROFILE, **more: object) -> list[tuple[object, ...]]:
-    """What is not compute, as (resource, kind, start, end, bucket)."""
+    """Return the spans outside compute, as (resource, kind, start, end, bucket)."""
     timeline = simulate(plan, profile, LINKS, Assumptions(**more))
     return [
         (span.resource, span.kind, span.start_s, span.end_s, span.bucket)

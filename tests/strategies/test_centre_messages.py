@@ -29,7 +29,7 @@ from tfcommx.watch.membership import Membership
 
 
 class Messages:
-    """What the other side sends lies in `inbox`; a request is done when it is in `arrived`."""
+    """Messages of the other side are in `inbox`; a request is done when it is in `arrived`."""
 
     def __init__(self, *inbox: tuple[int, int, np.ndarray]) -> None:
         self.inbox, self.arrived = list(inbox), set[tuple[int, int]]()

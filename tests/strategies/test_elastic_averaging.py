@@ -59,7 +59,7 @@ class Rank:
 
 
 class Log:
-    """Notes what reaches the centre, in order."""
+    """Records the messages that reach the centre, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.met: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -93,7 +93,7 @@ def test_the_arithmetic_is_that_of_the_paper(dtype: str) -> None:
     assert centre.values.dtype == dtype
     np.testing.assert_allclose(centre.values, exact, rtol=0, atol=tolerance)
     np.testing.assert_allclose(near, workers, rtol=0, atol=tolerance)
-    # What the workers lose, the centre gains
+    # The centre gains as much as the workers lose
     np.testing.assert_allclose(near.sum(axis=0) + centre.values, total, rtol=0, atol=50 * tolerance)
 
 

@@ -28,7 +28,7 @@ def sgd() -> keras.optimizers.Optimizer:
 
 
 def test_residuals_outlive_their_optimizer() -> None:
-    """What its sparse steps have not sent, the dense step of the next optimizer sends."""
+    """Residuals of its sparse steps are sent by the dense step of the next optimizer."""
 
     def work(comm: Comm) -> list[np.ndarray]:
         weights = new_weights()
@@ -89,7 +89,7 @@ def test_variables_are_freed_with_their_optimizer(
         return [weakref.ref(one) for one in (optimizer, optimizer.exchanger, *weights)]
 
     def work(comm: Comm) -> list[str]:
-        """In the thread of the steps: what belongs to it is freed with it."""
+        """Run in the thread of the steps, whose objects are freed with it."""
         gone = train(comm)
         gc.collect()
         gc.collect()  # Also the exchanger, which the variables had until the first collection

@@ -63,7 +63,7 @@ def diloco(
 ) -> list[list[np.ndarray]]:
     """Algorithm 1 with SGD inside and Nesterov momentum outside; each rank's weights at the end.
 
-    The gradients here do not depend on the weights. What a round sent moves the weights `overlap`
+    The gradients here do not depend on the weights. A round's average moves the weights `overlap`
     steps later.
     """
     start = [one.numpy().astype(np.float64) for one in new_weights()]
@@ -217,7 +217,7 @@ def test_fragments_average_what_the_whole_does(sends: str) -> None:
     [(SPARSE, 1, 0), (SPARSE, 2, 0), (SPARSE, 1, 4), (SPARSE, 2, 1), (COMPRESSED, 1, 4)],
 )
 def test_updates_conserve_what_was_not_sent(scheme: Scheme, fragments: int, overlap: int) -> None:
-    """Law 2: what moved the start weights plus the mean of the residuals is what came."""
+    """Law 2: the movement of the start weights plus the mean residual equals all updates."""
 
     def after(optimizer: K.Optimizer, weights: list[keras.Variable]) -> tuple[Any, Any]:
         found = consolidated(optimizer, weights)

@@ -215,7 +215,7 @@ def test_the_agreed_weights_are_those_to_evaluate_and_to_compare() -> None:
         consolidate(optimizer)
         for weight, one in zip(weights, agreed(optimizer.exchanger), strict=True):
             np.testing.assert_array_equal(weight.numpy(), one)
-        # What is assigned now counts, as a restored checkpoint must
+        # Weights assigned now count, as those of a restored checkpoint must
         weights[0].assign(2 * weights[0])
         optimizer.apply(gradients(comm.rank, 3), weights)
         consolidate(optimizer)

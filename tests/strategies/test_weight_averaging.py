@@ -1,4 +1,4 @@
-"""Averaging of weights: where it equals synchronous training, what travels, what becomes equal."""
+"""Averaging of weights: where it equals synchronous training, bytes sent, and equal replicas."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def test_state_is_gathered_again_only_if_it_has_changed(
 
 
 def test_an_optimizer_without_state_is_saved_after_each_step() -> None:
-    """What it keeps, nothing, is as it was gathered before: only the steps are others."""
+    """Its state is empty, so gathering finds no change; only the number of steps differs."""
 
     def work(comm: Comm) -> list[int]:
         optimizer, weights = wrap(K.SGD(0.1), comm, "sharded", DENSE, "average"), new_weights()

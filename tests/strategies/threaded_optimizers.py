@@ -65,7 +65,7 @@ def train(
     """Take steps on every rank, with different gradients on each.
 
     Returns:
-        Of every rank the weights; or what `after(optimizer, weights)` returns.
+        The weights of every rank; or the results of `after(optimizer, weights)`.
     """
 
     def work(comm: Comm) -> Any:
@@ -105,7 +105,7 @@ def continue_from(
     topology: Topology,
     distinct: int,
 ) -> list[list[np.ndarray]]:
-    """Take four steps from what `save` returned, as of `distinct` ranks; return the weights."""
+    """Take four steps from the result of `save`, as of `distinct` ranks; return the weights."""
 
     def go_on(comm: Comm) -> list[np.ndarray]:
         optimizer, mine = wrap(make(), comm, strategy, DENSE, "average"), new_weights()

@@ -1,4 +1,4 @@
-"""What is known of generations, why they ended, and whether there is another one."""
+"""The causes of generations' ends, the decision to start another, and the table of a run."""
 
 from __future__ import annotations
 

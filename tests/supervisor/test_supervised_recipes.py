@@ -61,7 +61,7 @@ def test_a_run_that_is_lost_behind_its_last_save_is_finished(tmp_path: Path) -> 
 def test_another_run_s_checkpoint_is_not_taken(tmp_path: Path) -> None:
     """A generation that is lost before its first save is followed by one that begins anew.
 
-    Its report says what its snapshots have cost.
+    Its report has the cost of its snapshots.
     """
     older = train(tmp_path, "--set", "phases.0.epochs=2")
     assert older.returncode == 0, older.stdout + older.stderr

@@ -1,4 +1,4 @@
-"""The sweep of one run leaves alone what another run has in shared memory."""
+"""The sweep of one run does not remove another run's files in shared memory."""
 
 from __future__ import annotations
 

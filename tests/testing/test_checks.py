@@ -51,7 +51,7 @@ class BlindToNaN:
 
 
 class OwnShare(Asa):
-    """Forgets what others sent."""
+    """Ignores the other ranks' shares."""
 
     name = "broken_members:SHARE"
 
@@ -110,7 +110,7 @@ def own_noise(done: CompressionResult, gradients: Any) -> CompressionResult:
 
 
 class Careless(Pairs):
-    """Forgets what rounding leaves."""
+    """Loses its rounding errors."""
 
     def rounded(self, values: tf.Tensor) -> Any:
         return super().rounded(values)[0], None

@@ -53,7 +53,7 @@ def test_a_wire_format_trains_on_real_ranks() -> None:
 
 
 def _train(route: str, field: str, member: str, path: str) -> str:
-    """Return what two ranks printed, which learn the same."""
+    """Return the output of two ranks, after a check that both learn the same."""
     worker = [str(WORKERS / "own_member_rank.py"), route, field, member]
     ended = horovodrun(2, worker, PYTHONPATH=path)
     assert ended.status == 0, ended.output[-4000:]

@@ -21,7 +21,7 @@ import tensorflow as tf
 from launching import ROOT
 from PIL import Image
 
-# What the saved models need registers itself
+# Custom layers of the saved models register themselves
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.long_wait]
 

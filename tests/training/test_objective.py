@@ -1,4 +1,4 @@
-"""What a run asks of a task before its first step."""
+"""Requirements on a task, checked before a run's first step."""
 
 from __future__ import annotations
 

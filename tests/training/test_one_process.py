@@ -76,7 +76,7 @@ def run(folder: Path, asked: Recipe, stop: Position | None, monkeypatch: Any) ->
 def test_a_run_is_stopped_and_goes_on_with_another_batch(
     pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, caplog: Any
 ) -> None:
-    """At an epoch's end; then in mid-epoch, of which the row has what both processes did."""
+    """At an epoch's end; then in mid-epoch, whose row covers the steps of both processes."""
     folder = tmp_path / "run"
     first = run(folder, recipe(pictures, batch=4), Position(0, 9), monkeypatch)
     assert first["stopped"]["epoch"] == 1 and first["stopped"]["step"] == 0

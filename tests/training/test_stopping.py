@@ -1,4 +1,4 @@
-"""Where a run continues, and what asks it to stop: without ranks."""
+"""The position at which a run continues, and the reasons to stop: without ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank that fails tells the others, in the 300 characters that there are for it."""
+"""The report of a failing rank to the others, which has at most 300 characters."""
 
 from __future__ import annotations
 

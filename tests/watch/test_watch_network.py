@@ -91,7 +91,7 @@ class Simulated:
         self.hops(silent)
 
     def told(self) -> dict[int, list[str]]:
-        """Return what each rank is told when the watchers have gathered."""
+        """Return the messages to each rank when the watchers have gathered."""
         for member in self.members.values():
             member.tell_if_due(self.now + GATHER_SECONDS)
         return {rank: member.to_rank for rank, member in self.members.items()}
@@ -136,7 +136,7 @@ def test_an_alarm_reaches_all_survivors_in_few_hops(killed: list[int]) -> None:
     assert sum(lost == set(killed) for lost in named.values()) >= len(named) - 1
     for lines in network.told().values():
         assert len(lines) == 1 and lines[0].startswith("lost rank ")
-    # What ends now, ends because of the alarm: no second flood
+    # Ranks that end now do so because of the alarm: no second flood
     network.sent = dict.fromkeys(network.sent, 0)
     network.kill([rank for rank in (20, 21, 22) if rank in network.members])
     assert network.hops() == 0
@@ -282,7 +282,7 @@ def connections(process: psutil.Process) -> int:
 
 
 def test_every_rank_below_is_reached_by_the_tree_alone() -> None:
-    """What ranks do goes up the tree: each rank has one parent, and no circle."""
+    """Ranks' activities are sent up the tree: each rank has one parent, and there is no cycle."""
     found = [0]
     for rank in found:
         found += children(rank, 300)

@@ -1,6 +1,6 @@
-"""What is written is read back, in exactly the bytes promised.
+"""Written entries are read back, in exactly the bytes promised.
 
-What rounding loses is returned.
+Rounding errors are returned.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def test_elias_needs_at_most_two_bits_more_than_the_logarithm(size: int) -> None
 @pytest.mark.parametrize("name", NARROW)
 @given(value=st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False))
 def test_rounding_loses_nothing(name: str, value: float) -> None:
-    """What is sent plus the rounding error is the value, in exact arithmetic.
+    """The sent value plus the rounding error is the value, in exact arithmetic.
 
     For all values whose difference float32 can hold.
     """

@@ -71,7 +71,7 @@ def choices() -> list[str]:
 
 
 def run(stop: Position | None) -> PlanExecutor | TrialExecutor:
-    """Train, from the checkpoint if there is one, until after `stop`; return what exchanged."""
+    """Train, from the checkpoint if there is one, until after `stop`; return the executor."""
     keras.utils.clear_session()
     made: list[keras.optimizers.Optimizer] = []
     plain_rate, plain_compile = callbacks.rate_at, train.compile_model

@@ -28,7 +28,7 @@ def gradient(rank: int, step: int) -> np.ndarray:
 
 
 def missing(model: keras.Model, residuals: list[dict], ranks: int, steps: int) -> float:
-    """What is lost of the gradients of `steps` steps: 0 when nothing is."""
+    """Return the part of the gradients of `steps` steps that is lost: 0 if nothing is."""
     sent = -model.trainable_variables[0].numpy()
     total = sum(gradient(rank, step) for rank in range(ranks) for step in range(steps))
     return float(

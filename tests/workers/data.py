@@ -1,4 +1,4 @@
-"""Processes of a node, for the tests: each serves epochs from a DataCache and says what, as JSON.
+"""Processes of a node, for the tests: each serves epochs from a DataCache and reports as JSON.
 
 This process imports TensorFlow once, and forks one process for each request on the socket whose
 descriptor is its argument; see `Workers` in data_helpers.py. A request is a JSON object: folder,

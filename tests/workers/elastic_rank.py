@@ -27,7 +27,7 @@ PAUSED = 75
 
 
 def number(name: str) -> int:
-    """Return what horovodrun or mpirun says."""
+    """Return a number from the environment of horovodrun or mpirun."""
     return int(os.environ.get(f"HOROVOD_{name}") or os.environ[f"OMPI_COMM_WORLD_{name}"])
 
 

@@ -1,4 +1,4 @@
-"""Tries what docs/how-to/move-from-horovod.md says, on every rank; prints `NAME ok` for each.
+"""Tests the claims of docs/how-to/move-from-horovod.md on every rank; prints `NAME ok` for each.
 
 Launched under MPI, with HOROVOD_DYNAMIC_PROCESS_SETS=1.
 """
@@ -103,7 +103,7 @@ def tape() -> None:
 
 
 def arguments() -> None:
-    """Each of Horovod's gives an error that says what to write."""
+    """Each of Horovod's arguments raises an error that names the replacement."""
     for given, words in (
         ({"op": hvd.Average}, 'op="average"'),
         ({"op": hvd.Adasum}, "Received hvd.Adasum"),

@@ -24,7 +24,7 @@ HEAD = ("--head", f"--port={PORT}", "--include-dashboard=false")
 WORKERS_PER_NODE = 2
 # For nodes to come, where 8 processes may share 2 cores
 SECONDS = 300.0
-# Until what workers have printed is here
+# Until the workers' output has been forwarded
 FORWARDING_SECONDS = 3.0
 
 

@@ -1,6 +1,6 @@
 """Trains an epoch, saves, and checks the state of the launch before, with any number of ranks.
 
-Started by test_resize.py. What residuals will add to the weights is their sum over the ranks,
+Started by test_resize.py. The residuals will change the weights by their sum over the ranks,
 divided by the number of ranks (op "average"); velocities likewise.
 """
 

@@ -75,7 +75,7 @@ class Killed(BaseException):
 
 
 def run(folder: Path, resume: bool, interrupt: dict[Position, str], **more: object) -> dict:
-    """Train until the end, a stop or a kill; `interrupt` says at which step comes what."""
+    """Train until the end, a stop or a kill; `interrupt` maps steps to interruptions."""
     keras.utils.clear_session()
 
     def rate_at(the_run: object, phase: int, position: Position) -> float:
@@ -112,21 +112,21 @@ def in_pieces(
 
 
 def left(folder: Path) -> dict[str, np.ndarray]:
-    """What the last checkpoint holds: weights, optimizer, and what this rank keeps."""
+    """Return the content of the last checkpoint: weights, optimizer, and this rank's own state."""
     head = checkpoint.last(folder / "checkpoint")
     files = folder / "checkpoint"
     model = keras.saving.load_model(files / f"model-{head.save:04d}.keras")
     variables = [*model.variables, *model.optimizer.variables]
     # By position: a path has a number that grows with every model of the process
     found = {f"{at} {one.name}": one.numpy() for at, one in enumerate(variables)}
-    # Keras saves none of the seeds: those are among what each rank keeps
+    # Keras does not save the seeds, which are part of each rank's own state
     found = {name: value for name, value in found.items() if "seed_generator" not in name}
     with np.load(files / f"residuals-{head.save:04d}-rank-{comm.rank:04d}.npz") as stored:
         return found | {name: stored[name] for name in stored.files}
 
 
 def assert_equal(one: Path, other: Path, what: str) -> None:
-    """Compare two runs, bit by bit; tell all differences of this rank."""
+    """Compare two runs, bit by bit; report all differences of this rank."""
     first, second = left(one), left(other)
     assert first.keys() == second.keys(), (what, first.keys() ^ second.keys())
     differ = [name for name in first if first[name].tobytes() != second[name].tobytes()]

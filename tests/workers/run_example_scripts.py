@@ -37,7 +37,7 @@ def run_recipe(recipe: Path, folder: Path, *settings: str) -> None:
     summary = train(own, folder)
     assert summary["replicas_identical"]
     assert len(summary["rows"]) == sum(phase.epochs for phase in own.phases)
-    if recipe.stem == "glosses":  # What the made-up explanations say is easy to learn
+    if recipe.stem == "glosses":  # The made-up explanations are easy to learn
         assert summary["rows"][-1]["test_accuracy"] > 0.9, summary["rows"][-1]
 
 

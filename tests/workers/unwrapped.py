@@ -1,6 +1,6 @@
 """Short trainings by plain optimizers. Started by test_unwrapped.py on two ranks.
 
-Each is named after what must be said of it at the end of the process: "named", or "quiet".
+Each is named after the expected report at the end of the process: "named", or "quiet".
 """
 
 from __future__ import annotations

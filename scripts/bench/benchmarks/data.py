@@ -14,9 +14,9 @@ docs/laboratory/data_cache.md has the results.
 a row, after the first; an iterator goes over all epochs of a pipeline and was made before the clock
 starts. (Of `datacache_whole` it is a batch's, 256 whole samples.) First epochs vary by a third, so
 `--firsts` of them are made, in turn with the other pipeline's, and medians are compared.
-`limit_seconds` and `limit_images_per_second` are what memcpy of the output's bytes would allow on
+`limit_seconds` and `limit_images_per_second` are the limits by a memcpy of the output's bytes on
 one core. `tfdata_cache` keeps whole pictures as its users do; `tfdata_cache_same` keeps pictures of
-the size that the slab keeps, which is the like for like. Verified in every epoch that is timed:
+the slab's size, which is the comparison of like with like. Verified in every epoch that is timed:
 every sample came once (by label counts); for the cache, all pictures of one batch, chosen anew,
 against the plain-TensorFlow twin; for the others, that the mean of such a batch agrees with the
 cache's.
@@ -141,7 +141,7 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
             data_pipelines.generate(folder, chosen.images)
         source = Folder(folder)
         copy = memcpy_bytes_per_second(2**24 if chosen.smoke else 2**29)
-        # What TensorFlow starts at the first dataset.
+        # The first dataset starts TensorFlow's threads, which are not measured
         for image in tf.data.Dataset.range(2 * BATCH).map(lambda i: i).batch(BATCH):
             image.numpy()
         whole = whole_samples(chosen.memory, 512 if chosen.smoke else 8192)

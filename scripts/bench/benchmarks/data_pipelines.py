@@ -1,4 +1,4 @@
-"""What the benchmark `data` compares the DataCache with: pipelines of tf.data, and photos."""
+"""The peers of the DataCache in the benchmark `data`: pipelines of tf.data; generated photos."""
 
 from __future__ import annotations
 

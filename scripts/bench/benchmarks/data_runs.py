@@ -1,4 +1,4 @@
-"""What the benchmark `data` measures and checks: epochs of a pipeline, whole samples, memcpy."""
+"""Measurements and checks of the benchmark `data`: pipeline epochs, whole samples, memcpy."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def compiled(run: Run, contestant: str) -> keras.Model:
 class Schedule(keras.callbacks.Callback):
     """Sets each step's learning rate, and tells "auto" how many steps follow.
 
-    What Keras calls an epoch is here a part of an epoch, from one evaluation to the next.
+    An epoch of Keras is here a part of an epoch, from one evaluation to the next.
     """
 
     def __init__(self, run: Run, wrapped: bool) -> None:

@@ -69,7 +69,7 @@ class Way:
         before = self._comm.traffic().between
         for _ in range(self._every):
             self.model.train_on_batch(*self.batch)
-        # No collective here: it would wait for the round that is under way
+        # No collective here, because it would wait for the pending round
         ends = [time.perf_counter()]
         for _ in range(self._every):
             self.model.train_on_batch(*self.batch)
@@ -92,7 +92,7 @@ class Way:
         ]
 
     def _is_right(self, before: float) -> bool:
-        """End the round that is under way; return whether all is as it must be."""
+        """End the pending round; return True if weights and bytes are right."""
         if self._strategy is None:
             return True
         cx.consolidate(self.model.optimizer)

@@ -63,7 +63,7 @@ SOCKET_SECONDS = 2.0  # how long the plain socket is measured
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What the routes are compared with."""
+    """The measured network, by which routes are judged and predicted."""
 
     # Bytes per second of a plain socket between two nodes.
     socket_rate: float

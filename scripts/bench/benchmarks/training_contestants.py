@@ -1,4 +1,4 @@
-"""What takes turns in the benchmark of training: a model under each scheme."""
+"""The contestants of the benchmark of training: a model under each scheme."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfcommx.core import ConfigurationError, Links, Plan, Profile, Scheme, Varia
 from tfcommx.optim.requested_plan import VariableNames
 from tfcommx.planner.plan import Gradient, make_plan
 
-# The scheme that exchanges nothing. Its step is what predictions of the others begin with
+# The scheme that exchanges nothing. Predictions of the others start from its measured step
 ALONE = "none"
 # In front of a scheme by which LowBitSGD's momentum travels, and not a gradient
 MOMENTUM = "momentum "
@@ -87,7 +87,7 @@ def split_name(name: str, chosen: argparse.Namespace) -> tuple[str, float]:
 def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.optimizers.Optimizer:
     """Return the optimizer of a scheme.
 
-    **Raises:** ConfigurationError for what cannot be carried out.
+    **Raises:** ConfigurationError if the scheme cannot be carried out.
     """
     if name == ALONE:
         return DenseSgd(0.01)

@@ -1,7 +1,7 @@
-"""A compression of one's own: each step sends another sixteenth of every large variable.
+"""A custom compression: each step sends another sixteenth of every large variable.
 
 Use it as `Scheme(compression="rotating_rows:ROTATING")`; error feedback, saving, prices and any
-dense route come with the family. What is not sent waits in the residual until its turn.
+dense route come with the family. Rows that are not sent wait in the residual until their turn.
 """
 
 from __future__ import annotations

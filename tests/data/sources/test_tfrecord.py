@@ -95,7 +95,7 @@ def test_labels_outside_the_classes_are_named(tmp_path):
     # And not -1 for a loss
     with pytest.raises(SampleError, match=r"\[2, \.\.\.\).*\b1\b.*`first_label`"):
         TFRecords([tmp_path / "shard"], ImageFeatures(first_label=2)).read(0)
-    # What the disk level keeps is not checked again: other classes are other data
+    # Samples on the disk level are not checked again, so other classes need another key
     keys = {
         TFRecords([tmp_path / "shard"], ImageFeatures(classes=names)).key
         for names in ((), ("a", "b"), ("a", "b", "c"))

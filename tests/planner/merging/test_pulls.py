@@ -86,7 +86,7 @@ def test_what_the_paper_leaves_open() -> None:
     # No pair meets constraint 5: the gather of one layer never covers a computation
     assert pulls.from_first(PullTimes(0.0, (1.0, 1.0), (9.0, 9.0))) == [(0, 2)]
     assert pulls.from_last(PullTimes(0.0, (1.0, 1.0), (9.0, 9.0))) == [(0, 2)]
-    # Step one has two batches or more; later nothing covers: what remains is one batch
+    # Step one has two batches or more; later nothing covers: the remaining layers are one batch
     slow = PullTimes(0.0, (1.0, 1.0, 0.1, 0.1), (1.0, 9.0, 9.0, 9.0))
     assert pulls.from_first(slow) == [(0, 1), (1, 2), (2, 4)]
     # One layer

@@ -77,8 +77,8 @@ def test_a_plan_is_chosen_again_if_steps_and_network_have_changed(
 ) -> None:
     """In a run on one machine `auto` said twice that the network had changed: it has none.
 
-    Links inside the node were compared, whose time varies by 30 times with what else the machine
-    computes.
+    Links inside the node were compared, whose time varies by a factor of 30 with other work on the
+    machine.
     """
     if comm.topology.size != 2:
         pytest.skip("takes two ranks")

@@ -123,7 +123,7 @@ def test_codes_of_8_and_4_bits_train_as_plain_sums(comm: Comm, wire: str) -> Non
     ids=["sparse", "averages", "root"],
 )
 def test_a_step_is_traced_once(comm: Comm, scheme: cx.Scheme, strategy: Any) -> None:
-    """What the exchange keeps is made outside of the trace, which needs no second one for it."""
+    """State of the exchange is made outside the trace, so no second trace is needed for it."""
     traces = []
 
     def loss(truth: tf.Tensor, out: tf.Tensor) -> tf.Tensor:

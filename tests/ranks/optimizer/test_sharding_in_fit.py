@@ -16,14 +16,14 @@ from tfcommx.strategies import Sharded, WeightAveraging
 
 
 def adamw() -> keras.optimizers.Optimizer:
-    """Return what uses most of what shards must keep apart, under a loss scale."""
+    """Return an optimizer with most options that shards must handle, under a loss scale."""
     optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.5)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0)
 
 
 class Seen(keras.callbacks.Callback):
-    """What evaluations within `fit` see, and that model.save then writes."""
+    """Records the weights at evaluations within `fit`, and saves the model after each epoch."""
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_shards_in_fit_equal_synchronous_training(comm: Comm, folder: Path) -> N
 def test_whole_variables_and_groups_in_fit_equal_synchronous_training(
     comm: Comm, folder: Path, make: Any, strategy: Sharded
 ) -> None:
-    """Weights, what evaluations see, and files."""
+    """Weights, also those in evaluations and files."""
     if comm.topology.nodes == 1 or comm.topology.slots == 1:
         pytest.skip("takes several nodes of several ranks")
     saw, states = [], []

@@ -120,7 +120,7 @@ def linear(comm: Comm, **options: Any) -> tuple[keras.Model, np.ndarray]:
 
 
 def check_all_updates(net: keras.Model, comm: Comm, inputs: np.ndarray, sums: float) -> None:
-    """Compare weights plus residuals with `sums` times the mean of what all ranks have seen."""
+    """Compare weights plus residuals with `sums` times the mean of all ranks' inputs."""
     cx.consolidate(net.optimizer)
     assert same_on_all_ranks(comm, net)
     (kept,) = net.optimizer.exchanger.export().residuals.values()

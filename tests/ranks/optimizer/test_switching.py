@@ -1,4 +1,4 @@
-"""What changes during `fit`: schemes, resolution, density, learning rate."""
+"""Changes during `fit`: schemes, resolution, density, learning rate."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_batches_of_all_ranks(lengths, words, ranks, epoch):
     for own in of_ranks:
         for batch in own:
             assert all(lengths[n] <= batch.length <= 32 for n in batch.sentences)
-    # What is left out is too long, or less than the last global batch
+    # Sentences left out are too long, or too few for the last global batch
     fitting = sum(length <= 32 for length in lengths)
     assert fitting - len(sentences) < batches.sizes[-1] or not fitting
 

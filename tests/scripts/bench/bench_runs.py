@@ -1,4 +1,4 @@
-"""Runs benchmarks as a user does, and checks what all of them promise."""
+"""Runs benchmarks as a user does, and checks the columns that all of them share."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""On PYTHONPATH of what tests start: programs that load TensorFlow, and horovodrun, start faster.
+"""On PYTHONPATH of the tests' programs: those that load TensorFlow, and horovodrun, start faster.
 
-horovodrun loads TensorFlow at each launch, to ask what Horovod can do: 2 CPU seconds. Where Horovod
-was built without Gloo or MPI the ranks themselves fail. And a fifth of the time to load TensorFlow
-goes into looking for garbage, of which there is none yet. Ranks need not load it at all
-(warm_start.py).
+horovodrun loads TensorFlow at each launch to query Horovod's features, which takes 2 CPU seconds.
+Where Horovod was built without Gloo or MPI the ranks themselves fail. A fifth of the time to load
+TensorFlow is spent on garbage collection, although there is no garbage yet. Ranks need not load it
+at all (warm_start.py).
 """
 
 import gc

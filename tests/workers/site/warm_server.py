@@ -148,7 +148,7 @@ def become(told: dict[str, Any]) -> None:
     """Run a program in this process's `__main__`, as `python WORDS` does."""
     os.environ.clear()
     os.environ.update(told["environment"])
-    for name in (warm_start.SOCKETS, warm_start.ALONE):  # What it starts begins as ever
+    for name in (warm_start.SOCKETS, warm_start.ALONE):  # Its children start as usual
         os.environ.pop(name, None)
     enter(told["pid"])
     os.chdir(told["folder"])

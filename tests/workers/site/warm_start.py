@@ -1,9 +1,9 @@
 """Lets a rank begin in a process that has loaded TensorFlow: tests/warm_ranks.py says why.
 
-`begin` is called where Python starts (sitecustomize.py). It hands over what makes a process this
-one: its words, environment, folder, files, processors. The other process forks, and the new process
-runs the program. This one waits, passes signals on, and ends as the program ends: so the launcher
-that has started it sees no difference. What it cannot hand over runs here, as ever.
+`begin` is called where Python starts (sitecustomize.py). It passes on the identity of this process:
+its arguments, environment, folder, files, processors. The other process forks, and the new process
+runs the program. This one waits, passes signals on, and ends as the program ends, so the launcher
+that has started it sees no difference. A program that it cannot pass on runs here, as usual.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 SOCKETS = "TFCOMMX_TEST_WARM"  # A folder with the servers' sockets, 0 and 1
 RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "RANK")
 ALONE = "TFCOMMX_TEST_WARM_ALONE"  # A program that is no rank begins so, too
-# What TensorFlow, its libraries and Python read while they are loaded
+# Prefixes of the variables that TensorFlow, its libraries and Python read while they are loaded
 EARLY = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "PYTHON")
 # Those of them that `become` sets up, or that are read when a program asks for its cluster
 LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONIOENCODING", "TF_CONFIG"}
@@ -26,7 +26,7 @@ PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def surroundings() -> dict[str, str]:
-    """Return what must be the same here and where TensorFlow was loaded: variables, users."""
+    """Return the variables and namespaces that must equal those where TensorFlow was loaded."""
     names = {name for name in os.environ if name.startswith(EARLY)} - LATER
     found = {space: os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "user")}
     return found | {name: os.environ[name] for name in names}
