@@ -31,7 +31,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Tell it in the report of the teardown, which also comes from a worker of xdist."""
+    """Add it to the report of the teardown, which workers of xdist send, too."""
     try:
         return (yield)
     finally:

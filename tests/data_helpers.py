@@ -88,7 +88,7 @@ class Worker:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self):
-        """The exit status, as subprocess gives it."""
+        """The exit status, as in subprocess."""
         if self.status is None:
             self.status = self.workers.ask({"wait": self.pid})
         return self.status

@@ -101,7 +101,7 @@ def within(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def in_this_tree(dotted: str) -> bool:
-    """Return whether a dotted name is a module here, or a name that its module mentions."""
+    """Return True if a dotted name is a module here, or a name that its module mentions."""
     path = PACKAGE.parent.joinpath(*dotted.split("."))
     if path.is_dir() or path.with_suffix(".py").is_file():
         return True
@@ -251,7 +251,7 @@ def matched_texts(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_test_depends_on_the_wording_of_a_message() -> None:
-    """A test tells a failure by its class and the values received, so that wording can change."""
+    """A test matches the class of a failure and the values received, so that wording can change."""
     tests = PACKAGE.parent / "tests"
     worded = {
         f"{path.relative_to(tests)}: {text}"

@@ -42,7 +42,7 @@ needs_cluster = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
 def wait_until(true: Callable[[], object], seconds: float, what: str) -> None:
-    """Wait; fail if it does not come true in time."""
+    """Wait until a condition is true; fail after so many seconds."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"{what} did not come within {seconds} s"
@@ -89,7 +89,7 @@ class Nodes:
     def start(
         self, node: int, command: list[str], log: Path, **environment: str
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a node; its output goes to the end of `log`."""
+        """Start a command on a node; its output is appended to `log`."""
         with log.open("ab") as out:
             return subprocess.Popen(
                 [SCRIPT, "--name", self.name, "run", "--node", str(node), "--", *command],

@@ -143,7 +143,7 @@ def write_schema(environment: Environment) -> None:
 
 
 def fetch_data(environment: Environment) -> str:
-    """Fetch the demo's images, unless they are there; return where, in words."""
+    """Fetch the demo's images, unless they exist; return their folder, in words."""
     command = ("-m", "tfcommx.recipes.datasets", "fashion_mnist")
     return run(environment.python, *command).strip().splitlines()[-1]
 

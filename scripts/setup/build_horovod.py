@@ -188,7 +188,7 @@ def build_settings(environment: Environment) -> tuple[dict[str, str], str]:
 
 
 def horovod_key(environment: Environment) -> str:
-    """Hash everything that goes into the wheel as it is built.
+    """Hash all inputs of the wheel's build.
 
     A build with NCCL holds the path of NCCL's wheel, so it serves this environment only.
     """
@@ -273,7 +273,7 @@ def wheel_folder(key: str) -> Path:
 
 
 def install_horovod(environment: Environment, key: str) -> str:
-    """Install Horovod, built now or before; return where it comes from, in words."""
+    """Install Horovod, built now or before; return its source, in words."""
     wheels = wheel_folder(key)
     origin = "from the cache of built wheels"
     if not list(wheels.glob("horovod-*.whl")):

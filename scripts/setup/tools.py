@@ -36,7 +36,7 @@ class Environment(NamedTuple):
     """The virtual environment that is set up."""
 
     folder: Path
-    # Whether TensorFlow's GPU wheel goes in, and NCCL into Horovod
+    # True: with TensorFlow's GPU wheel, and NCCL in Horovod
     gpu: bool = False
 
     @property

@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8, help="of a rank")
     parser.add_argument("--record", metavar="NAME", help="write docs/records/NAME.json")
     options, found = parser.parse_args(), []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The cluster goes, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Removes the cluster, too
     cluster("up", "--nodes", options.nodes, "--rate", options.rates[0], "--slots", 1)
     try:
         with tempfile.TemporaryDirectory(prefix="tfcommx_changing") as name:

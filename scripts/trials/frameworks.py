@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("--record", metavar="NAME", help="write docs/records/NAME.json")
     options, found = parser.parse_args(), []
     names = options.only or [*OTHERS, *OURS]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The cluster goes, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Removes the cluster, too
     with tempfile.TemporaryDirectory(prefix="tfcommx_frameworks") as folder:
         cluster("up", "--nodes", options.nodes, "--rate", options.rate, "--slots", 1)
         try:

@@ -83,7 +83,7 @@ def disturb(run: Run, setup: Setup, minutes: float, seed: int) -> list[str]:
         node = draw.choice([one for one in range(1, setup.nodes + 1) if one not in away])
         try:
             run.meet(fault, node)
-        except (ValueError, ProcessLookupError):  # No rank is there just now
+        except (ValueError, ProcessLookupError):  # No rank exists at the moment
             continue
         if fault in AWAY:
             away[node] = time.monotonic() + AWAY_SECONDS

@@ -61,7 +61,7 @@ class Notes:
 
 
 def samples(count: int, seed: object) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs, and the classes that a fixed teacher gives them."""
+    """Return inputs, and their classes by a fixed teacher."""
     teacher = np.random.default_rng(0).normal(size=(WIDTH, CLASSES)).astype("f4")
     inputs = np.random.default_rng(seed).normal(size=(count, WIDTH)).astype("f4")
     return inputs, np.argmax(inputs @ teacher, axis=1)

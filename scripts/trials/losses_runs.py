@@ -127,7 +127,7 @@ class Run:
     def _supervisor(self) -> list[str]:
         return [
             *("tfcommx", "run", "-H", ",".join(self._hosts()), "--min-np", "2"),
-            # A node that is lost in a long run comes back
+            # A node that is lost in a long run returns
             *("--network-interfaces", "eth0", "--blacklist-cooldown-range", "60", "60"),
             *("--generations", str(self.folder / "generations.json"), "--grow-every", "1", "--"),
         ]
@@ -219,7 +219,7 @@ class Run:
         return [path for path in found if path.name.endswith(f"-node{node}")]
 
     def meet(self, fault: str, node: int) -> float:
-        """Let a node meet a fault; return when. **Raises:** ValueError if no rank is there."""
+        """Cause a fault on a node; return the time. **Raises:** ValueError if it has no rank."""
         if fault == "full":
             fill(self.memory / "filler")
             self.wait_for(0, len(self.steps(0)) + FULL_STEPS)

@@ -181,7 +181,7 @@ def test_a_process_that_writes_without_end_is_not_waited_for(pids: Path) -> None
 
 
 def test_a_discovery_script_that_leaves_a_process_has_ended(pids: Path) -> None:
-    """It was refused after 60 s: its child had the pipe open, through which the hosts came."""
+    """It was refused after 60 s, because its child kept the pipe of the hosts open."""
     script = f"sleep 300 & echo $! > {pids}; echo node1:4"
     assert hosts.ScriptHosts(script).hosts() == [Host("node1", 4)]
 

@@ -70,7 +70,7 @@ def test_a_run_of_another_seed_is_refused_if_its_part_finds_no_room(shm):
         ):
             OpenCache(source, shm, Topology(2, 1), seed=1)
         first.warm()
-        # A half is there, which needs no room
+        # A half exists already and needs no more space
         with OpenCache(source, shm, Topology(2, 1), seed=1) as second:
             second.warm()
             assert not second.slab.full and second.wait_filled(0)

@@ -378,6 +378,6 @@ def try_reader(reader: Reader, seconds: float, seed: int) -> int:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", READERS)
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, kind: Callable[[Path], Reader]) -> None:
-    """BadZipFile, EOFError, OverflowError, RecursionError came without the name of a file."""
+    """BadZipFile, EOFError, OverflowError, RecursionError were raised without a file's name."""
     refused = try_reader(kind(tmp_path), SECONDS, random.randrange(2**32))
     assert refused > 0 or kind in (Level, Snapshots)

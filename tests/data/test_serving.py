@@ -152,7 +152,7 @@ def test_a_dataset_is_not_made_inside_a_function(folder, shm):
 
 
 def test_batches_can_be_sent_ahead_to_a_device(folder, shm):
-    """As docs/how-to/data-cache.md says for a GPU; a machine with a CPU only goes the same way."""
+    """As docs/how-to/data-cache.md describes for a GPU; without one the code path is the same."""
     with OpenCache(folder, shm) as cache:
         ahead = cache.dataset(WHOLE, 0, 2).apply(tf.data.experimental.prefetch_to_device("/cpu:0"))
         assert served(ahead) == served(cache.dataset(WHOLE, 0, 2))

@@ -163,7 +163,7 @@ def test_open_mpi_by_hand() -> None:
     assert priced(4096, FLAT, LINKS) == pytest.approx(2 * (10 + 4096 * 5.25))
     halves = 5000 + 2500
     assert priced(10_000, FLAT, LINKS) == pytest.approx(4 * 10 + halves * (2 * 5 + 0.25))
-    # 3 ranks: one gives its vector to another first, in halves, and gets the sum at the end
+    # 3 ranks: one first sends its vector to another, in halves, and receives the sum at the end
     beyond = 2 * (10 + 150_000 * 5) + 150_000 * 0.25 + 10 + 300_000 * 5
     pair = 2 * (10 + 150_000 * 5) + 150_000 * 0.25
     assert priced(300_000, Topology(3, 1), LINKS) == pytest.approx(pair + beyond)
@@ -183,7 +183,7 @@ def test_han_sends_a_vector_five_times_through_a_root_of_four_nodes() -> None:
 
 
 def test_nccl_takes_trees_for_short_messages_on_many_nodes() -> None:
-    """A short message does not pay 2 (p - 1) alpha; a long one goes at a ring's pace."""
+    """A short message does not pay 2 (p - 1) alpha; a long one is as fast as on a ring."""
     many, links = Topology(32, 1), by("nccl", REAL)
     short = nccl.ENGINE.all_reduce(1024, many, links)
     assert short < 15 * REAL.between.alpha_s < 62 * REAL.between.alpha_s
@@ -263,7 +263,7 @@ def test_a_measured_curve_takes_the_place_of_the_price_of_short_allreduces() -> 
 
 
 def test_a_calibration_does_not_fall_and_is_kept_with_the_links() -> None:
-    """A disturbed time of a short vector gives way; less than nothing is nothing."""
+    """A disturbed time of a short vector falls to a longer one's; negative times become 0."""
     curve = Calibration.of(4, [(64, -1e-6), (1024, 9e-4), (4096, 1e-4), (65536, 3e-4)])
     assert curve.points == ((64, 0.0), (1024, 1e-4), (4096, 1e-4), (65536, 3e-4))
     links = NOMINAL._replace(calibration=curve)

@@ -1,4 +1,4 @@
-"""Keras's private members are used with the versions that were tested, or where they are there."""
+"""Keras's private members are used with tested versions, or with others that have all of them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def says(word: str | bool) -> Callable[[Call], bool]:
 
 
 def selects(rule: str, dtype: str) -> Callable[[Call], bool]:
-    """Return whether a call selects by a rule from gradients of a type."""
+    """Return True if a call selects by a rule from gradients of a type."""
     return lambda call: says(rule)(call) and call[0].dtype.name == dtype
 
 

@@ -1,4 +1,4 @@
-"""Stamps tell when a tensor is there, natively and by definition, and wait for nothing else."""
+"""Stamps have the time when a tensor is ready, native and by definition, and wait for no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Law 1: with rule `all` every route gives the plain sum, in the dtype that came."""
+"""Law 1: with rule `all` every route returns the plain sum, in the gradient's dtype."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tfcommx.runtime.executor import PlanExecutor
 @pytest.mark.parametrize("operation", ["average", "sum"])
 @pytest.mark.parametrize("scheme", MOVING, ids=name_of)
 def test_momentum_of_dense_variables_is_the_optimizers(scheme: Scheme, operation: str) -> None:
-    """Biases travel dense: they get the momentum that SGD gives them, the same on all ranks."""
+    """Biases are sent dense, with the momentum of SGD, which is the same on all ranks."""
     for log in play(plan_for(scheme, Topology(2, 2), operation), steps=3):
         expected: Any = 0
         for step, (_, result, *_) in enumerate(log):

@@ -1,4 +1,4 @@
-"""A measured step shows when each bucket's sums are there."""
+"""A measured step has the time at which each bucket's sums are ready."""
 
 from __future__ import annotations
 

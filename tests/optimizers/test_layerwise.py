@@ -283,7 +283,7 @@ def test_several_replicas_in_one_process_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_keras_excludes_from_weight_decay_does_not_decay(kind: str) -> None:
-    """Keras's own way, beside `exclude`: the ratio stays, the decay goes."""
+    """Keras's method, beside `exclude`: the ratio stays, the decay is dropped."""
     without = KINDS[kind]()
     without.exclude_from_weight_decay(var_names=["kernel", "out", "still"])
     none = KINDS[kind]()

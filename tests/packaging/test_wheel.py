@@ -1,4 +1,4 @@
-"""A wheel is built and used beside a TensorFlow and Horovod that are there. Needs no network."""
+"""A wheel is built and used beside an existing TensorFlow and Horovod. Needs no network."""
 
 from __future__ import annotations
 

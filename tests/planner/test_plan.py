@@ -1,4 +1,4 @@
-"""Which gradient goes into which bucket."""
+"""The assignment of gradients to buckets."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_a_real_step_is_measured_and_drawn_beside_the_simulated_one(
     assert {span.bucket for span in messages} == set(range(len(step.plan.buckets)))
     ports = {"between"} if comm.topology.nodes > 1 else {"inside"}
     assert {span.resource for span in messages} == ports
-    # The sum of a bucket is there after its last gradient; spans without length are not drawn
+    # A bucket's sum is ready after its last gradient; spans without length are not drawn
     ready = {one.name: one.end_s for one in step.timeline.spans if one.kind == "backward"}
     for span in messages:
         names = step.plan.buckets[span.bucket].variables

@@ -289,7 +289,7 @@ def test_random_layers_raise_no_alarm_and_no_state_changes(
 
 
 def test_the_first_batch_is_trained_once(comm: Comm) -> None:
-    """The comparison takes several batches of the data set and gives them back to the training."""
+    """The comparison takes several batches of the data set and returns them to the training."""
     results = []
     for compare in (False, True):
         taken: list[int] = []

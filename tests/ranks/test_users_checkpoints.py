@@ -85,7 +85,7 @@ def test_sums_that_each_rank_accumulates_stay_its_own(comm: Comm, folder: Path) 
 
 
 def test_a_model_that_one_rank_alone_has_loaded(comm: Comm, folder: Path) -> None:
-    """Keras gives its variables other paths than those of a model that is built."""
+    """Its variables have other paths than those of a built model."""
     net = compiled(cx.DistributedOptimizer(keras.optimizers.Adam(0.01), SPARSE))
     if comm.rank == 0:
         net.save(folder / "first.keras")

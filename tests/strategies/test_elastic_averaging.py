@@ -135,7 +135,7 @@ def test_ranks_follow_the_messages_that_they_have_sent(
         for _ in range(12):
             rank.step()
             if rank.run._worker.waits:
-                futures.wait([rank.run._worker._under_way], 60)  # The force comes within a step
+                futures.wait([rank.run._worker._under_way], 60)  # The force arrives within a step
         before = rank.flat()
         rank.run.end()
         return before, rank.flat(), int(rank.run.executor.steps)

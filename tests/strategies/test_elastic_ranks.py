@@ -25,7 +25,7 @@ def recovering(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.long_wait
 @pytest.mark.exhaustive
 def test_a_rank_that_dies_while_it_sends_blocks_nobody(recovering: str) -> None:
-    """The message has begun and never ends. Within a machine, too, it goes piece by piece here."""
+    """The message has begun and never ends. Within a machine, too, it is sent in pieces here."""
     ended = horovodrun(
         3,
         [str(WORKERS / "dies_sending.py")],

@@ -257,7 +257,7 @@ def test_the_process_with_the_centre_misses_nobody_during_a_training_and_all_bef
     while here.answer_next():
         pass
     assert told.said == [b"needs [3]\n", b"needs all\n"]
-    # It ends after the last word of those that are there
+    # It ends after the last messages of the remaining ranks
     for rank in (0, 1):
         post[rank].send(np.zeros(1, np.int32), 3, END)
     here.run()

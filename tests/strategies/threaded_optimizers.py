@@ -78,7 +78,7 @@ def train(
 
 
 def equal(one: list[list[np.ndarray]], other: list[list[np.ndarray]]) -> bool:
-    """Return whether the weights of all ranks have the same bits."""
+    """Return True if the weights of all ranks have the same bits."""
     return all(
         a.tobytes() == b.tobytes()
         for mine, theirs in zip(one, other, strict=True)

@@ -98,7 +98,7 @@ class Run(NamedTuple):
 
 
 def lives(pid: int) -> bool:
-    """Return whether a process is there, and not only its exit status, which init may read late."""
+    """Return True if a process exists, and not only its exit status, which init may read late."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

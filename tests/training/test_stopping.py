@@ -16,7 +16,7 @@ from tfcommx.training.stop_requests import SIGNALS, StopRequests
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data(), st.booleans())
 def test_pieces_are_what_is_left(phases: list[int], data: st.DataObject, one_by_one: bool) -> None:
-    """Every epoch that is left comes once, in order, in its own phase; the first may be cut."""
+    """Each remaining epoch is trained once, in order, in its phase; the first may be shortened."""
     epoch = data.draw(st.integers(0, sum(phases) - 1))
     start = Position(epoch, data.draw(st.integers(0, 3)))
     found = fit_calls(phases, start, one_by_one)
@@ -67,5 +67,5 @@ def test_a_file_asks_too_and_is_gone_afterwards(tmp_path: Path) -> None:
         (tmp_path / "stop").touch()
         assert requests.asked() and str(tmp_path / "stop") in requests.reason
         assert not (tmp_path / "stop").exists() and requests.asked() and not other.asked()
-        (tmp_path / "stop").touch()  # Also one that comes after another reason
+        (tmp_path / "stop").touch()  # Also a request after another reason to stop
         assert requests.asked() and not (tmp_path / "stop").exists()

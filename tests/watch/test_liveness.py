@@ -78,9 +78,9 @@ def test_a_forked_child_is_not_the_rank(reported) -> None:
 def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The alarm ends the process with one line; the traceback is for the case that none comes.
+    """The alarm ends the process with one line; without an alarm the traceback is printed.
 
-    Then a rank has ended in order, too early for this one.
+    In that case a rank has ended in order, but too early for this one.
     """
     done: list[str] = []
     monkeypatch.setattr(sys, "excepthook", lambda *failure: done.append("traceback"))

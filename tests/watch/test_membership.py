@@ -76,7 +76,7 @@ def test_a_rank_that_the_others_have_given_up_does_not_come_back() -> None:
     stopped = network.members[2]
     stopped.stopped = True
     while not network.members[0].left:
-        # Its watcher is there, hears the others, and does not say that the rank is alive
+        # Its watcher runs, receives the others' messages, and does not report the rank as alive
         network.beat()
         assert network.now <= LIMIT + 3 * BEAT
     network.hops()

@@ -47,7 +47,7 @@ def end(node: subprocess.Popen[bytes]) -> None:
 
 
 def answers(host: str) -> bool:
-    """Return whether the head is there."""
+    """Return True if the head runs."""
     try:
         socket.create_connection((host, PORT), 2).close()
     except OSError:

@@ -168,7 +168,7 @@ def table(title: str, rows: list[dict[str, Any]], note: str) -> options.Table:
 
 
 def whole_note(row: dict[str, Any]) -> str:
-    """Say how near reading whole samples comes to memcpy."""
+    """Return the rate of reading whole samples as a share of memcpy's, in words."""
     ours, ours_cpu, limit = (row[rate] for rate in RATES)
     return f"{ours / limit:.2f} of memcpy on one core, {ours_cpu / limit:.2f} per CPU second"
 

@@ -142,7 +142,7 @@ def exchange(comm: Comm, plan: Plan, n: int, repeats: int) -> tuple[list[float],
     for _ in range(steps):
 
         def call() -> None:
-            results[0] = step(mine)  # an eager call returns when its result is there
+            results[0] = step(mine)  # an eager call returns when its result is computed
 
         seconds.append(rounds.seconds_of(call, comm))
         arrived += weighted_sum(results[0].numpy()[:, 0])

@@ -120,7 +120,7 @@ def train(comm: Comm, racing: list[Contestant], alone: Contestant, repeats: int)
             one.model.train_on_batch(*one.batch)
             before = comm.traffic().between
 
-            def step(one: Contestant = one) -> None:  # Returns when the loss is there
+            def step(one: Contestant = one) -> None:  # Returns when the loss is computed
                 one.model.train_on_batch(*one.batch)
 
             one.seconds.append(rounds.seconds_of(step, comm))

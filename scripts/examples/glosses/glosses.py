@@ -122,7 +122,7 @@ class Glosses:
         return {}
 
     def close(self) -> None:
-        """Do nothing: the memory goes with the process."""
+        """Do nothing, because the memory is freed with the process."""
 
 
 def _dataset(batches: Any, batch: int | None, length: int) -> tf.data.Dataset:

@@ -11,7 +11,7 @@ from tfcommx.checkpoint.snapshots import Snapshots
 
 
 def test_two_signals_do_not_hang_a_rank() -> None:
-    """The handler set an Event: a second signal that came while it did waited for its lock forever.
+    """The handler set an Event: a second signal during that call waited for its lock forever.
 
     A launcher sends SIGTERM to a rank, and so does the host that is to be taken away.
     """

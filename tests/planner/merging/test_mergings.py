@@ -79,7 +79,7 @@ def test_each_and_single_as_drawn() -> None:
 
 
 def test_mg_wfbp_waits_less_than_a_latency_term() -> None:
-    """As drawn: b comes 0.5 after a, less than the latency of 0.9; c 2 after both."""
+    """As drawn: b is ready 0.5 after a, less than the latency of 0.9; c 2 after both."""
     prices = Prices(lambda entries: 0.9 + 0.1 * entries)
     profile = profile_of([1, 1, 1], [1.0, 0.5, 2.0])
     assert merging.get("mg_wfbp").groups(profile, prices) == [[0, 1], [2]]
