@@ -54,7 +54,8 @@ def test_fit_keeps_ranks_equal(
         assert wires["hidden/bias"] == "bfloat16"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Both inherit their checkpoints from one class; LARS adds a sketch
+@pytest.mark.parametrize("kind", [case(KINDS[0], kept=False), KINDS[1]])
 def test_it_continues_exactly_from_a_checkpoint(
     comm: Comm, kind: type[Any], tmp_path: Path
 ) -> None:
@@ -77,7 +78,7 @@ def test_it_continues_exactly_from_a_checkpoint(
         assert not all(map(np.array_equal, weights(straight), continued(keeps=False)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], case(KINDS[1], kept=False)])
 def test_a_saved_model_holds_it_and_continues(comm: Comm, kind: type[Any], tmp_path: Path) -> None:
     net = compiled(cx.DistributedOptimizer(new(kind)))
     fit(net, comm)

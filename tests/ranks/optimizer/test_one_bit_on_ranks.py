@@ -110,7 +110,12 @@ class SaveTheEpoch(checkpoint.Checkpoint):
 
 @pytest.mark.parametrize(
     ("kind", "epochs"),
-    [(KINDS[0], 2), (KINDS[1], 1), case(KINDS[0], 1, kept=False), case(KINDS[1], 2, kept=False)],
+    [
+        (KINDS[0], 2),
+        case(KINDS[0], 1, kept=False),
+        case(KINDS[1], 1, kept=False),
+        case(KINDS[1], 2, kept=False),
+    ],
 )
 def test_it_continues_exactly_from_a_checkpoint(
     comm: Comm, kind: type[Any], tmp_path: Path, epochs: int
@@ -176,7 +181,7 @@ def test_a_loss_scale_optimizer_may_be_around_it(comm: Comm) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [case(KINDS[0], kept=False), KINDS[1]])
 def test_a_saved_model_holds_it_and_continues(comm: Comm, kind: type[Any], tmp_path: Path) -> None:
     net = compiled(cx.DistributedOptimizer(new(kind), ONE_BIT))
     fit(net, comm)
