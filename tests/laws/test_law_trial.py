@@ -191,6 +191,19 @@ def test_float16_gradients_lose_nothing_by_rounding(monkeypatch: pytest.MonkeyPa
         np.testing.assert_array_equal(left["first/kernel"], tiny["first/kernel"])
 
 
+def test_what_is_cleared_is_forgotten_also_outside_of_the_plans() -> None:
+    def work(comm: Comm) -> Vectors:
+        running = TrialExecutor(plans(comm.topology), comm)
+        ones = {path: np.ones(np.prod(shape), np.float32) for path, shape in SHAPES.items()}
+        running.load(GradientState(ones))
+        running.clear({"first/kernel", "of another model"})
+        return kept(running)
+
+    for left in ThreadComm.run(Topology(2, 1), work):
+        assert sorted(left) == ["first/bias", "last/kernel"]
+        assert all((part == 1).all() for part in left.values())
+
+
 def test_ranks_that_measure_differently_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slowest rank counts: rank 1 alone finds plain Horovod slow."""
     topology = Topology(2, 1)
