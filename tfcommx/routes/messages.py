@@ -135,9 +135,8 @@ def carry_out(
             f"ranks={list(ranks)} (rank {participants.rank})."
         )
     result, position = array.copy(), participants.position
-    if len(ranks) > 1 and len(array):
-        transfers = own_transfers(schedule, operation, len(ranks), len(array), block, position)
-        run_transfers(transfers, result, participants)
+    transfers = own_transfers(schedule, operation, len(ranks), len(array), block, position)
+    run_transfers(transfers, result, participants)
     return array.copy() if operation == "reduce" and position else result
 
 
