@@ -210,6 +210,23 @@ def test_alltoall_on_unequal_nodes_is_a_mean() -> None:
     assert mean == pytest.approx(Traffic(200, 400))
 
 
+@pytest.mark.parametrize(
+    ("route", "wire", "zeros"),
+    [
+        ("allreduce", "float16", 0),
+        ("hitopk", "pair32", 1),
+        ("torus", "plain", 1),
+        ("torus", "int4", 7),
+        ("asa", "plain", 7),
+    ],
+)
+def test_a_vector_is_padded_to_equal_shards_and_no_further(
+    route: str, wire: str, zeros: int
+) -> None:
+    """9 entries; peers also cut the shard of a slot in fewer bits: 8 shards."""
+    assert routes.get(route).padding(9, wire, Topology(4, 2)) == zeros
+
+
 @pytest.mark.parametrize("route", routes.ROUTES)
 def test_one_rank_alone_pays_for_no_message(route: str) -> None:
     one = bucket(route, k=5 if route in routes.SPARSE else None, wire=routes.get(route).wires[0])
