@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tfcommx import routes
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import PlanError, Topology
+from tfcommx.core import ConfigurationError, PlanError, Topology
 from tfcommx.routes import bidirectional, messages, pipeline, tree
 from tfcommx.routes.messages import MessageRoute, Transfer
 
@@ -245,6 +245,12 @@ def test_a_root_that_does_not_take_part_is_refused() -> None:
     with pytest.raises(PlanError, match=r"root=5, ranks=\[0, 1\] \(rank 1\)"):
         outsider = messages.Participants([0, 1], 1, 5, None)
         messages.carry_out("reduce", np.zeros(3), outsider, tree.schedule, messages.run_by_round)
+
+
+def test_an_unknown_operation_is_refused() -> None:
+    alone = messages.Participants([0], 0, 0, None)
+    with pytest.raises(ConfigurationError, match=r"'reduc'.*'reduce'"):
+        messages.carry_out("reduc", np.zeros(3), alone, tree.schedule, messages.run_by_round)
 
 
 @pytest.mark.parametrize(

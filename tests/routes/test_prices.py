@@ -5,6 +5,7 @@ docs/explanation/routes.md derives the formulas.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from launching import ROOT
 from tfcommx import routes
 from tfcommx.core import NOMINAL, Bucket, Link, Links, Scheme, Topology, Traffic, cost
 from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.routes.messages import MessageOptions
 
 LINK = Link(alpha_s=10, beta_s_per_byte=2, gamma_s_per_byte=1)
 LINKS = Links(inside=Link(1, 0.5, 0.25), between=LINK)
@@ -98,6 +100,25 @@ def test_what_the_busiest_port_carries(
     """1 MB of float32 in 16 blocks."""
     one = bucket(route, 250_000, block=62_500, **more)
     assert routes.get(route).port_bytes(one, topology) == pytest.approx(megabytes * 1e6)
+
+
+def test_the_busiest_port_of_a_reduce_is_that_of_the_root() -> None:
+    """2 of 4 nodes send it 1000 B each, and none more than 1000 B."""
+    options = MessageOptions(block_bytes=100, collective="reduce")
+    reduce = dataclasses.replace(bucket("tree"), options=options)
+    assert routes.get("tree").port_bytes(reduce, FOUR) == 2000
+
+
+def test_a_compression_takes_its_passes_and_those_of_error_feedback() -> None:
+    """4 and 9 over 1000 B; then two sums of 10 + 25 entries by rank 1 run one after the other."""
+    one = bucket("allreduce", compression="powersgd/1", shapes=((10, 25),))
+    computes, *sums = routes.of(one).stages(one, FOUR, LINKS)
+    assert computes == ("select", 13 * 1000 * 0.25)
+    expected = [
+        routes.get("allreduce").seconds(bucket("allreduce", n), FOUR, LINKS) for n in (10, 25)
+    ]
+    assert [stage.seconds for stage in sums] == expected
+    assert routes.of(one).seconds(one, FOUR, LINKS) == sum(expected)
 
 
 def test_asa_in_sixteen_bits_halves_what_travels_and_not_what_is_added() -> None:

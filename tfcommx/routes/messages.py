@@ -125,7 +125,8 @@ def carry_out(
         vector elsewhere; "allreduce": the sum on all, with the same bits.
 
     **Ranks:** all participants.
-    **Raises:** PlanError for an unknown operation or a root that does not take part.
+    **Raises:** ConfigurationError for an unknown operation; PlanError for a root that does not take
+    part.
     """
     check_name("operation", operation, OPERATIONS)
     ranks, root = participants.ranks, participants.root
