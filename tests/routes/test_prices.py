@@ -12,9 +12,21 @@ import pytest
 from launching import ROOT
 
 from tfcommx import routes
-from tfcommx.core import NOMINAL, Bucket, Link, Links, Scheme, Topology, Traffic, cost
+from tfcommx.core import (
+    NOMINAL,
+    Bucket,
+    ConfigurationError,
+    Link,
+    Links,
+    Scheme,
+    Topology,
+    Traffic,
+    cost,
+)
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.routes.messages import MessageOptions
+from tfcommx.routes.hitopk import HitopkOptions
+from tfcommx.routes.messages import MessageOptions, Transfer
+from tfcommx.routes.torus import TorusOptions
 
 LINK = Link(alpha_s=10, beta_s_per_byte=2, gamma_s_per_byte=1)
 LINKS = Links(inside=Link(1, 0.5, 0.25), between=LINK)
@@ -102,11 +114,40 @@ def test_what_the_busiest_port_carries(
     assert routes.get(route).port_bytes(one, topology) == pytest.approx(megabytes * 1e6)
 
 
-def test_the_busiest_port_of_a_reduce_is_that_of_the_root() -> None:
-    """2 of 4 nodes send it 1000 B each, and none more than 1000 B."""
+def test_the_busiest_port_is_that_of_the_root() -> None:
+    """Of 4 nodes: in a tree 2 send it 1000 B each; in a star it sends 1000 B to 3."""
     options = MessageOptions(block_bytes=100, collective="reduce")
     reduce = dataclasses.replace(bucket("tree"), options=options)
     assert routes.get("tree").port_bytes(reduce, FOUR) == 2000
+
+    def star(*_: object) -> list[Transfer]:
+        return [Transfer(0, 0, target, 0, 250, False) for target in (1, 2, 3)]
+
+    route = dataclasses.replace(routes.get("tree"), schedule=star)
+    assert route.port_bytes(bucket("tree"), FOUR) == 3000
+
+
+def test_a_route_of_one_level_uses_the_links_between_nodes_if_there_are_several() -> None:
+    for topology, port in ((Topology(1, 4), "inside"), (Topology(2, 2), "between")):
+        (stage,) = routes.get("allreduce").stages(bucket("allreduce"), topology, LINKS)
+        assert stage == (
+            port,
+            routes.get("allreduce").seconds(bucket("allreduce"), topology, LINKS),
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "bad"),
+    [
+        (HitopkOptions, {"last_step": "sparse"}),
+        (TorusOptions, {"peer_route": "asa"}),
+        (MessageOptions, {"block_bytes": 8, "collective": "broadcast"}),
+        (MessageOptions, {"block_bytes": 7}),
+    ],
+)
+def test_options_of_routes_are_checked_when_they_are_made(options: type, bad: dict) -> None:
+    with pytest.raises(ConfigurationError, match=str([*bad.values()][-1])):
+        options(**bad)
 
 
 def test_a_compression_takes_its_passes_and_those_of_error_feedback() -> None:
