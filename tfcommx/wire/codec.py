@@ -183,7 +183,7 @@ class RoundingCodec(Codec):
         factor: multiplies the result of `read_dense`.
     """
 
-    def __init__(self, residual: tf.Variable, factor: float = 1.0) -> None:
+    def __init__(self, residual: tf.Variable, factor: float) -> None:
         super().__init__(factor)
         self._residual = residual
 
@@ -215,7 +215,7 @@ class CodesCodec(Codec):
         factor: multiplies the result of `read_dense`.
     """
 
-    def __init__(self, residual: tf.Variable, entries: int, real: int, factor: float = 1.0) -> None:
+    def __init__(self, residual: tf.Variable, entries: int, real: int, factor: float) -> None:
         super().__init__(factor)
         self._residual, self._entries, self._real = residual, entries, real
 
