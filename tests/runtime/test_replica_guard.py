@@ -1,13 +1,14 @@
-"""What the replica guard says of replicas that differ."""
+"""How the replica guard sees that replicas differ, and what it says of them."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import ConfigurationError, Topology
-from tfcommx.runtime.replica_guard import ReplicaGuard, describe
+from tfcommx.runtime.replica_guard import ReplicaGuard, _combine, _sums, describe
 
 NAMES = ["dense/kernel", "dense/bias"]
 
@@ -16,6 +17,15 @@ def rows(weights: list[int], rates: list[float], steps: list[int]) -> np.ndarray
     return np.stack(
         [np.array(weights), np.array(rates).view(np.int64), np.array(steps)], axis=1
     ).astype(np.int64)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16", "float32", "int64", "float64"])
+def test_weights_of_every_width_have_fingerprints(dtype: str) -> None:
+    """Which differ if an entry differs, and together if two variables are exchanged."""
+    ones, others = (tf.Variable(tf.constant([1, second], dtype)) for second in (1, 2))
+    sums = _sums([ones, others])
+    assert sums.dtype == tf.int64 and sums[0] != sums[1]
+    assert _combine(sums) != _combine(_sums([others, ones]))
 
 
 def test_a_start_from_different_weights_is_told_with_its_remedy() -> None:
