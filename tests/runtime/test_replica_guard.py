@@ -1,4 +1,4 @@
-"""How the replica guard sees that replicas differ, and what it says of them."""
+"""How the replica guard sees and describes replicas that differ."""
 
 from __future__ import annotations
 
