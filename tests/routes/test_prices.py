@@ -160,6 +160,7 @@ def test_a_compression_takes_its_passes_and_those_of_error_feedback() -> None:
     ]
     assert [stage.seconds for stage in sums] == expected
     assert routes.of(one).seconds(one, FOUR, LINKS) == sum(expected)
+    assert routes.of(one).broadcast_bytes(one, FOUR) == cost.broadcast_traffic(1000, FOUR)
 
 
 def test_asa_in_sixteen_bits_halves_what_travels_and_not_what_is_added() -> None:

@@ -68,7 +68,10 @@ def test_momenta_are_sent_as_soon_as_the_moments_are_frozen() -> None:
         in_one_bit = PlanExecutor(momenta, comm).exchange(given)["first"]
         for frozen_at in (0, 1):
             learning = LearningPhase("int4", tf.Variable(frozen_at, dtype=tf.int64))
-            sent = MomentumExecutor(momenta, None, learning, comm).exchange(given)["first"]
+            executor = MomentumExecutor(momenta, None, learning, comm)
+            sent = executor.exchange(given)["first"]
             assert np.array_equal(sent, in_one_bit) == (frozen_at > 0)
+            executor.clear({"second"})
+            assert executor.export().residuals.keys() == {"first", "third"}
 
     ThreadComm.run(Topology(2, 1), work)

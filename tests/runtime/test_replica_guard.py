@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import ConfigurationError, Topology
 from tfcommx.runtime.replica_guard import ReplicaGuard, _combine, _sums, describe
@@ -17,6 +18,25 @@ def rows(weights: list[int], rates: list[float], steps: list[int]) -> np.ndarray
     return np.stack(
         [np.array(weights), np.array(rates).view(np.int64), np.array(steps)], axis=1
     ).astype(np.int64)
+
+
+def test_a_guard_compares_every_few_steps_unless_it_is_disarmed() -> None:
+    def work(comm: Comm) -> None:
+        guard = ReplicaGuard(comm, 3, True)
+
+        def take_steps(count: int, weight: float) -> None:
+            weights = {"w": tf.Variable(weight)}
+            for step in range(count):
+                guard.check(weights, tf.constant(0.1), tf.constant(step))
+
+        guard.arm(False)
+        take_steps(4, float(comm.rank))
+        assert int(guard._checks) == 0
+        guard.arm(True)
+        take_steps(7, 1.0)
+        assert int(guard._checks) == 3
+
+    ThreadComm.run(Topology(2, 1), work)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float16", "float32", "int64", "float64"])
