@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -97,6 +99,23 @@ def test_a_matrix_of_the_rank_arrives_whole_by_the_second_step() -> None:
 
     for found in ThreadComm.run(topology, work)[0]:
         np.testing.assert_allclose(found, low, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [lambda sums: sums[:-1], lambda sums: (*sums, 3), lambda sums: tuple(one + 1 for one in sums)],
+)
+def test_a_compression_that_adds_other_vectors_than_it_counts_is_refused(
+    counted: Callable[[tuple[int, ...]], tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = PowerSGD.sums
+    monkeypatch.setattr(PowerSGD, "sums", lambda self, shapes: counted(sums(self, shapes)))
+
+    def work(comm: Comm) -> None:
+        with pytest.raises(ValueError, match=r"'powersgd/2'.*`sums`"):
+            exchanged(PlanExecutor(plan_of(comm.topology), comm), given(comm.rank, 0))
+
+    ThreadComm.run(Topology(2, 1), work)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

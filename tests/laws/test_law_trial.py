@@ -10,6 +10,7 @@ import tensorflow as tf
 from drawing import case, drawn
 from laws_helpers import RULES, SHAPES, gradients, name_of, plan_for, scheme
 
+from tfcommx import routes
 from tfcommx.collectives.comm import IDLE, Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Plan, Topology
@@ -49,7 +50,8 @@ def test_nothing_is_lost_whichever_plan_stays(
 
     def work(comm: Comm) -> list[tuple[dict, Vectors, int | None]]:
         running, log = TrialExecutor(plans(topology), comm), []
-        running.load(GradientState({**before, "of another model": np.ones(3, np.float32)}))
+        state = GradientState({**before, "of another model": np.ones(3, np.float32)})
+        assert running.load(state).variables == {"of another model"}
         for step in range(STEPS + 3):
             given = {path: tf.constant(one) for path, one in gradients(comm.rank, step).items()}
             result = running.exchange(given)
@@ -191,6 +193,28 @@ def test_float16_gradients_lose_nothing_by_rounding(monkeypatch: pytest.MonkeyPa
         np.testing.assert_array_equal(left["first/kernel"], tiny["first/kernel"])
 
 
+def test_what_is_cleared_is_forgotten_in_all_plans_and_outside_of_them() -> None:
+    def work(comm: Comm) -> None:
+        running = TrialExecutor(plans(comm.topology), comm)
+        for step in range(3):
+            running.exchange(
+                {path: tf.constant(one) for path, one in gradients(comm.rank, step).items()}
+            )
+        before = kept(running)
+        assert before.keys() == {"first/kernel", "last/kernel"}
+        ones = {path: np.ones(np.prod(shape), np.float32) for path, shape in SHAPES.items()}
+        for _ in range(2):
+            running.load(GradientState(ones))
+        running.clear({"first/kernel", "of another model"})
+        left = kept(running)
+        assert left.keys() == {"first/bias", "last/kernel"} and (left["first/bias"] == 2).all()
+        np.testing.assert_array_equal(left["last/kernel"], before["last/kernel"] + 2)
+        running.exchange({path: tf.zeros(shape) for path, shape in SHAPES.items()})
+        assert not running.unsent()  # the next step sends them
+
+    ThreadComm.run(Topology(2, 1), work)
+
+
 def test_ranks_that_measure_differently_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slowest rank counts: rank 1 alone finds plain Horovod slow."""
     topology = Topology(2, 1)
@@ -199,6 +223,13 @@ def test_ranks_that_measure_differently_decide_alike(monkeypatch: pytest.MonkeyP
         running, told = TrialExecutor(plans(topology)[:2], comm, lambda turns: told.append(1)), []
         for step in itertools.count():
             if running.rounds.chosen is not None:
+                sent = [
+                    routes.of(bucket).wire_bytes(bucket, topology)
+                    for executor in running.executors
+                    for bucket in executor.plan.buckets
+                ]
+                # Both plans had equally many turns; the times that ranks exchange do not count
+                np.testing.assert_allclose(comm.traffic(), step / 2 * np.sum(sent, axis=0))
                 return running.rounds.chosen, told
             running.exchange(
                 {path: tf.constant(one) for path, one in gradients(comm.rank, step).items()}

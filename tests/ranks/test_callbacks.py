@@ -230,6 +230,8 @@ def test_what_is_validated_is_the_average_whoever_validates(comm: Comm, chief_al
 
 
 def test_an_epoch_of_unknown_length_is_averaged_at_its_end(comm: Comm) -> None:
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
     net = keras.Sequential(
         [
             keras.layers.Input((12,)),

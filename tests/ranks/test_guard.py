@@ -82,16 +82,18 @@ class OwnRate(keras.callbacks.Callback):
 
 def test_a_rate_of_one_rank_is_an_error_within_the_interval(comm: Comm, refused: Any) -> None:
     net = compiled(wrapped(every=4))
-    with refused(r"(?s)ReplicaError.*step [48]\b.*\b4\b.*\b0\.1\b.*rank 0\b"):
+    with refused(r"(?s)ReplicaError.*step [48]\D+\b4\D+\b0\.1\b.*rank 0\b"):
         fit(net, comm, callbacks.BroadcastState(), OwnRate(comm.rank))
     if comm.topology.size > 1:
         assert int(net.optimizer.iterations) <= 8
 
 
 def test_without_the_guard_ranks_drift_apart_in_silence(comm: Comm) -> None:
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
     net = compiled(wrapped(every=None))
     fit(net, comm, callbacks.BroadcastState(), OwnRate(comm.rank))
-    assert same_on_all_ranks(comm, net) == (comm.topology.size == 1)
+    assert not same_on_all_ranks(comm, net)
 
 
 def test_a_strategy_that_lets_weights_differ_is_not_disturbed(comm: Comm) -> None:
@@ -209,6 +211,8 @@ def test_the_standard_callback_averages_before_and_agrees_after(comm: Comm) -> N
 
 def test_a_model_made_on_one_rank_more_does_not_break_a_loop(comm: Comm) -> None:
     """Keras numbers layers as they are made, so the same variable has different paths on ranks."""
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
 
     def net() -> keras.Model:
         return keras.Sequential([keras.layers.Input((12,)), keras.layers.Dense(3)])

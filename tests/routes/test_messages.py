@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tfcommx import routes
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import PlanError, Topology
+from tfcommx.core import ConfigurationError, PlanError, Topology
 from tfcommx.routes import bidirectional, messages, pipeline, tree
 from tfcommx.routes.messages import MessageRoute, Transfer
 
@@ -121,7 +121,8 @@ def test_nothing_meets_on_a_link(route: str, operation: str, positions: int) -> 
                 }
             ]
         assert len(used) == len(set(used))
-    assert [transfer.round for transfer in found] == sorted(transfer.round for transfer in found)
+    rounds = [transfer.round for transfer in found]
+    assert rounds == sorted(rounds) and (positions == 1 or rounds[0] == 0)
     assert all(
         0 <= transfer.start < transfer.stop <= 40 and transfer.source != transfer.target
         for transfer in found
@@ -179,6 +180,26 @@ def test_what_comes_early_is_added_in_its_turn() -> None:
         messages.Participants(range(4), 0, 0, PointToPoint()),
     )
     assert vector[0] == 1  # the other way around the 1 is lost beside 1e8
+
+
+def test_a_direction_has_a_bounded_number_of_messages_under_way() -> None:
+    under_way, counts = [], []
+
+    class PointToPoint:
+        def send(self, buffer: np.ndarray, target: int, tag: int) -> None:
+            under_way.append(buffer)
+            counts.append(len(under_way))
+
+        def wait_any(self, requests: list[None]) -> int:
+            under_way.pop()
+            return 0
+
+    messages.run_when_ready(
+        [Transfer(0, 0, 1, entry, entry + 1, False) for entry in range(20)],
+        np.zeros(20),
+        messages.Participants(range(2), 0, 0, PointToPoint()),
+    )
+    assert len(counts) == 20 and max(counts) == messages.WINDOW
 
 
 @every_route
@@ -245,6 +266,12 @@ def test_a_root_that_does_not_take_part_is_refused() -> None:
     with pytest.raises(PlanError, match=r"root=5, ranks=\[0, 1\] \(rank 1\)"):
         outsider = messages.Participants([0, 1], 1, 5, None)
         messages.carry_out("reduce", np.zeros(3), outsider, tree.schedule, messages.run_by_round)
+
+
+def test_an_unknown_operation_is_refused() -> None:
+    alone = messages.Participants([0], 0, 0, None)
+    with pytest.raises(ConfigurationError, match=r"'reduc'.*'reduce'"):
+        messages.carry_out("reduc", np.zeros(3), alone, tree.schedule, messages.run_by_round)
 
 
 @pytest.mark.parametrize(

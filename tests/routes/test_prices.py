@@ -5,14 +5,28 @@ docs/explanation/routes.md derives the formulas.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 from launching import ROOT
 
 from tfcommx import routes
-from tfcommx.core import NOMINAL, Bucket, Link, Links, Scheme, Topology, Traffic, cost
+from tfcommx.core import (
+    NOMINAL,
+    Bucket,
+    ConfigurationError,
+    Link,
+    Links,
+    Scheme,
+    Topology,
+    Traffic,
+    cost,
+)
 from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.routes.hitopk import HitopkOptions
+from tfcommx.routes.messages import MessageOptions, Transfer
+from tfcommx.routes.torus import TorusOptions
 
 LINK = Link(alpha_s=10, beta_s_per_byte=2, gamma_s_per_byte=1)
 LINKS = Links(inside=Link(1, 0.5, 0.25), between=LINK)
@@ -98,6 +112,55 @@ def test_what_the_busiest_port_carries(
     """1 MB of float32 in 16 blocks."""
     one = bucket(route, 250_000, block=62_500, **more)
     assert routes.get(route).port_bytes(one, topology) == pytest.approx(megabytes * 1e6)
+
+
+def test_the_busiest_port_is_that_of_the_root() -> None:
+    """Of 4 nodes: in a tree 2 send it 1000 B each; in a star it sends 1000 B to 3."""
+    options = MessageOptions(block_bytes=100, collective="reduce")
+    reduce = dataclasses.replace(bucket("tree"), options=options)
+    assert routes.get("tree").port_bytes(reduce, FOUR) == 2000
+
+    def star(*_: object) -> list[Transfer]:
+        return [Transfer(0, 0, target, 0, 250, False) for target in (1, 2, 3)]
+
+    route = dataclasses.replace(routes.get("tree"), schedule=star)
+    assert route.port_bytes(bucket("tree"), FOUR) == 3000
+
+
+def test_a_route_of_one_level_uses_the_links_between_nodes_if_there_are_several() -> None:
+    for topology, port in ((Topology(1, 4), "inside"), (Topology(2, 2), "between")):
+        (stage,) = routes.get("allreduce").stages(bucket("allreduce"), topology, LINKS)
+        assert stage == (
+            port,
+            routes.get("allreduce").seconds(bucket("allreduce"), topology, LINKS),
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "bad"),
+    [
+        (HitopkOptions, {"last_step": "sparse"}),
+        (TorusOptions, {"peer_route": "asa"}),
+        (MessageOptions, {"block_bytes": 8, "collective": "broadcast"}),
+        (MessageOptions, {"block_bytes": 7}),
+    ],
+)
+def test_options_of_routes_are_checked_when_they_are_made(options: type, bad: dict) -> None:
+    with pytest.raises(ConfigurationError, match=str([*bad.values()][-1])):
+        options(**bad)
+
+
+def test_a_compression_takes_its_passes_and_those_of_error_feedback() -> None:
+    """4 and 9 over 1000 B; then two sums of 10 + 25 entries by rank 1 run one after the other."""
+    one = bucket("allreduce", compression="powersgd/1", shapes=((10, 25),))
+    computes, *sums = routes.of(one).stages(one, FOUR, LINKS)
+    assert computes == ("select", 13 * 1000 * 0.25)
+    expected = [
+        routes.get("allreduce").seconds(bucket("allreduce", n), FOUR, LINKS) for n in (10, 25)
+    ]
+    assert [stage.seconds for stage in sums] == expected
+    assert routes.of(one).seconds(one, FOUR, LINKS) == sum(expected)
+    assert routes.of(one).broadcast_bytes(one, FOUR) == cost.broadcast_traffic(1000, FOUR)
 
 
 def test_asa_in_sixteen_bits_halves_what_travels_and_not_what_is_added() -> None:
@@ -208,6 +271,23 @@ def test_alltoall_on_unequal_nodes_is_a_mean() -> None:
     """Hosts of 2 and 1 ranks, each sends half to each other: 1/2, 1/2 and 0 stay."""
     mean = cost.alltoall_traffic(600, "world", Topology(2, 2, (("red", 2), ("blue", 1))))
     assert mean == pytest.approx(Traffic(200, 400))
+
+
+@pytest.mark.parametrize(
+    ("route", "wire", "zeros"),
+    [
+        ("allreduce", "float16", 0),
+        ("hitopk", "pair32", 1),
+        ("torus", "plain", 1),
+        ("torus", "int4", 7),
+        ("asa", "plain", 7),
+    ],
+)
+def test_a_vector_is_padded_to_equal_shards_and_no_further(
+    route: str, wire: str, zeros: int
+) -> None:
+    """9 entries; peers also cut the shard of a slot in fewer bits: 8 shards."""
+    assert routes.get(route).padding(9, wire, Topology(4, 2)) == zeros
 
 
 @pytest.mark.parametrize("route", routes.ROUTES)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tfcommx import selection
-from tfcommx.core import ConfigurationError, PlanError, Scheme
-from tfcommx.runtime.bucket_runner import clip_before_accumulation
+from tfcommx.core import ConfigurationError, PlanError, Scheme, Topology
+from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.runtime.bucket_runner import BucketSelector, clip_before_accumulation
 
 
 def distance_to_the_solution(rule: str, density: float, feedback: bool) -> float:
@@ -86,8 +89,9 @@ def test_clipping():
         clip([tf.constant([0.3, 0.4])], 2.0, 4)[0], np.float32([0.3, 0.4])
     )
     assert np.isnan(clip([tf.constant([np.nan, 1.0])], 2.0, 4)[0][0])
-    with pytest.raises(ConfigurationError):
-        clip([tf.ones(1)], 0, 1)
+    for norm, ranks in ((0, 1), (1, 0)):
+        with pytest.raises(ConfigurationError):
+            clip([tf.ones(1)], norm, ranks)
 
 
 def test_warm_up_is_a_scheme_an_epoch():
@@ -119,6 +123,17 @@ def test_warm_up_is_a_scheme_an_epoch():
 def test_bad_settings_are_refused(settings, received):
     with pytest.raises(PlanError, match=received):
         Scheme(**{"route": "allgather", "selection": "exact", "density": 0.1} | settings)
+
+
+def test_seeds_differ_between_steps_buckets_ranks_and_schemes():
+    gradients, seeds = [Gradient(name, (2, 2), "float32") for name in "ab"], []
+    for seed in range(3):
+        scheme = Scheme("allgather", "random", 0.5, dense_below=0, merging="each", seed=seed)
+        plan = make_plan(gradients, {"*": scheme}, Topology(64, 1))
+        for index, rank in itertools.product(range(len(plan.buckets)), range(64)):
+            selector = BucketSelector(plan, index, None, SimpleNamespace(rank=rank))
+            seeds += [int(selector.seed(step)) for step in tf.constant([1, 2], tf.int64)]
+    assert len(seeds) == len(set(seeds)) == 3 * 2 * 64 * 2
 
 
 def test_random_is_uniform_and_dgc_is_near_exact():

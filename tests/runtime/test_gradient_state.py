@@ -136,6 +136,28 @@ def test_a_dense_bucket_has_no_residual_until_one_comes() -> None:
     assert ThreadComm.run(Topology(2, 1), work) == [([3] * 5, [0] * 5, False)] * 2
 
 
+def test_loaded_steps_were_not_taken_by_this_process() -> None:
+    def work(comm: Comm) -> None:
+        executor = PlanExecutor(plan_for(Scheme(), comm.topology), comm)
+        for steps in (2, 3):
+            executor.load(GradientState(steps={"a": steps}))
+        assert executor.dense_bytes_between_nodes() == 0
+        executor.exchange({"a": tf.ones((3, 2)), "b": tf.ones(5)})
+        assert executor.dense_bytes_between_nodes() == 4 * (6 + 5)
+
+    ThreadComm.run(Topology(2, 1), work)
+
+
+def test_a_plan_without_momentum_returns_the_velocities() -> None:
+    given = GradientState(velocities={"a": np.ones(6, np.float32)}, steps={"a": 1})
+
+    def work(comm: Comm) -> GradientState:
+        return PlanExecutor(plan_for(Scheme(), comm.topology), comm).load(given)
+
+    (rest,) = ThreadComm.run(ALONE, work)
+    assert rest.velocities == given.velocities and rest.variables == {"a"} and not rest.steps
+
+
 @pytest.mark.parametrize("topology", [Topology(3, 1), Topology(2, 2)])
 @pytest.mark.parametrize(
     "scheme",

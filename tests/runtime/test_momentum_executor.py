@@ -1,14 +1,16 @@
-"""MomentumExecutor: the gradients that a bucket of momenta waits for."""
+"""MomentumExecutor: the gradients that a bucket of momenta waits for, and when it is sent."""
 
 from __future__ import annotations
 
+import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import Scheme, Topology
+from tfcommx.core import Plan, Scheme, Topology
 from tfcommx.planner.automatic import PlanRequest
 from tfcommx.planner.plan import Gradient
+from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.phased import LearningPhase, MomentumExecutor
 
 NAMES = ("first", "second", "third")
@@ -26,13 +28,18 @@ def before(operation: tf.Operation) -> set[tf.Operation]:
     return found
 
 
+def plan_of_momenta(comm: Comm) -> Plan:
+    """Return a plan with a bucket of one bit for each variable."""
+    gradients = [Gradient(name, (64, 64), "float32") for name in NAMES]
+    scheme = Scheme("asa", wire="int1", merging="each")
+    return PlanRequest(gradients, comm.topology).plan({"*": scheme})
+
+
 def test_a_bucket_waits_for_no_gradient_of_another() -> None:
     """So it travels while the backward pass computes the others."""
 
     def work(comm: Comm) -> list[set[str]]:
-        gradients = [Gradient(name, (64, 64), "float32") for name in NAMES]
-        scheme = Scheme("asa", wire="int1", merging="each")
-        momenta = PlanRequest(gradients, comm.topology).plan({"*": scheme})
+        momenta = plan_of_momenta(comm)
         frozen_at = tf.Variable(0, dtype=tf.int64)
         executor = MomentumExecutor(momenta, None, LearningPhase("int4", frozen_at), comm)
 
@@ -50,3 +57,21 @@ def test_a_bucket_waits_for_no_gradient_of_another() -> None:
 
     for waits in ThreadComm.run(Topology(2, 1), work):
         assert sorted(map(sorted, waits)) == [["first"], ["second"], ["third"]]
+
+
+def test_momenta_are_sent_as_soon_as_the_moments_are_frozen() -> None:
+    """Also if that is the first step. They are sent in one bit, gradients in four."""
+
+    def work(comm: Comm) -> None:
+        momenta = plan_of_momenta(comm)
+        given = {name: tf.random.stateless_normal([64, 64], [comm.rank, 1]) for name in NAMES}
+        in_one_bit = PlanExecutor(momenta, comm).exchange(given)["first"]
+        for frozen_at in (0, 1):
+            learning = LearningPhase("int4", tf.Variable(frozen_at, dtype=tf.int64))
+            executor = MomentumExecutor(momenta, None, learning, comm)
+            sent = executor.exchange(given)["first"]
+            assert np.array_equal(sent, in_one_bit) == (frozen_at > 0)
+            executor.clear({"second"})
+            assert executor.export().residuals.keys() == {"first", "third"}
+
+    ThreadComm.run(Topology(2, 1), work)

@@ -1,13 +1,15 @@
-"""Messages of the replica guard about replicas that differ."""
+"""How the replica guard finds and describes replicas that differ."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import ConfigurationError, Topology
-from tfcommx.runtime.replica_guard import ReplicaGuard, describe
+from tfcommx.runtime.replica_guard import ReplicaGuard, _combine, _sums, describe
 
 NAMES = ["dense/kernel", "dense/bias"]
 
@@ -16,6 +18,34 @@ def rows(weights: list[int], rates: list[float], steps: list[int]) -> np.ndarray
     return np.stack(
         [np.array(weights), np.array(rates).view(np.int64), np.array(steps)], axis=1
     ).astype(np.int64)
+
+
+def test_a_guard_compares_every_few_steps_unless_it_is_disarmed() -> None:
+    def work(comm: Comm) -> None:
+        guard = ReplicaGuard(comm, 3, True)
+
+        def take_steps(count: int, weight: float) -> None:
+            weights = {"w": tf.Variable(weight)}
+            for step in range(count):
+                guard.check(weights, tf.constant(0.1), tf.constant(step))
+
+        guard.arm(False)
+        take_steps(4, float(comm.rank))
+        assert int(guard._checks) == 0
+        guard.arm(True)
+        take_steps(7, 1.0)
+        assert int(guard._checks) == 3
+
+    ThreadComm.run(Topology(2, 1), work)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16", "float32", "int64", "float64"])
+def test_weights_of_every_width_have_fingerprints(dtype: str) -> None:
+    """Which differ if an entry differs, and together if two variables are exchanged."""
+    ones, others = (tf.Variable(tf.constant([1, second], dtype)) for second in (1, 2))
+    sums = _sums([ones, others])
+    assert sums.dtype == tf.int64 and sums[0] != sums[1]
+    assert _combine(sums) != _combine(_sums([others, ones]))
 
 
 def test_a_start_from_different_weights_is_told_with_its_remedy() -> None:

@@ -404,7 +404,7 @@ def test_a_plan_whose_buckets_mix_fragments_is_refused() -> None:
 
 
 def test_an_executor_exchanges_a_part_of_its_plan() -> None:
-    """The other buckets' residuals stay as they are."""
+    """The other buckets' residuals stay as they are, and the watch sees none of them wait."""
     found = [Gradient(path, shape, "float32") for path, shape in SHAPES.items()]
     plan = make_plan(
         found, {"*": Scheme("hitopk", "exact", 0.2, dense_below=8, bucket_bytes=64)}, TWO
@@ -412,9 +412,11 @@ def test_an_executor_exchanges_a_part_of_its_plan() -> None:
     part = plan.__class__(plan.buckets[:1], plan.topology, plan.operation)
 
     def work(comm: Comm) -> tuple[list[str], list[str]]:
+        comm.progress.watched = True
         executor = PlanExecutor(plan, comm)
         mine = dict(zip(SHAPES, gradients(comm.rank, 0), strict=True))
         done = executor.exchange({path: mine[path] for path in part.paths}, part)
+        assert executor._waits.begun() == 1 and not executor._waits.waiting()
         kept = executor.export().residuals
         return sorted(done), sorted(kept)
 

@@ -61,7 +61,8 @@ def get(name: str) -> DenseRoute | SparseRoute:
     >>> get("hitopk").levels
     2
 
-    **Raises:** PlanError for an unknown name; it names the nearest one.
+    **Raises:** ConfigurationError for an unknown name; it names the nearest one. PlanError for a
+    member with another `name`.
     """
     if is_member(name):
         outside: DenseRoute | SparseRoute = load_member("route", name, DenseRoute, SparseRoute)

@@ -54,7 +54,7 @@ class Allreduce(PeerRoute, ListRoute):
         **Ranks:** all of the group.
         """
         scale = own * formats.sum_scale(bucket.wire, len(comm.members(group)))
-        written = codec.write_dense(flat, bucket.wire, scale=scale, reach=1 / own)
+        written = codec.write_dense(flat, bucket.wire, 0, scale, 1 / own)
         return self.run_in_group(written, bucket, comm, group)
 
     def run_in_group(self, flat: Tensor, bucket: Bucket, comm: Comm, group: str) -> Tensor:

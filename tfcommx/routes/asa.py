@@ -69,11 +69,10 @@ class Asa(DenseRoute):
         sums as sent.
         **Cost:** two collectives.
         """
-        ranks, dtype = comm.topology.size, formats.dense_dtype(bucket)
-        if ranks == 1:
-            return flat
+        dtype = formats.dense_dtype(bucket)
         sums = self.written_sums(flat, bucket, comm, codec, "world")
-        return codec.read_dense(sums, dtype, flat.dtype, formats.sum_scale(dtype, ranks))
+        scale = formats.sum_scale(dtype, comm.topology.size)
+        return codec.read_dense(sums, dtype, flat.dtype, scale)
 
     def written_sums(
         self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, group: str, own: float = 1.0

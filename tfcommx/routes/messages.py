@@ -125,7 +125,8 @@ def carry_out(
         vector elsewhere; "allreduce": the sum on all, with the same bits.
 
     **Ranks:** all participants.
-    **Raises:** PlanError for an unknown operation or a root that does not take part.
+    **Raises:** ConfigurationError for an unknown operation; PlanError for a root that does not take
+    part.
     """
     check_name("operation", operation, OPERATIONS)
     ranks, root = participants.ranks, participants.root
@@ -135,9 +136,8 @@ def carry_out(
             f"ranks={list(ranks)} (rank {participants.rank})."
         )
     result, position = array.copy(), participants.position
-    if len(ranks) > 1 and len(array):
-        transfers = own_transfers(schedule, operation, len(ranks), len(array), block, position)
-        run_transfers(transfers, result, participants)
+    transfers = own_transfers(schedule, operation, len(ranks), len(array), block, position)
+    run_transfers(transfers, result, participants)
     return array.copy() if operation == "reduce" and position else result
 
 

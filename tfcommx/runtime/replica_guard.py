@@ -209,8 +209,7 @@ def _sums(weights: Sequence[tf.Variable]) -> tf.Tensor:
     integers = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
     sums = []
     for variable in weights:
-        value = tf.convert_to_tensor(variable)
-        bits = tf.bitcast(value, integers[value.dtype.size])
+        bits = tf.bitcast(variable, integers[variable.dtype.size])
         # Not summed in int32, because on a GPU TensorFlow does that on the host
         sums.append(tf.reduce_sum(tf.cast(bits, tf.int64)))
     return tf.stack(sums)

@@ -135,20 +135,16 @@ class Codec:
         return merge(buffers, k, size, wire, shards, self.factor)
 
     def write_dense(
-        self, entries: tf.Tensor, dtype: str, start: int = 0, scale: float = 1.0, reach: float = 1.0
+        self, entries: tf.Tensor, dtype: str, start: int, scale: float, reach: float
     ) -> tf.Tensor:
         """Write a dense vector: float16 as float16, float32 or float64."""
         return tf.cast(entries, dtype)
 
-    def read_dense(
-        self, written: tf.Tensor, dtype: str, into: tf.DType, scale: float = 1.0
-    ) -> tf.Tensor:
+    def read_dense(self, written: tf.Tensor, dtype: str, into: tf.DType, scale: float) -> tf.Tensor:
         """Read the output of `write_dense`, into a dtype."""
         return tf.cast(written, into)
 
-    def add_dense(
-        self, written: tf.Tensor, dtype: str, parts: int, scale: float = 1.0
-    ) -> tf.Tensor:
+    def add_dense(self, written: tf.Tensor, dtype: str, parts: int, scale: float) -> tf.Tensor:
         """Add equal parts of the output of `write_dense`, in their order.
 
         Returns:
@@ -187,12 +183,12 @@ class RoundingCodec(Codec):
         factor: multiplies the result of `read_dense`.
     """
 
-    def __init__(self, residual: tf.Variable, factor: float = 1.0) -> None:
+    def __init__(self, residual: tf.Variable, factor: float) -> None:
         super().__init__(factor)
         self._residual = residual
 
     def write_dense(
-        self, entries: tf.Tensor, dtype: str, start: int = 0, scale: float = 1.0, reach: float = 1.0
+        self, entries: tf.Tensor, dtype: str, start: int, scale: float, reach: float
     ) -> tf.Tensor:
         """Write entries plus their residual, which then keeps the rounding error.
 
@@ -200,15 +196,11 @@ class RoundingCodec(Codec):
         """
         return dense_kernel.write(entries, self._residual, dtype, start, scale, reach)
 
-    def read_dense(
-        self, written: tf.Tensor, dtype: str, into: tf.DType, scale: float = 1.0
-    ) -> tf.Tensor:
+    def read_dense(self, written: tf.Tensor, dtype: str, into: tf.DType, scale: float) -> tf.Tensor:
         """Read a vector that was written with this scale, times the factor."""
         return tf.cast(dense_kernel.add(written, dtype, factor=self.factor / scale), into)
 
-    def add_dense(
-        self, written: tf.Tensor, dtype: str, parts: int, scale: float = 1.0
-    ) -> tf.Tensor:
+    def add_dense(self, written: tf.Tensor, dtype: str, parts: int, scale: float) -> tf.Tensor:
         """Add equal parts of a vector that was written with this scale, in float32 and in order."""
         return dense_kernel.add(written, dtype, parts, 1 / scale)
 
@@ -223,12 +215,12 @@ class CodesCodec(Codec):
         factor: multiplies the result of `read_dense`.
     """
 
-    def __init__(self, residual: tf.Variable, entries: int, real: int, factor: float = 1.0) -> None:
+    def __init__(self, residual: tf.Variable, entries: int, real: int, factor: float) -> None:
         super().__init__(factor)
         self._residual, self._entries, self._real = residual, entries, real
 
     def write_dense(
-        self, entries: tf.Tensor, dtype: str, start: int = 0, scale: float = 1.0, reach: float = 1.0
+        self, entries: tf.Tensor, dtype: str, start: int, scale: float, reach: float
     ) -> tf.Tensor:
         """Write shards of entries plus their residual, which then keeps the rounding error.
 
@@ -245,8 +237,6 @@ class CodesCodec(Codec):
             written, self._residual, dtype, self._entries, start, self._real - start
         )
 
-    def read_dense(
-        self, written: tf.Tensor, dtype: str, into: tf.DType, scale: float = 1.0
-    ) -> tf.Tensor:
+    def read_dense(self, written: tf.Tensor, dtype: str, into: tf.DType, scale: float) -> tf.Tensor:
         """Read shards, times the factor."""
         return tf.cast(low_bits_kernel.read(written, dtype, self._entries, self.factor), into)

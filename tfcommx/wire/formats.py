@@ -83,7 +83,7 @@ class WireFormat(abc.ABC):
 def of_others(wire: str) -> WireFormat | None:
     """Return the format that "module:MEMBER" names; None for a name without a colon.
 
-    **Raises:** PlanError if the member does not exist, or is not a `WireFormat`.
+    **Raises:** ConfigurationError if the member does not exist, or is not a `WireFormat`.
     """
     if not is_member(wire):
         return None
