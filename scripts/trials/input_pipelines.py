@@ -10,16 +10,17 @@ horizontal flip, in a process of its own with 2 workers, one pipeline after the 
 set at 224 pixels. Each framework is installed into build/pipelines, an environment of its own;
 FFCV is compiled there: apt-get install libopencv-dev libturbojpeg0-dev pkg-config.
 
-    datacache           DataCache, `store` = 8/7 of the size: decodes once, in the first epoch
-    torchvision         ImageFolder, decode_jpeg, transforms v2 of uint8 tensors; DataLoader
-    webdataset          8 tar files, shuffled in a buffer of 1,000; the same transforms; WebLoader
-    streaming           MosaicML's MDS files of JPEGs; the same transforms; DataLoader
-    grain               ArrayRecord of JPEGs, decoded and resized by OpenCV; 2 reading threads, or
-                        processes by mp_prefetch (each copies its batches to the first process)
-    dali                JPEG files, decoders.image_random_crop (decodes the crop alone), resize,
-                        crop_mirror_normalize; 2 threads
-    ffcv                JPEGs of quality 90, which its writer makes; its fused random-resized-crop
-                        decoder, flip, NormalizeImage; 2 threads, os_cache
+    datacache     DataCache, `store` = 8/7 of the size: decodes once, in the first epoch
+    torchvision   ImageFolder, decode_jpeg, transforms v2 of uint8 tensors; DataLoader. Batches are
+                  scaled in the first process, because workers then copy a quarter of the bytes
+    webdataset    8 tar files, shuffled in a buffer of 1,000; the same transforms; WebLoader
+    streaming     MosaicML's MDS files of JPEGs; the same transforms; DataLoader
+    grain         ArrayRecord of JPEGs, decoded and resized by OpenCV; 2 reading threads, because
+                  mp_prefetch, with 2 processes, took 1.3 to 1.6 times as much CPU time
+    dali          JPEG files, decoders.image_random_crop (decodes the crop alone), resize,
+                  crop_mirror_normalize; 2 threads
+    ffcv          JPEGs of quality 90, which its writer makes; its random-resized-crop decoder,
+                  flip, NormalizeImage; 2 threads, os_cache
 
 `pixels`: the framework's format holds decoded pixels, of the size at which the DataCache keeps
 them; `whole pixels`: of the original size. The resize is bilinear; torchvision's has anti-aliasing,
@@ -75,13 +76,11 @@ PIPELINES = {
     "webdataset": "torch",
     "streaming": "torch",
     "grain": "grain",
-    "grain processes": "grain",
     "dali": "dali",
     "ffcv": "ffcv",
     "torchvision pixels": "torch",
     "streaming pixels": "torch",
     "grain pixels": "grain",
-    "grain pixels processes": "grain",
     "dali pixels": "dali",
     "ffcv pixels": "ffcv",
     "ffcv whole pixels": "ffcv",

@@ -66,8 +66,7 @@ def window(rng: np.random.Generator, height: int, width: int) -> tuple[int, int,
     return 0, 0, height, width
 
 
-def read(task: Task, pixels: Callable[[bytes], np.ndarray], processes: int) -> Epoch:
-    """Return epochs from processes, or from two threads of this process if there are none."""
+def read(task: Task, pixels: Callable[[bytes], np.ndarray]) -> Epoch:
     cv2.setNumThreads(0)  # Because the pipeline is parallel already
     source = grain.sources.ArrayRecordDataSource([f"{task.packed}/photos.array_record"])
     batches = (
@@ -77,30 +76,18 @@ def read(task: Task, pixels: Callable[[bytes], np.ndarray], processes: int) -> E
         .repeat(task.epochs)
         .random_map(Augment(task.size, pixels))
         .batch(BATCH)
-        .to_iter_dataset(
-            grain.ReadOptions(num_threads=1 if processes else WORKERS, prefetch_buffer_size=4)
-        )
+        .to_iter_dataset(grain.ReadOptions(num_threads=WORKERS, prefetch_buffer_size=2 * WORKERS))
     )
-    if processes:
-        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=processes))
     return cycle(iter(batches), len(source) // BATCH)
 
 
 if __name__ == "__main__":
     main(
         {
-            "grain": (lambda task: write(task, task.photos), lambda task: read(task, decoded, 0)),
-            "grain processes": (
-                lambda task: write(task, task.photos),
-                lambda task: read(task, decoded, WORKERS),
-            ),
+            "grain": (lambda task: write(task, task.photos), lambda task: read(task, decoded)),
             "grain pixels": (
                 lambda task: write(task, task.pixels),
-                lambda task: read(task, unpacked, 0),
-            ),
-            "grain pixels processes": (
-                lambda task: write(task, task.pixels),
-                lambda task: read(task, unpacked, WORKERS),
+                lambda task: read(task, unpacked),
             ),
         },
         "grain",

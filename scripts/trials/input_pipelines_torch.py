@@ -5,6 +5,7 @@ It runs in an environment with PyTorch and without TensorFlow.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from torchvision.transforms import v2
 
 SHARDS = 8
+# Arrays of MDS files are read-only, and nothing writes to their tensors
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 
 def transform(size: int) -> v2.Compose:
@@ -28,7 +31,6 @@ def transform(size: int) -> v2.Compose:
         [
             v2.RandomResizedCrop(size, AREA, ASPECT, antialias=True),
             v2.RandomHorizontalFlip(),
-            v2.ToDtype(torch.float32, scale=True),
         ]
     )
 
@@ -43,8 +45,11 @@ def pixel_tensor(pixels: np.ndarray) -> torch.Tensor:
 
 
 def epochs(loader: Iterable[Any]) -> Epoch:
+    """Return the epochs of a loader of uint8 batches, which are scaled to float32 in [0, 1]."""
+    scale = v2.ToDtype(torch.float32, scale=True)
+
     def epoch() -> Iterable[Batch]:
-        return ((images.numpy(), labels.numpy()) for images, labels in loader)
+        return ((scale(images).numpy(), labels.numpy()) for images, labels in loader)
 
     return epoch
 
