@@ -139,6 +139,7 @@ COMMANDS = {
     "changing_network": "python scripts/trials/changing_network.py",
     "versions": "python scripts/verify/versions.py",
     "frameworks": "python scripts/trials/frameworks.py",
+    "input_pipelines": "python scripts/trials/input_pipelines.py",
 }
 
 
