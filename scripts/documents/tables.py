@@ -250,6 +250,26 @@ def data(records: Records) -> str:
     )
 
 
+def input_pipelines(records: Records) -> str:
+    """Return images per CPU second of the DataCache and of other frameworks, best first."""
+    rows = records.rows("input_pipelines")
+    return markdown(
+        sorted(rows, key=lambda row: (-row["n"], -row["images_per_cpu_second"])),
+        {
+            "pipeline": value("name", "s"),
+            "pixels": value("n", "d"),
+            "images a CPU second": value("images_per_cpu_second", ","),
+            "lowest epoch": value("lowest", ","),
+            "highest": value("highest", ","),
+            "times fewer than the DataCache": value("datacache_is", ".1f"),
+            "images a second": value("images_per_second", ","),
+            "first epoch, CPU s": value("first_cpu_seconds", ".1f"),
+            "memory, MiB": value("memory_bytes", ",.0f", 2**-20),
+            "on disk, MiB": value("disk_bytes", ",.0f", 2**-20),
+        },
+    )
+
+
 def versions(records: Records) -> str:
     """Return the versions that were tested."""
     return markdown(
@@ -516,6 +536,7 @@ TABLES: Mapping[str, Callable[[Records], str]] = {
     "step": step,
     "select": select,
     "data": data,
+    "input_pipelines": input_pipelines,
     "versions": versions,
     "losses": losses,
     "changing_network": changing_network,
