@@ -6,8 +6,8 @@
 
 All deliver the same photographs (`--folder`: of class folders; default: generated) in batches of 64
 as float32 in [0, 1], after a random-resized-crop (area 0.08 to 1, ratio 3/4 to 4/3) and a
-horizontal flip, in a process of its own with 2 workers, one pipeline after the other. The goal is
-set at 224 pixels. Each framework is installed into build/pipelines, an environment of its own;
+horizontal flip, in a separate process with 2 workers, one pipeline after the other. The goal is
+set at 224 pixels. Each framework is installed into build/pipelines, in a separate environment;
 FFCV is compiled there: apt-get install libopencv-dev libturbojpeg0-dev pkg-config.
 
     datacache     DataCache, `store` = 8/7 of the size: decodes once, in the first epoch
@@ -34,7 +34,7 @@ webdataset. The pages of the files are in memory after the first epoch. Columns:
                         its workers and FFCV's compilation, without imports
     memory              largest proportional set size of all its processes together, twice a second:
                         with shared memory and mapped files, of which each page counts once
-    disk                bytes of its own format; of JPEG files if it reads those
+    disk                bytes of the pipeline's format; of JPEG files if it reads those
 
 Verified in every epoch: each label came as often as it should. Of one batch of every epoch, chosen
 anew: dtype, shape, range, and that the means of red, green and blue are near the DataCache's.
@@ -92,7 +92,7 @@ GOAL = 2
 
 
 def python_of(worker: str) -> str:
-    """Return the Python of a worker's environment, after what it needs has been installed."""
+    """Return the Python of a worker's environment, after its packages have been installed."""
     if worker not in PACKAGES:
         return sys.executable
     environment, packages = PACKAGES[worker]
@@ -155,7 +155,7 @@ def proportional_bytes(process: int) -> int:
 
 
 def run(task: Task) -> dict[str, Any]:
-    """Pack the photographs if the pipeline has a format of its own, and measure it."""
+    """Pack the photographs if the pipeline has its own format, and measure it."""
     from bench.benchmarks.data_runs import claim_memory
 
     worker = PIPELINES[task.name]

@@ -86,7 +86,7 @@ def cycle(batches: Iterator[Batch], steps: int) -> Epoch:
 
 
 def measure(task: Task, read: Callable[[Task], Epoch]) -> dict[str, Any]:
-    """Time all epochs of a pipeline and check what they deliver; return its row.
+    """Time all epochs of a pipeline and check their batches; return its row.
 
     The clock of the first epoch starts before the pipeline is made, after its modules are imported.
     """
