@@ -122,10 +122,10 @@ def photographs(source: Path, folder: Path, most: int | None) -> None:
             f"At least {BATCH * WORKERS} photographs, {source}/CLASS/*.jpg, are required. Received "
             f"{len(files)}, --images {most}."
         )
-    for place in sorted(np.random.default_rng(SEED).permutation(len(files))[:count]):
-        target = folder / files[place].relative_to(source)
+    for position in sorted(np.random.default_rng(SEED).permutation(len(files))[:count]):
+        target = folder / files[position].relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(files[place], target)
+        shutil.copyfile(files[position], target)
 
 
 def write_pixels(task: Task) -> None:
@@ -145,9 +145,9 @@ def bytes_on_disk(folder: str) -> int:
 def proportional_bytes(process: int) -> int:
     """Return the memory of a process and of all below it; shared pages count once."""
     total = 0
-    for one in (process, *descendants(process)):
+    for member in (process, *descendants(process)):
         try:
-            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
+            lines = Path(f"/proc/{member}/smaps_rollup").read_text().splitlines()
         except OSError:  # It has ended
             continue
         total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
@@ -220,16 +220,16 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def note(rows: Sequence[dict[str, Any]]) -> str:
     """Say whether the goal is reached at each size."""
-    said = []
+    sentences = []
     for size in sorted({row["n"] for row in rows}):
         others = [row for row in rows if row["n"] == size and row["name"] != "datacache"]
         if others:
             best = min(others, key=lambda row: row["datacache_is"])
-            said.append(
+            sentences.append(
                 f"{size} pixels: {best['datacache_is']} times {best['name']}, the best of the "
                 f"others, per CPU second; the goal is {GOAL} times"
             )
-    return "; ".join(said)
+    return "; ".join(sentences)
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from PIL import Image
 
 
 class Photos:
-    """What a DatasetWriter reads."""
+    """The photographs, as a DatasetWriter reads them."""
 
     def __init__(self, task: Task, folder: str) -> None:
         self.files = task.mixed(folder)

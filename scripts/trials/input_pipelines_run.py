@@ -52,7 +52,9 @@ class Task:
         """Return the files in a folder of class folders, each with its label, in order."""
         classes = sorted(path for path in Path(folder).iterdir() if path.is_dir())
         return [
-            (file, label) for label, one in enumerate(classes) for file in sorted(one.iterdir())
+            (file, label)
+            for label, class_folder in enumerate(classes)
+            for file in sorted(class_folder.iterdir())
         ]
 
     def mixed(self, folder: str) -> list[tuple[Path, int]]:
@@ -93,7 +95,7 @@ def measure(task: Task, read: Callable[[Task], Epoch]) -> dict[str, Any]:
     labels = [label for _, label in task.files(task.photos)]
     wanted, rng = np.bincount(labels), np.random.default_rng()
     # Memory for one batch of each epoch, written before the clock starts
-    kept = np.ones((task.epochs, BATCH, task.size * task.size * 3), np.float32)
+    checked = np.ones((task.epochs, BATCH, task.size * task.size * 3), np.float32)
     layouts, counts = set(), []
     walls, cpus = [time.perf_counter()], [cpu_seconds()]
     epoch = read(task)
@@ -103,7 +105,7 @@ def measure(task: Task, read: Callable[[Task], Epoch]) -> dict[str, Any]:
             layouts.add((images.dtype.name, *images.shape[1:]))
             seen.append(np.array(label).reshape(-1))
             if step == chosen:
-                kept[turn, : len(images)] = images.reshape(len(images), -1)
+                checked[turn, : len(images)] = images.reshape(len(images), -1)
         walls.append(time.perf_counter())
         cpus.append(cpu_seconds())
         counts.append(np.bincount(np.concatenate(seen), minlength=len(wanted)).tolist())
@@ -111,7 +113,9 @@ def measure(task: Task, read: Callable[[Task], Epoch]) -> dict[str, Any]:
     ((kind, *shape),) = layouts
     channels_first = shape[0] == 3
     pixels = (
-        kept.reshape(-1, 3, task.size**2) if channels_first else kept.reshape(-1, task.size**2, 3)
+        checked.reshape(-1, 3, task.size**2)
+        if channels_first
+        else checked.reshape(-1, task.size**2, 3)
     )
     rates = [len(labels) / cpu for _, cpu in rest]
     return {
@@ -128,8 +132,8 @@ def measure(task: Task, read: Callable[[Task], Epoch]) -> dict[str, Any]:
         "means": pixels.mean((0, 2) if channels_first else (0, 1), np.float64).round(4).tolist(),
         "verified": all(count == wanted.tolist() for count in counts)
         and (kind, sorted(shape)) == ("float32", sorted([3, task.size, task.size]))
-        and 0 <= kept.min() < 0.1
-        and 0.9 < kept.max() <= 1,
+        and 0 <= checked.min() < 0.1
+        and 0.9 < checked.max() <= 1,
     }
 
 
