@@ -35,12 +35,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench import records  # noqa: E402
+from bench import records, torch_environment  # noqa: E402
 
 FOLDER = Path(__file__).parent
 CLUSTER = [str(ROOT / "scripts" / "cluster"), "--name", "frameworks"]
-TORCH = ROOT / "build" / "frameworks" / "torch"
-PACKAGES = ("torch", "numpy")
 # Name -> the worker and its argument
 OTHERS = {
     "ddp none": ("frameworks_torch.py", "none"),
@@ -70,27 +68,26 @@ def cluster(*words: object) -> None:
     subprocess.run([*CLUSTER, *map(str, words)], check=True, capture_output=True)
 
 
-def torch_python() -> str:
-    """Return the Python of the environment with PyTorch; make it if it is not there."""
-    python = TORCH / "bin" / "python"
-    if not python.exists():
-        print(f"PyTorch is installed into {TORCH.relative_to(ROOT)}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", TORCH], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
-    return str(python)
-
-
 def other(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train by another framework, a worker on each node; return its row."""
     worker, method = OTHERS[name]
-    python = torch_python() if worker == "frameworks_torch.py" else sys.executable
-    words = [method, str(options.batch), str(options.repeats)]
+    python = torch_environment.python() if worker == "frameworks_torch.py" else sys.executable
+    words = [python, FOLDER / worker, method, options.batch, options.repeats]
     running: list[subprocess.Popen[str]] = []
     logs = [folder / f"{name.replace('/', '_')}-{rank}" for rank in range(options.nodes)]
     for rank, log in enumerate(logs):
         place = {"RANK": rank, "WORLD_SIZE": options.nodes, "GLOO_SOCKET_IFNAME": "eth0"}
         environment = os.environ | {key: str(value) for key, value in place.items()}
-        command = [*CLUSTER, "run", "--node", str(rank), "--", python, str(FOLDER / worker), *words]
+        command = [
+            *CLUSTER,
+            "run",
+            "--node",
+            str(rank),
+            "--",
+            str(python),
+            str(FOLDER / worker),
+            *words,
+        ]
         with log.open("w") as errors:
             running.append(
                 subprocess.Popen(

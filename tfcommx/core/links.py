@@ -157,7 +157,7 @@ class Links(NamedTuple):
             fields["block_bytes"],
             fields.get("engine_s", 0.0),
             fields.get("contention", 0.0),
-            fields.get("fuses", False),
+            fields.get("fuses", True),  # As NOMINAL
             EngineSettings(**fields.get("engine", {})),
             fields.get("spread", 0.0),
             _calibration(fields.get("calibration", {"ranks": 0, "points": ()})),

@@ -9,7 +9,10 @@ Peer: plain Horovod, an allreduce of each gradient and then Keras's optimizer, w
 `horovod_fp16` adds Horovod's compression; `none` exchanges nothing, which is the least time there
 is. The others are methods of `tfcommx compare` or of end_to_end.yaml. All train by the same loop
 (end_to_end_rank.py), a rank on each node of a virtual cluster, one training after the other. The
-order differs from seed to seed, because other work on the machine varies.
+order differs from seed to seed, because other work on the machine varies. `ddp`, `ddp_fp16` and
+`ddp_powersgd_4` are PyTorch's DistributedDataParallel over Gloo, plain and with its hooks
+(end_to_end_torch.py): they train the network of the default recipe, are named by `--contestants`
+only, and the first call installs PyTorch into build/frameworks.
 
 Links are shaped so that an exchange costs plain Horovod as much of a step as on a real cluster,
 which end_to_end.yaml names: `ratio_wanted` is (its step - the step without exchange) / the step
@@ -33,7 +36,8 @@ An epoch is cut to a multiple of its evaluations: 232 of 235 steps of the defaul
 finite. `n` is the parameters of the model.
 `predicted_step_seconds` is by the simulator, from links and a profile measured after the trainings,
 as in `scripts/bench training`; `predicted_seconds` is the measured start, `first_step_seconds`, and
-such steps. Both are null of `auto` and of strategies that do not exchange in each step.
+such steps. Both are null of `auto`, of PyTorch, and of strategies that do not exchange in each
+step.
 
 Trainings and calibration are kept in `--folder`, each in a file named by a digest of its settings:
 a call that was interrupted continues with the next one. The digest does not include the version of
@@ -55,7 +59,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import options, ranks, rounds
+from bench import options, ranks, rounds, torch_environment
 from bench.records import ROOT
 
 from tfcommx.comparison.methods import Method, fitting, read_methods
@@ -74,6 +78,8 @@ RECIPES = {
 HOROVOD = "horovod"
 # Those that do not use tfcommx, and train the recipe as it is, with every entry in float32
 PLAIN = ("none", HOROVOD, "horovod_fp16")
+# Those of PyTorch, which train the network of the default recipe
+TORCH = ("ddp", "ddp_fp16", "ddp_powersgd_4")
 CONTESTANTS = (
     *PLAIN,
     *("auto", "torus", "asa_int4", "elias_int4", "local_sgd", "momentum_int2", "one_bit_adam"),
@@ -114,6 +120,8 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
         end_to_end_rank.carry_out(json.loads(chosen.job.read_text()))
         return
     changes = changes_of(chosen)
+    if not changes.keys().isdisjoint(TORCH):
+        torch_environment.python()
     with cluster(chosen) as place:
         calibration = {"rate_mbit": chosen.rate_mbit, "ratio_measured": None}
         if calibrated(chosen):
@@ -133,8 +141,8 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
 def prediction_job(
     chosen: argparse.Namespace, changes: Mapping[str, list[str]], calibration: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the job that predicts the steps of all contestants."""
-    turns = 3 * chosen.repeats
+    """Return the job that predicts the steps of all contestants but PyTorch's."""
+    turns, changes = 3 * chosen.repeats, {n: c for n, c in changes.items() if n not in TORCH}
     more = [f"turns={turns}", *(f"{name}: {own}" for name, own in changes.items())]
     job = job_of(chosen, "predicted", [], calibration["rate_mbit"], more) | {"turns": turns}
     shared = job["settings"]
@@ -147,7 +155,7 @@ def predict(rows: list[dict[str, Any]], steps: Mapping[str, float | None]) -> No
     Its start, until the end of the first step, is the measured one.
     """
     for row in rows:
-        step_s = row["predicted_step_seconds"] = steps[row["name"]]
+        step_s = row["predicted_step_seconds"] = steps.get(row["name"])
         later = row["steps"] - 1
         row["predicted_seconds"] = step_s and row["first_step_seconds"] + later * step_s
 
@@ -163,10 +171,12 @@ def changes_of(chosen: argparse.Namespace) -> dict[str, list[str]]:
         raise SystemExit(f"The contestant {HOROVOD!r} is required: its score is the target.")
     recipe = read(recipe_of(chosen), chosen.set)
     own = {name: Method.model_validate(one) for name, one in SETTINGS["methods"].items()}
-    of_compare = [name for name in names if name not in own and name not in PLAIN]
+    if chosen.recipe != "fashion" and set(names) & set(TORCH):
+        raise SystemExit(f"{', '.join(TORCH)} train the recipe 'fashion'. Leave them out.")
+    of_compare = [name for name in names if name not in (*own, *PLAIN, *TORCH)]
     methods = own | (read_methods(of_compare) if of_compare else {})
     dense = Method(about="", scheme={"route": "allreduce"}, strategy={"name": "synchronous"})
-    methods |= dict.fromkeys(PLAIN, dense)
+    methods |= dict.fromkeys((*PLAIN, *TORCH), dense)
     methods = fitting({name: methods[name] for name in names}, recipe, bool(chosen.contestants))
     epochs = [phase.epochs for phase in recipe.phases]
     changes = {name: method.settings(epochs) for name, method in methods.items()}

@@ -63,8 +63,14 @@ def carry_out(job: dict[str, Any]) -> None:
     run = prepare(recipe, output.parent)
     if "contestants" in job:
         result: dict[str, Any] = predicted_steps(run, job)
+    elif "turns" in job:
+        result = probe(run, job["turns"])
+    elif job["contestant"].startswith("ddp"):
+        from bench.benchmarks import end_to_end_torch  # Only these need PyTorch
+
+        result = end_to_end_torch.train(run, job, start)
     else:
-        result = probe(run, job["turns"]) if "turns" in job else train(run, job, start)
+        result = train(run, job, start)
     run.data.close()
     if cx.is_chief():
         write_text(output, json.dumps(result, indent=1) + "\n")
@@ -187,7 +193,7 @@ def train(run: Run, job: dict[str, Any], start: float) -> dict[str, Any]:
 
     **Ranks:** all.
     """
-    comm, parts = run.comm, job["evaluations"]
+    parts = job["evaluations"]
     sent, model = bytes_sent(job["interface"]), compiled(run, job["contestant"])
     wrapped = job["contestant"] not in PLAIN
     schedule, evaluation = Schedule(run, wrapped), Evaluation(run, wrapped, start)
@@ -213,9 +219,15 @@ def train(run: Run, job: dict[str, Any], start: float) -> dict[str, Any]:
             callbacks=[schedule, *begin, *shared],
         )
         begin = []
+    return outcome(run, job, model, evaluation, bytes_sent(job["interface"]) - sent)
+
+
+def outcome(
+    run: Run, job: dict[str, Any], model: keras.Model, evaluation: Evaluation, sent: int
+) -> dict[str, Any]:
+    """Return scores, seconds and bytes of a training that has ended. **Ranks:** all."""
     digest = hashlib.sha256(b"".join(one.numpy().tobytes() for one in model.trainable_variables))
-    sent = bytes_sent(job["interface"]) - sent
-    everyone = comm.gather_objects((digest.hexdigest(), sent))
+    everyone = run.comm.gather_objects((digest.hexdigest(), sent))
     same = len({weights for weights, _ in everyone}) == 1
     finite = all(math.isfinite(value) for row in evaluation.rows for value in row.values())
     return {

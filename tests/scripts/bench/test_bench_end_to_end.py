@@ -103,6 +103,7 @@ def test_a_prediction_is_made_anew_for_other_contestants_and_turns() -> None:
     other = changes | {"asa_int4": ["scheme.wire=int8"]}
     found = [prediction(changes), prediction(other), prediction(changes, "--repeats", "9")]
     assert len(set(found)) == 3 and prediction(dict(changes)) == found[0]
+    assert prediction(changes | {"ddp": list[str]()}) == found[0]
 
 
 def test_contestants_fit_the_recipe() -> None:
@@ -116,6 +117,9 @@ def test_contestants_fit_the_recipe() -> None:
         changes("--contestants", "horovod", "one_bit_adam")
     with pytest.raises(SystemExit, match="horovod"):
         changes("--contestants", "torus")
+    assert changes("--contestants", "horovod", "ddp_fp16")["ddp_fp16"] == changes()["horovod"]
+    with pytest.raises(SystemExit, match="ddp"):
+        changes("--contestants", "horovod", "ddp", "--recipe", "translate")
 
 
 def test_the_setups_follow_from_their_sources() -> None:
