@@ -15,7 +15,13 @@ NAMES = {
     "asa_int4": '`Scheme("asa", wire="int4")`',
     "elias_int4": '`Scheme("hitopk", "mstopk", 0.1, wire="elias/int4")`',
     "momentum_int2": "`LowBitSGD`: its momentum in 2 bits",
+    "step_ahead": "`StepAhead()`, the largest 2 % of updates",
     "local_sgd": "weights, averaged every 8 steps",
+    "diloco": "DiLoCo: weights every 32 steps, moved by an outer optimizer",
+    "streaming_diloco": "the same in 4 fragments, each sent during 8 steps",
+    "ddp": "PyTorch DDP: everything",
+    "ddp_fp16": "PyTorch DDP with its hook for 16 bits",
+    "ddp_powersgd_4": "PyTorch DDP with its hook for PowerSGD, rank 4",
     "none": "nothing: no exchange",
 }
 # Contestants that only the detailed table has
@@ -70,4 +76,5 @@ TABLES = {
     "end_to_end_details": whole_trainings(
         "end_to_end_commlib", "end_to_end_lossless", details=True
     ),
+    "end_to_end_two_sites": whole_trainings("end_to_end_two_sites", details=True),
 }
