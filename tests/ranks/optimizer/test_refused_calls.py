@@ -57,7 +57,7 @@ def test_xla_is_refused_in_custom_loops_and_turned_off_in_fit(comm: Comm) -> Non
     def step() -> None:
         wrapped.apply(grads, net.trainable_variables)
 
-    with pytest.raises(Exception, match="jit_compile=True"):
+    with pytest.raises(cx.ConfigurationError, match="jit_compile=True"):
         step()
     compiled_net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
     assert fit(compiled_net, comm).identical
