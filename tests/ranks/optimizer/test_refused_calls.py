@@ -47,6 +47,17 @@ def test_bad_calls(comm: Comm) -> None:
         cx.init(node_size=comm.topology.slots + 1)
 
 
+def test_a_scope_of_replicas_is_refused_on_several_ranks(comm: Comm) -> None:
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+        if comm.topology.size == 1:
+            cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+            return
+        with pytest.raises(cx.ConfigurationError, match="MirroredStrategy"):
+            cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+
 def test_xla_is_refused_in_custom_loops_and_turned_off_in_fit(comm: Comm) -> None:
     net = model()
     wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
