@@ -272,6 +272,12 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             "A Keras optimizer is required, such as keras.optimizers.SGD(0.1). Received "
             f"{optimizer!r}."
         )
+    if type(_inner(optimizer)).__module__.partition(".")[0] == "horovod":
+        raise ConfigurationError(
+            f"A plain optimizer is required. Received {optimizer.name!r}, which "
+            "hvd.DistributedOptimizer has wrapped. Leave Horovod's wrapper out: with Keras 3 it "
+            "exchanges nothing."
+        )
     if isinstance(_inner(optimizer), ExchangesGradients):
         raise ConfigurationError(
             f"A plain optimizer is required. Received {optimizer.name!r}, which is wrapped "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import horovod.tensorflow.keras as hvd
 import keras
 import numpy as np
 import pytest
@@ -34,6 +35,10 @@ def test_bad_calls(comm: Comm) -> None:
     wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
     with pytest.raises(cx.ConfigurationError, match=f"'{wrapped.name}'"):
         cx.DistributedOptimizer(wrapped)
+    by_horovod = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    for optimizer in (by_horovod, keras.optimizers.LossScaleOptimizer(by_horovod)):
+        with pytest.raises(cx.ConfigurationError, match=rf"'{optimizer.name}'.* hvd\."):
+            cx.DistributedOptimizer(optimizer)
     remade = type(wrapped).from_config(wrapped.get_config())
     with pytest.raises(cx.ConfigurationError, match=f"'{remade.name}'"):
         remade.apply([tf.ones(2)], [keras.Variable(np.ones(2, "float32"))])
