@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from drawing import case
-from rank_helpers import compiled, fit, model, one_weight, weights
+from rank_helpers import batch, compiled, fit, model, one_weight, weights
 
 import tfcommx as cx
 from tfcommx.collectives.comm import Comm
@@ -109,6 +109,16 @@ class StepsByItself(keras.optimizers.SGD):
     ) -> None:
         for grad, variable in zip(grads, trainable_variables, strict=True):
             variable.assign_sub(0.1 * grad)
+
+
+def test_an_optimizer_that_is_set_without_compile_exchanges(comm: Comm) -> None:
+    """As `model.optimizer = hvd.DistributedOptimizer(model.optimizer)` of horovod#120."""
+    net = compiled(keras.optimizers.SGD(0.01))
+    with cx.allow_plain_optimizers():
+        net.fit(*batch(comm.rank, rows=32), batch_size=8, verbose=0)
+    net.optimizer = cx.DistributedOptimizer(net.optimizer, cx.Scheme())
+    assert fit(net, comm, epochs=1).identical
+    assert int(net.optimizer.iterations) == 8
 
 
 @pytest.mark.parametrize("eagerly", [False, case(True, kept=False)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,11 @@ log = logging.getLogger("tfcommx")
 # Difference between the seeds of two ranks; larger than the number of a model's generators, because
 # Keras may number their seeds consecutively
 SEED_STEP = 1_000_003
+
+# Model -> the wrapped optimizers that it held when its training step was last prepared
+_HELD: weakref.WeakKeyDictionary[keras.Model, weakref.WeakSet[keras.optimizers.Optimizer]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class BroadcastState(keras.callbacks.Callback):
@@ -152,6 +158,7 @@ class BroadcastState(keras.callbacks.Callback):
         if self.compare:
             require_equal_forms(self.model)
         self._prepare_optimizers()
+        self._forget_step_of_other_optimizers()
         self._turn_off_xla()
         if not self.unbuilt or all(rank_built == built for rank_built in builts):
             self._broadcast()
@@ -182,6 +189,17 @@ class BroadcastState(keras.callbacks.Callback):
                 agree_on_loss_scale(optimizer)
             if optimizer is self.model.optimizer and not optimizer.built and not self.unbuilt:
                 optimizer.build(self.model.trainable_variables)
+
+    def _forget_step_of_other_optimizers(self) -> None:
+        """Trace the step again if the model holds other optimizers than in its last `fit`.
+
+        `compile` does that, whereas `model.optimizer = wrapped` leaves a step that was traced
+        before, which applies the gradients by the optimizer of that time.
+        """
+        held = weakref.WeakSet(wrapped_optimizers(self.model))
+        if _HELD.get(self.model) != held:
+            _HELD[self.model] = held
+            self.model.make_train_function(force=True)
 
     def _turn_off_xla(self) -> None:
         if self.model.jit_compile:

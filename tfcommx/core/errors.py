@@ -18,6 +18,11 @@ class TfcommxError(Exception):
     """Base of all errors that tfcommx raises for users; the message names the remedy."""
 
 
+# In place of the other base's constructor, such as ValueError's: AutoGraph, which converts a user's
+# tf.function, raises an error again as its own class only with this one, otherwise as StagingError
+TfcommxError.__init__ = Exception.__init__  # type: ignore[method-assign]
+
+
 class ConfigurationError(TfcommxError, ValueError):
     """A setting or argument that cannot be used; no collective has started yet."""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import keras
+import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import AUTO, ConfigurationError, Links, Plan, Profile, Scheme, Topology
@@ -183,9 +184,11 @@ def DistributedOptimizer(
     and the tracing of three exchanges in place of one.
     **Raises:** RuntimeError before init(). ConfigurationError for a scheme that cannot be carried
     out, momentum in both the scheme and the optimizer, gradients in 1 or 2 bits in front of a
-    momentum, or an optimizer wrapped twice; in the first step for a budget that nothing fits.
+    momentum, an optimizer wrapped twice, or, on several ranks, the scope of a tf.distribute
+    strategy with replicas; in the first step for a budget that nothing fits.
     """
     _check_optimizer(optimizer)
+    _check_scope()
     strategy = strategy_of(strategy)
     if not strategy.in_lock_step and getattr(_inner(optimizer), "use_ema", False):
         raise ConfigurationError(
@@ -269,10 +272,29 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             "A Keras optimizer is required, such as keras.optimizers.SGD(0.1). Received "
             f"{optimizer!r}."
         )
+    if type(_inner(optimizer)).__module__.partition(".")[0] == "horovod":
+        raise ConfigurationError(
+            f"A plain optimizer is required. Received {optimizer.name!r}, which "
+            "hvd.DistributedOptimizer has wrapped. Leave Horovod's wrapper out: with Keras 3 it "
+            "exchanges nothing."
+        )
     if isinstance(_inner(optimizer), ExchangesGradients):
         raise ConfigurationError(
             f"A plain optimizer is required. Received {optimizer.name!r}, which is wrapped "
             "already. Wrap it once."
+        )
+
+
+def _check_scope() -> None:
+    """Refuse a scope whose variables have replicas, which each rank's exchange does not know."""
+    scope = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    if scope is None or isinstance(scope, tf.distribute.OneDeviceStrategy):
+        return
+    if process.current().topology.size > 1:
+        raise ConfigurationError(
+            "On several ranks each process trains one replica, outside of tf.distribute's scopes. "
+            f"Received the scope of a {type(scope).__name__}. Make model and optimizer outside of "
+            "`strategy.scope()`: the launcher starts a process for each GPU."
         )
 
 

@@ -160,6 +160,8 @@ class Exchanger:
     def run_for(self, variables: Sequence[keras.Variable]) -> StrategyRun:
         """Return the strategy at work on the plan of these variables; start it if it is new."""
         names = tuple(self.names.of(variables))
+        if names not in self.runs:  # A caller may pass the same variables in another order
+            names = next((known for known in self.runs if {*known} == {*names}), names)
         if names not in self.runs:
             expected = self.requested.expected_run
             if not expected.whole_run:

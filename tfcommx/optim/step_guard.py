@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import keras
@@ -12,7 +13,7 @@ from tfcommx.collectives.comm import Comm, WatchedSum
 from tfcommx.collectives.unwrapped import allow_plain_optimizers
 from tfcommx.core import ConfigurationError
 from tfcommx.keras_internals import StepUnderWay, compiled_by_xla
-from tfcommx.optim.requested_plan import ExchangeSettings, VariableNames
+from tfcommx.optim.requested_plan import ExchangeSettings, VariableNames, path_of
 from tfcommx.runtime.replica_guard import ReplicaGuard
 
 
@@ -44,9 +45,17 @@ class StepGuard:
         """Record the next gradients' variables; name all that the optimizer was built for.
 
         **Raises:** ConfigurationError for settings that fail or hang later: XLA, and a loss scale
-        decided by each rank alone.
+        decided by each rank alone; for a variable with two gradients.
         """
         self.step.variables = tuple(variables)
+        counts = Counter(map(id, variables))
+        repeated = next((variable for variable in variables if counts[id(variable)] > 1), None)
+        if repeated is not None:
+            raise ConfigurationError(
+                "A step must have one gradient for each variable. Received "
+                f"{counts[id(repeated)]} for {path_of(repeated)!r}. Pass each variable once: a "
+                "layer that two parts of a model share is in the lists of both."
+            )
         self._names.of([*built, *variables])
         if compiled_by_xla():
             raise ConfigurationError(

@@ -53,6 +53,30 @@ def test_embeddings_and_variables_without_gradients(comm: Comm) -> None:
     np.testing.assert_array_equal(unused.numpy(), 1)
 
 
+@pytest.mark.parametrize("strategy", ["synchronous", "sharded"])
+def test_variables_in_another_order_keep_their_plan(comm: Comm, strategy: str) -> None:
+    results = []
+    for second_step in (slice(None), slice(None, None, -1)):
+        variables = [keras.Variable(np.ones((4, 4 + i), "float32"), name="ab"[i]) for i in (0, 1)]
+        grads = [tf.random.stateless_normal(each.shape, [comm.rank, 0]) for each in variables]
+        optimizer = cx.DistributedOptimizer(keras.optimizers.Adam(0.1), SPARSE, strategy=strategy)
+        optimizer.build(variables)
+        for order in (slice(None), second_step):
+            optimizer.apply(grads[order], variables[order])
+        assert len(optimizer.exchanger.plans()) == 1
+        results.append(np.concatenate([each.numpy().ravel() for each in variables]))
+    np.testing.assert_array_equal(*results)
+
+
+def test_two_gradients_of_one_variable_are_refused(comm: Comm) -> None:
+    shared, other = (keras.Variable(np.ones(2, "float32"), name=name) for name in ("s", "o"))
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.apply([tf.ones(2), tf.ones(2)], [shared, other])
+    with pytest.raises(cx.ConfigurationError, match="2 for 's'"):
+        optimizer.apply([tf.ones(2)] * 3, [shared, other, shared])
+    np.testing.assert_array_equal(shared, 0)
+
+
 @pytest.mark.parametrize("scaled", [case(False, kept=False), True])
 def test_two_optimizers_in_one_step(comm: Comm, scaled: bool) -> None:
     """As in a GAN: two plans with the same names of buckets and variables in one traced step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import horovod.tensorflow.keras as hvd
 import keras
 import numpy as np
 import pytest
@@ -34,6 +35,10 @@ def test_bad_calls(comm: Comm) -> None:
     wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
     with pytest.raises(cx.ConfigurationError, match=f"'{wrapped.name}'"):
         cx.DistributedOptimizer(wrapped)
+    by_horovod = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    for optimizer in (by_horovod, keras.optimizers.LossScaleOptimizer(by_horovod)):
+        with pytest.raises(cx.ConfigurationError, match=rf"'{optimizer.name}'.* hvd\."):
+            cx.DistributedOptimizer(optimizer)
     remade = type(wrapped).from_config(wrapped.get_config())
     with pytest.raises(cx.ConfigurationError, match=f"'{remade.name}'"):
         remade.apply([tf.ones(2)], [keras.Variable(np.ones(2, "float32"))])
@@ -47,6 +52,17 @@ def test_bad_calls(comm: Comm) -> None:
         cx.init(node_size=comm.topology.slots + 1)
 
 
+def test_a_scope_of_replicas_is_refused_on_several_ranks(comm: Comm) -> None:
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+        if comm.topology.size == 1:
+            cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+            return
+        with pytest.raises(cx.ConfigurationError, match="MirroredStrategy"):
+            cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+
 def test_xla_is_refused_in_custom_loops_and_turned_off_in_fit(comm: Comm) -> None:
     net = model()
     wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
@@ -57,7 +73,7 @@ def test_xla_is_refused_in_custom_loops_and_turned_off_in_fit(comm: Comm) -> Non
     def step() -> None:
         wrapped.apply(grads, net.trainable_variables)
 
-    with pytest.raises(Exception, match="jit_compile=True"):
+    with pytest.raises(cx.ConfigurationError, match="jit_compile=True"):
         step()
     compiled_net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
     assert fit(compiled_net, comm).identical
