@@ -38,7 +38,7 @@ ONE_IN = 10
 def read_documents(folder: Path) -> list[list[str]]:
     """Return the paragraphs of each document, in the order of the documents' names.
 
-    White space is one blank, and characters outside of ASCII are left out, because those of a few
+    White space becomes one space. Characters outside of ASCII are omitted, because those of a few
     names and translations would take much of a small vocabulary.
 
     **Raises:** DataError if there are fewer than ONE_IN documents.
@@ -69,7 +69,7 @@ def open_manual(place: DataRank, folder: str = "/usr/share/perl", vocabulary: in
 class Text:
     """A text as numbers of word pieces, open on one rank; see `recipes.families.Data`.
 
-    A batch is (pieces, labels), both int32 [sequences, resolution]: a label is the piece after.
+    A batch is (pieces, labels), both int32 [sequences, resolution]: the label is the next piece.
     """
 
     place: DataRank
@@ -124,12 +124,12 @@ class Text:
 
 
 def batches(stream: np.ndarray, starts: Sequence[np.ndarray], length: int) -> tf.data.Dataset:
-    """Return the batches of sequences at these starts; the stream's last one is padded."""
+    """Return the batches of sequences that begin at `starts`; the stream's last one is padded."""
 
     def served() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for firsts in starts:
-            both = padded([stream[first : first + length + 1] for first in firsts], length + 1)
-            yield both[:, :-1], both[:, 1:]
+            windows = padded([stream[first : first + length + 1] for first in firsts], length + 1)
+            yield windows[:, :-1], windows[:, 1:]
 
     like = tf.TensorSpec([None, length], tf.int32)
     return tf.data.Dataset.from_generator(served, output_signature=(like, like)).prefetch(2)
@@ -138,27 +138,28 @@ def batches(stream: np.ndarray, starts: Sequence[np.ndarray], length: int) -> tf
 def network(
     inputs: int, outputs: int, blocks: int, width: int, heads: int, context: int
 ) -> keras.Model:
-    """Make a decoder of pre-norm blocks, whose output shares the embedding of the input.
+    """Make a decoder of pre-norm blocks with learnt positions.
 
     Args:
-        inputs, outputs: word pieces of the vocabulary, which are equal.
+        inputs, outputs: word pieces of the vocabulary, which are equal. Their embeddings are two,
+            because with a shared one the first hundreds of steps learn less.
         blocks: each of causal self-attention and two dense layers.
         width: of the embedding; four times as wide inside of a block.
         heads: of the attention, a divisor of the width.
-        context: the longest sequence; each position has a learnt vector.
+        context: the longest sequence.
     """
     initial = keras.initializers.RandomNormal(stddev=0.02)
     pieces = keras.Input((None,), dtype="int32")
-    words = layers.ReversibleEmbedding(inputs, width, embeddings_initializer=initial)
     positions = ops.cumsum(ops.ones_like(pieces), axis=1) - 1
-    flow = words(pieces) + layers.Embedding(context, width, initial)(positions)
+    flow = layers.Embedding(inputs, width, initial)(pieces)
+    flow = flow + layers.Embedding(context, width, initial)(positions)
     for _ in range(blocks):
         normed = layers.LayerNormalization()(flow)
         attention = layers.MultiHeadAttention(heads, width // heads)
         flow = flow + attention(normed, normed, use_causal_mask=True)
         hidden = layers.Dense(4 * width, "gelu")(layers.LayerNormalization()(flow))
         flow = flow + layers.Dense(width)(hidden)
-    logits = words(layers.LayerNormalization()(flow), reverse=True)
+    logits = layers.Dense(outputs, use_bias=False)(layers.LayerNormalization()(flow))
     return keras.Model(pieces, logits, name="language")
 
 
@@ -187,10 +188,10 @@ class Prediction:
         return batches
 
     def scorer(self, model: keras.Model) -> Scorer:
-        """Return a function that scores predictions from the pieces before, in the same sequence.
+        """Return a function that scores each piece's prediction from those before in its sequence.
 
-        `test_accuracy` is the share of pieces that are right, `test_perplexity` that of a piece,
-        and `test_log2_likelihood` the bits a byte with a minus, so that more is better.
+        `test_accuracy` is the share of correct predictions, `test_perplexity` the perplexity of a
+        piece, and `test_log2_likelihood` the negative bits a byte, so that more is better.
         """
         like = tf.TensorSpec([None, None], tf.int32)
 
@@ -201,8 +202,8 @@ class Prediction:
             return tf.stack([right, real, real * WordLoss()(labels, logits)])
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
-            own = sum((count(*batch).numpy() for batch in batches), np.zeros(3))
-            right, real, nats = np.sum(gather(own), axis=0)
+            counts = sum((count(*batch).numpy() for batch in batches), np.zeros(3))
+            right, real, nats = np.sum(gather(counts), axis=0)
             bits = nats / math.log(2) / self.data.test_bytes
             scores = right / real, np.exp(nats / real), -bits
             return dict(zip(self.scores, map(float, scores), strict=True))
