@@ -3,6 +3,7 @@
     python scripts/bench end_to_end --setup commlib --json commlib.jsonl      # root and iproute2
     python scripts/bench end_to_end --setup two_sites --contestants horovod asa_int4
     python scripts/bench end_to_end --recipe translate --score test_bleu --loss 0.5
+    python scripts/bench end_to_end --recipe language --score test_log2_likelihood --loss 0.02
     python scripts/bench end_to_end --here --most-steps 4 --seeds 1           # no root
 
 Peer: plain Horovod, an allreduce of each gradient and then Keras's optimizer, without tfcommx.
@@ -74,6 +75,7 @@ SETTINGS = parse((HERE / "end_to_end.yaml").read_text(encoding="utf-8"))
 RECIPES = {
     "fashion": HERE / "end_to_end_fashion.yaml",
     "translate": ROOT / "configs" / "translate_miniature.yaml",
+    "language": HERE / "end_to_end_language.yaml",
 }
 HOROVOD = "horovod"
 # Those that do not use tfcommx, and train the recipe as it is, with every entry in float32
