@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.collectives.horovod import HorovodComm
+from tfcommx.collectives.horovod import HEAD, ROOM, HorovodComm
 from tfcommx.collectives.plain_data import encode
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import PlanError, TfcommxError, Topology
@@ -67,15 +69,36 @@ def test_objects_that_are_gathered_have_less_than_two_gib_together(
 
     def allgather(tensor: tf.Tensor, name: str) -> tf.Tensor:
         calls.append(tensor)
-        if tensor.dtype == tf.int64:
-            return tf.constant([int(tensor[0]), together - mine], tf.int64)
+        if name.endswith("heads"):
+            other = (together - mine).to_bytes(8, "little").ljust(HEAD, b"?")
+            return tf.concat([tensor, np.frombuffer(other, np.uint8)], 0)
         raise InterruptedError  # They are not here
 
-    comm: Any = object.__new__(HorovodComm)
-    comm.rank, comm.membership, comm._hvd = 0, Membership(), SimpleNamespace(allgather=allgather)
+    comm = of_two_ranks(allgather)
     with pytest.raises(PlanError if refused else InterruptedError) as error:
         comm._gather_objects(item)
-    assert calls[0].numpy().tolist() == [mine] and len(calls) == 1 + (not refused)
+    assert len(calls) == 1 + (not refused)
     if refused:
         received = rf"\b2147483647\b.*\b{together}\b.*\b{mine}\b.*rank 0\b"
         assert re.search(received, str(error.value))
+
+
+@pytest.mark.parametrize(("longer", "collectives"), [(0, 1), (1, 2), (HEAD, 2)])
+def test_small_objects_are_gathered_in_one_collective(longer: int, collectives: int) -> None:
+    """An object of 0, 1 and 1024 bytes more than a head holds."""
+    item, lengths = "", []
+    item = "x" * (ROOM + longer - len(encode(item)))
+
+    def allgather(tensor: tf.Tensor, name: str) -> tf.Tensor:
+        lengths.append(len(tensor))
+        return tf.concat([tensor, tensor], 0)
+
+    assert of_two_ranks(allgather)._gather_objects(item) == [item, item]
+    assert lengths == [HEAD, ROOM + longer][:collectives]
+
+
+def of_two_ranks(allgather: Callable[..., tf.Tensor]) -> Any:
+    """Return a HorovodComm with another allgather."""
+    comm: Any = object.__new__(HorovodComm)
+    comm.rank, comm.membership, comm._hvd = 0, Membership(), SimpleNamespace(allgather=allgather)
+    return comm

@@ -53,7 +53,8 @@ def check_velocity(indices, acc, moved, gradient, velocity):
 
     A NaN or Inf leaves the velocity unchanged.
     """
-    bad, sent = ~np.isfinite(acc), np.isin(np.arange(acc.size), indices)
+    bad, sent = ~np.isfinite(acc), np.zeros(acc.size, bool)
+    sent[indices] = True
     now = (np.float32(MOMENTUM) * tf.constant(velocity) + tf.cast(gradient, tf.float32)).numpy()
     np.testing.assert_array_equal(
         moved, np.where(bad, velocity, np.where(sent, np.float32(0), now))

@@ -83,7 +83,7 @@ def test_large_vectors(rule, kind, moving):
 
     `moving`: every other k has a velocity, from this one on.
     """
-    n = 1_200_007
+    n = 400_009  # six blocks, which share 98 tiles
     gradient, residual = (
         make(kind, n, 5),
         make("normal", n, 6) * (kind in ("normal", "not_finite", "huge")),
@@ -103,7 +103,7 @@ def test_large_vectors(rule, kind, moving):
 @pytest.mark.parametrize("rule", RULES)
 def test_sorted_vectors(rule, order):
     """All large entries lie side by side: neither sample nor list may depend on positions."""
-    n = 600_000
+    n = 300_000
     gradient = np.sort(np.abs(make("laplace", n, 1)))[::order]
     mine = run(NATIVE, tf.constant(gradient), np.zeros(n, np.float32), n // 100, 3, rule)
     specified = run(DEFINITION, tf.constant(gradient), np.zeros(n, np.float32), n // 100, 3, rule)
@@ -163,7 +163,7 @@ def test_the_length_is_known_while_tracing(name, with_library, monkeypatch):
     def step(gradient, seed):
         chosen = selection.rule(name).select_with_residual(gradient, residual, k, seed)
         assert chosen.indices.shape == chosen.values.shape == (k,) and chosen.size == 10
-        for wire_name in SPARSE_WIRES:
+        for wire_name in SPARSE_WIRES if name == "exact" else ():  # Entries are as those of others
             assert codec.encode(chosen, wire_name).shape == [size_bytes(k, 10, wire_name) // 4]
         return chosen.indices
 
@@ -256,10 +256,10 @@ digest = hashlib.sha256()
 for kind in ("normal", "ties", "not_finite", "zero"):
     for rule in ("exact", "mstopk"):
         for momentum in (False, True):
-            states = [tf.Variable(make("laplace", 1_000_003, seed)) for seed in range(1 + momentum)]
-            gradient = tf.constant(make(kind, 1_000_003, 1))
+            states = [tf.Variable(make("laplace", 500_009, seed)) for seed in range(1 + momentum)]
+            gradient = tf.constant(make(kind, 500_009, 1))
             chosen = select.select_with_residual(
-                gradient, states[0], 9_000, 5, rule, *states[1:], momentum=0.9
+                gradient, states[0], 5_000, 5, rule, *states[1:], momentum=0.9
             )
             for part in (*chosen[:2], *states):
                 digest.update(part.numpy().tobytes())
