@@ -20,6 +20,7 @@ from tfcommx.measure.horovod_timeline import (
     read_timeline,
 )
 from tfcommx.report import timeline as report
+from tfcommx.report.terminal import show_rows
 
 if TYPE_CHECKING:
     from tfcommx.planner.predict import Interval, Prediction
@@ -260,13 +261,7 @@ def _better_row(plan: str, step_s: float, within: Interval, shorter: str) -> dic
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
-    from tfcommx.report.terminal import terminal_console
-
-    table = Table(box=None)
-    for name, value in rows[0].items():
-        table.add_column(name, justify="left" if isinstance(value, str) else "right")
-    for row in rows:
-        table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()))
-    terminal_console().print(table)
+    shown = [
+        {name: f"{x:.2f}" if isinstance(x, float) else x for name, x in row.items()} for row in rows
+    ]
+    show_rows(shown, left=[name for name, x in rows[0].items() if isinstance(x, str)])

@@ -19,6 +19,7 @@ from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated
 from tfcommx.core import ConfigurationError, check_name, check_whole, replacing, write_text
 from tfcommx.planner.choose import NOTABLY_FASTER
 from tfcommx.planner.predict import MISSES
+from tfcommx.report.terminal import show_rows
 
 # Default schemes; both are lossless, and the first is plain Horovod's
 SCHEMES: dict[str, dict[str, Any]] = {"horovod": {}, "torus": {"scheme": "torus"}}
@@ -282,17 +283,8 @@ def _of_model(name: str, value: Any, cell: Mapping[str, Any]) -> Any:
 
 def _show(rows: list[dict[str, Any]]) -> None:
     """Print the best row of each cell; unbeaten rows in bold, and with a star."""
-    from rich.table import Table
-
-    from tfcommx.report.terminal import terminal_console
-
     shown = [{"machine": row["machine"], **_cells(row)} for row in rows]
-    table = Table(box=None)
-    for name in shown[0]:
-        table.add_column(name, justify="right")
-    for row, cells in zip(rows, shown, strict=True):
-        table.add_row(*map(str, cells.values()), style="bold" if row["unbeaten"] else None)
-    terminal_console().print(table)
+    show_rows(shown, bold=lambda position: rows[position]["unbeaten"])
     if "epoch cost" in shown[0]:
         print("* nothing else is both faster and cheaper")
 

@@ -27,7 +27,8 @@ from tfcommx.core import (
     check_whole,
     write_text,
 )
-from tfcommx.recipes.reader import parse
+from tfcommx.recipes.reader import read_mapping
+from tfcommx.report.terminal import show_rows
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
 
 
@@ -301,18 +302,8 @@ def _settings(file: Path | None, options: dict[str, Any]) -> Settings:
 
 
 def read_keys(file: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file, with _ for -.
-
-    **Raises:** ConfigurationError for a file that is not such a YAML file.
-    """
-    try:
-        content = parse(file.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"A YAML file is required. Received {file}: {error}.") from error
-    if not isinstance(content, dict):
-        raise ConfigurationError(
-            f"Settings, one a line, are required. Received {file}: {content!r}."
-        )
+    """Return the keys of a YAML file, with _ for -. **Raises:** errors of `read_mapping`."""
+    content = read_mapping(file, "The file of settings")
     return {str(name).replace("-", "_"): value for name, value in content.items()}
 
 
@@ -392,25 +383,20 @@ def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
 
 def _show(rows: list[dict[str, Any]], best: bool = False) -> None:
     """Print the rows as a table; with `best`, the row of the highest throughput in bold."""
-    from rich.table import Table
-
-    from tfcommx.report.terminal import terminal_console
-
-    table = Table(box=None)
-    hidden = INTERVAL if any(_varies(row) for row in rows) else (*INTERVAL, *TENTHS)
-    shown = [name for name in rows[0] if name not in hidden]
-    for name in shown:
-        table.add_column(name.replace("_", " "), justify="right")
+    varies = any(row[TENTHS[0]] < row[TENTHS[1]] for row in rows)
+    hidden = INTERVAL if varies else (*INTERVAL, *TENTHS)
+    shown = [
+        {name.replace("_", " "): _cell(x) for name, x in row.items() if name not in hidden}
+        for row in rows
+    ]
     fastest = max(rows, key=lambda row: row["throughput"])
-    for row in rows:
-        values = ("" if row[name] is None else row[name] for name in shown)
-        cells = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in values)
-        table.add_row(*cells, style="bold" if best and row is fastest else None)
-    terminal_console().print(table)
+    show_rows(shown, bold=lambda position: best and rows[position] is fastest)
 
 
-def _varies(row: dict[str, Any]) -> bool:
-    return bool(row[TENTHS[0]] < row[TENTHS[1]])
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _show_fastest(rows: list[dict[str, Any]], name: str) -> None:

@@ -198,6 +198,16 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
     return file
 
 
+@contextlib.contextmanager
+def opened_own(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file as `open_own` does, for a block; yield its descriptor."""
+    file = open_own(path, flags)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def _why_foreign(facts: os.stat_result) -> str:
     """Return the reason why a file is not this user's alone, or ""."""
     if not stat.S_ISREG(facts.st_mode):

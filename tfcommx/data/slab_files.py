@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tfcommx.core import ConfigurationError, DataError
-from tfcommx.core.files import open_own
+from tfcommx.core.files import open_own, opened_own
 
 MAGIC = b"TFCXSLB1"
 PAGE = 4096
@@ -63,7 +63,7 @@ class Header(NamedTuple):
 
 
 def prefix() -> str:
-    """Return the prefix of the names of this user's slabs."""
+    """Return the prefix of the names of this user's slabs, and folders of the disk level."""
     return f"tfcommx-{os.geteuid()}-"
 
 
@@ -258,13 +258,10 @@ def remove_unused(folder: Path) -> list[Path]:
 def read_metadata(path: Path) -> dict[str, Any]:
     """Return the metadata of a slab: key, source, pid, created; {} if they are not readable."""
     try:
-        file = open_own(path)
+        with opened_own(path) as file:
+            return metadata_of(file)
     except OSError:
         return {}
-    try:
-        return metadata_of(file)
-    finally:
-        os.close(file)
 
 
 def metadata_of(file: int) -> dict[str, Any]:
@@ -283,19 +280,14 @@ def reserved_bytes(path: Path) -> int:
     It reserves `need` of its metadata or, without that, its length.
     """
     try:
-        file = open_own(path)
-    except OSError:
+        with opened_own(path) as file:
+            header = read_header(file)
+            if header is None:
+                return 0
+            need = metadata_of(file).get("need", header.length)
+            return max(0, min(int(need), header.length) - header.used)
+    except (OSError, TypeError, ValueError, OverflowError):
         return 0
-    try:
-        header = read_header(file)
-        if header is None:
-            return 0
-        need = metadata_of(file).get("need", header.length)
-        return max(0, min(int(need), header.length) - header.used)
-    except (TypeError, ValueError, OverflowError):
-        return 0
-    finally:
-        os.close(file)
 
 
 def slab_state(path: Path) -> tuple[int, int, int, bool]:
@@ -307,13 +299,10 @@ def slab_state(path: Path) -> tuple[int, int, int, bool]:
 
     **Raises:** SlabError if the file is no slab; OSError if it is not this user's.
     """
-    file = open_own(path)
-    try:
+    with opened_own(path) as file:
         header = read_header(file)
         if header is None:
             raise SlabError(f"{path} is no slab. Remove it by hand if nothing needs it.")
         index = np.frombuffer(os.pread(file, 8 * header.samples, header.index_at), np.int64)
         filled = int(np.count_nonzero(index > 0))
         return header.samples, filled, header.used, not try_exclusive_lock(file)
-    finally:
-        os.close(file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,28 @@ WIDE = 120
 def terminal_console() -> Console:
     """Return a console for tables: as wide as the terminal, or WIDE without one."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+
+
+def show_rows(
+    rows: Sequence[Mapping[str, object]],
+    left: Collection[str] = (),
+    bold: Callable[[int], bool] = lambda _: False,
+    title: str | None = None,
+) -> None:
+    """Print rows as a table.
+
+    Args:
+        rows: name of the column -> cell; all have the same columns.
+        left: columns that are aligned left, as texts; the others are aligned right.
+        bold: position of a row -> True if it is printed in bold.
+        title: heading of the table; None: no heading.
+    """
+    table = Table(box=None, title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name in left else "right")
+    for position, row in enumerate(rows):
+        table.add_row(*map(str, row.values()), style="bold" if bold(position) else None)
+    terminal_console().print(table)
 
 
 def show_run(folder: Path) -> None:
