@@ -71,7 +71,6 @@ def take(folder: Path, owner: Owner) -> None:
     """Create a folder and hold its lock; no effect if this run holds it already.
 
     Args:
-        folder: folder of a checkpoint.
         owner: rank 0 of this run.
 
     **Ranks:** local; rank 0 first, then the first rank of each other node.

@@ -58,13 +58,7 @@ class SnapshotCost:
     bytes: int = 0
 
     def add(self, copy_seconds: float, write_seconds: float, size: int) -> None:
-        """Add a snapshot.
-
-        Args:
-            copy_seconds: seconds that the step waited.
-            write_seconds: seconds that the thread worked.
-            size: bytes that the thread wrote.
-        """
+        """Add a snapshot."""
         self.count += 1
         self.copy_seconds += copy_seconds
         self.write_seconds += write_seconds
@@ -97,8 +91,6 @@ class Writing:
     """A thread that writes one snapshot.
 
     Args:
-        captured: the snapshot.
-        rank: this rank.
         folder: target folder in this host's memory.
         mirror: sends a list of files to the mirror; None without one.
         keep: the save that is complete on all ranks; None: none is.

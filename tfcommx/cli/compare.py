@@ -138,10 +138,7 @@ def compare(
 
 
 def _check_hosts(hosts: str | None, measured_at: float | None, ranks: int) -> None:
-    """Refuse hosts with another number of ranks than --nodes x --slots.
-
-    **Raises:** ConfigurationError.
-    """
+    """Refuse hosts with another number of ranks than --nodes x --slots."""
     if hosts is None and measured_at is None:
         return
     if hosts is None or measured_at is None:
@@ -178,10 +175,7 @@ def _numbers(text: str) -> list[float]:
 
 
 def _checked(setup: Setup, words: list[str]) -> tuple[dict[str, list[str]], dict[str, Recipe]]:
-    """Return each method's changes, and the recipe with them, before the first training.
-
-    **Raises:** RecipeError that names the method.
-    """
+    """Return each method's changes, and the recipe with them, before the first training."""
     plain = read_recipe(setup.recipe, setup.changes)
     epochs = [phase.epochs for phase in plain.phases]
     as_settings = plain.strategy.model_dump() if isinstance(plain.strategy, RecipePart) else None

@@ -58,8 +58,6 @@ def exchange(hosts: tuple[Host, ...], engine: str, gpus: int) -> list[Finding]:
     """Add a megabyte over ranks on every slot; report the time, and the GPUs of the ranks.
 
     Args:
-        hosts: hosts with a rank on every slot.
-        engine: "gloo" or "mpi".
         gpus: number of this host's GPUs; they are hidden if a host has more ranks.
     """
     hidden = gpus < max(host.slots for host in hosts)
@@ -186,7 +184,6 @@ def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
 
     Args:
         hosts: as for `horovodrun -H`; None: this host, with two ranks.
-        launch: True to start ranks.
 
     Returns:
         Host -> its findings; findings of launches on several hosts under ALL_HOSTS.

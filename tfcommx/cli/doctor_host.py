@@ -145,7 +145,6 @@ def gpus(present: list[Gpu], built: list[int] | None) -> Finding:
     """Report the driver's GPUs; the exchange checks that TensorFlow and NCCL use them.
 
     Args:
-        present: the GPUs with their compute capabilities.
         built: architectures of the native library; None if it has no GPU kernels.
     """
     details = ", ".join(map(str, present)) or "none: ranks compute on CPUs"

@@ -223,14 +223,10 @@ def _computed_s(timeline: Timeline) -> float:
 
 
 def _show_better(predicted: list[tuple[Timeline, list[Prediction]]]) -> None:
-    """Print the simulated steps of the recorded plan and of the best plans.
-
-    Args:
-        predicted: simulations of the step as recorded; then, if known, of the step with gradients
-            as early as possible.
-    """
+    """Print the simulated steps of the recorded plan and of the best plans."""
     from tfcommx.planner.predict import interval
 
+    # The step as recorded; the next, if known, has its gradients as early as possible
     recorded, better = predicted[0]
     names = (
         "best that loses nothing",

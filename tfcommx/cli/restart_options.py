@@ -95,7 +95,6 @@ class RestartOptions(NamedTuple):
         """Return the limits of the run. **Raises:** ConfigurationError for values out of range.
 
         Args:
-            ranks: -np, or None.
             interfaces: network interfaces of the ranks; empty: any.
         """
         fewest = self.min_np or min(ranks or 1, self.max_np or ranks or 1)
@@ -116,8 +115,6 @@ class RestartOptions(NamedTuple):
 
         Args:
             hosts: hosts of the command line; empty: none.
-            name: name of their source, for messages.
-            ranks: -np, or None.
 
         **Raises:** ConfigurationError for hosts from two sources, or too few slots.
         """

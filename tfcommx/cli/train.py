@@ -44,7 +44,6 @@ def launch_train(hosts: list[Host], words: list[str], folder: Path, saves: bool 
     Args:
         hosts: hosts with a rank on every slot.
         words: command and options of `tfcommx`; `--terminal` is added on a terminal.
-        folder: folder of the run.
         saves: True if the ranks save before they stop; otherwise the first signal ends them.
 
     **Raises:** LaunchError if a rank fails; SystemExit after a user's error.
@@ -74,11 +73,8 @@ def supervise_train(
     """Run `tfcommx train` under a supervisor; signals save and end it, as in `launch_train`.
 
     Args:
-        restart: the options of the supervisor.
         hosts: hosts of -H; empty: those of the script.
-        ranks: -np, or None.
         words: returns command and options of `tfcommx` in a generation.
-        folder: folder of the run.
 
     **Raises:** LaunchError if the run cannot continue; SystemExit after a user's error.
     """

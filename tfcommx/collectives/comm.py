@@ -92,8 +92,6 @@ class Comm(abc.ABC):
 
     Args:
         rank: rank of this process, in [0, topology.size).
-        topology: all ranks and their nodes.
-        messages: messages between this rank and others.
     """
 
     def __init__(self, rank: int, topology: Topology, messages: Messages) -> None:
@@ -349,8 +347,6 @@ class WatchedSum:
     """A sum over all ranks, in a separate scope.
 
     Args:
-        comm: Comm of this rank.
-        name: name of the collective.
         summed: description of the sum, for messages.
     """
 

@@ -79,8 +79,6 @@ def train(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any]:
     """Train a method with one seed, and write its results to a file.
 
     Args:
-        setup: the setup of the comparison.
-        method: the method's name.
         settings: all changes of the recipe, including the seed.
 
     Returns:

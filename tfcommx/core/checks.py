@@ -17,11 +17,6 @@ def check_name(kind: str, name: str, allowed: Iterable[str]) -> str:
     >>> check_name("route", "torus", ["allreduce", "torus"])
     'torus'
 
-    Args:
-        kind: kind of the named thing, for the message.
-        name: name that the user gave.
-        allowed: all allowed names.
-
     **Raises:** ConfigurationError.
     """
     names = sorted(allowed)
@@ -54,7 +49,6 @@ def require_named_members(source: str, *names: object) -> None:
     """Refuse members that only a file names, because loading a member imports its module.
 
     Args:
-        source: source of the names, for the message.
         names: names of members, and any others, which are ignored.
 
     **Raises:** ConfigurationError.
@@ -72,8 +66,6 @@ def load_member(family: str, name: str, *kinds: type) -> Any:
     """Return the object that "module:MEMBER" names.
 
     Args:
-        family: name of the family, for messages.
-        name: name that the user gave.
         kinds: allowed classes of the object; none: any class.
 
     **Raises:** ConfigurationError if the object does not exist, or is of another class.
@@ -121,10 +113,6 @@ def require_equal(name: str, values: Sequence[Any]) -> None:
     """Check that all ranks were given the same value.
 
     >>> require_equal("Checkpoint's `keep`", [2, 2])
-
-    Args:
-        name: name of the value, for the message.
-        values: value of each rank.
 
     **Raises:** ConfigurationError that names the first rank whose value differs from rank 0's.
     """

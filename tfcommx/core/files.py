@@ -30,10 +30,6 @@ def local_path(option: str, path: str | os.PathLike[str]) -> Path:
     >>> local_path("folder", "runs/first").as_posix()
     'runs/first'
 
-    Args:
-        option: name of the option, for the message.
-        path: path that the user gave.
-
     **Raises:** ConfigurationError for the address of an object store or a server (`gs://`, `s3://`,
     `hdfs://`, `file://`), for a variable that no shell has expanded, and for an empty text.
     """
@@ -82,10 +78,7 @@ def reading(
     JSON raise a dozen classes for files that were truncated or changed.
 
     Args:
-        kind: kind of file, with its article.
-        path: path of the file.
         remedy: remedy for the user, a sentence.
-        error: class of the error.
     """
     try:
         yield
@@ -180,10 +173,6 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
 
     A link is not followed, and a pipe does not block. The descriptor is checked and not the path,
     because the file at the path could be replaced meanwhile.
-
-    Args:
-        path: path of the file.
-        flags: flags of `os.open`.
 
     **Raises:** OSError if it cannot be opened; PermissionError, with the reason, if it is another
     user's, or another user could open it.

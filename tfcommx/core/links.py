@@ -182,7 +182,6 @@ class Links(NamedTuple):
         """Read the file that `tfcommx probe` wrote.
 
         Args:
-            path: path of the file.
             topology: cluster on which the links must have been measured; None: any.
 
         **Raises:** ConfigurationError if the file is missing or invalid, or if it was measured on a

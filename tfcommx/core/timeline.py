@@ -93,7 +93,6 @@ class MeasuredStep(NamedTuple):
         """Read a file that `to_json` wrote.
 
         Args:
-            path: path of the file.
             read_plan: parses a plan with the options of every route: `routes.read_plan`.
 
         **Raises:** ConfigurationError if the file is missing or invalid.

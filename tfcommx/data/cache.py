@@ -87,12 +87,8 @@ def open_slab(
     """Open the slab of this node, or create it.
 
     Args:
-        source: the source of the samples.
-        disk: the local disk level, or None.
         part: the node's samples in the first epoch, int64 [n].
-        options: options of the cache.
         node: number of the node; one machine may have several.
-        exclusive: whether no other run may use the slab.
 
     **Raises:** SlabError if there is too little memory. ConfigurationError with `exclusive`, if the
     launcher assigns no name to the run.
@@ -118,12 +114,9 @@ def open_slab(
 
 
 def _end_of(name: str) -> str:
-    """Return the longest end of a name that fits a slab's metadata, as JSON.
-
-    JSON takes up to 12 bytes for a character.
-    """
+    """Return the longest end of a name that fits a slab's metadata, as JSON."""
     name = name[-NAME_BYTES:]
-    while len(json.dumps(name)) > NAME_BYTES:
+    while len(json.dumps(name)) > NAME_BYTES:  # Up to 12 bytes for a character
         name = name[1:]
     return name
 

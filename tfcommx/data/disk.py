@@ -48,9 +48,7 @@ class Disk:
     is not used at all. `corrupt` counts reads with a wrong CRC.
 
     Args:
-        folder: a folder on a local disk.
         key: key of the source; each key has a separate folder.
-        count: number of samples of the data set.
     """
 
     def __init__(self, folder: str | Path, key: str, count: int) -> None:

@@ -35,10 +35,7 @@ def shuffled(samples: np.ndarray, *stream: int) -> np.ndarray:
 
 
 def _cut(samples: np.ndarray, weights: tuple[int, ...]) -> list[np.ndarray]:
-    """Cut an array into consecutive pieces in proportion to the weights.
-
-    Lengths per unit of weight differ by at most one.
-    """
+    """Cut an array into consecutive pieces in proportion to the weights, to within one a unit."""
     ends = np.cumsum(weights)
     bounds = [0, *(len(samples) * ends // ends[-1])]
     return [samples[low:high] for low, high in itertools.pairwise(bounds)]
@@ -143,11 +140,6 @@ def batch_bounds(length: int, batch: int, count: int) -> np.ndarray:
 
     >>> batch_bounds(17, 8, 3).tolist(), batch_bounds(16, 8, 3).tolist()
     ([0, 8, 16, 17], [0, 8, 15, 16])
-
-    Args:
-        length: number of samples of the share.
-        batch: number of samples of a full batch.
-        count: number of batches.
     """
     ends = [0]
     for later in range(count - 1, -1, -1):  # Number of steps after this one

@@ -164,10 +164,8 @@ def open_or_create(
 
     Args:
         path: path of the file, ending with `.slab`.
-        key: hash of the contents.
         count: number of samples of the data set, >= 0.
         length: function that returns the bytes of a new file, or raises; it may add to `metadata`.
-        metadata: strings for `read_metadata`.
 
     Returns:
         The file's descriptor, and whether this process created the slab.
@@ -217,11 +215,9 @@ def _make(path: Path, key: str, count: int, length: int, metadata: dict[str, str
 
 
 def _rename_if_free(part: Path, path: Path) -> None:
-    """Rename a file atomically; raise FileExistsError if the name is taken.
-
-    `os.link` and `os.unlink` are no alternative, because the slab would have two names in the
-    meantime, which `open_own` refuses.
-    """
+    """Rename a file atomically; raise FileExistsError if the name is taken."""
+    # Not by `os.link` and `os.unlink`, because the slab would have two names in the meantime, which
+    # `open_own` refuses
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(part), os.fsencode(path)
     if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE):

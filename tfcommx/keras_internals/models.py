@@ -141,9 +141,7 @@ def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], T], seed: 
 
     Args:
         model: built.
-        inputs: in the form that the model takes.
         then: receives the outputs; called before the variables have their own values again.
-        seed: of all generators.
 
     Returns:
         The result of `then`.

@@ -136,7 +136,6 @@ def default_architectures(listed: Iterable[int], present: Iterable[Gpu]) -> list
     code also runs on the later ones of that version. Each costs about 15 seconds of one core.
 
     Args:
-        listed: architectures of the toolkit.
         present: GPUs of the machine that builds. For a GPU that the toolkit does not support, the
             highest architecture below it is chosen.
 
@@ -171,7 +170,6 @@ def targets(nvcc: str, wanted: str) -> Targets:
     """Choose the architectures to build for.
 
     Args:
-        nvcc: path of nvcc.
         wanted: value of VARIABLE; "": this machine's GPUs, or else all generations.
 
     **Cost:** runs nvcc and nvidia-smi, together about a second.

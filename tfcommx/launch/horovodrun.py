@@ -51,7 +51,6 @@ class Launch:
 
     Args:
         hosts: a rank on every slot, numbered host by host.
-        command: command line of every rank.
         kind: "gloo", or "mpi" for routes of messages.
         mpi_args: options for mpirun, in addition to the required ones.
         options: other options of horovodrun, unchanged.
@@ -94,11 +93,8 @@ class Launch:
         return [*words, *self.options, *self._command()]
 
     def _command(self) -> tuple[str, ...]:
-        """Return the command, run through rank_output, with LSB_JOBID restored.
-
-        environment() explains why horovodrun must not see that variable.
-        """
-        job = os.environ.get("LSB_JOBID")
+        """Return the command, run through rank_output, with LSB_JOBID restored."""
+        job = os.environ.get("LSB_JOBID")  # Which horovodrun must not see: environment()
         hidden = ("env", f"LSB_JOBID={job}") if job else ()
         # -I, -S: because the user's packages may run any code when Python starts
         return (*hidden, sys.executable, "-I", "-S", RANK_OUTPUT, *self.command)
@@ -147,7 +143,6 @@ class Running:
     Signals of a terminal do not reach it, because its owner decides when it ends.
 
     Args:
-        launch: hosts, command and options.
         variables: environment variables of the ranks, in addition to those of this process.
     """
 
@@ -230,8 +225,6 @@ class Running:
         """Return the error of a launch that ended with a status != 0.
 
         Args:
-            status: exit status of the launcher.
-            lines: lines of the launcher and the ranks.
             advice: a sentence for the end of the message.
         """
         first = lines.failure()

@@ -39,10 +39,6 @@ def is_host_name(name: object) -> bool:
 def check_host_name(name: object, source: str) -> str:
     """Return a host name after checking it.
 
-    Args:
-        name: the candidate, of any type.
-        source: its origin, for the message.
-
     **Raises:** ConfigurationError if it is not a host name.
     """
     if not is_host_name(name):
@@ -200,9 +196,7 @@ def ranks_on(hosts: list[Host], ranks: int, source: str) -> list[Host]:
     Required because Horovod 0.28 starts a rank on every slot of -H and ignores -np.
 
     Args:
-        hosts: hosts with their slots.
         ranks: number of ranks to start, >= 1.
-        source: origin of the hosts, for the message.
 
     **Raises:** ConfigurationError if there are too few slots.
 

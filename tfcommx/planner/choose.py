@@ -50,7 +50,6 @@ def candidates(
     {'all'}
 
     Args:
-        setting: the model and the cluster.
         asked: with selection "all" (None: so): nothing but the order of additions may change.
             With another one: gradients may be selected by it at the scheme's density.
         messages: can the launch send messages between two ranks? An MPI launch can.
@@ -90,8 +89,6 @@ def ranked(setting: Setting, schemes: Sequence[Scheme], for_optimal: int) -> lis
     """Predict each scheme with the quick mergings, and the best ones with the optimal one.
 
     Args:
-        setting: the model and the cluster.
-        schemes: that the cluster can carry out.
         for_optimal: how many of the best ones, >= 0.
 
     Returns:
@@ -115,10 +112,7 @@ def _step_s(prediction: Prediction) -> float:
 
 
 def _dense(request: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
-    """Return the schemes that select nothing, plain Horovod's first.
-
-    Also in fewer bits, or by a compression, if that is asked for.
-    """
+    """Return the schemes that select nothing, plain Horovod's first, then the requested forms."""
     plain = Scheme(bucket_bytes=request.bucket_bytes, block_bytes=request.block_bytes)
     narrow = request.wire if request.selection == "all" else request.dense_wire
     forms = [plain]

@@ -74,7 +74,6 @@ def interval(
         compute_s: of the step without exchange, >= 0.
         exposed_s: by how much the exchange lengthens it, >= 0.
         spread: standard deviation / mean of the times of messages in the probe, >= 0.
-        misses: the known errors of predictions.
     """
     varies = NINETY * spread
     shorter = math.hypot(1 - misses.message_low, varies)

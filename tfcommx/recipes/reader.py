@@ -280,7 +280,6 @@ def change(tree: dict[str, Any], setting: str) -> None:
     """Apply a setting such as `a.0.b=value` to the tree.
 
     Args:
-        tree: the parsed YAML file, which is changed.
         setting: keys and positions joined by dots, `=`, and the new value as YAML.
 
     **Raises:** RecipeError if the tree has no such field, or the value is not YAML.
@@ -310,7 +309,6 @@ def error_lines(error: ValidationError, prefix: str = "") -> list[str]:
     """Return a line `field: requirement. Received ...` for each wrong setting.
 
     Args:
-        error: the error that pydantic raised.
         prefix: field of the part that was validated; empty: the whole recipe.
     """
     lines: list[str] = []

@@ -110,8 +110,6 @@ class LearningRate(RecipePart):
 
         Args:
             step: step of the whole run, in [0, steps).
-            steps_per_epoch: number of steps of an epoch, >= 1.
-            steps: number of steps of the whole run, >= 1.
             global_batch: samples per step over all ranks, >= 1.
         """
         peak = self.peak or (self.peak_per_256 or 0.0) * global_batch / 256
@@ -283,7 +281,6 @@ def read(path: Path, settings: Sequence[str] = ()) -> Recipe:
     """Read and check a recipe.
 
     Args:
-        path: a YAML file.
         settings: changes such as `phases.0.epochs=1`; values are YAML.
 
     **Raises:** RecipeError with the file, the field, the problem and the nearest key.

@@ -77,11 +77,7 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
 
 
 def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
-    """Print the totals and the time breakdown of several runs, one column for each run.
-
-    Args:
-        runs: name -> summary.
-    """
+    """Print the totals and the time breakdown of several runs, one column for each run."""
     table = Table(title="runs", title_justify="left")
     table.add_column("")
     for name in runs:

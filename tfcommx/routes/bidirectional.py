@@ -76,12 +76,8 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[T
 
 
 def _swaps(core: int, cut: list[int]) -> tuple[list[Transfer], list[Transfer], list[Transfer]]:
-    """Return the transfers that halve and add, those that collect, and those that gather at 0.
-
-    Args:
-        core: number of positions, a power of two.
-        cut: the first entry of each of as many parts, and the end.
-    """
+    """Return the transfers that halve and add, those that collect, and those that gather at 0."""
+    # `core` positions, a power of two; `cut`: the first entry of as many parts, and the end
     steps = core.bit_length() - 1
     halves, collects, gathers = [], [], []
     for step, position in itertools.product(range(steps), range(core)):

@@ -141,8 +141,6 @@ def simulate(
     Args:
         plan: the buckets, and the topology.
         profile: a profile of the same model on one rank.
-        links: the links of the cluster.
-        assumptions: further conditions of the step.
         quantile: quantile of the step times under varying rates of ports, in [0, 1]: 0.5 is the
             median; one step in ten is longer than the one at 0.9.
 

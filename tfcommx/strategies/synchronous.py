@@ -45,7 +45,6 @@ def broadcast_weights(weights: Mapping[str, tf.Variable], executor: PlanExecutor
 
     Args:
         weights: variable path -> variable, for exactly the variables of the plan.
-        executor: of the plan.
 
     **Ranks:** all. **Cost:** one broadcast a bucket, by messages if its route sends messages.
     """

@@ -156,7 +156,6 @@ def price(generations: Sequence[Generation], ranks: int) -> Price | None:
     """Return the price of starting the last generation again on more ranks.
 
     Args:
-        generations: all of the run.
         ranks: number of ranks of the next generation, more than the last one has.
 
     Returns:

@@ -147,7 +147,6 @@ class Cooldown:
     Args:
         shortest: seconds for the first time, > 0.
         longest: largest number of seconds; each time doubles the previous one.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -190,8 +189,6 @@ def place(offered: Iterable[Host], before: Iterable[Host], most: int | None) -> 
     Hosts of the previous generation are first, in their order, so that rank 0 does not move.
 
     Args:
-        offered: hosts that may be used, with their slots.
-        before: hosts of the previous generation.
         most: largest number of ranks; None: any number.
 
     >>> place([Host("new", 2), Host("a", 2), Host("b", 2)], [Host("a", 2)], 3)
@@ -244,9 +241,6 @@ class Hosts:
     """Chooses the hosts of the next generation.
 
     Args:
-        source: source of the hosts.
-        options: limits on ranks and waiting time.
-        remote: options for reaching other hosts.
         say: prints a line for the user.
     """
 
@@ -309,8 +303,6 @@ class Hosts:
         """Return the hosts of the next generation, once they have enough slots.
 
         Args:
-            fewest: least number of ranks.
-            before: hosts of the previous generation.
             answered: hosts that have just answered.
             end_requested: returns True if the run must end; the result is then not used.
 

@@ -79,8 +79,6 @@ class Supervisor:
     """Runs generations of ranks until one succeeds.
 
     Args:
-        hosts: chooses the hosts of each generation.
-        options: limits of the run.
         make_launch: returns the launch for hosts and the number of a generation.
         stop: ends the ranks when this process receives a signal.
     """

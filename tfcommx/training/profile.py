@@ -40,7 +40,6 @@ def measure_recipe_exchange(recipe: Recipe, steps: int) -> MeasuredStep:
     The exchange follows the plan of the phase's scheme; for "auto" it is plain Horovod's.
 
     Args:
-        recipe: the recipe to measure.
         steps: number to measure, >= 1.
 
     Returns:

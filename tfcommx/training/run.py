@@ -105,10 +105,6 @@ class Run:
 def prepare(recipe: Recipe, folder: Path) -> Run:
     """Start Horovod, open the data set and build the task.
 
-    Args:
-        recipe: the recipe to train.
-        folder: for checkpoint and report.
-
     **Ranks:** all, with the same recipe.
     **Raises:** DataError for missing samples; ConfigurationError if recipes or data sets differ
     between ranks, if there are too few samples for a step, if the target is not a score of the

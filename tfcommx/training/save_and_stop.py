@@ -30,7 +30,6 @@ class Stopped(Exception):
     """Ends `fit` on all ranks after the same step, once the run is saved.
 
     Args:
-        position: the next step.
         reason: text for the user that names the cause.
     """
 

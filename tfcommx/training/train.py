@@ -57,9 +57,7 @@ def train(
     all ranks save after the same step and return.
 
     Args:
-        recipe: the recipe to train.
         output_folder: for checkpoints and report.
-        options: None: the defaults.
 
     Returns:
         The summary of the whole run, including its parts before a resume, as in `summary.json`.
@@ -177,8 +175,6 @@ def scaled_steps(count: int, run: Run, saved: checkpoint.Head) -> int:
 
     Args:
         count: in [0, saved.steps].
-        run: the run, with its present ranks and batch.
-        saved: the checkpoint.
     """
     steps = run.steps_of(saved.epoch + 1)
     return count if saved.steps in (0, steps) else count * steps // saved.steps

@@ -155,7 +155,6 @@ def start(
     """Start this rank's watcher, and the thread that ends the process at its alarm.
 
     Args:
-        comm: the Comm of this rank.
         interfaces: network interfaces that the ranks were launched on; empty: any.
         limits: time limits; those of rank 0 apply.
         gather: returns the arguments of all watched ranks, in rank order.
@@ -210,8 +209,6 @@ def make_job(rank: int, pid: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the job of a rank's watcher, as `watcher.main` reads it.
 
     Args:
-        rank: the watched rank.
-        pid: process ID of the rank.
         rows: the row that each rank has gathered, in rank order.
     """
     neighbour_rows = [rows[neighbour] for neighbour in neighbours(rank, len(rows))]
@@ -290,14 +287,6 @@ def _cause_first(text: str) -> str:
 def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threading.Event:
     """Send bye at the interpreter's end; after an uncaught exception report the failure instead.
 
-    Horovod raises on every rank if one has ended. This rank then waits for the alarm, because the
-    alarm names the failed rank, and prints its own error only if none arrives.
-
-    Args:
-        to_watcher: socket connected to this rank's watcher.
-        membership: checked at the end, because Horovod's and MPI's shutdown would wait for a rank
-            that has died.
-
     Returns:
         An event that is set if this rank has failed.
     """
@@ -314,6 +303,8 @@ def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threa
             report(kind, error, trace)
             return
         no_bye.set()
+        # Horovod raises on every rank if one has ended. This rank waits for the alarm, which names
+        # the failed rank, and prints its own error only if none arrives
         if GONE in str(error):
             time.sleep(2 * LAUNCHER_SECONDS)
             report(kind, error, trace)
@@ -330,6 +321,7 @@ def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threa
         if os.getpid() == pid and not no_bye.is_set():
             with contextlib.suppress(OSError):
                 to_watcher.send(b"bye\n")
+            # Because Horovod's and MPI's shutdown would wait for a rank that has died
             if membership.any_died():
                 end_at_once(0)
 

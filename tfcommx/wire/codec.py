@@ -84,7 +84,6 @@ def merge(
             shard in turn.
         k: entries in each buffer.
         size: length of the shard that the indices point into.
-        wire: the format in which they were encoded.
         shards: equal parts of the result, >= 1.
         factor: > 0, multiplies each entry before it is added.
 

@@ -67,7 +67,6 @@ def _images(top: Path, passed_over: Counter[str]) -> list[tuple[str, os.stat_res
     Linked folders are followed, each once.
 
     Args:
-        top: the folder.
         passed_over: number of ignored files by ending, which is updated.
     """
     images, visited = [], set()

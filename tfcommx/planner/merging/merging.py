@@ -89,11 +89,6 @@ def finish_s(groups: Sequence[Sequence[int]], profile: Profile, prices: Prices) 
 
     `simulator.step.simulate` gives the same under the assumptions `IDEAL`.
 
-    Args:
-        groups: as a solver returns them.
-        profile: with times.
-        prices: of a group.
-
     Returns:
         Seconds from the start of the backward pass.
     """

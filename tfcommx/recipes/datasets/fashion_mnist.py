@@ -44,7 +44,6 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     the entries.
 
     Args:
-        path: the file.
         shape: the required sizes.
 
     Returns:
@@ -194,7 +193,6 @@ def load(
     """Read the four files.
 
     Args:
-        folder: the folder of the four files.
         train_images, test_images: required numbers of images; other values are for tests.
 
     Returns:

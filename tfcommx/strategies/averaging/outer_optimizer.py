@@ -155,7 +155,6 @@ class StartWeights:
         """Move a variable's start weights by a round's update, and return them.
 
         Args:
-            path: of the variable.
             update: current weights - start weights, averaged over the ranks; equal on all ranks.
         """
         if path in self._optimizers:

@@ -73,7 +73,6 @@ class ElasticRun(StrategyRun):
         """Prepare the steps; the exchange begins with the first one.
 
         Args:
-            executor: of the plan.
             servers: the ranks that hold the centre, each a range of it.
             alpha: the moving rate, > 0.
             every: steps between two exchanges, >= 1.

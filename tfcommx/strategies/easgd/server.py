@@ -126,8 +126,6 @@ class CentreServer:
     """Answers the workers' messages, one after the other.
 
     Args:
-        messages: of the server's rank.
-        workers: ranks that take part.
         membership: the ranks that have ended or died; the server does not wait for them.
     """
 

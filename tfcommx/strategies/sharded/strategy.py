@@ -205,7 +205,6 @@ class Sharded(Strategy):
             plan: covers exactly these variables.
             weights: path -> variable, in forward order.
             decays: for each variable, True if the optimizer's weight decay applies to it.
-            rank: this rank.
             links: for the price of a gather.
             whole: the optimizer's paths of the variables, if it needs whole variables.
 
