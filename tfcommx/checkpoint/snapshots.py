@@ -14,6 +14,7 @@ Two saves are kept: the last complete one, and the one that is being written.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shutil
 import signal
@@ -141,11 +142,6 @@ class Writing:
             del self._work  # Frees the copies of the arrays
 
 
-def sender(mirrors: Mirrors, to: Row, rank: int) -> Callable[[list[str], list[int]], None]:
-    """Return the function that sends files of a rank to its mirror."""
-    return lambda names, keep: mirrors.send(to, rank, names, keep)
-
-
 class RestoreRankValues(keras.callbacks.Callback):
     """Restore the values of each rank in mid-epoch: batch norm's statistics, sums of metrics.
 
@@ -265,7 +261,7 @@ class Snapshots:
             supervised.handshake(PROTOCOL), supervised.host, launch_interfaces(), self.place
         )
         rows = comm.gather_objects(tuple(mirrors.row))
-        return sender(mirrors, Row._make(rows[keeper]), comm.rank)
+        return functools.partial(mirrors.send, Row._make(rows[keeper]), comm.rank)
 
     def restore(self) -> tuple[int, int]:
         """Load the newest checkpoint of earlier generations; return the first epoch and step.

@@ -28,7 +28,7 @@ from tfcommx.comparison.step_times import (
 )
 from tfcommx.comparison.trainings import Setup, train, trained
 from tfcommx.core import ConfigurationError, Profile, Topology, write_text
-from tfcommx.launch.hosts import parse_hosts
+from tfcommx.launch.hosts import parse_hosts, slots_of
 from tfcommx.recipes.reader import RecipeError, RecipePart
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
@@ -149,7 +149,7 @@ def _check_hosts(hosts: str | None, measured_at: float | None, ranks: int) -> No
         raise ConfigurationError(
             f"`--measured-at` needs a number > 0, as 200e6. Received {measured_at}."
         )
-    slots = sum(host.slots for host in parse_hosts(hosts))
+    slots = slots_of(parse_hosts(hosts))
     if slots != ranks:
         raise ConfigurationError(
             f"The hosts of -H must have --nodes x --slots = {ranks} slots. Received {slots}, in "

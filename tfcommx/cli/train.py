@@ -215,7 +215,7 @@ def train(
         if restart.wanted and not dry_run:
             supervise_train(restart, available, processes, in_generation, folder)
         else:
-            chosen = ranks_on(available, processes or sum(host.slots for host in available), "-H")
+            chosen = ranks_on(available, processes, "-H")
             launch_train(chosen, in_generation(0), folder, saves=not dry_run)
         # A run stopped in its first epoch has no report; a dry run has printed one already
         if (folder / "summary.json").exists() and not dry_run:

@@ -197,6 +197,14 @@ def opened_own(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
         os.close(file)
 
 
+def is_still_at(path: Path, opened: int) -> bool:
+    """Return True if an open file or folder is still the one at `path`."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(opened))
+    except FileNotFoundError:
+        return False
+
+
 def _why_foreign(facts: os.stat_result) -> str:
     """Return the reason why a file is not this user's alone, or ""."""
     if not stat.S_ISREG(facts.st_mode):

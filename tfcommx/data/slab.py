@@ -24,12 +24,12 @@ from pathlib import Path
 
 import numpy as np
 
+from tfcommx.core.files import is_still_at
 from tfcommx.data.slab_files import (
     NEXT_AT,
     SlabError,
     allocation_lock,
     free_memory,
-    is_still_at,
     metadata_of,
     open_or_create,
     read_header,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tfcommx.core import ConfigurationError, DataError
-from tfcommx.core.files import open_own, opened_own
+from tfcommx.core.files import is_still_at, open_own, opened_own
 
 MAGIC = b"TFCXSLB1"
 PAGE = 4096
@@ -131,14 +131,6 @@ def free_memory(file: int) -> None:
     length = os.fstat(file).st_size - PAGE
     # If this fails, the memory is freed with the last mapping
     ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(length))
-
-
-def is_still_at(path: Path, file: int) -> bool:
-    """Return True if an open file is still the one at `path`."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(file))
-    except OSError:
-        return False
 
 
 def remove_if_unused(path: Path) -> bool:

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import IO
 
 from tfcommx.core import LaunchError
-from tfcommx.launch.hosts import Host
+from tfcommx.launch.hosts import Host, slots_of
 from tfcommx.launch.rank_output import RankLines
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -64,7 +64,7 @@ class Launch:
 
     @property
     def size(self) -> int:
-        return sum(host.slots for host in self.hosts)
+        return slots_of(self.hosts)
 
     def host_of(self, rank: int) -> str:
         """Return the name of the host of a rank."""

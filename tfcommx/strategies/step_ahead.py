@@ -212,11 +212,7 @@ class StepAheadRun(StrategyRun):
             self._consolidated.assign(False)
 
     def _unsent(self, like: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Return the node's residuals times the coefficient, of variables on sparse routes.
-
-        Args:
-            like: variable path -> a tensor of its shape and dtype.
-        """
+        """Return the node's residuals times the coefficient, in the shapes and dtypes of `like`."""
         comm, pieces = self.executor.comm, cut(like, self.executor.plan)
         runners = [runner for runner in self.executor.runners if runner.bucket.k is not None]
         residuals = [runner.state.residual.read_value() for runner in runners]

@@ -106,12 +106,9 @@ class RootRun(StrategyRun):
             broadcast_weights(step.weights, self.executor)
 
     def _force(self, results: Sequence[tf.Tensor]) -> tf.Operation | None:
-        """Return an operation that runs after all the results, otherwise unused, were computed.
-
-        It assigns an entry of each result to a variable, because TensorFlow prunes unused
-        operations: Horovod's ops are not marked as stateful, and a control dependency on their
-        results does not keep them.
-        """
+        """Return an operation that runs after all the results, otherwise unused, were computed."""
+        # An assignment of their entries, because TensorFlow prunes unused operations: Horovod's ops
+        # are not marked as stateful, and a control dependency on their results does not keep them
         entries = [tf.reshape(result, [-1])[0] for result in results if result.shape.num_elements()]
         seen = tf.stack([tf.cast(entry, tf.float32) for entry in entries])
         if self._seen is None:

@@ -44,10 +44,9 @@ from typing import Any, NamedTuple
 
 from tfcommx.launch.handshake import LARGEST_MESSAGE, NO_PARTNER, Caller, Entrance, Handshake
 from tfcommx.launch.horovodrun import Launch
-from tfcommx.launch.hosts import Host
+from tfcommx.launch.hosts import Host, slots_of
 from tfcommx.launch.rank_output import Failure, RankLines
 from tfcommx.launch.supervision import PAUSED, PROTOCOL
-from tfcommx.supervisor.hosts import slots_of
 from tfcommx.watch.liveness import listen
 
 # Limit on consecutive generations that die at the same step

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import RemoteHosts, is_local, run_to_end
-from tfcommx.launch.hosts import Host, merge, parse_hosts
+from tfcommx.launch.hosts import Host, first_slots, merge, parse_hosts, slots_of
 
 # Defaults of --blacklist-cooldown-range and --elastic-timeout
 COOLDOWN_SECONDS = (60.0, 3600.0)
@@ -178,11 +178,6 @@ class Cooldown:
 SHOWN = 6
 
 
-def slots_of(hosts: Iterable[Host]) -> int:
-    """Return the number of ranks that these hosts take."""
-    return sum(host.slots for host in hosts)
-
-
 def place(offered: Iterable[Host], before: Iterable[Host], most: int | None) -> list[Host]:
     """Return the hosts of the next generation, with a slot for every rank to start there.
 
@@ -196,12 +191,8 @@ def place(offered: Iterable[Host], before: Iterable[Host], most: int | None) -> 
     """
     names = [host.name for host in before]
     first = {name: number for number, name in enumerate(names)}
-    chosen: list[Host] = []
-    for host in sorted(offered, key=lambda host: first.get(host.name, len(first))):
-        free = host.slots if most is None else min(host.slots, most - slots_of(chosen))
-        if free > 0:
-            chosen.append(Host(host.name, free))
-    return chosen
+    in_order = sorted(offered, key=lambda host: first.get(host.name, len(first)))
+    return in_order if most is None else first_slots(in_order, most)
 
 
 def in_words(hosts: Iterable[Host]) -> str:

@@ -61,15 +61,13 @@ def measure_recipe_exchange(recipe: Recipe, steps: int) -> MeasuredStep:
 
 @contextlib.contextmanager
 def _model_and_batches(recipe: Recipe) -> Iterator[tuple[keras.Model, tf.data.Dataset]]:
-    """Build and compile the model of a recipe's first phase, and take one batch.
-
-    It is one batch, because batches of text have several lengths, and each would be traced.
-    """
+    """Build and compile the model of a recipe's first phase, and take one batch."""
     run = prepare(recipe, Path())
     keras.utils.set_random_seed(recipe.seed)
     model = recipe.build_model(run.objective)
     compile_model(model, run, recipe.scheme_of_epoch()[0])
     try:
+        # One, because batches of text have several lengths, and each would be traced
         yield model, run.batches(FitCall(0, range(1))).take(1)
     finally:
         run.data.close()

@@ -272,10 +272,8 @@ def _wait(to_watcher: socket.socket, comm: Watched, failed: threading.Event) -> 
 
 
 def _cause_first(text: str) -> str:
-    """Return an error's text in one line, its last line first.
-
-    The order changes because TensorFlow puts the cause after the stack, before `[[nodes]]`.
-    """
+    """Return an error's text in one line, its last line first."""
+    # TensorFlow puts the cause after the stack, before `[[nodes]]`
     lines = [
         " ".join(line.split())
         for line in text.splitlines()

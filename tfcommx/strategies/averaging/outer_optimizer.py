@@ -182,9 +182,7 @@ def _kind(optimizer: keras.optimizers.Optimizer) -> np.ndarray:
 
 
 def _load(optimizer: keras.optimizers.Optimizer, kept: State) -> set[str]:
-    """Load the state of an optimizer of the same class, except the learning rate.
-
-    The learning rate is the user's current choice.
+    """Load a state, except the learning rate, which is the user's current choice.
 
     Returns:
         The class name in the state, if it is another class, so that nothing was loaded; else empty.
