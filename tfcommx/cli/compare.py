@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tfcommx.cli.parameters import Changes, JsonFile
 from tfcommx.cli.plan import BATCH_HELP, GPU_HELP, THROUGHPUT_HELP, profile_of
-from tfcommx.cli.train import SET_HELP
 from tfcommx.comparison import figures, tables
 from tfcommx.comparison.methods import check_names_a_route, fitting, read_methods
 from tfcommx.comparison.rows import Comparison, Steps, rows_of, score_of
@@ -27,7 +27,7 @@ from tfcommx.comparison.step_times import (
     step_seconds,
 )
 from tfcommx.comparison.trainings import Setup, train, trained
-from tfcommx.core import ConfigurationError, Profile, Topology, write_text
+from tfcommx.core import ConfigurationError, Profile, Topology, check_number, write_text
 from tfcommx.launch.hosts import parse_hosts, slots_of
 from tfcommx.recipes.reader import RecipeError, RecipePart
 from tfcommx.recipes.recipe import Recipe
@@ -53,9 +53,7 @@ def compare(
     output: Annotated[
         Path | None, typer.Option(help="Folder; by default runs/compare_NAME of the recipe.")
     ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="PLACE=VALUE", help=SET_HELP)
-    ] = None,
+    settings: Changes = None,
     target: Annotated[
         float | None,
         typer.Option(
@@ -84,9 +82,7 @@ def compare(
     measured_at: Annotated[
         float | None, typer.Option(help="Bandwidth of the links of these hosts, bit/s.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write one object a line.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Train a recipe by several methods, and compare scores at equal steps, bytes and time.
 
@@ -145,10 +141,7 @@ def _check_hosts(hosts: str | None, measured_at: float | None, ranks: int) -> No
         raise ConfigurationError(
             "Steps on --hosts need --measured-at, their bandwidth; one was given."
         )
-    if not 0 < measured_at < float("inf"):
-        raise ConfigurationError(
-            f"`--measured-at` needs a number > 0, as 200e6. Received {measured_at}."
-        )
+    check_number("--measured-at", measured_at, "> 0")
     slots = slots_of(parse_hosts(hosts))
     if slots != ranks:
         raise ConfigurationError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tfcommx.cli.parameters import JsonFile
 from tfcommx.cli.plan import advice
 from tfcommx.core import DataError, Links, MeasuredStep, Timeline, Topology, write_text
 from tfcommx.measure.horovod_timeline import (
@@ -48,9 +49,7 @@ def explain(
     trace: Annotated[
         Path | None, typer.Option(help="Write them for chrome://tracing and Perfetto.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all steps of a timeline, one a line.")
-    ] = None,
+    json_file: JsonFile = None,
     profile: Annotated[
         Path | None, typer.Option(help="Write the profile of the run: tfcommx plan FILE.")
     ] = None,

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from tfcommx.cli.parameters import JsonFile
 from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated_step
 from tfcommx.core import ConfigurationError, check_name, check_whole, replacing, write_text
 from tfcommx.planner.choose import NOTABLY_FASTER
@@ -73,9 +74,7 @@ def machines(
     csv_file: Annotated[
         Path | None, typer.Option("--csv", help="Write all rows, of all schemes.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all rows, one object a line.")
-    ] = None,
+    json_file: JsonFile = None,
     figure: Annotated[
         Path | None, typer.Option(help="Draw cost over time, and the efficiency: .svg or .png.")
     ] = None,

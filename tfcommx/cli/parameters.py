@@ -1,9 +1,23 @@
-"""Replace the parameters of a command that typer reads."""
+"""Parameters of several commands, and their replacement in a command that typer reads."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PLACE=VALUE",
+        help="Change the recipe, e.g. --set phases.0.epochs=1. Repeatable.",
+    ),
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all rows, one object a line.")]
 
 
 def show_parameters(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> None:

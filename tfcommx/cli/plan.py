@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tfcommx.cli.parameters import JsonFile
 from tfcommx.core import ConfigurationError, Links, Profile, Scheme, Topology, write_text
 from tfcommx.report.terminal import show_rows
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
@@ -56,9 +57,7 @@ def plan(
     output: Annotated[
         Path | None, typer.Option(help="Write the chosen plan: DistributedOptimizer(plan=...).")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the table, one object a line.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Rank the schemes for a model on a cluster by the predicted time of a step.
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tfcommx.cli.parameters import show_parameters
+from tfcommx.cli.parameters import JsonFile, show_parameters
 from tfcommx.core import (
     AUTO,
     PLAIN,
@@ -24,6 +24,7 @@ from tfcommx.core import (
     Scheme,
     Topology,
     check_name,
+    check_number,
     check_whole,
     write_text,
 )
@@ -126,12 +127,10 @@ class Settings:
             value = getattr(self, name)
             if value is not None and kind is not str:
                 object.__setattr__(self, name, _number(name, value, kind))
-        for name in ("between_gbit", "inside_gbytes", "efficiency", "bucket_mbytes"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigurationError(f"`{name}` must be > 0. Received {value!r}.")
-        if self.efficiency > 1:
-            raise ConfigurationError(f"`efficiency` must be in (0, 1]. Received {self.efficiency}.")
+        for name in ("between_gbit", "inside_gbytes", "bucket_mbytes"):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, "> 0")
+        check_number("efficiency", self.efficiency, "in (0, 1]")
 
     @property
     def requested_scheme(self) -> Scheme:
@@ -173,10 +172,9 @@ class Settings:
 
     def _as_set(self, links: Links) -> Links:
         """Return links with the engine settings of this simulation."""
-        mbytes = self.fusion_mbytes
-        if mbytes is not None and not 0 <= mbytes < math.inf:
-            raise ConfigurationError(f"`fusion_mbytes` must be >= 0. Received {mbytes}.")
-        buffer = None if mbytes is None else round(mbytes * 2**20)
+        buffer = None
+        if self.fusion_mbytes is not None:
+            buffer = round(check_number("fusion_mbytes", self.fusion_mbytes, ">= 0") * 2**20)
         changes: dict[str, Any] = {
             "name": self.engine,
             "nics": self.nics,
@@ -231,9 +229,7 @@ def simulate(
     sweep: Annotated[
         str | None, typer.Option(help="Setting and values: nodes=1,2,4,...,1024.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write one object a line.")
-    ] = None,
+    json_file: JsonFile = None,
     png: Annotated[Path | None, typer.Option(help="Draw the timeline, or the sweep.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline for chrome://tracing and Perfetto.")

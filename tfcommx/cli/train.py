@@ -17,6 +17,7 @@ import typer
 
 from tfcommx.cli import restart_options
 from tfcommx.cli.environment import load_tensorflow, quiet_horovod
+from tfcommx.cli.parameters import Changes
 from tfcommx.cli.restart_options import RestartOptions, supervise
 from tfcommx.core import LaunchError
 from tfcommx.launch.commands import RemoteHosts
@@ -135,9 +136,6 @@ class LaunchStopper:
             self.running.terminate()
 
 
-SET_HELP = "Change the recipe, e.g. --set phases.0.epochs=1. Repeatable."
-
-
 @restart_options.add_options
 def train(
     config: Annotated[
@@ -149,9 +147,7 @@ def train(
     resume: Annotated[
         bool, typer.Option(help="Continue after the last checkpoint in the run's folder.")
     ] = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="PLACE=VALUE", help=SET_HELP)
-    ] = None,
+    settings: Changes = None,
     processes: Annotated[
         int | None,
         typer.Option("--processes", "-np", min=1, help="Start this many ranks, here or on -H."),

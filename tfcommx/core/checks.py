@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import pkgutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
@@ -107,6 +108,30 @@ def python_number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
+
+
+# Range in words -> True if a number is in it
+RANGES: dict[str, Callable[[float], bool]] = {
+    "> 0": lambda number: 0 < number < math.inf,
+    ">= 0": lambda number: 0 <= number < math.inf,
+    "in (0, 1]": lambda number: 0 < number <= 1,
+    "in [0, 1)": lambda number: 0 <= number < 1,
+    "in [0, 1]": lambda number: 0 <= number <= 1,
+}
+
+
+def check_number(name: str, value: Any, wanted: str) -> float:
+    """Return a number, such as NumPy's, as a float, if it is in a range of RANGES.
+
+    >>> check_number("momentum", 0.9, "in [0, 1)")
+    0.9
+
+    **Raises:** ConfigurationError.
+    """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not RANGES[wanted](value):
+        raise ConfigurationError(f"`{name}` must be a number {wanted}. Received {value!r}.")
+    return float(value)
 
 
 def require_equal(name: str, values: Sequence[Any]) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tfcommx.core import ConfigurationError, check_name, check_whole, local_path
+from tfcommx.core import ConfigurationError, check_name, check_number, check_whole, local_path
 from tfcommx.data.sources.source import MAX_PIXELS
 from tfcommx.kernels.augment import CropRule
 
@@ -150,10 +150,7 @@ class Options:
         if not 0 <= self.seed < 2**63:
             raise ConfigurationError(f"`seed` must be in [0, 2^63). Received {self.seed}.")
         for name in ("verify", "reshuffle_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigurationError(
-                    f"`{name}` must be in [0, 1]. Received {getattr(self, name)}."
-                )
+            check_number(name, getattr(self, name), "in [0, 1]")
 
     def to_agree_on(self) -> dict[str, str]:
         """Return option -> value for the options that must be equal on all ranks.

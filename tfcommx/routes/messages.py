@@ -317,7 +317,6 @@ class MessageRoute(PeerRoute[MessageOptions]):
     def run_in_group(
         self, flat: Tensor, bucket: Bucket[MessageOptions], comm: Comm, group: str
     ) -> Tensor:
-        """Return the sum of `flat` over a group. **Ranks:** all of the group."""
         collective = bucket.options.collective
         return self._by_messages(collective, flat, bucket, comm, group)
 

@@ -81,7 +81,6 @@ class Root(Strategy):
             )
 
     def start(self, executor: Executor) -> StrategyRun:
-        """Prepare the steps of one plan."""
         return RootRun(only_plan(executor))
 
 
@@ -134,7 +133,6 @@ class Rebroadcast(Strategy):
         object.__setattr__(self, "every", check_whole("every", self.every, least=1))
 
     def start(self, executor: Executor) -> StrategyRun:
-        """Prepare the steps of one plan."""
         return RebroadcastRun(only_plan(executor), self.every)
 
 
