@@ -111,16 +111,13 @@ class Filler:
         labels: np.ndarray,
         level: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Count the samples of the native fill, write them to disk, and `fetch` the rest.
+        """Count the samples of the native fill, write them to disk; return the `fetch` of the rest.
 
         Args:
             samples: sample numbers, int64 [b].
             state: result of `batches.check`, uint8 [b].
             remaining: result of `batches.fill`, uint8 [b].
             encoded, labels, level: results of `read_files`.
-
-        Returns:
-            The result of `fetch`.
         """
         brought = (remaining == 0) | (remaining == FILLED_BY_OTHER)
         for i in np.flatnonzero((state != 0) & brought).tolist():

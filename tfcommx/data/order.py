@@ -54,7 +54,7 @@ def _known(
 def parts(
     count: int, slots: tuple[int, ...], seed: int, epoch: int = 0, fraction: float = 0.0
 ) -> tuple[np.ndarray, ...]:
-    """Return each node's part of the samples 0 to count - 1 in `epoch`.
+    """Return each node's part of the samples 0 to count - 1 in `epoch`, int64, ascending.
 
     Args:
         count: number of samples of the data set, >= 0.
@@ -64,9 +64,6 @@ def parts(
         fraction: share of each part, in [0, 1], that is redistributed before every epoch except the
             first. The expected share that moves is fraction * (1 - 1 / nodes), because the offered
             samples of all nodes are shuffled together, and some return to their node.
-
-    Returns:
-        One int64 array per node, ascending.
 
     **Ranks:** pure; equal arguments give equal parts everywhere.
     **Cost:** one sort of `count` numbers; with a fraction, one for each epoch since the newest

@@ -152,15 +152,12 @@ def remove_if_unused(path: Path) -> bool:
 def open_or_create(
     path: Path, key: str, count: int, length: Callable[[], int], metadata: dict[str, str]
 ) -> tuple[int, bool]:
-    """Open the slab at `path`, or create it; hold its shared lock.
+    """Open the slab at `path`, or create it, with its shared lock; return (file, is it new).
 
     Args:
         path: path of the file, ending with `.slab`.
         count: number of samples of the data set, >= 0.
         length: function that returns the bytes of a new file, or raises; it may add to `metadata`.
-
-    Returns:
-        The file's descriptor, and whether this process created the slab.
 
     **Raises:** SlabError if another user's file is at `path`.
     """
@@ -234,11 +231,7 @@ def _write_header(file: int, key: str, count: int, length: int, metadata: dict[s
 
 
 def remove_unused(folder: Path) -> list[Path]:
-    """Remove all slabs of this user in `folder`, complete or incomplete, that no process uses.
-
-    Returns:
-        The removed paths.
-    """
+    """Remove this user's slabs in `folder`, complete or not, that no process uses; return them."""
     candidates = [*paths(folder), *paths(folder, "part")]
     return [path for path in sorted(candidates) if remove_if_unused(path)]
 

@@ -130,7 +130,7 @@ def parse_list(text: str) -> list[int]:
 
 
 def default_architectures(listed: Iterable[int], present: Iterable[Gpu]) -> list[int]:
-    """Choose the default architectures: those of this machine's GPUs, or else all generations.
+    """Choose the default architectures, ascending: those of this machine's GPUs, or else all.
 
     All generations are Turing and the first architecture of each major version, because its machine
     code also runs on the later ones of that version. Each costs about 15 seconds of one core.
@@ -138,9 +138,6 @@ def default_architectures(listed: Iterable[int], present: Iterable[Gpu]) -> list
     Args:
         present: GPUs of the machine that builds. For a GPU that the toolkit does not support, the
             highest architecture below it is chosen.
-
-    Returns:
-        Architectures, ascending.
     """
     supported = sorted(number for number in listed if number >= OLDEST)
     chosen = {

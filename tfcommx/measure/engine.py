@@ -195,14 +195,11 @@ def engine_fuses(comm: Comm, timer: Timer) -> bool:
 def measure_contention(
     work: Callable[[], object], load: Callable[[], object], timer: Timer
 ) -> list[float]:
-    """Return the relative slowdown of a message while every rank computes, for each repeat.
+    """Return the relative slowdown, >= 0, of a message while every rank computes, by repeat.
 
     Args:
         work: sends the message.
         load: computes for some milliseconds; called repeatedly.
-
-    Returns:
-        Seconds under load / seconds without - 1, >= 0.
 
     **Ranks:** all.
     """

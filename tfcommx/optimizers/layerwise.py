@@ -84,7 +84,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         updates: Sequence[tf.Tensor],
         formula: Formula,
     ) -> tf.Tensor:
-        """Return the trust ratio of each variable.
+        """Return the trust ratio of each variable, float32 [variables].
 
         Args:
             positions: of the variables, among those that the optimizer was built for.
@@ -92,9 +92,6 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
             updates: the tensors whose norms enter the ratio, of the same shapes.
             formula: (norms of the weights, norms of the updates, weight decay of each) -> the
                 ratios if both norms are above 0; otherwise the ratio is 1.
-
-        Returns:
-            float32 [number of variables].
 
         **Cost:** one pass over the weights and updates that are not excluded.
         """

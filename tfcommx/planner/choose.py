@@ -86,13 +86,10 @@ def with_codes(found: Sequence[Prediction], setting: Setting) -> list[Prediction
 
 
 def ranked(setting: Setting, schemes: Sequence[Scheme], for_optimal: int) -> list[Prediction]:
-    """Predict each scheme with the quick mergings, and the best ones with the optimal one.
+    """Predict each scheme with the quick mergings, the best with the optimal; fastest first.
 
     Args:
         for_optimal: how many of the best ones, >= 0.
-
-    Returns:
-        The fastest first.
     """
     predictions = [
         setting.predict(dataclasses.replace(scheme, merging=merging))

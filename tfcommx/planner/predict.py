@@ -214,11 +214,7 @@ def describe(scheme: Scheme) -> str:
 
 
 def what_helps(scheme: Scheme, setting: Setting) -> dict[str, Prediction]:
-    """Predict the step as it is, then with faster links, fewer slots, half the density, ...
-
-    Returns:
-        Change -> the step; the first is "as it is".
-    """
+    """Predict the step as it is, then with faster links, fewer slots, half the density, ..."""
     topology, links = setting.topology, setting.links
     changed = {"as it is": (scheme, setting)}
 

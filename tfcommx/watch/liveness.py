@@ -74,14 +74,11 @@ SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def addresses(interfaces: list[str]) -> list[str]:
-    """Return this host's IPv4 addresses, loopback last.
+    """Return this host's IPv4 addresses, such as `192.168.0.2`, loopback last.
 
     Args:
         interfaces: names of interfaces whose addresses count, if this host has any of them;
             otherwise all count.
-
-    Returns:
-        The addresses, such as `192.168.0.2`.
     """
     by_interface: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query_socket:

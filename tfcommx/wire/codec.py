@@ -75,7 +75,7 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
 def merge(
     buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1, factor: float = 1.0
 ) -> tf.Tensor:
-    """Add the entries of all gathered buffers into a dense vector.
+    """Add the entries of all gathered buffers into a dense vector, float32 [shards * size].
 
     Every rank gets the same bits, because the buffers are added in rank order.
 
@@ -86,9 +86,6 @@ def merge(
         size: length of the shard that the indices point into.
         shards: equal parts of the result, >= 1.
         factor: > 0, multiplies each entry before it is added.
-
-    Returns:
-        float32 [shards * size].
 
     **Cost:** one write of the result, whatever the number of shards.
     """

@@ -38,16 +38,13 @@ FETCH = "python -m tfcommx.recipes.datasets fashion_mnist"
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Read one gzipped IDX file of unsigned bytes.
+    """Read one gzipped IDX file of unsigned bytes, uint8 of `shape`.
 
     The file holds 2 zero bytes, the type 8, the number of dimensions, the sizes (big-endian) and
     the entries.
 
     Args:
         shape: the required sizes.
-
-    Returns:
-        uint8 array of `shape`.
 
     **Raises:** DataError with the file, the requirement and the received value.
     """
