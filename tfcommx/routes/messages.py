@@ -85,7 +85,7 @@ class Participants(NamedTuple):
         return self.ranks[(position + self.ranks.index(self.root)) % len(self.ranks)]
 
     def start(self, way: str, buffer: np.ndarray[Any, Any], position: int) -> Any:
-        """Begin to receive a buffer "from" a position, or to send it "to" one; return the request."""
+        """Begin to receive "from" a position, or to send "to" it, and return the request."""
         begin = self.point_to_point.receive if way == "from" else self.point_to_point.send
         return begin(buffer, self.rank_at(position), self.tag)
 
