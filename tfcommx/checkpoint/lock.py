@@ -71,9 +71,6 @@ _held: dict[Path, int] = {}
 def take(folder: Path, owner: Owner) -> None:
     """Create a folder and hold its lock; no effect if this run holds it already.
 
-    Args:
-        owner: rank 0 of this run.
-
     **Ranks:** local; rank 0 first, then the first rank of each other node.
     **Raises:** FolderInUse that names the other run; OSError.
     """

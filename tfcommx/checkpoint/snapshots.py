@@ -149,9 +149,6 @@ class RestoreRankValues(keras.callbacks.Callback):
     be built. No value changes for a checkpoint of an epoch's end, where all are equal, and with
     another number of ranks.
 
-    Args:
-        folder: the folder given to `restore`.
-
     **Ranks:** all.
     """
 

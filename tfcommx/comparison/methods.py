@@ -42,11 +42,7 @@ class Method(RecipePart):
     also: dict[str, Any] = Field(default_factory=dict)
 
     def settings(self, epochs: Sequence[int]) -> list[str]:
-        """Return the changes of a recipe in the form that `tfcommx train --set` accepts.
-
-        Args:
-            epochs: the number of epochs of each phase.
-        """
+        """Return the changes of a recipe in the form that `tfcommx train --set` accepts."""
         changes, rising = [], list(self.warm_up)
         for number, count in enumerate(epochs if self.scheme is not None else ()):
             densities, rising = rising[:count], rising[count:]

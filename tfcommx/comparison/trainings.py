@@ -78,9 +78,6 @@ def trained(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any
 def train(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any]:
     """Train a method with one seed, and write its results to a file.
 
-    Args:
-        settings: all changes of the recipe, including the seed.
-
     Returns:
         The training: `epochs` has scores, steps, and cumulative bytes and seconds of each epoch.
 

@@ -76,9 +76,6 @@ def reading(
 
     All exceptions are caught except those that end a process, because parsers of NumPy, zip and
     JSON raise a dozen classes for files that were truncated or changed.
-
-    Args:
-        remedy: remedy for the user, a sentence.
     """
     try:
         yield

@@ -46,9 +46,6 @@ class Disk:
     After the first failure to write, which causes a warning, nothing more is written, but the
     samples in the folder are still served. A folder of another user, or that others can write to,
     is not used at all. `corrupt` counts reads with a wrong CRC.
-
-    Args:
-        key: key of the source; each key has a separate folder.
     """
 
     def __init__(self, folder: str | Path, key: str, count: int) -> None:

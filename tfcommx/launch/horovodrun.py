@@ -141,9 +141,6 @@ class Running:
     """A launch that has been started.
 
     Signals of a terminal do not reach it, because its owner decides when it ends.
-
-    Args:
-        variables: environment variables of the ranks, in addition to those of this process.
     """
 
     def __init__(self, launch: Launch, variables: Mapping[str, str] | None = None) -> None:
@@ -222,11 +219,7 @@ class Running:
         return True
 
     def failed(self, status: int, lines: RankLines, advice: str = "") -> LaunchError:
-        """Return the error of a launch that ended with a status != 0.
-
-        Args:
-            advice: a sentence for the end of the message.
-        """
+        """Return the error of a launch that ended with a status != 0."""
         first = lines.failure()
         if first is None:
             words = shlex.join(self.launch.command)

@@ -64,11 +64,7 @@ T = TypeVar("T")
 
 
 def read(kind: str, key: object) -> dict[str, Any] | None:
-    """Return the value cached under an equal key; None if there is none, or the file is damaged.
-
-    Args:
-        key: the dependencies of the value, serializable as JSON.
-    """
+    """Return the value cached under an equal key; None if there is none, or the file is damaged."""
     try:
         path = _path(kind, key)
         if not path.exists():

@@ -28,9 +28,6 @@ def prices_of(
     """Price groups of a stream of gradients as the simulator does.
 
     A selection in the middle of a route, such as HiTopKComm's, is counted as part of its message.
-
-    Args:
-        make_bucket: entries of a group -> its bucket.
     """
 
     @functools.cache

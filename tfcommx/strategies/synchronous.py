@@ -43,9 +43,6 @@ class Synchronous(Strategy):
 def broadcast_weights(weights: Mapping[str, tf.Variable], executor: PlanExecutor) -> None:
     """Set the weights to those of rank 0.
 
-    Args:
-        weights: variable path -> variable, for exactly the variables of the plan.
-
     **Ranks:** all. **Cost:** one broadcast a bucket, by messages if its route sends messages.
     """
     tensors = {path: tf.convert_to_tensor(variable) for path, variable in weights.items()}

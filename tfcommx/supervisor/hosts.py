@@ -229,11 +229,7 @@ def host_named(name: str, hosts: Sequence[Host]) -> str | None:
 
 
 class Hosts:
-    """Chooses the hosts of the next generation.
-
-    Args:
-        say: prints a line for the user.
-    """
+    """Chooses the hosts of the next generation."""
 
     def __init__(
         self,

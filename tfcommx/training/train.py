@@ -56,9 +56,6 @@ def train(
     SIGTERM, SIGINT and SIGUSR1 to any rank, a file `stop` in the folder, and the time limit make
     all ranks save after the same step and return.
 
-    Args:
-        output_folder: for checkpoints and report.
-
     Returns:
         The summary of the whole run, including its parts before a resume, as in `summary.json`.
         `seconds` is wall-clock time without writing the report. `throughput` is the `counted` of

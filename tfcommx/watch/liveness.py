@@ -190,9 +190,6 @@ def start(
 def responds(row: dict[str, Any]) -> bool:
     """Return True if a rank's watcher accepts connections, as it does while the rank runs.
 
-    Args:
-        row: the rank's row of `make_job`.
-
     **Cost:** one connection.
     """
     for address in row["addresses"][:-1] or row["addresses"]:  # The last is the loopback
@@ -203,11 +200,7 @@ def responds(row: dict[str, Any]) -> bool:
 
 
 def make_job(rank: int, pid: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the job of a rank's watcher, as `watcher.main` reads it.
-
-    Args:
-        rows: the row that each rank has gathered, in rank order.
-    """
+    """Return the job of a rank's watcher, as `watcher.main` reads it."""
     neighbour_rows = [rows[neighbour] for neighbour in neighbours(rank, len(rows))]
     return {
         "rank": rank,

@@ -100,9 +100,6 @@ def decode(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Read the entries of all gathered buffers.
 
-    Args:
-        buffers, k, size, wire, shards: as `merge`.
-
     Returns:
         indices int32 [entries] into the vector of all shards, and values float32 [entries].
     """

@@ -43,9 +43,6 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     The file holds 2 zero bytes, the type 8, the number of dimensions, the sizes (big-endian) and
     the entries.
 
-    Args:
-        shape: the required sizes.
-
     **Raises:** DataError with the file, the requirement and the received value.
     """
     start = 4 + 4 * len(shape)

@@ -121,11 +121,7 @@ class Centre:
 
 
 class CentreServer:
-    """Answers the workers' messages, one after the other.
-
-    Args:
-        membership: the ranks that have ended or died; the server does not wait for them.
-    """
+    """Answers the workers' messages, one after the other."""
 
     def __init__(
         self, messages: PointToPoint, workers: Collection[int], membership: Membership
