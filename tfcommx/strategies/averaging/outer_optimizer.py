@@ -188,8 +188,7 @@ def _load(optimizer: keras.optimizers.Optimizer, kept: State) -> set[str]:
         The class name in the state, if it is another class, so that nothing was loaded; else empty.
     """
     state = dict(kept)
-    # Earlier checkpoints have no class name
-    kind = state.pop(KIND, _kind(optimizer)).tobytes().decode()
+    kind = state.pop(KIND).tobytes().decode()
     if kind != type(optimizer).__name__:
         return {kind}
     rate = optimizer.get_config()["learning_rate"]
