@@ -245,7 +245,7 @@ def command(*words: str) -> subprocess.CompletedProcess:
             ("train", "configs/fashion_mnist.yaml", "--set", "phases.0.scheme.density=2"),
             "density=2",
         ),
-        (("report", "tests"), "tests/summary.json: "),
+        (("report", "tests"), "tests/summary.json. "),
     ],
 )
 def test_user_errors_are_one_line(words, named):
