@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tfcommx.cli.parameters import Changes, JsonFile
+from tfcommx.cli.parameters import Changes, JsonFile, write_rows
 from tfcommx.cli.plan import BATCH_HELP, GPU_HELP, THROUGHPUT_HELP, profile_of
 from tfcommx.comparison import figures, tables
 from tfcommx.comparison.methods import check_names_a_route, fitting, read_methods
@@ -27,7 +26,7 @@ from tfcommx.comparison.step_times import (
     step_seconds,
 )
 from tfcommx.comparison.trainings import Setup, train, trained
-from tfcommx.core import ConfigurationError, Profile, Topology, check_number, write_text
+from tfcommx.core import ConfigurationError, Profile, Topology, check_number
 from tfcommx.launch.hosts import parse_hosts, slots_of
 from tfcommx.recipes.reader import RecipeError, RecipePart
 from tfcommx.recipes.recipe import Recipe
@@ -129,8 +128,7 @@ def compare(
     tables.show(comparison)
     figures.draw(comparison, folder / figures.PICTURE)
     print(f"figure: {folder / figures.PICTURE}")
-    if json_file:
-        write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows_of(comparison)))
+    write_rows(json_file, rows_of(comparison))
 
 
 def _check_hosts(hosts: str | None, measured_at: float | None, ranks: int) -> None:

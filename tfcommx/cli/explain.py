@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median_low, quantiles
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tfcommx.cli.parameters import JsonFile
+from tfcommx.cli.parameters import JsonFile, write_rows
 from tfcommx.cli.plan import advice
 from tfcommx.core import DataError, Links, MeasuredStep, Timeline, Topology, write_text
 from tfcommx.measure.horovod_timeline import (
@@ -62,9 +61,7 @@ def explain(
         early = recording.earliest(typical)
         _show_recording(run, recording, early)
         others_s = typical.exposed_parts.ranks_s
-        if json_file:
-            rows = map(_step_row, recording.steps)
-            write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(json_file, map(_step_row, recording.steps))
         if links or profile or png or trace:
             topology = Topology(max(1, recording.ranks // max(1, slots)), slots)
             measured_steps = [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from tfcommx.cli.parameters import JsonFile
+from tfcommx.cli.parameters import JsonFile, write_rows
 from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated_step
-from tfcommx.core import ConfigurationError, check_name, check_whole, replacing, write_text
+from tfcommx.core import ConfigurationError, check_name, check_number, check_whole, replacing
 from tfcommx.planner.choose import NOTABLY_FASTER
 from tfcommx.planner.predict import MISSES
 from tfcommx.report.terminal import show_rows
@@ -106,8 +105,7 @@ def machines(
             writer = csv.DictWriter(out, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-    if json_file:
-        write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(json_file, rows)
     from tfcommx.report import figures
 
     if figure:
@@ -132,12 +130,7 @@ def read_offers(file: Path) -> Offers:
         price = machines[name].pop("price", None)
         if price is None and "epoch_samples" not in content:
             continue
-        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < 1e12:
-            raise ConfigurationError(
-                f"`price`, of a node per hour and > 0, is required of each machine. Received "
-                f"{price!r} of {name!r}."
-            )
-        prices[name] = float(price)
+        prices[name] = check_number(f"price of {name}", price, "> 0")
     schemes = _named(file, content, "schemes") if "schemes" in content else SCHEMES
     for settings in schemes.values():
         _check_settings(file, settings, ())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from tfcommx.core import write_text
 
 Changes = Annotated[
     list[str] | None,
@@ -18,6 +21,12 @@ Changes = Annotated[
     ),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all rows, one object a line.")]
+
+
+def write_rows(file: Path | None, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as `JsonFile` describes; no effect without a file."""
+    if file is not None:
+        write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def show_parameters(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tfcommx.cli.parameters import JsonFile
+from tfcommx.cli.parameters import JsonFile, write_rows
 from tfcommx.core import ConfigurationError, Links, Profile, Scheme, Topology, write_text
 from tfcommx.report.terminal import show_rows
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
@@ -80,8 +79,7 @@ def plan(
     best = ranking[0]
     _show([_row(candidate) for candidate in ranking], what_helps(best.scheme, setting))
     print(f"\npredicted to be the fastest: {advice(best)}")
-    if json_file:
-        write_text(json_file, "".join(json.dumps(_row(candidate)) + "\n" for candidate in ranking))
+    write_rows(json_file, map(_row, ranking))
     if output:
         write_text(output, best.plan.to_json())
         print(f"{output}: its plan, of {len(best.plan.buckets)} buckets.")

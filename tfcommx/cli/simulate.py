@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import math
 import typing
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tfcommx.cli.parameters import JsonFile, show_parameters
+from tfcommx.cli.parameters import JsonFile, show_parameters, write_rows
 from tfcommx.core import (
     AUTO,
     PLAIN,
@@ -254,8 +253,7 @@ def simulate(
         timeline, row = simulated_step(settings)
         rows = [row]
         _show(rows)
-    if json_file:
-        write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(json_file, rows)
     from tfcommx.report import timeline as report
 
     if sweep:
