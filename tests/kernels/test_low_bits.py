@@ -204,7 +204,7 @@ def test_lengths_are_known_while_tracing() -> None:
     @tf.function
     def all_three(gradient: tf.Tensor) -> tf.Tensor:
         words = low_bits.write(gradient, residual, "int1", 300, 600)
-        assert words.shape == [2 * low_bits.shard_words(300, "int1")] == [28]
+        assert words.shape == [28]
         total = low_bits.add_and_write(words, residual, "int1", 300, 0, 300)
         assert total.shape == [14]
         read = low_bits.read(total, "int1", 300)

@@ -213,13 +213,13 @@ def test_other_ranks_are_silent(summary):
 
 
 def test_a_folder_without_a_summary(tmp_path, summary):
-    with pytest.raises(ReportError, match=r"summary\.json: .*such file"):
+    with pytest.raises(ReportError, match=r"summary\.json.*such file"):
         report.read(tmp_path)
     (tmp_path / "summary.json").write_text("{")
-    with pytest.raises(ReportError, match=r"summary\.json .*JSON: .*property name"):
+    with pytest.raises(ReportError, match=r"summary\.json.*property name"):
         report.read(tmp_path)
     (tmp_path / "summary.json").write_text('{"ranks": 1}')
-    with pytest.raises(ReportError, match=r"summary\.json .*test_accuracy, nodes"):
+    with pytest.raises(ReportError, match=r"summary\.json.*\bnodes\b.*test_accuracy"):
         report.read(tmp_path)
 
 
@@ -245,7 +245,7 @@ def command(*words: str) -> subprocess.CompletedProcess:
             ("train", "configs/fashion_mnist.yaml", "--set", "phases.0.scheme.density=2"),
             "density=2",
         ),
-        (("report", "tests"), "tests/summary.json: "),
+        (("report", "tests"), "tests/summary.json. "),
     ],
 )
 def test_user_errors_are_one_line(words, named):

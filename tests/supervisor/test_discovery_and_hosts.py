@@ -14,7 +14,7 @@ from launching import ROOT
 
 from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import RemoteHosts, is_local
-from tfcommx.launch.hosts import Host
+from tfcommx.launch.hosts import Host, slots_of
 from tfcommx.supervisor.hosts import (
     LEAVING_SECONDS,
     Cooldown,
@@ -23,7 +23,6 @@ from tfcommx.supervisor.hosts import (
     ScriptHosts,
     SupervisorOptions,
     place,
-    slots_of,
 )
 
 A, B, C = Host("a", 2), Host("b", 2), Host("c", 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from numbers import Integral
 from typing import Any
 
 import keras
@@ -12,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.core import ConfigurationError
+from tfcommx.core import ConfigurationError, check_whole
 from tfcommx.optim.wrapped import trains_alone
 
 log = logging.getLogger("tfcommx")
@@ -44,10 +43,7 @@ class AgreeOnStop(keras.callbacks.Callback):
 
     def __init__(self, every: int = 1) -> None:
         super().__init__()
-        is_integer = isinstance(every, Integral)  # A variable, because for mypy no int is Integral
-        if not is_integer or every < 1:
-            raise ConfigurationError(f"`every` must be an integer >= 1. Received {every!r}.")
-        self.every, self.calls = every, 0
+        self.every, self.calls = check_whole("every", every, least=1), 0
         # True if a callback of this rank has requested a stop since the last vote
         self.wanted = False
         # True if ranks train alone; stored, because it takes a search of the whole model

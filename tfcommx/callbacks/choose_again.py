@@ -36,7 +36,6 @@ def expect_steps(
     """Give "auto" the number of following steps, unless a recipe has set it for the whole run.
 
     Args:
-        optimizer: a wrapped optimizer.
         params: `params` of a callback, as set by `fit`.
         epoch, end: the epoch that begins, and the next one with another scheme; None: none.
     """
@@ -179,12 +178,7 @@ class ChooseAgain(keras.callbacks.Callback):
         return steps_left
 
     def _compare(self, mean: float, steps_left: dict[Exchanger, int | None]) -> None:
-        """Measure a message; if the network has changed permanently, start a trial of plans.
-
-        Args:
-            mean: seconds of a call.
-            steps_left: number of following steps; None: unknown.
-        """
+        """Measure a message; if the network has changed permanently, start a trial of plans."""
         assert self._usual is not None
         comm, usual, before = process.current(), self._usual, min(self._messages)
         latest = self._measure()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import keras
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
-from tfcommx.core import ConfigurationError, Scheme
+from tfcommx.core import ConfigurationError, Scheme, check_number, check_whole
 from tfcommx.keras_internals import has_schedule
 from tfcommx.optim.requested_plan import by_pattern
 from tfcommx.optim.wrapped import exchanger_in, optimizers_in, wrapped_optimizers
@@ -48,13 +48,8 @@ class WarmUp(keras.callbacks.Callback):
         optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
         super().__init__()
-        is_real = isinstance(learning_rate, Real)  # A variable, because for mypy no float is Real
-        if not is_real or learning_rate <= 0 or steps < 1:
-            raise ConfigurationError(
-                f"`learning_rate` must be a number > 0 and `steps` >= 1. Received {learning_rate} "
-                f"and {steps}."
-            )
-        self.learning_rate, self.steps, self.start = learning_rate, steps, start
+        self.learning_rate = check_number("learning_rate", learning_rate, "> 0")
+        self.steps, self.start = check_whole("steps", steps, least=1), start
         self.optimizer = optimizer
         # True once the warm-up has ended in this run
         self.over = False

@@ -62,15 +62,13 @@ def restore_exact(model: keras.Model, path: Path, same_optimizers: Sequence[bool
 
     Args:
         model: the model into which Keras has loaded its file.
-        path: rank 0's file; a file of an older writer, without digests, is not checked.
+        path: rank 0's file.
         same_optimizers: for each wrapped optimizer, in order, True if it must have the saved state.
 
     **Ranks:** local. **Cost:** one pass over the weights and the state of optimizers.
     **Raises:** CheckpointError that names the first different variable or layer.
     """
     with np.load(path) as stored:
-        if "exact" not in stored:
-            return
         content = json.loads(str(stored["exact"]))
         if len(content["weights"]) == len(model.weights):
             for position, variable in enumerate(model.weights):

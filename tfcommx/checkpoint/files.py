@@ -17,11 +17,9 @@ HEAD = "checkpoint.json"
 
 # Groups: number of the save of a model; number of the save of residuals, their rank
 _OURS = re.compile(r"model-(\d{4,})\.keras|residuals-(\d{4,})-rank-(\d{4,})\.npz")
-# The same for partial files of a killed run (`replacing` names them); `.*.keras` and
-# `.checkpoint.json.0` are names of older writers
+# The same for partial files of a killed run (`replacing` names them)
 _HALF = re.compile(
-    r"\.model-\d{4,}(?:-[0-9a-f]{8})?\.keras|\.checkpoint(?:-[0-9a-f]{8})?\.json(?:\.\d+)?"
-    r"|\.residuals-\d{4,}-rank-(\d{4,})(?:-[0-9a-f]{8})?\.npz"
+    r"\.(?:model-\d{4,}|checkpoint|residuals-\d{4,}-rank-(\d{4,}))-[0-9a-f]{8}\.(?:keras|json|npz)"
 )
 
 
@@ -87,7 +85,7 @@ def _read_head(path: Path) -> Head | str | None:
 
 
 def head_of(fields: dict[str, Any]) -> Head:
-    """Return the head in a JSON object; fields that older writers left out are 0 or empty.
+    """Return the head in a JSON object; fields that are left out are 0 or empty.
 
     **Raises:** ValueError, TypeError, KeyError, AttributeError or OverflowError for anything else.
     """

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfcommx.core import CheckpointError
+from tfcommx.core.files import is_still_at
 from tfcommx.launch.supervision import supervision
 
 LOCK = ".checkpoint.lock"
@@ -70,10 +71,6 @@ _held: dict[Path, int] = {}
 def take(folder: Path, owner: Owner) -> None:
     """Create a folder and hold its lock; no effect if this run holds it already.
 
-    Args:
-        folder: folder of a checkpoint.
-        owner: rank 0 of this run.
-
     **Ranks:** local; rank 0 first, then the first rank of each other node.
     **Raises:** FolderInUse that names the other run; OSError.
     """
@@ -82,7 +79,7 @@ def take(folder: Path, owner: Owner) -> None:
     folder = folder.resolve()
     path, deadline = folder / LOCK, time.monotonic() + WAIT_SECONDS
     if folder in _held:
-        if _is_still_at(path, _held[folder]):
+        if is_still_at(path, _held[folder]):
             return
         holder = _read(path)
         if holder is not None and not _is_same(owner, holder) and not _may_replace(owner, holder):
@@ -111,7 +108,7 @@ def take(folder: Path, owner: Owner) -> None:
                 raise
             _replace(folder, owner)
             return
-        if _is_still_at(path, opened):
+        if is_still_at(path, opened):
             _write(opened, owner)
             _held[folder] = opened
             return
@@ -124,7 +121,7 @@ def release(folder: Path) -> None:
     opened = _held.pop(folder, None)
     if opened is not None:
         with contextlib.suppress(OSError):
-            if _is_still_at(folder / LOCK, opened):
+            if is_still_at(folder / LOCK, opened):
                 (folder / LOCK).unlink()
         os.close(opened)
 
@@ -201,10 +198,3 @@ def _in_use(folder: Path, holder: Owner | None) -> FolderInUse:
     return FolderInUse(
         f"another run saves into {folder}: {who}. End it, or give this run another folder."
     )
-
-
-def _is_still_at(path: Path, opened: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(opened))
-    except FileNotFoundError:
-        return False

@@ -47,7 +47,6 @@ def partner(rank: int, hosts: Sequence[str]) -> int | None:
     [2, 3, 0, 1]
 
     Args:
-        rank: the mirrored rank.
         hosts: host of each rank; the ranks of a host are consecutive.
     """
     names = list(dict.fromkeys(hosts))
@@ -63,7 +62,6 @@ class Mirrors:
 
     Args:
         handshake: handshake between ranks of this generation.
-        host: host of this rank.
         interfaces: network interfaces that the ranks were launched on; empty: any.
         folder: folder from which files are sent, and in which received files are stored.
     """
@@ -80,8 +78,6 @@ class Mirrors:
         """Send files of this rank; return when the other host has stored them.
 
         Args:
-            to: the receiver.
-            rank: this rank.
             names: names of the files in the folder of snapshots.
             keep: saves of this rank that the receiver does not delete.
 

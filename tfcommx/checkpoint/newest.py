@@ -44,11 +44,6 @@ def read_inherited(
 ) -> tuple[list[list[OptimizerRecord]], str, str]:
     """Read the files of a save that this rank inherits; rank 0 also checks the model's file.
 
-    Args:
-        folder: folder of the save.
-        head: head of the save.
-        weights: the model's file.
-
     Returns:
         The records of each file; the first missing file, empty if none; the error of the first
         damaged file, empty if none.
@@ -241,9 +236,7 @@ def missing(
     """Return the files that some host lacks: name, bytes, and a rank whose host has it.
 
     Args:
-        head: head of the save.
         everyone: for each rank, the files of its host; empty unless it is the first of its host.
-        hosts: host of each rank.
     """
     held = {
         hosts[rank]: (rank, saves[head.save].files)

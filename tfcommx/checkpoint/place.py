@@ -29,7 +29,7 @@ import numpy as np
 
 from tfcommx.checkpoint.files import Head, head_of, memory_model_name, residuals_name
 from tfcommx.core import CheckpointError
-from tfcommx.core.files import open_private, reading
+from tfcommx.core.files import is_still_at, open_private, reading
 
 # Remedy for a damaged file
 DELETE = "Delete it; an older snapshot, or the last checkpoint on disk, is taken."
@@ -184,22 +184,15 @@ _held: dict[Path, int] = {}
 def _hold(memory: Path) -> None:
     """Create the folder of a run, and lock it against the sweep of other runs."""
     before = _held.get(memory)
-    if before is not None and _is_still_at(memory, before):
+    if before is not None and is_still_at(memory, before):
         os.close(open_private(memory))  # Checks the owner again
         return
     while True:
         opened = open_private(memory)
         fcntl.flock(opened, fcntl.LOCK_SH)
-        if _is_still_at(memory, opened):  # Otherwise a sweep has removed it meanwhile
+        if is_still_at(memory, opened):  # Otherwise a sweep has removed it meanwhile
             break
         os.close(opened)
     _held[memory] = opened
     if before is not None:
         os.close(before)
-
-
-def _is_still_at(path: Path, opened: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(opened))
-    except FileNotFoundError:
-        return False

@@ -115,7 +115,7 @@ def own_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def read_own(path: Path) -> list[np.ndarray]:
-    """Return the values of a rank's `own_variables`; an empty list for files of older writers.
+    """Return the values of a rank's `own_variables`.
 
     **Raises:** CheckpointError for a damaged file.
     """

@@ -174,11 +174,8 @@ class _RootState(NamedTuple):
 
 
 def _pair_by_position(names: VariableNames, model: keras.Model, saved: Sequence[str]) -> None:
-    """Rename a model's variables as in the checkpoint, if only numbers in the names differ.
-
-    Needed because Keras numbers layers: the second model of a process has other paths than the
-    first.
-    """
+    """Rename a model's variables as in the checkpoint, if only numbers in the names differ."""
+    # Keras numbers layers, so the second model of a process has other paths than the first
     current = names.of(model.weights)
     if len(current) != len(saved) or set(current) == set(saved):
         return
@@ -267,12 +264,9 @@ def _build_optimizer(
     root: _RootState,
     trainable: Sequence[keras.Variable],
 ) -> None:
-    """Build an optimizer for its saved variables, and set the state that Keras does not save.
-
-    If the model trains more variables, it is built for all of `trainable`; Keras then warns that
-    the optimizer's state is not loaded.
-    """
+    """Build an optimizer for its saved variables, and set the state that Keras does not save."""
     if root.trained and not optimizer.built:
+        # If the model trains more variables, Keras warns that the optimizer's state is not loaded
         new = set(exchanger_in(optimizer).names.of(trainable)) - set(root.trained)
         optimizer.build(trainable if new else [variables[name] for name in root.trained])
     for name in unlisted(optimizer).keys() & root.unlisted:
@@ -285,10 +279,7 @@ def _load_states(
     ranks: tuple[int, int],
     common: CommonState,
 ) -> None:
-    """Load the states that this rank inherits; `ranks` is their number in the save, and now.
-
-    The state of the strategy is equal on all ranks, for any number of ranks.
-    """
+    """Load the states that this rank inherits; `ranks` is their number in the save, and now."""
     exchanger, (old, new) = exchanger_in(optimizer), ranks
     settings = exchanger.settings
     averages = settings.strategy.in_lock_step and settings.operation == "average"

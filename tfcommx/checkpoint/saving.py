@@ -221,12 +221,12 @@ def _older(before: Head | None, keep: int) -> tuple[Head, ...]:
 
 
 def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> None:
-    """Write one rank's state, with the centre as weights, while the other ranks continue.
+    """Write a checkpoint of one rank, with the centre as weights, while the others continue.
 
-    It is a checkpoint of one rank, from which any number of ranks can start; `head` lacks its
-    number and the older saves. Rank 0 writes it; if it has left, the lowest remaining rank.
+    `head` lacks its number and the older saves.
     """
     comm = process.current()
+    # Rank 0 writes it; if it has left, the lowest remaining rank
     if comm.rank != min(set(range(comm.topology.size)) - comm.membership.gone()):
         return
     try:

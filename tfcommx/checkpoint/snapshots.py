@@ -14,6 +14,7 @@ Two saves are kept: the last complete one, and the one that is being written.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shutil
 import signal
@@ -58,13 +59,7 @@ class SnapshotCost:
     bytes: int = 0
 
     def add(self, copy_seconds: float, write_seconds: float, size: int) -> None:
-        """Add a snapshot.
-
-        Args:
-            copy_seconds: seconds that the step waited.
-            write_seconds: seconds that the thread worked.
-            size: bytes that the thread wrote.
-        """
+        """Add a snapshot."""
         self.count += 1
         self.copy_seconds += copy_seconds
         self.write_seconds += write_seconds
@@ -97,8 +92,6 @@ class Writing:
     """A thread that writes one snapshot.
 
     Args:
-        captured: the snapshot.
-        rank: this rank.
         folder: target folder in this host's memory.
         mirror: sends a list of files to the mirror; None without one.
         keep: the save that is complete on all ranks; None: none is.
@@ -149,20 +142,12 @@ class Writing:
             del self._work  # Frees the copies of the arrays
 
 
-def sender(mirrors: Mirrors, to: Row, rank: int) -> Callable[[list[str], list[int]], None]:
-    """Return the function that sends files of a rank to its mirror."""
-    return lambda names, keep: mirrors.send(to, rank, names, keep)
-
-
 class RestoreRankValues(keras.callbacks.Callback):
     """Restore the values of each rank in mid-epoch: batch norm's statistics, sums of metrics.
 
     Put it behind BroadcastState, because that sets the values of one rank everywhere. Metrics must
     be built. No value changes for a checkpoint of an epoch's end, where all are equal, and with
     another number of ranks.
-
-    Args:
-        folder: the folder given to `restore`.
 
     **Ranks:** all.
     """
@@ -273,7 +258,7 @@ class Snapshots:
             supervised.handshake(PROTOCOL), supervised.host, launch_interfaces(), self.place
         )
         rows = comm.gather_objects(tuple(mirrors.row))
-        return sender(mirrors, Row._make(rows[keeper]), comm.rank)
+        return functools.partial(mirrors.send, Row._make(rows[keeper]), comm.rank)
 
     def restore(self) -> tuple[int, int]:
         """Load the newest checkpoint of earlier generations; return the first epoch and step.

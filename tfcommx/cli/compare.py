@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tfcommx.cli.parameters import Changes, JsonFile, write_rows
 from tfcommx.cli.plan import BATCH_HELP, GPU_HELP, THROUGHPUT_HELP, profile_of
-from tfcommx.cli.train import SET_HELP
 from tfcommx.comparison import figures, tables
 from tfcommx.comparison.methods import check_names_a_route, fitting, read_methods
 from tfcommx.comparison.rows import Comparison, Steps, rows_of, score_of
@@ -27,8 +26,8 @@ from tfcommx.comparison.step_times import (
     step_seconds,
 )
 from tfcommx.comparison.trainings import Setup, train, trained
-from tfcommx.core import ConfigurationError, Profile, Topology, write_text
-from tfcommx.launch.hosts import parse_hosts
+from tfcommx.core import ConfigurationError, Profile, Topology, check_number
+from tfcommx.launch.hosts import parse_hosts, slots_of
 from tfcommx.recipes.reader import RecipeError, RecipePart
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
@@ -53,9 +52,7 @@ def compare(
     output: Annotated[
         Path | None, typer.Option(help="Folder; by default runs/compare_NAME of the recipe.")
     ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="PLACE=VALUE", help=SET_HELP)
-    ] = None,
+    settings: Changes = None,
     target: Annotated[
         float | None,
         typer.Option(
@@ -84,9 +81,7 @@ def compare(
     measured_at: Annotated[
         float | None, typer.Option(help="Bandwidth of the links of these hosts, bit/s.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write one object a line.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Train a recipe by several methods, and compare scores at equal steps, bytes and time.
 
@@ -133,26 +128,19 @@ def compare(
     tables.show(comparison)
     figures.draw(comparison, folder / figures.PICTURE)
     print(f"figure: {folder / figures.PICTURE}")
-    if json_file:
-        write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows_of(comparison)))
+    write_rows(json_file, rows_of(comparison))
 
 
 def _check_hosts(hosts: str | None, measured_at: float | None, ranks: int) -> None:
-    """Refuse hosts with another number of ranks than --nodes x --slots.
-
-    **Raises:** ConfigurationError.
-    """
+    """Refuse hosts with another number of ranks than --nodes x --slots."""
     if hosts is None and measured_at is None:
         return
     if hosts is None or measured_at is None:
         raise ConfigurationError(
             "Steps on --hosts need --measured-at, their bandwidth; one was given."
         )
-    if not 0 < measured_at < float("inf"):
-        raise ConfigurationError(
-            f"`--measured-at` needs a number > 0, as 200e6. Received {measured_at}."
-        )
-    slots = sum(host.slots for host in parse_hosts(hosts))
+    check_number("--measured-at", measured_at, "> 0")
+    slots = slots_of(parse_hosts(hosts))
     if slots != ranks:
         raise ConfigurationError(
             f"The hosts of -H must have --nodes x --slots = {ranks} slots. Received {slots}, in "
@@ -178,10 +166,7 @@ def _numbers(text: str) -> list[float]:
 
 
 def _checked(setup: Setup, words: list[str]) -> tuple[dict[str, list[str]], dict[str, Recipe]]:
-    """Return each method's changes, and the recipe with them, before the first training.
-
-    **Raises:** RecipeError that names the method.
-    """
+    """Return each method's changes, and the recipe with them, before the first training."""
     plain = read_recipe(setup.recipe, setup.changes)
     epochs = [phase.epochs for phase in plain.phases]
     as_settings = plain.strategy.model_dump() if isinstance(plain.strategy, RecipePart) else None

@@ -23,7 +23,7 @@ from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding, find_program
 from tfcommx.core import LaunchError
 from tfcommx.launch.commands import GRACE_SECONDS, SSH, run_to_end
 from tfcommx.launch.horovodrun import BINDING, KINDS, Launch, environment, search_path
-from tfcommx.launch.hosts import Host, check_host_name, parse_hosts
+from tfcommx.launch.hosts import Host, check_host_name, parse_hosts, slots_of
 
 # Time limit of a launch, which takes a few seconds on an idle machine
 LIMIT_SECONDS = 120
@@ -44,9 +44,8 @@ class LaunchResult(NamedTuple):
 def bare(hosts: tuple[Host, ...]) -> Finding:
     """Start a process on each slot by horovodrun without options."""
     where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-    ranks = sum(host.slots for host in hosts)
     program = find_program("horovodrun") or "horovodrun"
-    words = [program, "-np", str(ranks), "-H", where, sys.executable, "-c", "pass"]
+    words = [program, "-np", str(slots_of(hosts)), "-H", where, sys.executable, "-c", "pass"]
     ended = _run(words, {**os.environ, "PATH": search_path()})
     name = "bare horovodrun"
     if ended.status == 0:
@@ -58,8 +57,6 @@ def exchange(hosts: tuple[Host, ...], engine: str, gpus: int) -> list[Finding]:
     """Add a megabyte over ranks on every slot; report the time, and the GPUs of the ranks.
 
     Args:
-        hosts: hosts with a rank on every slot.
-        engine: "gloo" or "mpi".
         gpus: number of this host's GPUs; they are hidden if a host has more ranks.
     """
     hidden = gpus < max(host.slots for host in hosts)
@@ -186,7 +183,6 @@ def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
 
     Args:
         hosts: as for `horovodrun -H`; None: this host, with two ranks.
-        launch: True to start ranks.
 
     Returns:
         Host -> its findings; findings of launches on several hosts under ALL_HOSTS.

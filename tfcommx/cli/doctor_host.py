@@ -145,7 +145,6 @@ def gpus(present: list[Gpu], built: list[int] | None) -> Finding:
     """Report the driver's GPUs; the exchange checks that TensorFlow and NCCL use them.
 
     Args:
-        present: the GPUs with their compute capabilities.
         built: architectures of the native library; None if it has no GPU kernels.
     """
     details = ", ".join(map(str, present)) or "none: ranks compute on CPUs"
@@ -204,9 +203,7 @@ def _addresses() -> dict[str, list[str]]:
 
 def is_here(host: str) -> bool:
     """Return True for a name or an address of this host."""
-    local_addresses = {
-        address for interface_addresses in _addresses().values() for address in interface_addresses
-    }
+    local_addresses = {address for ipv4 in _addresses().values() for address in ipv4}
     return host == socket.gethostname() or _address(host) in local_addresses
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median_low, quantiles
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tfcommx.cli.parameters import JsonFile, write_rows
 from tfcommx.cli.plan import advice
 from tfcommx.core import DataError, Links, MeasuredStep, Timeline, Topology, write_text
 from tfcommx.measure.horovod_timeline import (
@@ -20,6 +20,7 @@ from tfcommx.measure.horovod_timeline import (
     read_timeline,
 )
 from tfcommx.report import timeline as report
+from tfcommx.report.terminal import show_rows
 
 if TYPE_CHECKING:
     from tfcommx.planner.predict import Interval, Prediction
@@ -47,9 +48,7 @@ def explain(
     trace: Annotated[
         Path | None, typer.Option(help="Write them for chrome://tracing and Perfetto.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all steps of a timeline, one a line.")
-    ] = None,
+    json_file: JsonFile = None,
     profile: Annotated[
         Path | None, typer.Option(help="Write the profile of the run: tfcommx plan FILE.")
     ] = None,
@@ -62,9 +61,7 @@ def explain(
         early = recording.earliest(typical)
         _show_recording(run, recording, early)
         others_s = typical.exposed_parts.ranks_s
-        if json_file:
-            rows = map(_step_row, recording.steps)
-            write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(json_file, map(_step_row, recording.steps))
         if links or profile or png or trace:
             topology = Topology(max(1, recording.ranks // max(1, slots)), slots)
             measured_steps = [
@@ -222,14 +219,10 @@ def _computed_s(timeline: Timeline) -> float:
 
 
 def _show_better(predicted: list[tuple[Timeline, list[Prediction]]]) -> None:
-    """Print the simulated steps of the recorded plan and of the best plans.
-
-    Args:
-        predicted: simulations of the step as recorded; then, if known, of the step with gradients
-            as early as possible.
-    """
+    """Print the simulated steps of the recorded plan and of the best plans."""
     from tfcommx.planner.predict import interval
 
+    # The step as recorded; the next, if known, has its gradients as early as possible
     recorded, better = predicted[0]
     names = (
         "best that loses nothing",
@@ -260,13 +253,7 @@ def _better_row(plan: str, step_s: float, within: Interval, shorter: str) -> dic
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
-    from tfcommx.report.terminal import terminal_console
-
-    table = Table(box=None)
-    for name, value in rows[0].items():
-        table.add_column(name, justify="left" if isinstance(value, str) else "right")
-    for row in rows:
-        table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()))
-    terminal_console().print(table)
+    shown = [
+        {name: f"{x:.2f}" if isinstance(x, float) else x for name, x in row.items()} for row in rows
+    ]
+    show_rows(shown, left=[name for name, x in rows[0].items() if isinstance(x, str)])

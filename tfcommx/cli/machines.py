@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,10 +14,12 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from tfcommx.cli.parameters import JsonFile, write_rows
 from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated_step
-from tfcommx.core import ConfigurationError, check_name, check_whole, replacing, write_text
+from tfcommx.core import ConfigurationError, check_name, check_number, check_whole, replacing
 from tfcommx.planner.choose import NOTABLY_FASTER
 from tfcommx.planner.predict import MISSES
+from tfcommx.report.terminal import show_rows
 
 # Default schemes; both are lossless, and the first is plain Horovod's
 SCHEMES: dict[str, dict[str, Any]] = {"horovod": {}, "torus": {"scheme": "torus"}}
@@ -72,9 +73,7 @@ def machines(
     csv_file: Annotated[
         Path | None, typer.Option("--csv", help="Write all rows, of all schemes.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all rows, one object a line.")
-    ] = None,
+    json_file: JsonFile = None,
     figure: Annotated[
         Path | None, typer.Option(help="Draw cost over time, and the efficiency: .svg or .png.")
     ] = None,
@@ -106,8 +105,7 @@ def machines(
             writer = csv.DictWriter(out, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-    if json_file:
-        write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(json_file, rows)
     from tfcommx.report import figures
 
     if figure:
@@ -132,12 +130,7 @@ def read_offers(file: Path) -> Offers:
         price = machines[name].pop("price", None)
         if price is None and "epoch_samples" not in content:
             continue
-        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < 1e12:
-            raise ConfigurationError(
-                f"`price`, of a node per hour and > 0, is required of each machine. Received "
-                f"{price!r} of {name!r}."
-            )
-        prices[name] = float(price)
+        prices[name] = check_number(f"price of {name}", price, "> 0")
     schemes = _named(file, content, "schemes") if "schemes" in content else SCHEMES
     for settings in schemes.values():
         _check_settings(file, settings, ())
@@ -282,17 +275,8 @@ def _of_model(name: str, value: Any, cell: Mapping[str, Any]) -> Any:
 
 def _show(rows: list[dict[str, Any]]) -> None:
     """Print the best row of each cell; unbeaten rows in bold, and with a star."""
-    from rich.table import Table
-
-    from tfcommx.report.terminal import terminal_console
-
     shown = [{"machine": row["machine"], **_cells(row)} for row in rows]
-    table = Table(box=None)
-    for name in shown[0]:
-        table.add_column(name, justify="right")
-    for row, cells in zip(rows, shown, strict=True):
-        table.add_row(*map(str, cells.values()), style="bold" if row["unbeaten"] else None)
-    terminal_console().print(table)
+    show_rows(shown, bold=lambda position: rows[position]["unbeaten"])
     if "epoch cost" in shown[0]:
         print("* nothing else is both faster and cheaper")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tfcommx.cli.parameters import JsonFile, write_rows
 from tfcommx.core import ConfigurationError, Links, Profile, Scheme, Topology, write_text
+from tfcommx.report.terminal import show_rows
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
 
 if TYPE_CHECKING:
@@ -55,9 +56,7 @@ def plan(
     output: Annotated[
         Path | None, typer.Option(help="Write the chosen plan: DistributedOptimizer(plan=...).")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the table, one object a line.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Rank the schemes for a model on a cluster by the predicted time of a step.
 
@@ -80,8 +79,7 @@ def plan(
     best = ranking[0]
     _show([_row(candidate) for candidate in ranking], what_helps(best.scheme, setting))
     print(f"\npredicted to be the fastest: {advice(best)}")
-    if json_file:
-        write_text(json_file, "".join(json.dumps(_row(candidate)) + "\n" for candidate in ranking))
+    write_rows(json_file, map(_row, ranking))
     if output:
         write_text(output, best.plan.to_json())
         print(f"{output}: its plan, of {len(best.plan.buckets)} buckets.")
@@ -135,37 +133,29 @@ def _row(candidate: Prediction) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]], changes: dict[str, Prediction]) -> None:
-    from rich.table import Table
-
-    from tfcommx.report.terminal import terminal_console
-
-    console, table = terminal_console(), Table(box=None)
-    table.add_column("scheme")
-    for name in ("buckets", "step ms", "exposed ms", "samples/s", "efficiency"):
-        table.add_column(name, justify="right")
-    for name in ("MB between", "MB kept"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            _words(row),
-            str(row["buckets"]),
-            f"{1e3 * row['step_seconds']:.1f}",
-            f"{1e3 * row['exposed_seconds']:.1f}",
-            f"{row['throughput']:.4g}",
-            f"{row['scaling_efficiency']:.1%}",
-            f"{row['bytes_between'] / 1e6:.2f}",
-            f"{row['residual_bytes'] / 1e6:.1f}",
-            style="bold" if row is rows[0] else None,
-        )
-    console.print(table)
-    helps = Table(box=None, title="what would help", title_justify="left")
-    for name in ("change", "step ms", "samples/s"):
-        helps.add_column(name, justify="left" if name == "change" else "right")
-    for change, prediction in changes.items():
-        helps.add_row(
-            change, f"{1e3 * prediction.step_s:.1f}", f"{prediction.timeline.throughput:.4g}"
-        )
-    console.print(helps)
+    shown = [
+        {
+            "scheme": _words(row),
+            "buckets": row["buckets"],
+            "step ms": f"{1e3 * row['step_seconds']:.1f}",
+            "exposed ms": f"{1e3 * row['exposed_seconds']:.1f}",
+            "samples/s": f"{row['throughput']:.4g}",
+            "efficiency": f"{row['scaling_efficiency']:.1%}",
+            "MB between": f"{row['bytes_between'] / 1e6:.2f}",
+            "MB kept": f"{row['residual_bytes'] / 1e6:.1f}",
+        }
+        for row in rows
+    ]
+    show_rows(shown, left=["scheme"], bold=lambda position: position == 0)
+    helps = [
+        {
+            "change": change,
+            "step ms": f"{1e3 * prediction.step_s:.1f}",
+            "samples/s": f"{prediction.timeline.throughput:.4g}",
+        }
+        for change, prediction in changes.items()
+    ]
+    show_rows(helps, left=["change"], title="what would help")
 
 
 def _words(row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
-from tfcommx.cli.train import SET_HELP
+from tfcommx.cli.parameters import Changes
 from tfcommx.core import write_text
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
@@ -18,9 +18,7 @@ def profile(
     config: Annotated[Path, typer.Argument(help="Recipe, such as configs/fashion_mnist.yaml.")],
     output: Annotated[Path, typer.Option(help="File of the profile.")] = Path("profile.json"),
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 10,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="PLACE=VALUE", help=SET_HELP)
-    ] = None,
+    settings: Changes = None,
     exchange: Annotated[
         Path | None,
         typer.Option(

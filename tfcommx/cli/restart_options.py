@@ -92,12 +92,7 @@ class RestartOptions(NamedTuple):
         return any(value is not None for value in self)
 
     def options(self, ranks: int | None, interfaces: tuple[str, ...] = ()) -> SupervisorOptions:
-        """Return the limits of the run. **Raises:** ConfigurationError for values out of range.
-
-        Args:
-            ranks: -np, or None.
-            interfaces: network interfaces of the ranks; empty: any.
-        """
+        """Return the limits of the run. **Raises:** ConfigurationError for values out of range."""
         fewest = self.min_np or min(ranks or 1, self.max_np or ranks or 1)
         return SupervisorOptions(
             fewest=fewest,
@@ -113,11 +108,6 @@ class RestartOptions(NamedTuple):
 
     def source(self, hosts: list[Host], name: str, ranks: int | None) -> HostSource:
         """Return the source of the hosts: the script if given, otherwise `hosts`.
-
-        Args:
-            hosts: hosts of the command line; empty: none.
-            name: name of their source, for messages.
-            ranks: -np, or None.
 
         **Raises:** ConfigurationError for hosts from two sources, or too few slots.
         """

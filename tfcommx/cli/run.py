@@ -90,8 +90,7 @@ def run(
 
     if not restart.wanted:
         source, available = find_hosts(num_proc, hosts, hostfile)
-        chosen = ranks_on(available, num_proc or sum(host.slots for host in available), source)
-        carry_out(make_launch(chosen))
+        carry_out(make_launch(ranks_on(available, num_proc, source)))
         return
     if restart.host_discovery_script and not (hosts or hostfile):
         source, available = "", []

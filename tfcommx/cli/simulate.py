@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import math
 import typing
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tfcommx.cli.parameters import show_parameters
+from tfcommx.cli.parameters import JsonFile, show_parameters, write_rows
 from tfcommx.core import (
     AUTO,
     PLAIN,
@@ -24,10 +23,12 @@ from tfcommx.core import (
     Scheme,
     Topology,
     check_name,
+    check_number,
     check_whole,
     write_text,
 )
-from tfcommx.recipes.reader import parse
+from tfcommx.recipes.reader import read_mapping
+from tfcommx.report.terminal import show_rows
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
 
 
@@ -125,12 +126,10 @@ class Settings:
             value = getattr(self, name)
             if value is not None and kind is not str:
                 object.__setattr__(self, name, _number(name, value, kind))
-        for name in ("between_gbit", "inside_gbytes", "efficiency", "bucket_mbytes"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigurationError(f"`{name}` must be > 0. Received {value!r}.")
-        if self.efficiency > 1:
-            raise ConfigurationError(f"`efficiency` must be in (0, 1]. Received {self.efficiency}.")
+        for name in ("between_gbit", "inside_gbytes", "bucket_mbytes"):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, "> 0")
+        check_number("efficiency", self.efficiency, "in (0, 1]")
 
     @property
     def requested_scheme(self) -> Scheme:
@@ -172,10 +171,9 @@ class Settings:
 
     def _as_set(self, links: Links) -> Links:
         """Return links with the engine settings of this simulation."""
-        mbytes = self.fusion_mbytes
-        if mbytes is not None and not 0 <= mbytes < math.inf:
-            raise ConfigurationError(f"`fusion_mbytes` must be >= 0. Received {mbytes}.")
-        buffer = None if mbytes is None else round(mbytes * 2**20)
+        buffer = None
+        if self.fusion_mbytes is not None:
+            buffer = round(check_number("fusion_mbytes", self.fusion_mbytes, ">= 0") * 2**20)
         changes: dict[str, Any] = {
             "name": self.engine,
             "nics": self.nics,
@@ -230,9 +228,7 @@ def simulate(
     sweep: Annotated[
         str | None, typer.Option(help="Setting and values: nodes=1,2,4,...,1024.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write one object a line.")
-    ] = None,
+    json_file: JsonFile = None,
     png: Annotated[Path | None, typer.Option(help="Draw the timeline, or the sweep.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline for chrome://tracing and Perfetto.")
@@ -257,8 +253,7 @@ def simulate(
         timeline, row = simulated_step(settings)
         rows = [row]
         _show(rows)
-    if json_file:
-        write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(json_file, rows)
     from tfcommx.report import timeline as report
 
     if sweep:
@@ -301,18 +296,8 @@ def _settings(file: Path | None, options: dict[str, Any]) -> Settings:
 
 
 def read_keys(file: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file, with _ for -.
-
-    **Raises:** ConfigurationError for a file that is not such a YAML file.
-    """
-    try:
-        content = parse(file.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"A YAML file is required. Received {file}: {error}.") from error
-    if not isinstance(content, dict):
-        raise ConfigurationError(
-            f"Settings, one a line, are required. Received {file}: {content!r}."
-        )
+    """Return the keys of a YAML file, with _ for -. **Raises:** errors of `read_mapping`."""
+    content = read_mapping(file, "The file of settings")
     return {str(name).replace("-", "_"): value for name, value in content.items()}
 
 
@@ -392,25 +377,20 @@ def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
 
 def _show(rows: list[dict[str, Any]], best: bool = False) -> None:
     """Print the rows as a table; with `best`, the row of the highest throughput in bold."""
-    from rich.table import Table
-
-    from tfcommx.report.terminal import terminal_console
-
-    table = Table(box=None)
-    hidden = INTERVAL if any(_varies(row) for row in rows) else (*INTERVAL, *TENTHS)
-    shown = [name for name in rows[0] if name not in hidden]
-    for name in shown:
-        table.add_column(name.replace("_", " "), justify="right")
+    varies = any(row[TENTHS[0]] < row[TENTHS[1]] for row in rows)
+    hidden = INTERVAL if varies else (*INTERVAL, *TENTHS)
+    shown = [
+        {name.replace("_", " "): _cell(x) for name, x in row.items() if name not in hidden}
+        for row in rows
+    ]
     fastest = max(rows, key=lambda row: row["throughput"])
-    for row in rows:
-        values = ("" if row[name] is None else row[name] for name in shown)
-        cells = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in values)
-        table.add_row(*cells, style="bold" if best and row is fastest else None)
-    terminal_console().print(table)
+    show_rows(shown, bold=lambda position: best and rows[position] is fastest)
 
 
-def _varies(row: dict[str, Any]) -> bool:
-    return bool(row[TENTHS[0]] < row[TENTHS[1]])
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _show_fastest(rows: list[dict[str, Any]], name: str) -> None:

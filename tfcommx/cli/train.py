@@ -17,6 +17,7 @@ import typer
 
 from tfcommx.cli import restart_options
 from tfcommx.cli.environment import load_tensorflow, quiet_horovod
+from tfcommx.cli.parameters import Changes
 from tfcommx.cli.restart_options import RestartOptions, supervise
 from tfcommx.core import LaunchError
 from tfcommx.launch.commands import RemoteHosts
@@ -44,7 +45,6 @@ def launch_train(hosts: list[Host], words: list[str], folder: Path, saves: bool 
     Args:
         hosts: hosts with a rank on every slot.
         words: command and options of `tfcommx`; `--terminal` is added on a terminal.
-        folder: folder of the run.
         saves: True if the ranks save before they stop; otherwise the first signal ends them.
 
     **Raises:** LaunchError if a rank fails; SystemExit after a user's error.
@@ -74,11 +74,8 @@ def supervise_train(
     """Run `tfcommx train` under a supervisor; signals save and end it, as in `launch_train`.
 
     Args:
-        restart: the options of the supervisor.
         hosts: hosts of -H; empty: those of the script.
-        ranks: -np, or None.
         words: returns command and options of `tfcommx` in a generation.
-        folder: folder of the run.
 
     **Raises:** LaunchError if the run cannot continue; SystemExit after a user's error.
     """
@@ -139,9 +136,6 @@ class LaunchStopper:
             self.running.terminate()
 
 
-SET_HELP = "Change the recipe, e.g. --set phases.0.epochs=1. Repeatable."
-
-
 @restart_options.add_options
 def train(
     config: Annotated[
@@ -153,9 +147,7 @@ def train(
     resume: Annotated[
         bool, typer.Option(help="Continue after the last checkpoint in the run's folder.")
     ] = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="PLACE=VALUE", help=SET_HELP)
-    ] = None,
+    settings: Changes = None,
     processes: Annotated[
         int | None,
         typer.Option("--processes", "-np", min=1, help="Start this many ranks, here or on -H."),
@@ -219,7 +211,7 @@ def train(
         if restart.wanted and not dry_run:
             supervise_train(restart, available, processes, in_generation, folder)
         else:
-            chosen = ranks_on(available, processes or sum(host.slots for host in available), "-H")
+            chosen = ranks_on(available, processes, "-H")
             launch_train(chosen, in_generation(0), folder, saves=not dry_run)
         # A run stopped in its first epoch has no report; a dry run has printed one already
         if (folder / "summary.json").exists() and not dry_run:

@@ -88,13 +88,7 @@ class _OpenScope(threading.local):
 
 
 class Comm(abc.ABC):
-    """One rank's view of the ranks that it exchanges with.
-
-    Args:
-        rank: rank of this process, in [0, topology.size).
-        topology: all ranks and their nodes.
-        messages: messages between this rank and others.
-    """
+    """One rank's view of the ranks that it exchanges with."""
 
     def __init__(self, rank: int, topology: Topology, messages: Messages) -> None:
         self.rank, self.topology, self.messages = rank, topology, messages
@@ -346,13 +340,7 @@ def _sent(tensors: list[tf.Tensor], ranks: tuple[int, ...]) -> float:
 
 
 class WatchedSum:
-    """A sum over all ranks, in a separate scope.
-
-    Args:
-        comm: Comm of this rank.
-        name: name of the collective.
-        summed: description of the sum, for messages.
-    """
+    """A sum over all ranks, in a separate scope."""
 
     def __init__(self, comm: Comm, name: str, summed: str) -> None:
         self._comm, self._name = comm, name

@@ -87,7 +87,6 @@ class Comparisons:
         Facts that only some ranks have stated so far wait for the other ranks.
 
         Args:
-            rank: rank of this process.
             everyone: `digests` of all ranks, in rank order.
             gather: returns the arguments of all ranks, in rank order; called on all ranks or none.
 

@@ -125,12 +125,7 @@ def _checked(answer: bytes, key: str, size: int) -> list[str]:
 
 
 class Store:
-    """Horovod's key-value store, over HTTP without a proxy.
-
-    Args:
-        address: address of its server.
-        port: port of its server.
-    """
+    """Horovod's key-value store, over HTTP without a proxy."""
 
     def __init__(self, address: str, port: str) -> None:
         self.address, self.port = address, int(port)
@@ -139,13 +134,7 @@ class Store:
         return f"{self.address}:{self.port}"
 
     def put(self, key: str, value: Any, deadline: float) -> str:
-        """Write a value as JSON; return the reason of a failure, or "".
-
-        Args:
-            key: key in SCOPE.
-            value: a value that JSON can write.
-            deadline: seconds of the monotonic clock.
-        """
+        """Write a value as JSON; return the reason of a failure, or ""."""
         status, _, reason = self._ask("PUT", key, 0, deadline, json.dumps(value).encode())
         return reason or ("" if status == http.client.OK else f"HTTP status {status}")
 
@@ -153,9 +142,7 @@ class Store:
         """Return the bytes of a key, or None, and the reason of a failure, or "".
 
         Args:
-            key: key in SCOPE.
             most: bytes to read; one more is read to detect longer values.
-            deadline: seconds of the monotonic clock.
         """
         status, body, reason = self._ask("GET", key, most + 1, deadline)
         if status == http.client.OK:

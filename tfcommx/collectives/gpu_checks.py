@@ -117,10 +117,6 @@ def check_gpus(comm: Comm, own_gpu: RankGpu) -> list[RankGpu]:
     many ranks. Horovod's sums would be wrong on it, too, because set-up builds Horovod for the same
     GPUs.
 
-    Args:
-        comm: Comm of this rank; Horovod has started.
-        own_gpu: GPU of this rank.
-
     Returns:
         The GPUs of all ranks, in rank order.
 
@@ -157,11 +153,6 @@ def check_fused_sum(comm: Comm, everyone: Sequence[RankGpu], device: str = "/gpu
     a GPU that it was not built for, the launch fails and every sum of several tensors is arbitrary
     memory, because Horovod does not check the launch.
 
-    Args:
-        comm: Comm of this rank.
-        everyone: GPUs of all ranks, in rank order.
-        device: device on which each rank adds.
-
     **Ranks:** all; the same error on all.
     **Cost:** none unless Horovod adds on the GPU of every rank; then one allreduce of 5 kB and one
     exchange of objects.
@@ -193,10 +184,6 @@ def wrong_sum(comm: Comm, device: str) -> str:
     Sums are exact in float32 for up to 5000 ranks, because rank r adds r + i + j to entry i of
     tensor j. The correct sums are computed on the host, because a result could get freed memory of
     a GPU that held them.
-
-    Args:
-        comm: Comm of this rank.
-        device: device on which each rank adds, such as "/gpu:0".
 
     **Ranks:** all. **Cost:** waits for one allreduce.
     """

@@ -176,8 +176,6 @@ class HorovodComm(Comm):
     """Horovod's collectives on static process sets, over NCCL, MPI or Gloo.
 
     Args:
-        launch: settings of the launcher.
-        topology: all ranks and their nodes.
         make_messages: makes a PointToPoint of this rank; None if messages are impossible.
 
     **Ranks:** all, with equal topologies. It starts Horovod.
@@ -266,14 +264,12 @@ class HorovodComm(Comm):
                 self._sent[kind].assign_add(amount)
 
     def _named(self, name: str) -> dict[str, str | bool]:
-        """Return the arguments that name a collective.
-
-        The name has no slash, because Horovod ignores the part before the last slash, which
-        TensorFlow extends when it inlines functions. It is also the name in HOROVOD_TIMELINE.
-        """
+        """Return the arguments that name a collective, also in HOROVOD_TIMELINE."""
         scope = self._open_scope.name
         if scope:  # It begins with the package's name
             name = name.removeprefix("tfcommx/")
+        # Without a slash, because Horovod ignores the part before the last slash, which TensorFlow
+        # extends when it inlines functions
         return {"name": (scope + name).replace("/", "."), "ignore_name_scope": True}
 
     def _set(self, group: str) -> Any:
@@ -331,10 +327,8 @@ def _is_on(value: str) -> bool:
 
 
 def _sized(result: tf.Tensor, tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """Restore the first dimension, which Horovod's shape functions forget.
-
-    It uses no op, because TensorFlow's would move int32, the dtype of wire buffers, from a GPU to
-    the host and back.
-    """
+    """Restore the first dimension, which Horovod's shape functions forget."""
+    # Not by an op, because TensorFlow's would move int32, the dtype of wire buffers, from a GPU to
+    # the host and back
     result.set_shape([round(tensor.shape[0] * factor), *tensor.shape[1:]])
     return result

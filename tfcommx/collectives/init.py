@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 
 from tfcommx.collectives import comm as base
 from tfcommx.collectives import exit_message, gpu_checks, horovod, mpi, process, rendezvous
 from tfcommx.collectives.gloo_hosts import gloo_hosts
 from tfcommx.collectives.unwrapped import UnwrappedOptimizers
-from tfcommx.core import ConfigurationError, Topology
+from tfcommx.core import ConfigurationError, Topology, check_number
 from tfcommx.launch import known_launchers, launcher
 from tfcommx.watch import liveness
 
@@ -56,10 +55,8 @@ def init(
         ("stall_seconds", stall_seconds),
         ("stall_limit_seconds", stall_limit_seconds),
     ):
-        if seconds is not None and not 0 < seconds < math.inf:
-            raise ConfigurationError(
-                f"`{name}` must be > 0 and finite, or None for no watch. Received {seconds!r}."
-            )
+        if seconds is not None:
+            check_number(name, seconds, "> 0")
     stall_seconds = launcher.seconds_from("TFCOMMX_STALL_SECONDS", stall_seconds, off=True)
     stall_limit_seconds = launcher.seconds_from(
         "TFCOMMX_STALL_LIMIT_SECONDS", stall_limit_seconds, off=True

@@ -23,8 +23,6 @@ class Messages:
     """Messages of one rank to and from single ranks.
 
     Args:
-        rank: rank of this process.
-        topology: all ranks and their nodes.
         make: makes a PointToPoint, on all ranks together; None if messages are impossible. Its
             `lasting`: all ranks take part until the end; `with_centre`: it reaches the process that
             holds centres.
@@ -106,7 +104,6 @@ class Messages:
             work: takes the tensor as an array, and this rank's PointToPoint; returns an array of
                 the same dtype and shape.
             tensor: a tensor whose shape is known while tracing.
-            name: name of the operation in the graph.
 
         **Ranks:** as the messages need, after `open`. **Cost:** on GPUs a copy to the host and
         back.

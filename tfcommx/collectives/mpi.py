@@ -79,10 +79,8 @@ def gather_with_centre(item: T) -> list[T]:
 
 
 def _gather(communicator: Any, item: T) -> list[T]:
-    """Return plain data of all processes of a communicator, in their order.
-
-    mpi4py's own allgather would unpickle the data (plain_data.py).
-    """
+    """Return plain data of all processes of a communicator, in their order."""
+    # mpi4py's own allgather would unpickle the data (plain_data.py)
     data = np.frombuffer(encode(item), np.uint8)
     sizes = np.empty(communicator.size, np.int64)
     communicator.Allgather(np.array([data.size], np.int64), sizes)
@@ -101,7 +99,6 @@ class MpiPointToPoint:
     be waiting for this one's messages, and Horovod's orderly shutdown would wait for them.
 
     Args:
-        watched: True if liveness.py watches the ranks.
         lasting: True if all ranks take part until the end; False: the others continue without one
             that fails or dies.
         with_centre: True if they reach the process that holds a centre; all such messages share a

@@ -21,27 +21,21 @@ class PointToPoint(Protocol):
     sent: dict[int, int]
 
     def send(self, array: np.ndarray, target: int, tag: int) -> Request:
-        """Start sending an array, without waiting.
+        """Start sending an array, without waiting; return the request.
 
         Args:
             array: any dtype and shape, contiguous.
             target: a rank of the world.
             tag: >= 0, equal to the receiver's.
-
-        Returns:
-            The request.
         """
 
     def receive(self, array: np.ndarray, source: int, tag: int) -> Request:
-        """Start receiving into an array, without waiting.
+        """Start receiving into an array, without waiting; return the request.
 
         Args:
             array: contiguous, with as many bytes as are sent.
             source: a rank of the world.
             tag: >= 0, equal to the sender's.
-
-        Returns:
-            The request.
         """
 
     def wait_any(self, requests: list[Request]) -> int:

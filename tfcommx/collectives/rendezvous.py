@@ -189,11 +189,9 @@ def _problem(cluster: ClusterEnvironment, arrivals: dict[int, Arrival], new: Arr
 
 
 def _address_of_rank_0(arrivals: Collection[Arrival]) -> str:
-    """Return the address at which ranks on other hosts reach rank 0.
-
-    Ranks on other hosts have priority, because on rank 0's own host its name may mean a loopback
-    address, as in Debian's /etc/hosts.
-    """
+    """Return the address at which ranks on other hosts reach rank 0."""
+    # These have priority, because on rank 0's own host its name may mean a loopback address, as in
+    # Debian's /etc/hosts
     remote = [
         arrival.reached for arrival in arrivals if not _on_this_host(arrival.own, arrival.reached)
     ]
@@ -201,10 +199,8 @@ def _address_of_rank_0(arrivals: Collection[Arrival]) -> str:
 
 
 def _on_this_host(first: str, second: str) -> bool:
-    """Return True if a connection between two addresses stays on one host.
-
-    The addresses may differ: a connection to 127.0.1.1 is from 127.0.0.1.
-    """
+    """Return True if a connection between two addresses stays on one host."""
+    # They may differ: a connection to 127.0.1.1 is from 127.0.0.1
     return first == second or first.startswith("127.")
 
 
@@ -302,18 +298,9 @@ def _handshake(cluster: ClusterEnvironment) -> Handshake:
 
 
 def _settings(cluster: ClusterEnvironment, host: str, answer: Any) -> dict[str, str]:
-    """Return the variables that horovodrun would have set for this rank.
-
-    Rank 0 sends four numbers, an address and a port, and no names of variables, because another
-    process that answers in its place could use variables to make this one load a library.
-
-    Args:
-        cluster: environment that the launcher gave this process.
-        host: name of this host.
-        answer: answer of rank 0.
-
-    **Raises:** LaunchError for an answer that rank 0 cannot have sent.
-    """
+    """Return the variables that horovodrun would have set for this rank."""
+    # Rank 0 sends numbers and an address, and no names of variables, because another process that
+    # answers in its place could use variables to make this one load a library
     try:
         (local_rank, local_size, cross_rank, cross_size), port = answer["slot"], answer["port"]
         numbers = (local_rank, local_size, cross_rank, cross_size, port)

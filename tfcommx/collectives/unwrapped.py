@@ -168,11 +168,7 @@ _watching: UnwrappedOptimizers | None = None
 
 @contextlib.contextmanager
 def _noted(optimizer: Any) -> Iterator[None]:
-    """Record the optimizer that takes the step in this block.
-
-    It is the innermost one; optimizers call others, as LossScaleOptimizer does. None is recorded if
-    one of them exchanges.
-    """
+    """Record the optimizer that takes the step in this block, unless one of them exchanges."""
     outer = _call.get()
     call = outer or _Call()
     call.calls += 1
@@ -182,6 +178,7 @@ def _noted(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         _call.reset(before)
+    # The innermost one, because optimizers call others, as LossScaleOptimizer does
     if call.calls == number and not _allowed.get():
         call.plain.append(optimizer)
     if outer is None and not call.exchanges and _watching is not None:

@@ -11,14 +11,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from tfcommx.recipes.reader import (
-    RecipeError,
-    RecipePart,
-    YamlError,
-    error_lines,
-    parse,
-    refuse_unknown,
-)
+from tfcommx.core import check_name
+from tfcommx.recipes.reader import RecipeError, RecipePart, error_lines, read_mapping
 from tfcommx.recipes.recipe import Recipe
 
 SHIPPED = Path(__file__).with_name("methods.yaml")
@@ -48,11 +42,7 @@ class Method(RecipePart):
     also: dict[str, Any] = Field(default_factory=dict)
 
     def settings(self, epochs: Sequence[int]) -> list[str]:
-        """Return the changes of a recipe in the form that `tfcommx train --set` accepts.
-
-        Args:
-            epochs: the number of epochs of each phase.
-        """
+        """Return the changes of a recipe in the form that `tfcommx train --set` accepts."""
         changes, rising = [], list(self.warm_up)
         for number, count in enumerate(epochs if self.scheme is not None else ()):
             densities, rising = rising[:count], rising[count:]
@@ -80,7 +70,7 @@ def read_methods(words: Sequence[str] = ()) -> dict[str, Method]:
             methods |= _read(Path(word))
             continue
         try:
-            refuse_unknown([word], list(shipped), "method")
+            check_name("method", word, shipped)
         except ValueError as error:
             raise RecipeError(f"{error} A file's name must end with .yaml.") from error
         methods[word] = shipped[word]
@@ -89,13 +79,8 @@ def read_methods(words: Sequence[str] = ()) -> dict[str, Method]:
 
 @functools.cache
 def _read(path: Path) -> dict[str, Method]:
-    try:
-        tree = parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(f"The methods {path} cannot be read: {error.strerror}.") from error
-    except (YamlError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
-    if not isinstance(tree, dict) or not all(NAME.match(str(name)) for name in tree):
+    tree = read_mapping(path, "The methods")
+    if not all(NAME.match(str(name)) for name in tree):
         raise RecipeError(
             f"{path}: a mapping of names of methods, of letters, digits, `_`, `.` and `-`, is "
             f"required. Received {str(tree)[:80]!r}."

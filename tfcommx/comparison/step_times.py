@@ -49,12 +49,7 @@ def links_at(bandwidth: float, links: Links = NOMINAL) -> Links:
 
 
 def profiles_of(setup: Setup, recipe: Recipe) -> list[Profile]:
-    """Return a profile for each phase; measure those that do not exist yet.
-
-    Args:
-        setup: the setup of the comparison.
-        recipe: the recipe, with the setup's changes.
-    """
+    """Return a profile for each phase; measure those that do not exist yet."""
     profiles: list[Profile] = []
     for phase in recipe.phases:
         profiled = {"epochs": phase.epochs, "resolution": phase.resolution, "batch": phase.batch}
@@ -81,10 +76,7 @@ def step_seconds(
     """Predict the mean step of each epoch of a recipe.
 
     Args:
-        recipe: the recipe of a method.
         profiles: one for each phase, of one rank.
-        topology: the cluster.
-        links: the links of the cluster.
         steps: the number of steps of each epoch; empty: unknown, and every round of weight
             averaging is assumed to be complete.
 
@@ -167,8 +159,6 @@ def measure(setup: Setup, method: str, settings: Sequence[str], hosts: str) -> M
     """Measure a method's steps on hosts, unless the folder has them already.
 
     Args:
-        setup: the setup of the comparison.
-        method: the method's name.
         settings: all changes of the recipe.
         hosts: hosts and slots in the form of `tfcommx train -H`, such as node0:1,node1:1.
 
@@ -210,8 +200,6 @@ def replaced(
 
     Args:
         predicted: method -> seconds of a step in each epoch.
-        measured: method -> measured steps.
-        recipes: method -> recipe.
 
     Returns:
         By method: seconds of a step in each epoch, and predicted over measured seconds of all

@@ -19,7 +19,7 @@ from tfcommx.comparison.rows import (
     time_rows,
 )
 from tfcommx.report.summary import bytes_text, time_text
-from tfcommx.report.terminal import terminal_console
+from tfcommx.report.terminal import table_of, terminal_console
 
 # Losses for which the fastest method is named, as multiples of the score's allowed loss
 LOSSES = (1.0, 2.5, 5.0)
@@ -114,26 +114,21 @@ def _times(comparison: Comparison, steps: Steps) -> Table:
 
 def _choices(comparison: Comparison) -> Table:
     losses = [factor * comparison.score.loss for factor in LOSSES]
-    table = Table(title="the fastest method that loses at most so much", title_justify="left")
-    table.add_column("between nodes")
-    for loss in losses:
-        table.add_column(f"{loss:g}")
-    for bandwidth, chosen in choices(comparison, losses):
-        cells = (f"{name}, {faster:.2f} times" for name, faster in chosen)
-        table.add_row(rate_text(bandwidth), *cells)
-    return table
+    headings = ["between nodes", *(f"{loss:g}" for loss in losses)]
+    rows = (
+        [rate_text(bandwidth), *(f"{name}, {faster:.2f} times" for name, faster in chosen)]
+        for bandwidth, chosen in choices(comparison, losses)
+    )
+    title = "the fastest method that loses at most so much"
+    return table_of(title, headings, left=headings, rows=rows)
 
 
 def _table(
     title: str, columns: list[tuple[str, Callable[[Row], str]]], rows: dict[str, Row]
 ) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("method")
-    for heading, _ in columns:
-        table.add_column(heading, justify="right")
-    for name, row in rows.items():
-        table.add_row(name, *(text(row) for _, text in columns))
-    return table
+    headings = ["method", *(heading for heading, _ in columns)]
+    cells = ([name, *(text(row) for _, text in columns)] for name, row in rows.items())
+    return table_of(title, headings, left=["method"], rows=cells)
 
 
 def _mean(row: Row) -> str:

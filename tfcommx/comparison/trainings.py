@@ -82,11 +82,6 @@ def trained(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any
 def train(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any]:
     """Train a method with one seed, and write its results to a file.
 
-    Args:
-        setup: the setup of the comparison.
-        method: the method's name.
-        settings: all changes of the recipe, including the seed.
-
     Returns:
         The training: `epochs` has scores, steps, and cumulative bytes and seconds of each epoch.
 

@@ -37,9 +37,6 @@ class Compression(abc.ABC):
     def sums(self, shapes: Sequence[Shape]) -> tuple[int, ...]:
         """Count the entries of each vector that is summed in a step, in order.
 
-        Args:
-            shapes: of a bucket's variables.
-
         Returns:
             Static numbers, because the engine's cache must stay valid: as many entries travel in
             place of all. Empty if nothing is gained; then the bucket travels uncompressed.

@@ -5,7 +5,14 @@ collective starts.
 """
 
 from tfcommx.core.bucket import LARGEST, Bucket, NoOptions, Piece, RouteOptions, Sparse
-from tfcommx.core.checks import check_name, check_whole, is_member, load_member, require_equal
+from tfcommx.core.checks import (
+    check_name,
+    check_number,
+    check_whole,
+    is_member,
+    load_member,
+    require_equal,
+)
 from tfcommx.core.errors import (
     CheckpointError,
     ConfigurationError,
@@ -85,6 +92,7 @@ __all__ = [
     "Traffic",
     "VariableProfile",
     "check_name",
+    "check_number",
     "check_whole",
     "first_difference",
     "is_member",

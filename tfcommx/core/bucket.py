@@ -67,9 +67,6 @@ class RouteOptions:
     def from_dict(cls, fields: Mapping[str, Any]) -> RouteOptions:
         """Make the options from their fields, as `dataclasses.asdict` returns them.
 
-        Args:
-            fields: field -> value, as in JSON.
-
         **Raises:** TypeError for an unknown field.
         """
         return cls(**fields)

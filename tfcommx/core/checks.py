@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import pkgutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
@@ -16,11 +17,6 @@ def check_name(kind: str, name: str, allowed: Iterable[str]) -> str:
 
     >>> check_name("route", "torus", ["allreduce", "torus"])
     'torus'
-
-    Args:
-        kind: kind of the named thing, for the message.
-        name: name that the user gave.
-        allowed: all allowed names.
 
     **Raises:** ConfigurationError.
     """
@@ -54,7 +50,6 @@ def require_named_members(source: str, *names: object) -> None:
     """Refuse members that only a file names, because loading a member imports its module.
 
     Args:
-        source: source of the names, for the message.
         names: names of members, and any others, which are ignored.
 
     **Raises:** ConfigurationError.
@@ -72,8 +67,6 @@ def load_member(family: str, name: str, *kinds: type) -> Any:
     """Return the object that "module:MEMBER" names.
 
     Args:
-        family: name of the family, for messages.
-        name: name that the user gave.
         kinds: allowed classes of the object; none: any class.
 
     **Raises:** ConfigurationError if the object does not exist, or is of another class.
@@ -117,14 +110,34 @@ def python_number(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
+# Range in words -> True if a number is in it
+RANGES: dict[str, Callable[[float], bool]] = {
+    "> 0": lambda number: 0 < number < math.inf,
+    ">= 0": lambda number: 0 <= number < math.inf,
+    "in (0, 1]": lambda number: 0 < number <= 1,
+    "in [0, 1)": lambda number: 0 <= number < 1,
+    "in [0, 1]": lambda number: 0 <= number <= 1,
+}
+
+
+def check_number(name: str, value: Any, wanted: str) -> float:
+    """Return a number, such as NumPy's, as a float, if it is in a range of RANGES.
+
+    >>> check_number("momentum", 0.9, "in [0, 1)")
+    0.9
+
+    **Raises:** ConfigurationError.
+    """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not RANGES[wanted](value):
+        raise ConfigurationError(f"`{name}` must be a number {wanted}. Received {value!r}.")
+    return float(value)
+
+
 def require_equal(name: str, values: Sequence[Any]) -> None:
     """Check that all ranks were given the same value.
 
     >>> require_equal("Checkpoint's `keep`", [2, 2])
-
-    Args:
-        name: name of the value, for the message.
-        values: value of each rank.
 
     **Raises:** ConfigurationError that names the first rank whose value differs from rank 0's.
     """

@@ -88,7 +88,6 @@ def linear_pipeline(
 
     Args:
         operation: "broadcast", "reduce" or "allreduce".
-        total_bytes: bytes of the vector.
         ranks: p, >= 1.
         link: link between any two ranks.
         block_bytes: bytes of a block; the default is the paper's size.

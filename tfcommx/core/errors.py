@@ -35,7 +35,6 @@ class LaunchError(TfcommxError, RuntimeError):
     """Ranks that cannot be started or have not found each other.
 
     Args:
-        message: text that names the rank, host or launcher.
         status: exit status of `tfcommx`: that of the rank that failed first, or 2 for a wrong
             setting.
     """

@@ -30,10 +30,6 @@ def local_path(option: str, path: str | os.PathLike[str]) -> Path:
     >>> local_path("folder", "runs/first").as_posix()
     'runs/first'
 
-    Args:
-        option: name of the option, for the message.
-        path: path that the user gave.
-
     **Raises:** ConfigurationError for the address of an object store or a server (`gs://`, `s3://`,
     `hdfs://`, `file://`), for a variable that no shell has expanded, and for an empty text.
     """
@@ -80,12 +76,6 @@ def reading(
 
     All exceptions are caught except those that end a process, because parsers of NumPy, zip and
     JSON raise a dozen classes for files that were truncated or changed.
-
-    Args:
-        kind: kind of file, with its article.
-        path: path of the file.
-        remedy: remedy for the user, a sentence.
-        error: class of the error.
     """
     try:
         yield
@@ -181,10 +171,6 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
     A link is not followed, and a pipe does not block. The descriptor is checked and not the path,
     because the file at the path could be replaced meanwhile.
 
-    Args:
-        path: path of the file.
-        flags: flags of `os.open`.
-
     **Raises:** OSError if it cannot be opened; PermissionError, with the reason, if it is another
     user's, or another user could open it.
     """
@@ -196,6 +182,24 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
         os.close(file)
         raise
     return file
+
+
+@contextlib.contextmanager
+def opened_own(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file as `open_own` does, for a block; yield its descriptor."""
+    file = open_own(path, flags)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def is_still_at(path: Path, opened: int) -> bool:
+    """Return True if an open file or folder is still the one at `path`."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(opened))
+    except FileNotFoundError:
+        return False
 
 
 def _why_foreign(facts: os.stat_result) -> str:

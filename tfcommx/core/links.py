@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfcommx.core.checks import check_whole
+from tfcommx.core.checks import check_number, check_whole
 from tfcommx.core.errors import ConfigurationError
 from tfcommx.core.files import local_path, reading
 from tfcommx.core.topology import Topology
@@ -48,8 +48,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         check_whole("nics", self.nics, least=1)
         check_whole("fusion_bytes", self.fusion_bytes, least=0)
-        if not isinstance(self.cycle_s, int | float) or not 0 <= self.cycle_s < math.inf:
-            raise ConfigurationError(f"`cycle_s` must be >= 0. Received {self.cycle_s!r}.")
+        check_number("cycle_s", self.cycle_s, ">= 0")
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,6 @@ class Links(NamedTuple):
         """Read the file that `tfcommx probe` wrote.
 
         Args:
-            path: path of the file.
             topology: cluster on which the links must have been measured; None: any.
 
         **Raises:** ConfigurationError if the file is missing or invalid, or if it was measured on a

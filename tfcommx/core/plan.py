@@ -74,10 +74,6 @@ class Plan:
     def from_json(text: str, read_options: ReadOptions) -> Plan:
         """Parse the result of `to_json`; `routes.read_plan` does so with all routes' options.
 
-        Args:
-            text: result of `to_json`.
-            read_options: makes the options of a route, which this module does not know.
-
         **Raises:** PlanError for anything else.
         """
         try:

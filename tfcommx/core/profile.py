@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tfcommx.core.checks import check_whole, python_number
+from tfcommx.core.checks import check_number, check_whole
 from tfcommx.core.errors import ConfigurationError
 from tfcommx.core.files import local_path, reading
 
@@ -104,11 +104,10 @@ class VariableProfile:
         shape = tuple(check_whole(f"shape of {self.name!r}", length) for length in self.shape)
         object.__setattr__(self, "shape", shape)
         for name in ("ready_s", "ready_spread_s", "forward_s", "selection_s", "update_s"):
-            value = python_number(getattr(self, name))
-            object.__setattr__(self, name, value)
-            if value is None and name in ("selection_s", "update_s"):
-                continue
-            _check_seconds(f"{name} of {self.name!r}", value)
+            value = getattr(self, name)
+            if value is not None or name not in ("selection_s", "update_s"):
+                seconds = check_number(f"{name} of {self.name!r}", value, ">= 0")
+                object.__setattr__(self, name, seconds)
         if any(length < 0 for length in shape):
             raise ConfigurationError(
                 f"Lengths >= 0 are required. Received shape={shape} of {self.name!r}."
@@ -152,14 +151,11 @@ class Profile:
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("steps", 0)):
             object.__setattr__(self, name, check_whole(name, getattr(self, name), least))
-        for name in ("forward_s", "backward_s", "density"):
-            object.__setattr__(self, name, python_number(getattr(self, name)))
         for name in ("forward_s", "backward_s"):
-            _check_seconds(f"`{name}`", getattr(self, name))
-        if self.density is not None and not 0 < self.density <= 1:
-            raise ConfigurationError(
-                f"`density` must be in (0, 1] or None. Received {self.density!r}."
-            )
+            object.__setattr__(self, name, check_number(name, getattr(self, name), ">= 0"))
+        if self.density is not None:
+            density = check_number("density", self.density, "in (0, 1]")
+            object.__setattr__(self, "density", density)
         self._check_variables()
 
     def _check_variables(self) -> None:
@@ -269,10 +265,7 @@ class Profile:
 
         **Raises:** ConfigurationError for a throughput or a batch that is not positive.
         """
-        if not 0 < samples_per_second < math.inf:
-            raise ConfigurationError(
-                f"`samples_per_second` must be > 0. Received {samples_per_second!r}."
-            )
+        check_number("samples_per_second", samples_per_second, "> 0")
         batch = check_whole("batch", batch)
         step = batch / samples_per_second
         forward, backward = step * FORWARD_SHARE, step * (1 - FORWARD_SHARE)
@@ -291,8 +284,3 @@ class Profile:
                     )
                 )
         return Profile(model.name, tuple(rows), forward, backward, batch)
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ConfigurationError(f"{name} must be seconds >= 0. Received {value!r}.")

@@ -92,10 +92,6 @@ class MeasuredStep(NamedTuple):
     def read(path: str | Path, read_plan: Callable[[str], Plan]) -> MeasuredStep:
         """Read a file that `to_json` wrote.
 
-        Args:
-            path: path of the file.
-            read_plan: parses a plan with the options of every route: `routes.read_plan`.
-
         **Raises:** ConfigurationError if the file is missing or invalid.
         """
         remedy = "Make it anew: `tfcommx profile --exchange`, or `MeasuredStep.to_json`."

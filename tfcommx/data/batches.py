@@ -30,7 +30,6 @@ def check(slab: Slab, indices: tf.Tensor, epoch: tf.Tensor, verify: float, seed:
     """Return the state of each sample of a batch: in memory, absent or damaged.
 
     Args:
-        slab: the node's memory.
         indices: sample numbers, int64 [b].
         epoch: int64 scalar; each epoch draws the samples whose CRC is checked.
         verify: share of the samples whose CRC is checked, in [0, 1].
@@ -79,7 +78,6 @@ def fill(
     """Decode JPEGs and PNGs into the slab, without an error for files that fail.
 
     Args:
-        slab: the node's memory.
         encoded: files, string [b]; those of another format are skipped.
         samples: sample numbers, int64 [b].
         labels: int64 [b].
@@ -125,14 +123,12 @@ def read(
     """Read and augment a batch.
 
     Args:
-        slab: the node's memory.
         indices: sample numbers, int64 [b].
         loose: records (`decode.pack`) of samples that are not in the slab, uint8 [m].
         loose_at: byte offset of each sample's record in `loose`, int64 [b]; -1: in the slab.
         epoch: int64 scalar; with `seed` and the sample's index it determines the window.
         spec: settings of the batch.
         channels: channels of the pixels, in [1, 4].
-        seed: seed of the windows.
 
     Returns:
         images spec.dtype [b, h, w, c], labels int64 [b], windows int32 [b, 5]: top, left, height,

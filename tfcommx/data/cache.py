@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -71,20 +70,6 @@ def find_position(topology: Topology | None, rank: int | None) -> tuple[Topology
     return topology or Topology(1, 1), rank or 0
 
 
-def state_equal(
-    topology: Topology, rank: int, kind: str, name: str, values: Mapping[str, str], remedy: str
-) -> None:
-    """State facts that must be equal on all ranks, if the cache serves the ranks of the launch.
-
-    Facts of a cache for other ranks, such as one for this process alone, are not compared.
-    """
-    if process.started() and (topology, rank) == (
-        process.current().topology,
-        process.current().rank,
-    ):
-        process.current().comparisons.state(Facts(kind, name, values, remedy))
-
-
 # Largest number of bytes of the source's name in a slab's metadata, whose page has 4096
 NAME_BYTES = 2000
 # Version of the samples in memory, to be raised if decoding or the layout changes
@@ -102,12 +87,8 @@ def open_slab(
     """Open the slab of this node, or create it.
 
     Args:
-        source: the source of the samples.
-        disk: the local disk level, or None.
         part: the node's samples in the first epoch, int64 [n].
-        options: options of the cache.
         node: number of the node; one machine may have several.
-        exclusive: whether no other run may use the slab.
 
     **Raises:** SlabError if there is too little memory. ConfigurationError with `exclusive`, if the
     launcher assigns no name to the run.
@@ -133,12 +114,9 @@ def open_slab(
 
 
 def _end_of(name: str) -> str:
-    """Return the longest end of a name that fits a slab's metadata, as JSON.
-
-    JSON takes up to 12 bytes for a character.
-    """
+    """Return the longest end of a name that fits a slab's metadata, as JSON."""
     name = name[-NAME_BYTES:]
-    while len(json.dumps(name)) > NAME_BYTES:
+    while len(json.dumps(name)) > NAME_BYTES:  # Up to 12 bytes for a character
         name = name[1:]
     return name
 
@@ -198,7 +176,7 @@ class DataCache:
         self.node, self.slot = self.topology.position_of(self.rank)
         facts = contents_of(self.source) | self.options.to_agree_on()
         kind = "samples and options of a DataCache"
-        self._state_equal(kind, self.source.name, facts, SAME_SAMPLES)
+        self._state_equal(kind, facts, SAME_SAMPLES)
         self.reclaimed = remove_unused(Path(self.options.memory))
         self.disk = None
         if self.options.disk is not None:
@@ -214,9 +192,11 @@ class DataCache:
         self._stats: list[EpochStats] = []
         self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
 
-    def _state_equal(self, kind: str, name: str, values: Mapping[str, str], remedy: str) -> None:
-        """State facts that must be equal on all ranks of the cache."""
-        state_equal(self.topology, self.rank, kind, name, values, remedy)
+    def _state_equal(self, kind: str, values: Mapping[str, str], remedy: str) -> None:
+        """State facts that must be equal on all ranks, if the cache serves the launch's ranks."""
+        comm = process.current() if process.started() else None
+        if comm is not None and (self.topology, self.rank) == (comm.topology, comm.rank):
+            comm.comparisons.state(Facts(kind, self.source.name, values, remedy))
 
     def _part(self) -> np.ndarray:
         """Return the samples of this node in the first epoch, int64 [n]."""
@@ -282,7 +262,7 @@ class DataCache:
         request.check(self.source.count, self.topology.size, self.options.store)
         if spec.shuffle:  # For training only, because a single rank may evaluate
             facts = request.to_agree_on()
-            self._state_equal("batches of a DataCache", self.source.name, facts, SAME_BATCHES)
+            self._state_equal("batches of a DataCache", facts, SAME_BATCHES)
         stats = EpochStats(first_epoch, epochs)
         self._stats.append(stats)
 
@@ -382,16 +362,6 @@ class DataCache:
         )
         self._arrived[epoch] = arrived
         return arrived
-
-    def wait_filled(self, timeout_s: float) -> bool:
-        """Wait until the node's part is in memory or unreadable; return False after the timeout."""
-        part = self._part()
-        end = time.monotonic() + timeout_s
-        while np.any(self.slab.index[part] == 0):
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.01)
-        return True
 
     def close(self) -> None:
         """Release memory and files; the last process of the node removes the slab.

@@ -65,11 +65,7 @@ def remaining_bytes(proc: Path = Path("/proc/self")) -> int | None:
 
 
 def _folders(proc: Path) -> list[tuple[Path, Path, Version]]:
-    """Return the mounted control groups of this process.
-
-    Returns:
-        For each: the group's folder, the folder of the highest visible group, and the version.
-    """
+    """Return (folder, that of the highest visible group, version) of this process's groups."""
     try:
         memberships = os.fsdecode((proc / "cgroup").read_bytes()).splitlines()
         mounts = os.fsdecode((proc / "mountinfo").read_bytes()).splitlines()
@@ -132,12 +128,7 @@ def estimate_sample_bytes(
 
 
 def reserved_by_others(folder: str, excluded: str = "") -> dict[str, int]:
-    """Return the bytes that each slab of this user in `folder` has reserved and not yet taken.
-
-    Args:
-        folder: a folder of shared memory.
-        excluded: name of a slab to leave out.
-    """
+    """Return the bytes that each slab of this user in `folder` has reserved and not yet taken."""
     reserved = {path.name: reserved_bytes(path) for path in paths(folder) if path.stem != excluded}
     return {name: size for name, size in reserved.items() if size > 0}
 
@@ -173,11 +164,7 @@ def choose_length(
     """Return the length of the slab to create, and its metadata on that.
 
     Args:
-        source: the source of the samples.
-        disk: the local disk level, or None.
         part: the node's samples, int64 [n].
-        options: options of the cache.
-        name: name of the slab.
 
     Returns:
         Bytes; and metadata: `need`, the required bytes, and `part`, the key of the part that fits.

@@ -25,7 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tfcommx.core.files import is_own_folder, open_own
+from tfcommx.core.files import is_own_folder, opened_own
+from tfcommx.data.slab_files import prefix
 
 # Entry of an index: the position of a sample in the pack
 _ENTRY = np.dtype(
@@ -45,15 +46,10 @@ class Disk:
     After the first failure to write, which causes a warning, nothing more is written, but the
     samples in the folder are still served. A folder of another user, or that others can write to,
     is not used at all. `corrupt` counts reads with a wrong CRC.
-
-    Args:
-        folder: a folder on a local disk.
-        key: key of the source; each key has a separate folder.
-        count: number of samples of the data set.
     """
 
     def __init__(self, folder: str | Path, key: str, count: int) -> None:
-        self.folder = Path(folder) / f"{_prefix()}{key[:32]}"
+        self.folder = Path(folder) / f"{prefix()}{key[:32]}"
         self.corrupt = 0
         self.write_error: str | None = None
         self._lock = threading.Lock()
@@ -167,34 +163,23 @@ class Disk:
                 os.close(file)
 
 
-def _prefix() -> str:
-    """Return the prefix of the names of this user's folders."""
-    return f"tfcommx-{os.geteuid()}-"
-
-
 def _entries(path: Path, seen: int) -> np.ndarray:
     """Return the complete entries of an index after the first `seen`."""
-    file = open_own(path)
-    try:
+    with opened_own(path) as file:
         data = os.pread(file, os.fstat(file).st_size, seen * _ENTRY.itemsize)
-    finally:
-        os.close(file)
     return np.frombuffer(data[: len(data) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
 
 
 def _bytes_of(path: Path, length: int, at: int) -> bytes:
     """Return bytes of a pack; fewer, or none, if an entry points beyond its end."""
-    file = open_own(path)
-    try:
+    with opened_own(path) as file:
         size = os.fstat(file).st_size
         return os.pread(file, length, at) if 0 <= at <= size - length <= size else b""
-    finally:
-        os.close(file)
 
 
 def _folders(folder: str | Path) -> list[Path]:
     """Return the folders of this user's data sets below `folder`."""
-    return [path for path in sorted(Path(folder).glob(f"{_prefix()}*")) if is_own_folder(path)]
+    return [path for path in sorted(Path(folder).glob(f"{prefix()}*")) if is_own_folder(path)]
 
 
 def usage(folder: str | Path) -> list[tuple[Path, int, int]]:

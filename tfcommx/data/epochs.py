@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class EpochStats:
-    """Counts of the samples that one dataset served, epoch by epoch.
-
-    Args:
-        first_epoch: number of the first epoch, >= 0.
-        epochs: number of epochs.
-    """
+    """Counts of the samples that one dataset served, epoch by epoch."""
 
     def __init__(self, first_epoch: int, epochs: int) -> None:
         import tensorflow as tf
@@ -108,8 +103,6 @@ class Epochs(NamedTuple):
         """Refuse arguments out of range, and warn if images are enlarged.
 
         Args:
-            samples: number of samples of the source.
-            ranks: number of ranks that share the samples.
             store: short side of the kept images, in pixels; None: their original size.
 
         **Raises:** ConfigurationError.

@@ -31,9 +31,6 @@ class Filler:
     while training already runs.
 
     Args:
-        source: the source of the samples.
-        slab: the node's memory.
-        disk: the local disk level, or None.
         options: options of the cache. `store`; `on_error`: with "skip", a sample that cannot be
             read is left out of its batch and counted, otherwise it is an error that names the file;
             without `partial`, the first sample that does not fit causes a warning.
@@ -114,17 +111,13 @@ class Filler:
         labels: np.ndarray,
         level: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Count the samples of the native fill, write them to disk, and `fetch` the rest.
+        """Count the samples of the native fill, write them to disk; return the `fetch` of the rest.
 
         Args:
             samples: sample numbers, int64 [b].
             state: result of `batches.check`, uint8 [b].
             remaining: result of `batches.fill`, uint8 [b].
-            epoch: the epoch that counts them.
             encoded, labels, level: results of `read_files`.
-
-        Returns:
-            The result of `fetch`.
         """
         brought = (remaining == 0) | (remaining == FILLED_BY_OTHER)
         for i in np.flatnonzero((state != 0) & brought).tolist():
@@ -142,7 +135,6 @@ class Filler:
         Args:
             samples: sample numbers, int64 [b].
             state: result of `batches.check`, uint8 [b]: 0 ready, 1 absent, 2 damaged.
-            epoch: the epoch that counts them.
 
         Returns:
             The samples that can be read, int64 [b' <= b]; the records of those that do not fit into
@@ -164,11 +156,7 @@ class Filler:
         return samples[keep], np.frombuffer(b"".join(loose), np.uint8), at[keep]
 
     def _bring(self, sample: int, damaged: bool, epoch: int) -> bytes | None:
-        """Load one sample.
-
-        Returns:
-            b"" if it is in the slab now, its record if it does not fit, None if it cannot be read.
-        """
+        """Load a sample; return b"", or its record if it does not fit, or None if unreadable."""
         if self.slab.unreadable(sample) and self.skip:
             self._count(epoch, "unreadable")
             return None

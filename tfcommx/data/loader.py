@@ -28,14 +28,7 @@ WARM = 64
 
 
 class Loader:
-    """Loads batches for one process, in TensorFlow's graph.
-
-    Args:
-        source: the source of the samples.
-        slab: the node's memory.
-        filler: loads the samples that are not in the slab.
-        options: options of the cache.
-    """
+    """Loads batches for one process, in TensorFlow's graph."""
 
     def __init__(self, source: Source, slab: Slab, filler: Filler, options: Options) -> None:
         self.source, self.slab, self.filler, self.options = source, slab, filler, options
@@ -45,13 +38,7 @@ class Loader:
     def load(
         self, samples: tf.Tensor, epoch: tf.Tensor, spec: BatchSpec
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return (images spec.dtype [b, h, w, c], labels int64 [b]) of a batch.
-
-        Args:
-            samples: sample numbers, int64 [b].
-            epoch: int64 scalar.
-            spec: settings of the batch.
-        """
+        """Return (images spec.dtype [b, h, w, c], labels int64 [b]) of a batch."""
         import tensorflow as tf
 
         slab, options = self.slab, self.options
@@ -68,11 +55,7 @@ class Loader:
     def _bring(
         self, samples: tf.Tensor, state: tf.Tensor, epoch: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Load the samples that are missing according to `state`, natively if possible.
-
-        Returns:
-            The result of `Filler.fetch`.
-        """
+        """Load the samples missing by `state`, natively if possible; return as `Filler.fetch`."""
         import tensorflow as tf
 
         encoded, labels, level = tf.numpy_function(
@@ -146,13 +129,11 @@ def warming_steps(count: int) -> int:
 
 
 def _traced(work: Callable[..., tf.Tensor], *kinds: tf.DType) -> Callable[..., np.ndarray]:
-    """Return `work` on vectors of these dtypes as a separate TensorFlow function.
-
-    It is traced because TensorFlow never drops ops that are called outside of functions, nor their
-    reference to the slab.
-    """
+    """Return `work` on vectors of these dtypes as a separate TensorFlow function."""
     import tensorflow as tf
 
+    # Because TensorFlow never drops ops that are called outside of functions, nor their reference
+    # to the slab
     traced = tf.function(work, autograph=False).get_concrete_function(
         *(tf.TensorSpec([None], kind) for kind in kinds)
     )

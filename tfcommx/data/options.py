@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tfcommx.core import ConfigurationError, check_name, check_whole, local_path
+from tfcommx.core import ConfigurationError, check_name, check_number, check_whole, local_path
 from tfcommx.data.sources.source import MAX_PIXELS
 from tfcommx.kernels.augment import CropRule
 
@@ -56,29 +56,22 @@ class BatchSpec:
     def __post_init__(self) -> None:
         check_name("crop", self.crop, CROPS)
         check_name("dtype", self.dtype, DTYPES)
-        for name in ("batch", "resolution"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, check_whole(name, getattr(self, name)))
+        object.__setattr__(self, "batch", check_whole("batch", self.batch, least=1))
+        if self.resolution is not None:
+            resolution = check_whole("resolution", self.resolution, least=1)
+            object.__setattr__(self, "resolution", resolution)
         # Arrays and lists are converted, because a spec is compared and hashed
         for name in ("mean", "std", "area", "aspect"):
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
-        self._check_size()
         self._check_crop()
         self._check_values()
 
-    def _check_size(self) -> None:
-        if self.batch < 1 or (self.resolution is not None and self.resolution < 1):
-            raise ConfigurationError(
-                f"`batch` and `resolution` must be >= 1. Received batch={self.batch}, "
-                f"resolution={self.resolution}."
-            )
+    def _check_crop(self) -> None:
         if self.resolution is None and self.crop != "whole":
             raise ConfigurationError(
                 f"Crop {self.crop!r} needs a `resolution`, because crops differ in size. "
                 "Received None. Give one, or crop 'whole'."
             )
-
-    def _check_crop(self) -> None:
         if (
             not 0 < self.area[0] <= self.area[1] <= 1
             or not 0 < self.aspect[0] <= self.aspect[1]
@@ -146,25 +139,18 @@ class Options:
 
     def __post_init__(self) -> None:
         check_name("on_error", self.on_error, ON_ERROR)
-        for name in ("seed", "store", "memory_bytes", "threads", "max_pixels"):
+        object.__setattr__(self, "seed", check_whole("seed", self.seed))
+        object.__setattr__(self, "max_pixels", check_whole("max_pixels", self.max_pixels, least=1))
+        for name in ("store", "memory_bytes", "threads"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, check_whole(name, getattr(self, name)))
+                object.__setattr__(self, name, check_whole(name, getattr(self, name), least=1))
         for name in ("memory", "disk"):  # Paths are accepted too
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, str(local_path(name, getattr(self, name))))
         if not 0 <= self.seed < 2**63:
             raise ConfigurationError(f"`seed` must be in [0, 2^63). Received {self.seed}.")
         for name in ("verify", "reshuffle_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigurationError(
-                    f"`{name}` must be in [0, 1]. Received {getattr(self, name)}."
-                )
-        if self.max_pixels < 1:
-            raise ConfigurationError(f"`max_pixels` must be >= 1. Received {self.max_pixels}.")
-        for name in ("store", "memory_bytes", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"`{name}` must be >= 1 or None. Received {value}.")
+            check_number(name, getattr(self, name), "in [0, 1]")
 
     def to_agree_on(self) -> dict[str, str]:
         """Return option -> value for the options that must be equal on all ranks.

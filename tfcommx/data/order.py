@@ -35,10 +35,7 @@ def shuffled(samples: np.ndarray, *stream: int) -> np.ndarray:
 
 
 def _cut(samples: np.ndarray, weights: tuple[int, ...]) -> list[np.ndarray]:
-    """Cut an array into consecutive pieces in proportion to the weights.
-
-    Lengths per unit of weight differ by at most one.
-    """
+    """Cut an array into consecutive pieces in proportion to the weights, to within one a unit."""
     ends = np.cumsum(weights)
     bounds = [0, *(len(samples) * ends // ends[-1])]
     return [samples[low:high] for low, high in itertools.pairwise(bounds)]
@@ -57,7 +54,7 @@ def _known(
 def parts(
     count: int, slots: tuple[int, ...], seed: int, epoch: int = 0, fraction: float = 0.0
 ) -> tuple[np.ndarray, ...]:
-    """Return each node's part of the samples 0 to count - 1 in `epoch`.
+    """Return each node's part of the samples 0 to count - 1 in `epoch`, int64, ascending.
 
     Args:
         count: number of samples of the data set, >= 0.
@@ -67,9 +64,6 @@ def parts(
         fraction: share of each part, in [0, 1], that is redistributed before every epoch except the
             first. The expected share that moves is fraction * (1 - 1 / nodes), because the offered
             samples of all nodes are shuffled together, and some return to their node.
-
-    Returns:
-        One int64 array per node, ascending.
 
     **Ranks:** pure; equal arguments give equal parts everywhere.
     **Cost:** one sort of `count` numbers; with a fraction, one for each epoch since the newest
@@ -143,11 +137,6 @@ def batch_bounds(length: int, batch: int, count: int) -> np.ndarray:
 
     >>> batch_bounds(17, 8, 3).tolist(), batch_bounds(16, 8, 3).tolist()
     ([0, 8, 16, 17], [0, 8, 15, 16])
-
-    Args:
-        length: number of samples of the share.
-        batch: number of samples of a full batch.
-        count: number of batches.
     """
     ends = [0]
     for later in range(count - 1, -1, -1):  # Number of steps after this one

@@ -38,12 +38,9 @@ def reshuffle(
     fraction: float,
     epoch: int,
 ) -> int:
-    """Send this rank's share of the samples that leave its node for `epoch`; store those received.
+    """Exchange the samples that change their node for `epoch`; return the number of stored ones.
 
     Samples that no slab holds are read from disk or source when their batch is loaded.
-
-    Returns:
-        The number of samples that were received and stored.
 
     **Ranks:** all, with equal slots, while no rank reads the slab: between the dataset of one epoch
     and that of the next.

@@ -24,12 +24,12 @@ from pathlib import Path
 
 import numpy as np
 
+from tfcommx.core.files import is_still_at
 from tfcommx.data.slab_files import (
     NEXT_AT,
     SlabError,
     allocation_lock,
     free_memory,
-    is_still_at,
     metadata_of,
     open_or_create,
     read_header,
@@ -122,14 +122,11 @@ class Slab:
             return False
 
     def put(self, sample: int, label: int, pixels: np.ndarray, at: int | None = None) -> bool:
-        """Write and publish a sample, uint8 [h, w, c].
+        """Write and publish a sample, uint8 [h, w, c]; if it does not fit, return False.
 
         Args:
             at: byte offset of free space, such as one of `holes`. None: newly allocated space,
                 unless another process has stored the sample in the meantime.
-
-        Returns:
-            False if it does not fit; `full` is then set.
         """
         if at is None:
             at = self._take(record_bytes(pixels.nbytes), sample)
@@ -144,12 +141,9 @@ class Slab:
         return True
 
     def holes(self) -> list[tuple[int, int]]:
-        """Return the free space between the samples that are present.
+        """Return (bytes, byte offset) of each free space between the samples, ascending.
 
         Call it only while no process fills, because the record of a running write looks free.
-
-        Returns:
-            (bytes, byte offset) of each hole, ascending.
         """
         starts = np.sort(self.index)
         starts = starts[
@@ -166,13 +160,10 @@ class Slab:
         )
 
     def repair(self, sample: int, label: int, pixels: np.ndarray) -> bool:
-        """Write a sample with a wrong CRC again.
+        """Write a sample with a wrong CRC again; if it does not fit, unpublish it, return False.
 
         If its size is readable, the new record overwrites the damaged one, so that the sample is
         never absent.
-
-        Returns:
-            False if it does not fit; it is then unpublished.
         """
         held = self.get(sample)
         if held is None or held[0].nbytes != pixels.nbytes:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tfcommx.core import ConfigurationError, DataError
-from tfcommx.core.files import open_own
+from tfcommx.core.files import is_still_at, open_own, opened_own
 
 MAGIC = b"TFCXSLB1"
 PAGE = 4096
@@ -63,7 +63,7 @@ class Header(NamedTuple):
 
 
 def prefix() -> str:
-    """Return the prefix of the names of this user's slabs."""
+    """Return the prefix of the names of this user's slabs, and folders of the disk level."""
     return f"tfcommx-{os.geteuid()}-"
 
 
@@ -133,14 +133,6 @@ def free_memory(file: int) -> None:
     ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(length))
 
 
-def is_still_at(path: Path, file: int) -> bool:
-    """Return True if an open file is still the one at `path`."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(file))
-    except OSError:
-        return False
-
-
 def remove_if_unused(path: Path) -> bool:
     """Remove a slab of this user that has no living owner; return True if it was removed."""
     try:
@@ -160,17 +152,12 @@ def remove_if_unused(path: Path) -> bool:
 def open_or_create(
     path: Path, key: str, count: int, length: Callable[[], int], metadata: dict[str, str]
 ) -> tuple[int, bool]:
-    """Open the slab at `path`, or create it; hold its shared lock.
+    """Open the slab at `path`, or create it, with its shared lock; return (file, is it new).
 
     Args:
         path: path of the file, ending with `.slab`.
-        key: hash of the contents.
         count: number of samples of the data set, >= 0.
         length: function that returns the bytes of a new file, or raises; it may add to `metadata`.
-        metadata: strings for `read_metadata`.
-
-    Returns:
-        The file's descriptor, and whether this process created the slab.
 
     **Raises:** SlabError if another user's file is at `path`.
     """
@@ -217,11 +204,9 @@ def _make(path: Path, key: str, count: int, length: int, metadata: dict[str, str
 
 
 def _rename_if_free(part: Path, path: Path) -> None:
-    """Rename a file atomically; raise FileExistsError if the name is taken.
-
-    `os.link` and `os.unlink` are no alternative, because the slab would have two names in the
-    meantime, which `open_own` refuses.
-    """
+    """Rename a file atomically; raise FileExistsError if the name is taken."""
+    # Not by `os.link` and `os.unlink`, because the slab would have two names in the meantime, which
+    # `open_own` refuses
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(part), os.fsencode(path)
     if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE):
@@ -246,11 +231,7 @@ def _write_header(file: int, key: str, count: int, length: int, metadata: dict[s
 
 
 def remove_unused(folder: Path) -> list[Path]:
-    """Remove all slabs of this user in `folder`, complete or incomplete, that no process uses.
-
-    Returns:
-        The removed paths.
-    """
+    """Remove this user's slabs in `folder`, complete or not, that no process uses; return them."""
     candidates = [*paths(folder), *paths(folder, "part")]
     return [path for path in sorted(candidates) if remove_if_unused(path)]
 
@@ -258,13 +239,10 @@ def remove_unused(folder: Path) -> list[Path]:
 def read_metadata(path: Path) -> dict[str, Any]:
     """Return the metadata of a slab: key, source, pid, created; {} if they are not readable."""
     try:
-        file = open_own(path)
+        with opened_own(path) as file:
+            return metadata_of(file)
     except OSError:
         return {}
-    try:
-        return metadata_of(file)
-    finally:
-        os.close(file)
 
 
 def metadata_of(file: int) -> dict[str, Any]:
@@ -283,19 +261,14 @@ def reserved_bytes(path: Path) -> int:
     It reserves `need` of its metadata or, without that, its length.
     """
     try:
-        file = open_own(path)
-    except OSError:
+        with opened_own(path) as file:
+            header = read_header(file)
+            if header is None:
+                return 0
+            need = metadata_of(file).get("need", header.length)
+            return max(0, min(int(need), header.length) - header.used)
+    except (OSError, TypeError, ValueError, OverflowError):
         return 0
-    try:
-        header = read_header(file)
-        if header is None:
-            return 0
-        need = metadata_of(file).get("need", header.length)
-        return max(0, min(int(need), header.length) - header.used)
-    except (TypeError, ValueError, OverflowError):
-        return 0
-    finally:
-        os.close(file)
 
 
 def slab_state(path: Path) -> tuple[int, int, int, bool]:
@@ -307,13 +280,10 @@ def slab_state(path: Path) -> tuple[int, int, int, bool]:
 
     **Raises:** SlabError if the file is no slab; OSError if it is not this user's.
     """
-    file = open_own(path)
-    try:
+    with opened_own(path) as file:
         header = read_header(file)
         if header is None:
             raise SlabError(f"{path} is no slab. Remove it by hand if nothing needs it.")
         index = np.frombuffer(os.pread(file, 8 * header.samples, header.index_at), np.int64)
         filled = int(np.count_nonzero(index > 0))
         return header.samples, filled, header.used, not try_exclusive_lock(file)
-    finally:
-        os.close(file)

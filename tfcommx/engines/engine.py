@@ -34,9 +34,10 @@ wake-up of threads, an engine's switch of algorithm, a protocol's handshake.
 from __future__ import annotations
 
 import abc
-import bisect
 import dataclasses
 from typing import NamedTuple
+
+import numpy as np
 
 from tfcommx.core import Calibration, Link, Links, Topology, check_name, cost
 
@@ -214,11 +215,7 @@ class Calibrated(Engine):
         if total_bytes >= sizes[-1]:
             measured_price = price(sizes[-1], topology, links)
             return seconds[-1] + price(total_bytes, topology, links) - measured_price
-        if total_bytes <= sizes[0]:
-            return seconds[0]
-        position = bisect.bisect(sizes, total_bytes)
-        share = (total_bytes - sizes[position - 1]) / (sizes[position] - sizes[position - 1])
-        return seconds[position - 1] + share * (seconds[position] - seconds[position - 1])
+        return float(np.interp(total_bytes, sizes, seconds))
 
     def reduce_scatter(self, total_bytes: float, topology: Topology, links: Links) -> float:
         """Price a reduce-scatter as the engine does."""

@@ -9,40 +9,27 @@ HOROVOD_HIERARCHICAL_ALLREDUCE switches it on. It needs both NCCL and MPI.
 from __future__ import annotations
 
 from tfcommx.core import Links, Topology
-from tfcommx.engines import nccl, open_mpi
-from tfcommx.engines.engine import Engine
+from tfcommx.engines import open_mpi
+from tfcommx.engines.nccl import Nccl
 
 
-class Hierarchical(Engine):
+class Hierarchical(Nccl):
     """Prices of an engine with two libraries; NCCL does all but a flat allreduce."""
 
     name = "horovod_hierarchical"
-    uses_all_nics = True
 
     def all_reduce(self, total_bytes: float, topology: Topology, links: Links) -> float:
         """Price the three steps; the slots of a node share its port in the second."""
         if topology.nodes == 1 or topology.size == topology.nodes or topology.uneven:
-            return nccl.ENGINE.all_reduce(total_bytes, topology, links)
+            return super().all_reduce(total_bytes, topology, links)
         slots, part = topology.slots, total_bytes / topology.slots
         node, peers = Topology(1, slots), Topology(topology.nodes, 1)
         shared = open_mpi.ENGINE.shared_port(links, slots)
         return (
-            nccl.ENGINE.reduce_scatter(total_bytes, node, links)
+            self.reduce_scatter(total_bytes, node, links)
             + open_mpi.ENGINE.all_reduce(part, peers, shared)
-            + nccl.ENGINE.all_gather(part, node, links)
+            + self.all_gather(part, node, links)
         )
-
-    def reduce_scatter(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price NCCL's reduce-scatter."""
-        return nccl.ENGINE.reduce_scatter(total_bytes, topology, links)
-
-    def all_gather(self, own_bytes: float, topology: Topology, links: Links) -> float:
-        """Price NCCL's all-gather."""
-        return nccl.ENGINE.all_gather(own_bytes, topology, links)
-
-    def all_to_all(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price NCCL's all-to-all."""
-        return nccl.ENGINE.all_to_all(total_bytes, topology, links)
 
 
 ENGINE = Hierarchical()

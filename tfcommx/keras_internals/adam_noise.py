@@ -27,7 +27,6 @@ def noise_factors(
 
     Args:
         optimizer: after its update of this step, before it counts the step.
-        variables: the variables that it has updated.
         nodes: n, >= 1.
 
     Returns:

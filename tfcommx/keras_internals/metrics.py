@@ -171,10 +171,7 @@ def _form_of(value: Any) -> Any:
 
 
 def _arguments_for(metric: keras.metrics.Metric) -> list[tuple[Any, Any]]:
-    """Return made-up arguments of the update, (args, kwargs), of its recorded or a likely form.
-
-    A metric in a user's own training loop has no recorded form.
-    """
+    """Return made-up arguments of the update, (args, kwargs), of its recorded or a likely form."""
     numbers = np.random.default_rng(2)
 
     def made_up(form: Any) -> Any:
@@ -186,6 +183,7 @@ def _arguments_for(metric: keras.metrics.Metric) -> list[tuple[Any, Any]]:
 
     if metric in _forms:
         return [tf.nest.map_structure(made_up, _forms[metric])]
+    # A metric in a user's own training loop has no recorded form
     parameters = inspect.signature(type(metric).update_state).parameters.values()
     required = [
         parameter

@@ -85,16 +85,13 @@ def _stem(class_name: str) -> str:
 
 
 def finalize_layers(model: keras.Model) -> bool:
-    """Recompute the constants that layers derive from their weights.
+    """Recompute the constants that layers derive from their weights; return True if one changed.
 
     Such as the mean that Normalization subtracts. Call it wherever weights are assigned, because
     Keras does it only after `adapt` and `load_weights`. Lookup layers are left out, because they
     have no weights, and `finalize_state` would end their `adapt`. If a constant changed, Keras's
     functions for `fit`, `evaluate` and `predict` are made again, because their traces hold the old
     constants.
-
-    Returns:
-        True if a constant changed.
     """
     changed = False
     for layer in layers_of(model):
@@ -134,19 +131,14 @@ def _is_plain(value: object) -> bool:
 
 
 def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], T], seed: int = 0) -> T:
-    """Call a model in inference mode without changing any Keras variable.
+    """Call a model in inference mode without changing any variable; return `then(outputs)`.
 
     Random layers use seeds derived from `seed` alone, so ranks whose own seeds differ draw the same
     numbers.
 
     Args:
         model: built.
-        inputs: in the form that the model takes.
         then: receives the outputs; called before the variables have their own values again.
-        seed: of all generators.
-
-    Returns:
-        The result of `then`.
     """
     generators = [*seed_generators(model), global_seed_generator()]
     states = [

@@ -51,7 +51,6 @@ def copy_with(
 
     Args:
         mixin: goes before the optimizer's class.
-        optimizer: any Keras optimizer.
         changed: constructor arguments that replace those of its config.
 
     **Raises:** ConfigurationError if the optimizer cannot be made from its own config.

@@ -104,7 +104,6 @@ def augment_definition(
 
     Args:
         image: uint8 [h, w, c].
-        window: inside the image.
         size: height and width of the result, pixels.
         dtype: uint8 (values 0 to 255, rounded; mean and std unused), float16, bfloat16 or float32.
         mean, std: mean and standard deviation per channel, of values in [0, 1].

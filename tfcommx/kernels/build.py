@@ -130,18 +130,14 @@ def parse_list(text: str) -> list[int]:
 
 
 def default_architectures(listed: Iterable[int], present: Iterable[Gpu]) -> list[int]:
-    """Choose the default architectures: those of this machine's GPUs, or else all generations.
+    """Choose the default architectures, ascending: those of this machine's GPUs, or else all.
 
     All generations are Turing and the first architecture of each major version, because its machine
     code also runs on the later ones of that version. Each costs about 15 seconds of one core.
 
     Args:
-        listed: architectures of the toolkit.
         present: GPUs of the machine that builds. For a GPU that the toolkit does not support, the
             highest architecture below it is chosen.
-
-    Returns:
-        Architectures, ascending.
     """
     supported = sorted(number for number in listed if number >= OLDEST)
     chosen = {
@@ -171,7 +167,6 @@ def targets(nvcc: str, wanted: str) -> Targets:
     """Choose the architectures to build for.
 
     Args:
-        nvcc: path of nvcc.
         wanted: value of VARIABLE; "": this machine's GPUs, or else all generations.
 
     **Cost:** runs nvcc and nvidia-smi, together about a second.

@@ -60,7 +60,7 @@ def write(
 
 
 def add(written: tf.Tensor, dtype: str, parts: int = 1, factor: float = 1.0) -> tf.Tensor:
-    """Add equal parts of the output of `write`, in their order and in float32.
+    """Add equal parts of the output of `write`, in their order, as float32 [n].
 
     >>> add(tf.constant([1.0, 2.0, 3.0, 4.0], tf.float16), "float16", 2, 0.5).numpy().tolist()
     [2.0, 3.0]
@@ -70,9 +70,6 @@ def add(written: tf.Tensor, dtype: str, parts: int = 1, factor: float = 1.0) -> 
         dtype: float16 or bfloat16.
         parts: number of parts, >= 1.
         factor: multiplies the sums.
-
-    Returns:
-        float32 [n].
 
     **Ranks:** local. **Cost:** one pass.
     **Raises:** InvalidArgumentError if the parts are not equal.

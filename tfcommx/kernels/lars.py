@@ -89,9 +89,7 @@ def lars_update(
         momenta: float32 variables of the same shapes.
         gradients: float32, of the same shapes.
         rates: float32 [number of variables], learning rate times trust ratio of each.
-        decays: weight decay of each variable.
         momentum: in [0, 1).
-        nesterov: True for Nesterov momentum.
 
     **Ranks:** local; equal inputs give equal bits on every rank.
     **Cost:** reads three vectors and writes two, in one operation. A variable whose value has

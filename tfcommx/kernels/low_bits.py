@@ -37,7 +37,7 @@ def write(
         real: entries of the gradient that are not padding, >= 0. Padding has no residual.
 
     Returns:
-        int32 [shards * shard_words(entries, wire)].
+        int32 [shards * sum(dense_code_words(entries, wire))].
 
     **Ranks:** local. **Cost:** one pass.
     **Raises:** InvalidArgumentError if the gradient is not a whole number of shards, or the
@@ -66,7 +66,7 @@ def add_and_write(
     [8.0]
 
     Args:
-        words: int32 [ranks * shard_words(entries, wire)].
+        words: int32 [ranks * sum(dense_code_words(entries, wire))].
         residual: a float32 variable, whose entries [start, start + entries) are updated in place.
         wire: one of DENSE_CODES.
         entries: entries of the shard, >= 1.
@@ -74,7 +74,7 @@ def add_and_write(
         real: entries of the shard that are not padding, <= entries; less than 0 counts as 0.
 
     Returns:
-        int32 [shard_words(entries, wire)].
+        int32 [sum(dense_code_words(entries, wire))].
 
     **Ranks:** local. **Cost:** one pass.
     **Raises:** InvalidArgumentError if the words are not a whole number of shards, or the residual
@@ -97,7 +97,7 @@ def read(words: tf.Tensor, wire: str, entries: int, factor: float = 1.0) -> tf.T
     """Read shards that `write` or `add_and_write` wrote.
 
     Args:
-        words: int32 [shards * shard_words(entries, wire)].
+        words: int32 [shards * sum(dense_code_words(entries, wire))].
         wire: one of DENSE_CODES.
         entries: entries of a shard, >= 1.
         factor: multiplies the result.
@@ -112,15 +112,6 @@ def read(words: tf.Tensor, wire: str, entries: int, factor: float = 1.0) -> tf.T
     if ops is None:
         return read_definition(words, wire, entries, factor)
     return ops.tfcommx_low_bits_read(words=words, type=wire, entries=entries, factor=factor)
-
-
-def shard_words(entries: int, wire: str) -> int:
-    """Count the int32 words of a shard.
-
-    >>> shard_words(1000, "int1")
-    36
-    """
-    return sum(dense_code_words(entries, wire))
 
 
 def write_definition(

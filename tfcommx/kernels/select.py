@@ -59,7 +59,7 @@ def select_with_residual(
     velocity: tf.Variable | None = None,
     momentum: float = 0.0,
 ) -> Sparse:
-    """Choose k entries of gradient + residual by magnitude; the residual keeps the others.
+    """Choose k entries of gradient + residual, as `select`; the residual keeps the others.
 
     >>> residual = tf.Variable([0.0, 1.0, 0.0, 2.0])
     >>> chosen = select_with_residual(tf.constant([0.5, 0.0, -3.0, 0.0]), residual, 1, 0, "exact")
@@ -73,9 +73,6 @@ def select_with_residual(
         gradient, k, seed, rule: as `select`.
         residual, velocity: float32 [n] variables, updated in place.
         momentum: in [0, 1).
-
-    Returns:
-        As `select`.
 
     **Ranks:** local.
     **Cost:** one pass that reads the gradient and reads and writes the residual (and the velocity),
@@ -156,9 +153,6 @@ def with_error_feedback(
         residual, velocity: float32 [n] variables, updated in place. If the sum is NaN or
             infinite, the entries of both are unchanged, whether chosen or not.
         momentum: in [0, 1).
-
-    Returns:
-        The chosen entries.
 
     **Cost:** about five passes in addition to the choice, four more with a velocity.
     **Source:** Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Stich et al., Sparsified SGD

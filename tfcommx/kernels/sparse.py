@@ -48,7 +48,7 @@ def keep_definition(residual: tf.Variable, chosen: Sparse, errors: tf.Tensor) ->
 
 
 def merge(indices: Any, values: Any, size: int, k: int = 0) -> tf.Tensor:
-    """Add (index, value) pairs into zeros, each entry's values in the order of the list.
+    """Add (index, value) pairs into zeros, float32 [size], each entry's in the order of the list.
 
     >>> merge(tf.constant([2, 0, 2]), tf.constant([1.0, 4.0, 0.5]), size=4).numpy().tolist()
     [4.0, 0.0, 1.5, 0.0]
@@ -59,9 +59,6 @@ def merge(indices: Any, values: Any, size: int, k: int = 0) -> tf.Tensor:
         size: length of the result, in [0, 2^31).
         k: length of the ascending runs without a repeated index that the list consists of, as ranks
             send them; 0: any list, which CPUs merge.
-
-    Returns:
-        float32 [size].
 
     **Ranks:** local; equal lists give bit-identical results on every rank.
     **Cost:** one write of the result, no sort. If every run is ascending, the indices are read

@@ -38,16 +38,13 @@ def elias_encode_definition(indices: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def elias_decode_definition(bitmap: tf.Tensor, lows: tf.Tensor, k: int, size: int) -> tf.Tensor:
-    """Read the k indices of each buffer.
+    """Read the k indices of each buffer, int32 [buffers, k].
 
     Args:
         bitmap: int32 [buffers, words], with k bits set in each row.
         lows: int32 [buffers, words].
         k: indices in each buffer.
         size: length of the vector that they point into.
-
-    Returns:
-        int32 [buffers, k].
     """
     width = low_bits(k, size)
     rows = tf.shape(bitmap)[0]
@@ -59,7 +56,7 @@ def elias_decode_definition(bitmap: tf.Tensor, lows: tf.Tensor, k: int, size: in
 
 
 def encode(sparse: Sparse, wire: str) -> tf.Tensor:
-    """Write k entries as one buffer.
+    """Write k entries as one buffer, int32 [words].
 
     >>> chosen = Sparse(tf.constant([1, 4]), tf.constant([-5.0, 3.0]), 6)
     >>> encode(chosen, "block16/float16").numpy().size
@@ -69,9 +66,6 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
         sparse: indices int32 [k] in [0, size), ascending except for the pair formats; values
             float32 [k], rounded to nearest even if the format is narrower; size, an int.
         wire: one of `core.SPARSE_WIRES`.
-
-    Returns:
-        int32 [words].
 
     **Ranks:** local.
     **Cost:** one pass.

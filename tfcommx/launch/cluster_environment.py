@@ -71,11 +71,9 @@ def srun() -> ClusterEnvironment | None:
 
 
 def _begins_at_first_node() -> bool:
-    """Return True if srun has placed rank 0 on the first node.
-
-    False with --distribution=arbitrary, which takes the order of SLURM_HOSTFILE, and for a job
-    of several components, because their nodes are listed together.
-    """
+    """Return True if srun has placed rank 0 on the first node."""
+    # Not with --distribution=arbitrary, which takes the order of SLURM_HOSTFILE, nor for a job of
+    # several components, because their nodes are listed together
     components = (os.environ.get(f"SLURM_{name}_SIZE", "1") for name in ("HET", "PACK"))
     order = os.environ.get("SLURM_DISTRIBUTION", "block")
     return order.startswith(("block", "cyclic", "plane")) and set(components) == {"1"}
@@ -149,12 +147,9 @@ def tf_config() -> ClusterEnvironment | None:
 
 
 def _rank_of_one() -> bool:
-    """Return True if RANK fits the single process that WORLD_SIZE states, or that is the default.
-
-    **Raises:** ConfigurationError for variables of several processes, because under a service that
-    sets RANK and MASTER_ADDR but no WORLD_SIZE each process would train alone.
-    """
+    """Return True if RANK fits the single process that WORLD_SIZE states or that is the default."""
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    # Under a service that sets RANK and MASTER_ADDR alone each process would train alone
     several = size == "" and bool(rank or os.environ.get("MASTER_ADDR"))
     if several:
         present = [name for name in ("RANK", "MASTER_ADDR") if os.environ.get(name)]

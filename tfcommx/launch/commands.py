@@ -111,12 +111,8 @@ def is_local(host: str) -> bool:
         address = socket.gethostbyname(host)
     except OSError:
         return False
-    interface_addresses = (
-        interface_address
-        for addresses in psutil.net_if_addrs().values()
-        for interface_address in addresses
-    )
-    return any(interface_address.address == address for interface_address in interface_addresses)
+    interfaces = psutil.net_if_addrs().values()
+    return any(entry.address == address for entries in interfaces for entry in entries)
 
 
 class RemoteHosts(NamedTuple):

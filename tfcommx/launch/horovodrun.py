@@ -27,7 +27,7 @@ from types import FrameType
 from typing import IO
 
 from tfcommx.core import LaunchError
-from tfcommx.launch.hosts import Host
+from tfcommx.launch.hosts import Host, slots_of
 from tfcommx.launch.rank_output import RankLines
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -51,7 +51,6 @@ class Launch:
 
     Args:
         hosts: a rank on every slot, numbered host by host.
-        command: command line of every rank.
         kind: "gloo", or "mpi" for routes of messages.
         mpi_args: options for mpirun, in addition to the required ones.
         options: other options of horovodrun, unchanged.
@@ -65,7 +64,7 @@ class Launch:
 
     @property
     def size(self) -> int:
-        return sum(host.slots for host in self.hosts)
+        return slots_of(self.hosts)
 
     def host_of(self, rank: int) -> str:
         """Return the name of the host of a rank."""
@@ -94,11 +93,8 @@ class Launch:
         return [*words, *self.options, *self._command()]
 
     def _command(self) -> tuple[str, ...]:
-        """Return the command, run through rank_output, with LSB_JOBID restored.
-
-        environment() explains why horovodrun must not see that variable.
-        """
-        job = os.environ.get("LSB_JOBID")
+        """Return the command, run through rank_output, with LSB_JOBID restored."""
+        job = os.environ.get("LSB_JOBID")  # Which horovodrun must not see: environment()
         hidden = ("env", f"LSB_JOBID={job}") if job else ()
         # -I, -S: because the user's packages may run any code when Python starts
         return (*hidden, sys.executable, "-I", "-S", RANK_OUTPUT, *self.command)
@@ -145,10 +141,6 @@ class Running:
     """A launch that has been started.
 
     Signals of a terminal do not reach it, because its owner decides when it ends.
-
-    Args:
-        launch: hosts, command and options.
-        variables: environment variables of the ranks, in addition to those of this process.
     """
 
     def __init__(self, launch: Launch, variables: Mapping[str, str] | None = None) -> None:
@@ -227,13 +219,7 @@ class Running:
         return True
 
     def failed(self, status: int, lines: RankLines, advice: str = "") -> LaunchError:
-        """Return the error of a launch that ended with a status != 0.
-
-        Args:
-            status: exit status of the launcher.
-            lines: lines of the launcher and the ranks.
-            advice: a sentence for the end of the message.
-        """
+        """Return the error of a launch that ended with a status != 0."""
         first = lines.failure()
         if first is None:
             words = shlex.join(self.launch.command)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,10 +39,6 @@ def is_host_name(name: object) -> bool:
 
 def check_host_name(name: object, source: str) -> str:
     """Return a host name after checking it.
-
-    Args:
-        name: the candidate, of any type.
-        source: its origin, for the message.
 
     **Raises:** ConfigurationError if it is not a host name.
     """
@@ -194,22 +191,33 @@ def allocation() -> Allocation | None:
     return None
 
 
-def ranks_on(hosts: list[Host], ranks: int, source: str) -> list[Host]:
-    """Return the first hosts, with as many slots in total as ranks.
+def slots_of(hosts: Iterable[Host]) -> int:
+    """Return the number of ranks that these hosts take."""
+    return sum(host.slots for host in hosts)
+
+
+def first_slots(hosts: Iterable[Host], most: int) -> list[Host]:
+    """Return the first hosts, with at most so many slots in total."""
+    chosen: list[Host] = []
+    for host in hosts:
+        free = min(host.slots, most - slots_of(chosen))
+        if free > 0:
+            chosen.append(Host(host.name, free))
+    return chosen
+
+
+def ranks_on(hosts: list[Host], ranks: int | None, source: str) -> list[Host]:
+    """Return the first hosts, with as many slots in total as ranks; None: one on each slot.
 
     Required because Horovod 0.28 starts a rank on every slot of -H and ignores -np.
-
-    Args:
-        hosts: hosts with their slots.
-        ranks: number of ranks to start, >= 1.
-        source: origin of the hosts, for the message.
 
     **Raises:** ConfigurationError if there are too few slots.
 
     >>> ranks_on([Host("node1", 4), Host("node2", 4)], 5, "-H")
     [Host(name='node1', slots=4), Host(name='node2', slots=1)]
     """
-    slots = sum(host.slots for host in hosts)
+    slots = slots_of(hosts)
+    ranks = ranks or slots
     if ranks > slots:
         each = -(-ranks // len(hosts))
         wider = ",".join(f"{host.name}:{each}" for host in hosts)
@@ -217,9 +225,4 @@ def ranks_on(hosts: list[Host], ranks: int, source: str) -> list[Host]:
             f"-np must be at most the number of slots. Received -np {ranks}, and {slots} slots "
             f"from {source}. Give fewer, or name the hosts with more: -H {wider}."
         )
-    chosen: list[Host] = []
-    for host in hosts:
-        free = ranks - sum(chosen_host.slots for chosen_host in chosen)
-        if free > 0:
-            chosen.append(Host(host.name, min(host.slots, free)))
-    return chosen
+    return first_slots(hosts, ranks)

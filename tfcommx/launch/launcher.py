@@ -83,8 +83,6 @@ def seconds_from(name: str, default: float | None, off: bool = False) -> float |
     """Return an environment variable as seconds > 0; the default if it is not set.
 
     Args:
-        name: name of the variable.
-        default: value without the variable.
         off: True if 0 is allowed; it then means None.
 
     **Raises:** ConfigurationError for any other value.

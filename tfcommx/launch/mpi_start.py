@@ -35,9 +35,7 @@ def limited(rank: int, local_rank: int, size: int, seconds: float) -> Iterator[N
     """End this process, and name the missing ranks, if MPI's start takes longer.
 
     Args:
-        rank: rank of this process.
         local_rank: its number on its host, whose ranks are consecutive.
-        size: number of ranks.
         seconds: time limit of the start, > 0.
 
     **Ranks:** local. **Cost:** a small process while MPI starts.

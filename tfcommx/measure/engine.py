@@ -109,12 +109,10 @@ def calibrate(
     """Measure allreduces of all ranks, without the engine's own time.
 
     Args:
-        comm: this rank's view of the others.
         sizes: bytes of the vectors, ascending, multiples of 4, >= 4.
         engine_s: seconds of the engine for each collective.
         least: lower limit of the seconds per byte of a vector, >= 0, because a shaped port that was
             idle passes a burst, which earlier messages of a training step have used up.
-        timer: repeats and times work; the median counts.
 
     **Ranks:** all. **Cost:** an allreduce of each size for each repeat.
     """
@@ -136,11 +134,9 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
     """Measure the engine's time per collective and the latency of a group.
 
     Args:
-        comm: this rank's view of the others.
         group: "node" or "peers", with more than one rank.
         alpha_s: latency of messages between two ranks, if they were measured, otherwise of
             all-gathers, including the engine's time.
-        timer: repeats and times work.
 
     **Ranks:** all.
     """
@@ -199,15 +195,11 @@ def engine_fuses(comm: Comm, timer: Timer) -> bool:
 def measure_contention(
     work: Callable[[], object], load: Callable[[], object], timer: Timer
 ) -> list[float]:
-    """Return the relative slowdown of a message while every rank computes, for each repeat.
+    """Return the relative slowdown, >= 0, of a message while every rank computes, by repeat.
 
     Args:
         work: sends the message.
         load: computes for some milliseconds; called repeatedly.
-        timer: repeats and times work.
-
-    Returns:
-        Seconds under load / seconds without - 1, >= 0.
 
     **Ranks:** all.
     """

@@ -41,9 +41,7 @@ def measure_exchange(
     for training.
 
     Args:
-        model: compiled and built model.
         data: batches (inputs, targets) or (inputs, targets, weights), of one shape.
-        plan: plan of the model's variables.
         exchange: maps gradients by name to their sums, as `PlanExecutor.exchange` does.
         steps: number of steps to measure, >= 1.
 

@@ -173,11 +173,7 @@ class RecordedStep(NamedTuple):
         return self._waits(message.ready_s, message.begin_s, message.agreed_s)
 
     def _waits(self, start: float, stop: float, agreed: float) -> Waits:
-        """Divide an interval, up to `agreed` of which the engine may have waited for ranks.
-
-        Messages on the way count first, because the engine records that all ranks have a tensor
-        only after it has ended the current message.
-        """
+        """Divide an interval, up to `agreed` of which the engine may have waited for ranks."""
 
         def at_work(end: float) -> float:
             parts = (
@@ -185,6 +181,8 @@ class RecordedStep(NamedTuple):
             )
             return sum(max(0.0, part) for part in parts)
 
+        # Messages on the way count first, because the engine records that all ranks have a tensor
+        # only after it has ended the current message
         messages, ranks = at_work(stop), agreed - start - at_work(agreed)
         return Waits(messages, ranks, stop - start - messages - ranks)
 
@@ -330,22 +328,19 @@ def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Ten
 
 
 def _in_every_step(messages: Sequence[Message]) -> set[str]:
-    """Return the names of the tensors that are exchanged in every step.
-
-    They have equal counts, which most collectives share. Averages of metrics, broadcasts and checks
-    are less frequent, and all tensors exchanged outside of a graph have one name. Counts may differ
-    by one, because the last step may be incomplete.
-    """
+    """Return the names of the tensors that are exchanged in every step."""
     counts = Counter(
         tensor.name
         for message in messages
         for tensor in message.tensors
         if not UNNAMED.fullmatch(tensor.name)
     )
+    # Most collectives share one count: averages of metrics, broadcasts and checks are less frequent
     total: Counter[int] = Counter()
     for times in counts.values():
         total[times] += times
     most = max(total, key=lambda times: total[times], default=0)
+    # Counts may differ by one, because the last step may be incomplete
     return {name for name, times in counts.items() if abs(times - most) <= 1}
 
 
@@ -377,8 +372,6 @@ def measured_step(recording: Recording, step: RecordedStep, topology: Topology) 
 
     Args:
         recording: recording of a run whose gradients travelled as sums.
-        step: step of the recording.
-        topology: topology of its ranks.
 
     **Raises:** DataError if anything but sums of float gradients travelled, and for a topology of
     another number of ranks.

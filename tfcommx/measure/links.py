@@ -61,7 +61,6 @@ def seconds_per_byte(
         device: "/cpu:0", or TensorFlow's name of a GPU.
         size: bytes of the vectors on the CPU, a multiple of 4, >= 4.
         repeats: number of additions, >= 1. On the CPU the fastest counts.
-        clock: returns seconds from any start.
 
     **Ranks:** local. **Cost:** `repeats` additions, or on a GPU `repeats` + 1 times 34, and 32 MB
     of its memory.
@@ -81,8 +80,6 @@ def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) 
     Args:
         device: TensorFlow's name of the device.
         size: bytes of the vectors, a multiple of 4, >= 4.
-        repeats: number of rows, >= 1.
-        clock: returns seconds from any start.
     """
     with tf.device(device):
         total, summand = tf.Variable(tf.zeros([size // 4])), tf.ones([size // 4])
@@ -173,12 +170,10 @@ def probe(
     """Measure this cluster's links, and with messages the best size of the pipeline's blocks.
 
     Args:
-        comm: this rank's view of the others.
         sizes: bytes that each rank sends, multiples of 4, >= 4.
         repeats: repeats of each size, >= 1. The median of messages and allreduces counts, because
             disturbances of the probe also occur in training. For blocks and additions, the fastest
             counts.
-        clock: returns seconds from any start.
         blocks: bytes of the pipeline's blocks to try, multiples of 4, >= 4; the vector has half the
             bytes of the largest of `sizes`.
         steady: messages are repeated until this many bytes have passed through a port.
@@ -242,7 +237,6 @@ def fastest_message(comm: Comm, clock: Callable[[], float] = time.perf_counter) 
 
     Args:
         comm: this rank's view of the others, on two nodes or more.
-        clock: returns seconds from any start.
 
     **Ranks:** all, outside of traced code. **Cost:** 9 MB through each port, or 9 messages if
     they have more bytes.
@@ -301,11 +295,7 @@ def _time(
     timer: Timer,
     steady: int,
 ) -> list[tuple[float, float, list[float]]]:
-    """Time exchanges in a group of two or more ranks.
-
-    Returns:
-        (latency terms, bytes received through one port, seconds of each repeat) of each size.
-    """
+    """Return (latency terms, bytes received through one port, seconds of each repeat) by size."""
     members = comm.members(group)
     if len(members) == 1:
         return []

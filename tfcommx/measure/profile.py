@@ -323,13 +323,11 @@ def _selection_times(
 
 
 def _typical(work: Callable[[], object], repeats: int = 5) -> float:
-    """Return the median seconds of work, after a first call that traces.
-
-    It is not the fastest, because ranks that share cores also disturb each other in real steps.
-    """
+    """Return the median seconds of work, after a first call that traces."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
+    # Not the fastest, because ranks that share cores also disturb each other in real steps
     return statistics.median(times[1:])

@@ -64,12 +64,7 @@ T = TypeVar("T")
 
 
 def read(kind: str, key: object) -> dict[str, Any] | None:
-    """Return the value cached under an equal key; None if there is none, or the file is damaged.
-
-    Args:
-        kind: of measurement, a word.
-        key: the dependencies of the value, serializable as JSON.
-    """
+    """Return the value cached under an equal key; None if there is none, or the file is damaged."""
     try:
         path = _path(kind, key)
         if not path.exists():
@@ -170,7 +165,6 @@ def executor_for(
     Args:
         schemes: pattern -> scheme.
         asked: the gradients, and the measurements of model and cluster.
-        comm: of this rank.
         strategy: with another one than Synchronous a lossless "auto" is plain Horovod.
         expected: facts about the remaining steps; those of rank 0 count.
 
@@ -366,10 +360,7 @@ def _cache_key(
 
 
 def _cached_plan(kept: dict[str, Any], plain: Plan, expected: ExpectedRun) -> Plan | None:
-    """Return the plan of a cached choice; None if the run has room for a longer trial.
-
-    None, with a warning, if it is not a plan for these variables.
-    """
+    """Return the plan of a cached choice; None if it is damaged, or a longer trial has room."""
     try:
         plan = read_plan(kept["plan"])
         if plan.topology == plain.topology and plan.paths == plain.paths:
@@ -390,7 +381,6 @@ def links_of(
     measurements differ by more than MOST_SPREAD are not cached: the next run measures again.
 
     Args:
-        comm: of this rank.
         cluster: as `_cluster` returns it; None: this function calls that.
         again: measure without reading or writing the cache.
 

@@ -67,11 +67,8 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
 
 
 def _require_equal_variables(variables: Sequence[keras.Variable]) -> list[list[str]]:
-    """Compare shapes and dtypes: Horovod would wait for variables that a rank lacks.
-
-    Returns:
-        The paths of each rank's variables, by rank.
-    """
+    """Refuse variables of unequal shapes or dtypes; return the paths of each rank's variables."""
+    # Horovod would wait for variables that a rank lacks
     comm = process.current()
     local = [
         (path_of(variable), tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
@@ -91,14 +88,12 @@ def _require_equal_variables(variables: Sequence[keras.Variable]) -> list[list[s
 
 
 def _require_same_order(local: Sequence[str], remote: Sequence[str], rank: int) -> None:
-    """Refuse variables of layers that another rank has in another order.
-
-    Layers whose names Keras has numbered are paired by position, as is a model that has
-    another name on some ranks: only the same names in another order are surely a mistake.
-    """
+    """Refuse variables of layers that another rank has in another order."""
     if local == remote:
         return
     local_layers, remote_layers = _layers_in(local), _layers_in(remote)
+    # Layers whose names Keras has numbered, or models of other names, are paired by position: only
+    # the same names in another order are surely a mistake
     if local_layers == remote_layers or Counter(local_layers) != Counter(remote_layers):
         return
     position = next(

@@ -251,11 +251,8 @@ def _wrap(
 
 
 def _reduce(wrapped: keras.optimizers.Optimizer) -> tuple[Any, ...]:
-    """Let `copy.deepcopy` and `pickle` make the optimizer plain, as Keras does, and wrap it again.
-
-    Another process can load it after its init(), in a launch that can carry the schemes out. The
-    residuals stay with the original: copies of them would be sent twice.
-    """
+    """Let `copy.deepcopy` and `pickle` make the optimizer plain, as Keras does, and wrap it."""
+    # Residuals stay with the original, because copies of them would be sent twice
     exchanger = wrapped.exchanger
     return _wrap, (plain_copy(wrapped), exchanger.requested.schemes, exchanger.settings)
 

@@ -226,11 +226,9 @@ def _forms_of(state: MetricState, sums: list[list[SumState] | None]) -> list[_Fo
 
 
 def _explained(prefix: str, state: MetricState, numbers: Results) -> set[str]:
-    """Return the names of the numbers that are the results of a state, to rounding.
-
-    Others have other origins: a training step of the user's that returns its last loss, or
-    metrics that another evaluation has reset since.
-    """
+    """Return the names of the numbers that are the results of a state, to rounding."""
+    # Others are of a training step of the user's that returns its last loss, or of metrics that
+    # another evaluation has reset since
     names = set()
     for name, value in state.results_with(state.values).items():
         number = numbers.get(prefix + name)

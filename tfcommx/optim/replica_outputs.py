@@ -93,7 +93,6 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
     Args:
         model: built, with equal variables on all ranks.
         batch: of rank `root`, as `fit` gives it to `train_step`; None: nothing is compared.
-        root: the rank whose batch counts.
 
     Nothing is compared while variables differ, as statistics do in a run that continues within an
     epoch.

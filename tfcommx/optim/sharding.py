@@ -56,9 +56,6 @@ class Sharding:
     def gather_state(self, steps: int) -> None:
         """Gather the whole state on rank 0, for a file.
 
-        Args:
-            steps: that the optimizer has taken.
-
         **Ranks:** all, outside of traced code. **Cost:** the state is sent once, by all-gathers of
         flat shards and broadcasts of whole variables, and rank 0 keeps it in memory until the next
         one. If it has not changed since, only a pass over this rank's state and a small exchange on

@@ -25,9 +25,6 @@ def consolidate(optimizer: keras.optimizers.Optimizer) -> None:
     >>> optimizer = cx.DistributedOptimizer(keras.optimizers.Adam(0.1), strategy="sharded")
     >>> cx.consolidate(optimizer)
 
-    Args:
-        optimizer: wrapped.
-
     **Ranks:** all, between the same two steps, outside of traced code. **Cost:** nothing where
     weights are whole and equal after each step; otherwise as the strategy says, and the state of
     shards is sent once.

@@ -113,10 +113,7 @@ class FreezesSecondMoments(LearnsThenSendsMomentum):
         return settled
 
     def _freeze(self, step: tf.Tensor) -> None:
-        """Correct v for its first steps, raise its smallest entries, and begin the second phase.
-
-        The second phase does not begin while all gradients have been 0.
-        """
+        """Correct v for its first steps, raise its smallest entries, and begin the second phase."""
         moments = self._second_moments()
         wide = [tf.cast(moment, tf.float32) for moment in moments]
         counts = tf.cast(tf.stack(list(map(tf.math.count_nonzero, wide))), tf.float32)
@@ -127,6 +124,7 @@ class FreezesSecondMoments(LearnsThenSendsMomentum):
         for moment, value, mean in zip(moments, wide, tf.unstack(means), strict=True):
             corrected = tf.maximum(value, FLOOR * mean) / self._correction(step)
             moment.assign(tf.cast(corrected, moment.dtype))
+        # Not while all gradients have been 0
         self.assign(self.frozen_at, tf.where(mean_of_all > 0, step, 0))
 
     def _equal(self, numbers: tf.Tensor) -> tf.Tensor:

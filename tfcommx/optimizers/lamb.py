@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcommx.optimizers.layerwise import EXCLUDED, LayerwiseOptimizer, check_number
+from tfcommx.core import check_number
+from tfcommx.optimizers.layerwise import EXCLUDED, LayerwiseOptimizer
 
 
 @keras.saving.register_keras_serializable("tfcommx")
@@ -40,7 +41,7 @@ class LAMB(LayerwiseOptimizer):
         learning_rate: a number, a schedule or a function, as for every Keras optimizer.
         beta_1: in [0, 1).
         beta_2: in [0, 1).
-        epsilon: above 0.
+        epsilon: > 0.
         weight_decay: >= 0; None: none.
         decay_in_ratio: True: weight decay is part of the update and its norm, as in the paper.
             False: learning_rate weight_decay w is subtracted before the update, as in Keras.
@@ -72,7 +73,7 @@ class LAMB(LayerwiseOptimizer):
         super().__init__(learning_rate, weight_decay, exclude, norms, **keras_options)
         self.beta_1 = check_number("beta_1", beta_1, "in [0, 1)")
         self.beta_2 = check_number("beta_2", beta_2, "in [0, 1)")
-        self.epsilon = check_number("epsilon", epsilon, "above 0")
+        self.epsilon = check_number("epsilon", epsilon, "> 0")
         self.decay_in_ratio = bool(decay_in_ratio)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:

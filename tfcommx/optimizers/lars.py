@@ -8,9 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfcommx.core import check_number
 from tfcommx.keras_internals import compiled_by_xla
 from tfcommx.kernels.lars import lars_update, lars_update_definition
-from tfcommx.optimizers.layerwise import EXCLUDED, LayerwiseOptimizer, check_number
+from tfcommx.optimizers.layerwise import EXCLUDED, LayerwiseOptimizer
 
 
 @keras.saving.register_keras_serializable("tfcommx")
@@ -37,7 +38,7 @@ class LARS(LayerwiseOptimizer):
         momentum: in [0, 1).
         nesterov: True: Nesterov momentum, as in the formula above.
         weight_decay: >= 0; part of the gradient and of the ratio. None: none.
-        trust_coefficient: above 0.
+        trust_coefficient: > 0.
         exclude: patterns of variable paths, as in file names.
         norms: "local", "parallel" or "auto", as in `cx.parallel_operator`. Sharing the computation
             seldom pays, because one native operation computes all norms. They are always local if
@@ -69,7 +70,7 @@ class LARS(LayerwiseOptimizer):
         super().__init__(learning_rate, weight_decay, exclude, norms, **keras_options)
         self.momentum = check_number("momentum", momentum, "in [0, 1)")
         self.nesterov = bool(nesterov)
-        self.trust_coefficient = check_number("trust_coefficient", trust_coefficient, "above 0")
+        self.trust_coefficient = check_number("trust_coefficient", trust_coefficient, "> 0")
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Create a momentum for each variable."""

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcommx.core import ConfigurationError, check_name
+from tfcommx.core import ConfigurationError, check_name, check_number
 from tfcommx.keras_internals import UpdatesTogether, compiled_by_xla
 from tfcommx.kernels.lars import squared_norms, squared_norms_definition
 from tfcommx.optim.requested_plan import path_of
@@ -19,11 +19,6 @@ from tfcommx.optimizers.parallel_shares import MODES
 
 # Biases, and the scales and offsets of normalisation: few, near 0 or 1, and not scale-free
 EXCLUDED = ("*bias", "*gamma", "*beta", "*scale")
-RANGES: dict[str, Callable[[float], bool]] = {
-    "in [0, 1)": lambda value: 0 <= value < 1,
-    "above 0": lambda value: value > 0,
-    ">= 0": lambda value: value >= 0,
-}
 # (norms of weights, norms of updates, weight decay of each) -> ratios
 Formula = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
 
@@ -89,7 +84,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         updates: Sequence[tf.Tensor],
         formula: Formula,
     ) -> tf.Tensor:
-        """Return the trust ratio of each variable.
+        """Return the trust ratio of each variable, float32 [variables].
 
         Args:
             positions: of the variables, among those that the optimizer was built for.
@@ -97,9 +92,6 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
             updates: the tensors whose norms enter the ratio, of the same shapes.
             formula: (norms of the weights, norms of the updates, weight decay of each) -> the
                 ratios if both norms are above 0; otherwise the ratio is 1.
-
-        Returns:
-            float32 [number of variables].
 
         **Cost:** one pass over the weights and updates that are not excluded.
         """
@@ -156,16 +148,6 @@ def is_large_matrix(
 def matches_any(path: str, patterns: Sequence[str]) -> bool:
     """Return True if a variable's path matches any of the patterns."""
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
-
-
-def check_number(name: str, value: float, wanted: str) -> float:
-    """Return a number in the range that is `wanted`, a key of RANGES.
-
-    **Raises:** ConfigurationError.
-    """
-    if not isinstance(value, int | float) or not RANGES[wanted](value):
-        raise ConfigurationError(f"`{name}` must be a number {wanted}. Received {value!r}.")
-    return float(value)
 
 
 def _squares(pairs: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> tf.Tensor:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import keras
 import tensorflow as tf
 
-from tfcommx.core import ConfigurationError, check_whole
+from tfcommx.core import ConfigurationError, check_number, check_whole
 from tfcommx.keras_internals import SendsMomentum
-from tfcommx.optimizers.layerwise import check_number, check_patterns, is_large_matrix
+from tfcommx.optimizers.layerwise import check_patterns, is_large_matrix
 
 
 @keras.saving.register_keras_serializable("tfcommx")

@@ -8,9 +8,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcommx.core import ConfigurationError
+from tfcommx.core import ConfigurationError, check_number
 from tfcommx.optimizers.frozen_moments import FreezesSecondMoments
-from tfcommx.optimizers.layerwise import check_number, check_patterns
+from tfcommx.optimizers.layerwise import check_patterns
 
 
 @keras.saving.register_keras_serializable("tfcommx")
@@ -92,7 +92,7 @@ class OneBitAdam(FreezesSecondMoments, keras.optimizers.Adam):
             learning_rate,
             check_number("beta_1", beta_1, "in [0, 1)"),
             check_number("beta_2", beta_2, "in [0, 1)"),
-            check_number("epsilon", epsilon, "above 0"),
+            check_number("epsilon", epsilon, "> 0"),
             **keras_options,
         )
         self.exclude = check_patterns(exclude)

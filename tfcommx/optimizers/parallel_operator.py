@@ -175,11 +175,8 @@ class ParallelOperator:
         return results
 
     def _next_name(self) -> str:
-        """Return a name that is unique among the all-gathers of a trace, and equal in every trace.
-
-        It must be equal, because one rank alone may trace again, for instance for a shorter last
-        batch.
-        """
+        """Return a name that is unique among the all-gathers of a trace, equal in every trace."""
+        # Equal, because one rank alone may trace again, for instance for a shorter last batch
         graph = tf.compat.v1.get_default_graph()
         while isinstance(getattr(graph, "outer_graph", None), FuncGraph):
             graph = graph.outer_graph  # A branch has a separate graph

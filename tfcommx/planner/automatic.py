@@ -80,8 +80,6 @@ class PlanRequest(NamedTuple):
         """Plan schemes that name their routes.
 
         Args:
-            schemes: pattern -> scheme.
-            reduce_to_root: as make_plan has it.
             only: paths of the gradients that the plan is for; None: all.
         """
 
@@ -102,10 +100,8 @@ class PlanRequest(NamedTuple):
     def _schemes_of(
         self, gradients: Sequence[Gradient], schemes: Mapping[str, Scheme]
     ) -> dict[str, Scheme]:
-        """Leave out schemes whose patterns match gradients of other plans or fragments alone.
-
-        One that matches nothing at all stays with the first gradient: make_plan warns.
-        """
+        """Leave out schemes whose patterns match gradients of other plans or fragments alone."""
+        # One that matches nothing at all stays with the first gradient: make_plan warns
         first = list(gradients[:1]) == list(self.gradients[:1])
 
         def match(group: Sequence[Gradient], pattern: str) -> bool:
@@ -330,14 +326,7 @@ def _ranking(
     messages: bool,
     fitting: list[Scheme] | None,
 ) -> _Ranking:
-    """Predict all schemes for the variables whose scheme is "auto".
-
-    Args:
-        fitting: those that may fit the budget; their bytes depend on the merging, too. None:
-            without a budget.
-
-    **Raises:** PlanError if none of the schemes is "auto".
-    """
+    """Predict all schemes for the variables of "auto"; with a budget those in `fitting` alone."""
     auto = find_auto(schemes)
     if auto is None:
         raise PlanError(f'A Scheme("auto") is required among them. Received {dict(schemes)}.')
@@ -353,6 +342,7 @@ def _ranking(
     if fitting is not None:
         of_plain, budget = setting.predict(plain), auto.budget or 1.0
         predictions = ranked(setting, fitting, ROUTES_FOR_OPTIMAL if thorough else 0)
+        # Checked again, because bytes depend on the merging, too
         within = [
             prediction
             for prediction in predictions
@@ -373,13 +363,11 @@ def _ranking(
 
 
 def _in_order(rankings: Sequence[_Ranking]) -> Iterator[tuple[Profile, Prediction]]:
-    """Yield faster candidates: the best of each ranking, then other routes, then all.
-
-    Other routes are next: a second plan by the first one's route would fail with it.
-    """
+    """Yield faster candidates: the best of each ranking, then other routes, then all."""
     best = [candidate.worth[0].scheme.route for candidate in rankings if candidate.worth]
     for ranking in rankings:
         yield from ((ranking.profile, candidate) for candidate in ranking.worth[:1])
+    # Before the others, because a second plan by the first one's route would fail with it
     for ranking in rankings:
         by_other_routes = [
             candidate for candidate in ranking.worth if candidate.scheme.route not in best

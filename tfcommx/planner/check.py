@@ -57,8 +57,6 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> W
     """Refuse a scheme whose names are unknown, or do not fit each other, the topology, the launch.
 
     Args:
-        scheme: of the user.
-        topology: of the ranks that will carry it out.
         messages: can the launch send messages between two ranks? An MPI launch can.
 
     Returns:

@@ -50,7 +50,6 @@ def candidates(
     {'all'}
 
     Args:
-        setting: the model and the cluster.
         asked: with selection "all" (None: so): nothing but the order of additions may change.
             With another one: gradients may be selected by it at the scheme's density.
         messages: can the launch send messages between two ranks? An MPI launch can.
@@ -87,15 +86,10 @@ def with_codes(found: Sequence[Prediction], setting: Setting) -> list[Prediction
 
 
 def ranked(setting: Setting, schemes: Sequence[Scheme], for_optimal: int) -> list[Prediction]:
-    """Predict each scheme with the quick mergings, and the best ones with the optimal one.
+    """Predict each scheme with the quick mergings, the best with the optimal; fastest first.
 
     Args:
-        setting: the model and the cluster.
-        schemes: that the cluster can carry out.
         for_optimal: how many of the best ones, >= 0.
-
-    Returns:
-        The fastest first.
     """
     predictions = [
         setting.predict(dataclasses.replace(scheme, merging=merging))
@@ -115,10 +109,7 @@ def _step_s(prediction: Prediction) -> float:
 
 
 def _dense(request: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
-    """Return the schemes that select nothing, plain Horovod's first.
-
-    Also in fewer bits, or by a compression, if that is asked for.
-    """
+    """Return the schemes that select nothing, plain Horovod's first, then the requested forms."""
     plain = Scheme(bucket_bytes=request.bucket_bytes, block_bytes=request.block_bytes)
     narrow = request.wire if request.selection == "all" else request.dense_wire
     forms = [plain]

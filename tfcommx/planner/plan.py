@@ -459,10 +459,8 @@ def _wire(stream: Stream, topology: Topology) -> str:
 
 
 def _reduced_to_root(bucket: Bucket) -> Bucket:
-    """Let messages make the sum on rank 0 only; the engine's collectives have no reduce.
-
-    A compression needs its sums on all ranks.
-    """
+    """Let messages make the sum on rank 0 only; the engine's collectives have no reduce."""
+    # A compression needs its sums on all ranks
     if bucket.compresses or not isinstance(bucket.options, MessageOptions):
         return bucket
     options = dataclasses.replace(bucket.options, collective="reduce")

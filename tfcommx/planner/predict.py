@@ -74,7 +74,6 @@ def interval(
         compute_s: of the step without exchange, >= 0.
         exposed_s: by how much the exchange lengthens it, >= 0.
         spread: standard deviation / mean of the times of messages in the probe, >= 0.
-        misses: the known errors of predictions.
     """
     varies = NINETY * spread
     shorter = math.hypot(1 - misses.message_low, varies)
@@ -215,11 +214,7 @@ def describe(scheme: Scheme) -> str:
 
 
 def what_helps(scheme: Scheme, setting: Setting) -> dict[str, Prediction]:
-    """Predict the step as it is, then with faster links, fewer slots, half the density, ...
-
-    Returns:
-        Change -> the step; the first is "as it is".
-    """
+    """Predict the step as it is, then with faster links, fewer slots, half the density, ..."""
     topology, links = setting.topology, setting.links
     changed = {"as it is": (scheme, setting)}
 

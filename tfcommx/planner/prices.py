@@ -28,12 +28,6 @@ def prices_of(
     """Price groups of a stream of gradients as the simulator does.
 
     A selection in the middle of a route, such as HiTopKComm's, is counted as part of its message.
-
-    Args:
-        make_bucket: entries of a group -> its bucket.
-        topology: of the ranks.
-        links: the cost of messages.
-        assumptions: times of selections and of the engine.
     """
 
     @functools.cache
@@ -99,7 +93,6 @@ def sub_profile(
 
     Args:
         variables: path, or name of a piece, then shape and dtype of each.
-        profile: of the whole model.
 
     **Raises:** PlanError for a profile of another model, naming a variable.
     """

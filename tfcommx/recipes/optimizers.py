@@ -36,7 +36,11 @@ class Sgd(RecipePart):
         """Build Keras's SGD."""
         import keras
 
-        optimizer = keras.optimizers.SGD(
+        return self.of_class(keras.optimizers.SGD)
+
+    def of_class(self, kind: Any) -> keras.optimizers.Optimizer:
+        """Build an optimizer of a class whose options are those of Keras's SGD."""
+        optimizer = kind(
             0.0,
             momentum=self.momentum,
             nesterov=self.nesterov,
@@ -56,14 +60,7 @@ class LowBitSgd(Sgd):
         """Build tfcommx's LowBitSGD."""
         from tfcommx.optimizers.low_bit_sgd import LowBitSGD
 
-        optimizer = LowBitSGD(
-            0.0,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            weight_decay=self.weight_decay or None,
-        )
-        optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
-        return optimizer
+        return self.of_class(LowBitSGD)
 
 
 class Lars(RecipePart):
@@ -126,11 +123,24 @@ class AdamW(RecipePart):
         """Build Keras's AdamW."""
         import keras
 
-        moments = {"beta_1": self.beta_1, "beta_2": self.beta_2, "epsilon": self.epsilon}
-        optimizer = keras.optimizers.AdamW(0.0, weight_decay=self.weight_decay, **moments)
+        # Not None without weight decay, which Keras's AdamW refuses
+        return self.of_class(keras.optimizers.AdamW, weight_decay=self.weight_decay)
+
+    def of_class(self, kind: Any, **options: Any) -> keras.optimizers.Optimizer:
+        """Build an optimizer of a class that takes `options()` and these options."""
+        optimizer = kind(0.0, **self.options() | options)
         if self.weight_decay:
             optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
         return optimizer
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the optimizer."""
+        return {
+            "beta_1": self.beta_1,
+            "beta_2": self.beta_2,
+            "epsilon": self.epsilon,
+            "weight_decay": self.weight_decay or None,
+        }
 
 
 class Phases(RecipePart):
@@ -151,18 +161,11 @@ class OneBitAdam(AdamW, Phases):
         """Build tfcommx's OneBitAdam."""
         from tfcommx.optimizers import one_bit_adam
 
-        optimizer = one_bit_adam.OneBitAdam(
-            0.0,
-            beta_1=self.beta_1,
-            beta_2=self.beta_2,
-            epsilon=self.epsilon,
+        return self.of_class(
+            one_bit_adam.OneBitAdam,
             freeze_after=self.freeze_after,
             learning_wire=self.learning_wire,
-            weight_decay=self.weight_decay or None,
         )
-        if self.weight_decay:
-            optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
-        return optimizer
 
 
 class Lamb(AdamW):
@@ -181,15 +184,6 @@ class Lamb(AdamW):
         from tfcommx.optimizers.lamb import LAMB
 
         return LAMB(0.0, **self.options())
-
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of the optimizer."""
-        return {
-            "beta_1": self.beta_1,
-            "beta_2": self.beta_2,
-            "epsilon": self.epsilon,
-            "weight_decay": self.weight_decay or None,
-        }
 
 
 class OneBitLamb(Lamb, Phases):

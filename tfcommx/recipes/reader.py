@@ -16,12 +16,11 @@ because nine lines of them can stand for a billion values. A merge key (`<<`) is
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -36,7 +35,7 @@ from pydantic import (
     model_validator,
 )
 
-from tfcommx.core import ConfigurationError, local_path
+from tfcommx.core import ConfigurationError, check_name, local_path
 
 NULL = re.compile(r"(?:null|Null|NULL|~)?")
 BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
@@ -84,14 +83,10 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.next_event()
         if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(
-                None, None, f"write *{event.anchor} out: aliases are refused", event.start_mark
-            )
+            raise _error(event, f"write *{event.anchor} out: aliases are refused")
         self.depth += 1
         if self.depth > DEEPEST:
-            raise yaml.composer.ComposerError(
-                None, None, f"more than {DEEPEST} lists or mappings in each other", event.start_mark
-            )
+            raise _error(event, f"more than {DEEPEST} lists or mappings in each other")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -117,16 +112,16 @@ class _Loader(yaml.SafeLoader):
         return mapping
 
 
-def _error(node: yaml.Node, message: str) -> yaml.constructor.ConstructorError:
-    return yaml.constructor.ConstructorError(None, None, message, node.start_mark)
+def _error(at: Any, message: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(None, None, message, at.start_mark)  # Of a node or an event
 
 
 def _kind(node: yaml.ScalarNode) -> str:
     """Return the kind of value that a plain text stands for."""
     text = node.value
-    for kind, form in (("null", NULL), ("bool", BOOL), ("float", FLOAT), ("int", INT)):
+    for kind, form in (("null", NULL), ("bool", BOOL), ("int", INT), ("float", FLOAT)):
         if form.fullmatch(text) and not AMBIGUOUS.fullmatch(text):
-            return "int" if INT.fullmatch(text) else kind
+            return kind
     digits = text.replace("_", "")
     separated = digits != text and re.match(r"[-+]?\.?[0-9]", text)
     is_number = INT.fullmatch(digits) or FLOAT.fullmatch(digits)
@@ -181,13 +176,22 @@ class RecipeError(ConfigurationError):
     """A recipe that cannot be run; the message names the field in the file."""
 
 
-def refuse_unknown(words: Iterable[str], allowed: Sequence[str], kind: str = "key") -> None:
-    """Check that all words are allowed. **Raises:** ValueError with the nearest allowed word."""
-    for word in words:
-        if word not in allowed:
-            near = difflib.get_close_matches(str(word), allowed, n=1, cutoff=0.5)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"Unknown {kind} {word!r}. {hint}Known: {', '.join(allowed)}.")
+def read_mapping(path: Path, kind: str) -> dict[Any, Any]:
+    """Return the mapping in a YAML file.
+
+    **Raises:** RecipeError that names the file if it cannot be read, or holds anything else.
+    """
+    try:
+        tree = parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"{kind} {path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(tree, dict):
+        raise RecipeError(
+            f"{path}: a mapping of keys to values is required. Received {type(tree).__name__}."
+        )
+    return tree
 
 
 class RecipePart(BaseModel):
@@ -199,7 +203,8 @@ class RecipePart(BaseModel):
     @classmethod
     def _known_keys(cls, settings: Any) -> Any:
         if isinstance(settings, Mapping):
-            refuse_unknown(settings, list(cls.model_fields))
+            for key in settings:
+                check_name("key", key, cls.model_fields)
         return settings
 
     @field_validator("*", mode="before")
@@ -257,8 +262,7 @@ def member_of(
         if user_class is not None and ":" in name:
             kind: type[BaseModel] = user_class
         else:
-            refuse_unknown([name], list(table), "name")
-            kind = table[name]
+            kind = table[check_name("name", name, table)]
         try:
             return kind.model_validate(value)
         except ValidationError as error:
@@ -276,7 +280,6 @@ def change(tree: dict[str, Any], setting: str) -> None:
     """Apply a setting such as `a.0.b=value` to the tree.
 
     Args:
-        tree: the parsed YAML file, which is changed.
         setting: keys and positions joined by dots, `=`, and the new value as YAML.
 
     **Raises:** RecipeError if the tree has no such field, or the value is not YAML.
@@ -296,7 +299,7 @@ def change(tree: dict[str, Any], setting: str) -> None:
         inner[keys[-1]] = value
     except (IndexError, TypeError, AttributeError) as error:
         raise RecipeError(f"The recipe has no place {path!r} for {setting!r}: {error}.") from error
-    except (YamlError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise RecipeError(
             f"The value in {setting!r} is not YAML: {' '.join(str(error).split())}."
         ) from error
@@ -306,7 +309,6 @@ def error_lines(error: ValidationError, prefix: str = "") -> list[str]:
     """Return a line `field: requirement. Received ...` for each wrong setting.
 
     Args:
-        error: the error that pydantic raised.
         prefix: field of the part that was validated; empty: the whole recipe.
     """
     lines: list[str] = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 
-from tfcommx.core import Scheme, Topology
+from tfcommx.core import Scheme, Topology, check_name
 from tfcommx.planner.check import check_scheme
 from tfcommx.recipes.datasets import DATASETS
 from tfcommx.recipes.families import Dataset, Model, Objective, OptimizerRecipe, Task
@@ -18,12 +18,10 @@ from tfcommx.recipes.optimizers import OPTIMIZERS
 from tfcommx.recipes.reader import (
     RecipeError,
     RecipePart,
-    YamlError,
     change,
     error_lines,
     member_of,
-    parse,
-    refuse_unknown,
+    read_mapping,
 )
 from tfcommx.recipes.schedules import SCHEDULES, Schedule
 from tfcommx.recipes.strategies import STRATEGIES, StrategyRecipe
@@ -41,7 +39,9 @@ def _scheme(value: Any) -> Scheme:
             f"A mapping such as {{route: hitopk, selection: mstopk, density: 0.05}} is required. "
             f"Received {value!r}."
         )
-    refuse_unknown(value, [field.name for field in dataclasses.fields(Scheme)])
+    names = [field.name for field in dataclasses.fields(Scheme)]
+    for key in value:
+        check_name("key", key, names)
     scheme = Scheme(**value)
     # Names and combinations only, because the cluster is not known yet
     check_scheme(scheme, Topology(1, 1))
@@ -110,8 +110,6 @@ class LearningRate(RecipePart):
 
         Args:
             step: step of the whole run, in [0, steps).
-            steps_per_epoch: number of steps of an epoch, >= 1.
-            steps: number of steps of the whole run, >= 1.
             global_batch: samples per step over all ranks, >= 1.
         """
         peak = self.peak or (self.peak_per_256 or 0.0) * global_batch / 256
@@ -283,21 +281,11 @@ def read(path: Path, settings: Sequence[str] = ()) -> Recipe:
     """Read and check a recipe.
 
     Args:
-        path: a YAML file.
         settings: changes such as `phases.0.epochs=1`; values are YAML.
 
     **Raises:** RecipeError with the file, the field, the problem and the nearest key.
     """
-    try:
-        tree = parse(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
-    except (YamlError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
-    if not isinstance(tree, dict):
-        raise RecipeError(
-            f"{path}: a mapping of keys to values is required. Received {type(tree).__name__}."
-        )
+    tree = read_mapping(Path(path), "The recipe")
     for setting in settings:
         change(tree, setting)
     try:

@@ -92,7 +92,8 @@ def recipe_schema() -> dict[str, Any]:
         part = whole if model is Recipe else parts[model.__name__]
         part["description"] = " ".join((model.__doc__ or "").split("\n\n")[0].split())
         for name, comment in _comments(model).items():
-            part["properties"][name]["description"] = comment
+            if name in part["properties"]:  # Class variables are no fields
+                part["properties"][name]["description"] = comment
     for part in (whole, *parts.values()):
         for field in part["properties"].values():
             field.pop("title", None)

@@ -7,7 +7,7 @@ TensorFlow.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from pydantic import Field, model_validator
 
@@ -43,20 +43,10 @@ class SynchronousRecipe(RecipePart):
 
     name: Literal["synchronous"] = "synchronous"
 
-    @property
-    def every(self) -> int:
-        """1, because ranks exchange in every step."""
-        return 1
-
-    @property
-    def overlapped_steps(self) -> int:
-        """0, because gradients arrive in the step that computed them."""
-        return 0
-
-    @property
-    def gathers_in_node(self) -> int:
-        """Nothing else travels."""
-        return 0
+    every: ClassVar[int] = 1
+    # Gradients arrive in the step that computed them
+    overlapped_steps: ClassVar[int] = 0
+    gathers_in_node: ClassVar[int] = 0
 
     def build(self) -> Strategy:
         """Build the default strategy."""
@@ -100,6 +90,8 @@ class WeightAveragingRecipe(RecipePart):
     # Steps of training while an average is in transit, at most every // fragments
     overlap: int = Field(0, ge=0)
 
+    gathers_in_node: ClassVar[int] = 0
+
     @model_validator(mode="after")
     def _rounds_fit(self) -> WeightAveragingRecipe:
         if self.fragments > self.every:
@@ -117,11 +109,6 @@ class WeightAveragingRecipe(RecipePart):
         """Sum of `overlap` over the fragments, because these are sent one after another."""
         return self.fragments * self.overlap
 
-    @property
-    def gathers_in_node(self) -> int:
-        """Nothing else travels."""
-        return 0
-
     def build(self) -> Strategy:
         """Build WeightAveraging. **Raises:** ConfigurationError for conflicting options."""
         from tfcommx.strategies import WeightAveraging as Built
@@ -137,20 +124,11 @@ class StepAheadRecipe(RecipePart):
     # Share of a node's unsent updates that its weights contain
     coefficient: float = Field(1.0, gt=0, le=1)
 
-    @property
-    def every(self) -> int:
-        """Ranks meet in every step."""
-        return 1
-
-    @property
-    def overlapped_steps(self) -> int:
-        """Updates arrive in the step that made them."""
-        return 0
-
-    @property
-    def gathers_in_node(self) -> int:
-        """The node's gradients are summed, and its residuals gathered."""
-        return 3
+    every: ClassVar[int] = 1
+    # Updates arrive in the step that made them
+    overlapped_steps: ClassVar[int] = 0
+    # The node's gradients are summed, and its residuals gathered
+    gathers_in_node: ClassVar[int] = 3
 
     def build(self) -> Strategy:
         """Build tfcommx's StepAhead."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from tfcommx.core import reading
 from tfcommx.report.summary import (
@@ -18,6 +17,7 @@ from tfcommx.report.summary import (
     time_text,
     write_json,
 )
+from tfcommx.report.terminal import table_of
 
 FILE = "dry_run.json"
 
@@ -48,11 +48,10 @@ def read_alone(folder: Path) -> list[float]:
 def show_dry_run(report: dict[str, Any], console: Console | None = None) -> None:
     """Print the report of a dry run."""
     console = console or Console(highlight=False, width=120)
-    table = Table(title=f"{report['name']}: dry run, made-up data", title_justify="left")
-    for heading in ("phase", "epochs", "size", "batch", "step", "of it waiting for gradients"):
-        table.add_column(heading, justify="right")
-    for heading in (f"{report['counted']}/s", "bytes a step, one rank", "predicted"):
-        table.add_column(heading, justify="left" if "bytes" in heading else "right")
+    sent_heading, rate = "bytes a step, one rank", f"{report['counted']}/s"
+    times = ("step", "of it waiting for gradients", rate, sent_heading, "predicted")
+    headings = ("phase", "epochs", "size", "batch", *times)
+    table = table_of(f"{report['name']}: dry run, made-up data", headings, left=[sent_heading])
     for number, phase in enumerate(report["phases"], 1):
         sent = [
             f"{route}: {bytes_text(kinds['between'])} between nodes, "

@@ -22,10 +22,8 @@ def draw_links(links: Links, points: Mapping[str, Points], by_engine: bool, path
     """Draw measured times over the size of the message, and the fitted lines.
 
     Args:
-        links: the links fitted to the times.
         points: "inside", "between" -> latency terms, bytes and seconds of every size.
         by_engine: whether the measured times include the engine's.
-        path: the picture to write.
     """
     from matplotlib.figure import Figure
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tfcommx.core import DataError, write_text
+from tfcommx.core import DataError, reading, write_text
 
 FILE = "summary.json"
 # The parts of an epoch, as training.steps.Timing measures them, in the order of the stacked bars.
@@ -255,17 +255,9 @@ def read(folder: Path) -> dict[str, Any]:
     **Raises:** ReportError if there is none, or if it lacks a key.
     """
     path = Path(folder) / FILE
-    try:
+    remedy = "Give the folder of a run, or train again to write it anew."
+    with reading("The summary of a run", path, remedy, ReportError):
         summary: dict[str, Any] = json.loads(path.read_text())
-    except OSError as error:
-        raise ReportError(
-            f"A run folder with a summary.json is required. {path}: {error.strerror}."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ReportError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(summary, dict):
-        raise ReportError(f"{path} is no summary of a run. Train again to write it anew.")
-    missing = [key for key in REQUIRED if key not in summary]
-    if missing:
-        raise ReportError(f"{path} lacks {', '.join(missing)}. Train again to write it anew.")
+        if missing := sorted(set(REQUIRED) - summary.keys()):
+            raise ValueError(f"one without {', '.join(missing)}")
     return summary

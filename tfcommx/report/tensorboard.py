@@ -24,9 +24,6 @@ STEP_SECONDS = 1.0
 class TensorBoardEvents:
     """Writes the numbers of epochs and steps as TensorBoard scalars.
 
-    Args:
-        folder: the folder of the event files.
-
     **Ranks:** rank 0 only.
     """
 
@@ -37,12 +34,7 @@ class TensorBoardEvents:
         self.written_at = 0.0
 
     def step(self, number: int, status: dict[str, Any]) -> None:
-        """Write the status that `ProgressDisplay.step` shows, about once a second.
-
-        Args:
-            number: the step of the run, counted from 1.
-            status: as `ProgressDisplay.step` takes it.
-        """
+        """Write the status that `ProgressDisplay.step` shows, about once a second."""
         import tensorflow as tf
 
         if time.monotonic() - self.written_at < STEP_SECONDS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,49 @@ from tfcommx.report.summary import (
 
 # Columns if the output is a pipe or a file, which have no width: enough for the widest table
 WIDE = 120
+# Columns of a report with texts
+LEFT = ("exchange",)
 
 
 def terminal_console() -> Console:
     """Return a console for tables: as wide as the terminal, or WIDE without one."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+
+
+def show_rows(
+    rows: Sequence[Mapping[str, object]],
+    left: Collection[str] = (),
+    bold: Callable[[int], bool] = lambda _: False,
+    title: str | None = None,
+) -> None:
+    """Print rows as a table.
+
+    Args:
+        rows: name of the column -> cell; all have the same columns.
+        left: columns that are aligned left, as texts; the others are aligned right.
+        bold: position of a row -> True if it is printed in bold.
+        title: heading of the table; None: no heading.
+    """
+    table = table_of(title, rows[0], left)
+    table.box = None
+    for position, row in enumerate(rows):
+        table.add_row(*map(str, row.values()), style="bold" if bold(position) else None)
+    terminal_console().print(table)
+
+
+def table_of(
+    title: str | None,
+    headings: Iterable[str],
+    left: Collection[str] = (),
+    rows: Iterable[Iterable[str]] = (),
+) -> Table:
+    """Return a table of rows of cells; columns other than those in `left` are aligned right."""
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    for cells in rows:
+        table.add_row(*cells)
+    return table
 
 
 def show_run(folder: Path) -> None:
@@ -55,15 +93,8 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
 
 
 def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
-    """Print the totals and the time breakdown of several runs, one column for each run.
-
-    Args:
-        runs: name -> summary.
-    """
-    table = Table(title="runs", title_justify="left")
-    table.add_column("")
-    for name in runs:
-        table.add_column(name, justify="right")
+    """Print the totals and the time breakdown of several runs, one column for each run."""
+    table = table_of("runs", ["", *runs], left=[""])
     for heading, text in (
         ("test accuracy", lambda run: f"{run['test_accuracy']:.4f}"),
         ("epochs", lambda run: f"{len(run['rows'])} of {run['epochs']}"),
@@ -80,25 +111,16 @@ def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
 
 
 def _epochs(summary: dict[str, Any]) -> Table:
-    table = Table(title=f"{summary.get('name', 'run')}: epochs", title_justify="left")
-    _add_columns(table, epoch_headings(summary))
-    for row in summary["rows"]:
-        table.add_row(*epoch_cells(row, f"{row['test_accuracy']:.4f}"))
-    return table
+    rows = (epoch_cells(row, f"{row['test_accuracy']:.4f}") for row in summary["rows"])
+    title = f"{summary.get('name', 'run')}: epochs"
+    return table_of(title, epoch_headings(summary), LEFT, rows)
 
 
 def _phases(summary: dict[str, Any]) -> Table:
-    table = Table(title="phases, without the first step of each", title_justify="left")
     rate = f"{summary['counted']}/s"
-    _add_columns(table, ("epochs", "size", "batch", "exchange", rate, "one process", "scaling"))
-    for row in phase_rows(summary):
-        table.add_row(*phase_cells(row))
-    return table
-
-
-def _add_columns(table: Table, headings: Sequence[str]) -> None:
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    headings = ("epochs", "size", "batch", "exchange", rate, "one process", "scaling")
+    rows = map(phase_cells, phase_rows(summary))
+    return table_of("phases, without the first step of each", headings, LEFT, rows)
 
 
 def _totals(summary: dict[str, Any]) -> Table:

@@ -58,7 +58,6 @@ class Allreduce(PeerRoute, ListRoute):
         return self.run_in_group(written, bucket, comm, group)
 
     def run_in_group(self, flat: Tensor, bucket: Bucket, comm: Comm, group: str) -> Tensor:
-        """Return the sum of `flat` over a group. **Ranks:** all of the group."""
         return comm.allreduce(flat, group, bucket.name)
 
     def run_list(

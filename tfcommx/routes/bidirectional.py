@@ -30,7 +30,7 @@ from tfcommx.routes.route import slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int) -> list[Transfer]:
-    """Return the transfers of all rounds, as drawn above.
+    """Return the transfers of all rounds, as drawn above; empty parts are left out.
 
     Parts are cut into blocks, at the same entries in every round, so that a block can be sent on
     while the rest of its part arrives.
@@ -40,9 +40,6 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[T
         positions: ranks that take part, >= 1.
         entries: length of the vector.
         block: entries of a block, >= 1.
-
-    Returns:
-        The transfers, rounds ascending; empty parts are left out.
     """
     # Number of positions that swap; each of the others depends on one of these
     core = 1 << (positions.bit_length() - 1)
@@ -76,12 +73,8 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[T
 
 
 def _swaps(core: int, cut: list[int]) -> tuple[list[Transfer], list[Transfer], list[Transfer]]:
-    """Return the transfers that halve and add, those that collect, and those that gather at 0.
-
-    Args:
-        core: number of positions, a power of two.
-        cut: the first entry of each of as many parts, and the end.
-    """
+    """Return the transfers that halve and add, those that collect, and those that gather at 0."""
+    # `core` positions, a power of two; `cut`: the first entry of as many parts, and the end
     steps = core.bit_length() - 1
     halves, collects, gathers = [], [], []
     for step, position in itertools.product(range(steps), range(core)):

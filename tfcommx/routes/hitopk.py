@@ -135,15 +135,11 @@ class Hitopk(SparseRoute[HitopkOptions]):
 
 
 def _last_seconds(bucket: Bucket[HitopkOptions], topology: Topology, links: Links) -> float:
-    """Return the price of step 4.
-
-    Either one shard is merged and sent dense, or the received pairs are sent (equation 10) and n
-    shards are merged.
-    """
+    """Return the price of step 4."""
     n, m, pairs = topology.slots, topology.nodes, _pairs_bytes(bucket, topology)
     if bucket.options.last_step == "dense":
         merged, sent_bytes = 1, bucket.padded_bytes / n
-    else:
+    else:  # The received pairs are sent (equation 10), and n shards are merged
         merged, sent_bytes = n, m * pairs
     gather = engines.of(links).all_gather(sent_bytes, Topology(1, n), links)
     return gather + merged * m * pairs * links.inside.gamma_s_per_byte

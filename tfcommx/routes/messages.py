@@ -85,11 +85,7 @@ class Participants(NamedTuple):
         return self.ranks[(position + self.ranks.index(self.root)) % len(self.ranks)]
 
     def start(self, way: str, buffer: np.ndarray[Any, Any], position: int) -> Any:
-        """Start to receive a buffer "from" a position, or to send it "to" one.
-
-        Returns:
-            The request, for `wait_any`.
-        """
+        """Begin to receive "from" a position, or to send "to" it, and return the request."""
         begin = self.point_to_point.receive if way == "from" else self.point_to_point.send
         return begin(buffer, self.rank_at(position), self.tag)
 
@@ -317,7 +313,6 @@ class MessageRoute(PeerRoute[MessageOptions]):
     def run_in_group(
         self, flat: Tensor, bucket: Bucket[MessageOptions], comm: Comm, group: str
     ) -> Tensor:
-        """Return the sum of `flat` over a group. **Ranks:** all of the group."""
         collective = bucket.options.collective
         return self._by_messages(collective, flat, bucket, comm, group)
 

@@ -36,9 +36,6 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[T
         positions: ranks in the chain, >= 1.
         entries: length of the vector; the last block may be shorter.
         block: entries of a block, >= 1.
-
-    Returns:
-        The transfers, rounds ascending.
     """
     transfers: list[Transfer] = []
     for number, start in enumerate(range(0, entries, block)):

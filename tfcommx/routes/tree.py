@@ -28,9 +28,6 @@ def schedule(operation: str, positions: int, entries: int, block: int = 0) -> li
         positions: ranks in the tree, >= 1.
         entries: length of the vector.
         block: not used: the vector is not cut.
-
-    Returns:
-        The transfers, rounds ascending.
     """
     steps = (positions - 1).bit_length()
     down = [

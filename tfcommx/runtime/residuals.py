@@ -236,13 +236,8 @@ class GradientStore:
     def _load_compression(
         self, vectors: Vectors, sizes: Mapping[str, int], state: BucketState
     ) -> None:
-        """Set a compression's state, except for variables with none or one of another length.
-
-        Args:
-            vectors: this rank's addends of the state, by variable path.
-            sizes: variable path -> entries of its state on any rank.
-            state: of the bucket.
-        """
+        """Set a compression's state, except for variables with none or one of another length."""
+        # `vectors`: this rank's addends by path; `sizes`: entries by path, of the state on any rank
         before = _cut_compression(state.bucket, state.compression.numpy())
         fits = [sizes.get(path) == part_before.size for path, part_before in before]
         part = [

@@ -130,11 +130,9 @@ class TrialRounds:
         return best if candidate <= CLEARLY * plain and plain - candidate > error else 0
 
     def _standard_error(self, plan: int) -> float:
-        """Return the standard error of the mean; LEAST_ROUNDS leave at least two steps.
-
-        It includes differences between rounds: a trial on a machine whose speed changes is
-        inconclusive, and plain Horovod stays.
-        """
+        """Return the standard error of the mean; LEAST_ROUNDS leave at least two steps."""
+        # Includes differences between rounds: a trial on a machine whose speed changes is
+        # inconclusive, and plain Horovod stays
         seconds = self._kept(plan)
         return statistics.stdev(seconds) / math.sqrt(len(seconds))
 
@@ -265,12 +263,9 @@ class TrialExecutor:
         self._has_unsent.assign(tf.logical_or(self._has_unsent, tf.ensure_shape(waits, [])))
 
     def _conclude(self, seconds: tf.Tensor, waits: tf.Tensor) -> tuple[np.ndarray, int, bool]:
-        """Return the next round's order and steps, and True if any residual is unsent.
-
-        Args:
-            seconds: float64 [plans], of the steps of the round, on the slowest rank.
-            waits: whether another trial comes first, on any rank.
-        """
+        """Return the next round's order and steps, and True if any residual is unsent."""
+        # `seconds`: float64 [plans], on the slowest rank; `waits`: another trial comes first, on
+        # any rank
         rounds, count = self.rounds, len(self.executors)
         counts, self._counts = self._counts, not waits
         if waits:

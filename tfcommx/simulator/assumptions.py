@@ -19,15 +19,24 @@ are exact only to within a cycle, because a slower port may fuse more.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+import numpy as np
+
 from tfcommx import engines
-from tfcommx.core import Calibration, ConfigurationError, Links, Profile, Topology, check_name
+from tfcommx.core import (
+    Calibration,
+    ConfigurationError,
+    Links,
+    Profile,
+    Topology,
+    check_name,
+    check_number,
+)
 
 # Entries of a vector -> seconds of a selection from it
 SelectionTime = Callable[[int], float]
@@ -62,15 +71,11 @@ def interpolated_time(points: Sequence[tuple[int, float]]) -> SelectionTime:
         raise ConfigurationError(
             f"Times of vectors of >= 1 entry are required. Received {list(points)}."
         )
-    sizes = [size for size, _ in curve]
+    sizes, times = zip(*curve, strict=True)
 
     def seconds(entries: int) -> float:
-        position = bisect.bisect_left(sizes, entries)
-        if position in (0, len(curve)):
-            size, time = curve[min(position, len(curve) - 1)]
-            return time * entries / size
-        (low, low_time), (high, high_time) = curve[position - 1], curve[position]
-        return low_time + (high_time - low_time) * (entries - low) / (high - low)
+        nearest = min(max(entries, sizes[0]), sizes[-1])
+        return float(np.interp(nearest, sizes, times) * entries / nearest)
 
     return seconds
 
@@ -125,10 +130,8 @@ class Assumptions:
         check_name("place of the selection", self.selection_on, ("compute", "beside"))
         for name in ("engine_s", "spread", "contention", "loading_s"):
             value = getattr(self, name)
-            if value is None and name in ("engine_s", "contention"):
-                continue
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ConfigurationError(f"`{name}` must be >= 0. Received {name}={value!r}.")
+            if value is not None or name in ("spread", "loading_s"):
+                check_number(name, value, ">= 0")
         slow_node, slow_port, jitter = self.slow_node, self.slow_port, self.jitter
         if not (1 <= slow_node < math.inf and 0 < slow_port <= 1 and 0 <= jitter < 1):
             raise ConfigurationError(

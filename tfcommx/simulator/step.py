@@ -141,8 +141,6 @@ def simulate(
     Args:
         plan: the buckets, and the topology.
         profile: a profile of the same model on one rank.
-        links: the links of the cluster.
-        assumptions: further conditions of the step.
         quantile: quantile of the step times under varying rates of ports, in [0, 1]: 0.5 is the
             median; one step in ten is longer than the one at 0.9.
 
@@ -295,18 +293,14 @@ class _Step:
         return task
 
     def _fused(self, resource: str, task: _Task) -> _Task:
-        """Fuse a message with the waiting allreduces of the same kind, and price them as one.
-
-        A message that was negotiated with an earlier one is fused with those of that negotiation.
-        Those that do not fit into the engine's buffer with the earlier ones remain in the queue.
-        """
+        """Fuse a message with the waiting allreduces of the same kind, and price them as one."""
         kind = self._fuses_as(task)
         if kind is None:
             return task
         room = self.links.engine.fusion_bytes - self._dense_bytes(task)
         joined: list[_Task] = []
         waiting = sorted(self.waiting[resource])
-        if task.number in self.negotiated:
+        if task.number in self.negotiated:  # With an earlier message
             waiting = [message for message in waiting if message.number in self.negotiated]
         for message in waiting:
             if self._fuses_as(message) == kind and self._dense_bytes(message) <= room:

@@ -28,13 +28,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import ClassVar
 
 import tensorflow as tf
 
 from tfcommx import routes
-from tfcommx.core import ConfigurationError, Plan, PlanError, Topology
+from tfcommx.core import Plan, PlanError, Topology, check_number
 from tfcommx.kernels.traced import untraced
 from tfcommx.runtime.bucket_runner import cut, flatten, join, unflatten
 from tfcommx.runtime.executor import PlanExecutor, only_plan
@@ -72,13 +71,8 @@ class StepAhead(Strategy):
     takes_constraints: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        value = self.coefficient
-        if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1:
-            raise ConfigurationError(
-                f"`coefficient` must be a number > 0 and <= 1. Received {value!r}. 1 is the whole "
-                "residual."
-            )
-        object.__setattr__(self, "coefficient", float(value))
+        coefficient = check_number("coefficient", self.coefficient, "in (0, 1]")
+        object.__setattr__(self, "coefficient", coefficient)
 
     def check(self, plan: Plan) -> None:
         """Refuse buckets without a residual of updates, and nodes that differ between buckets.
@@ -102,7 +96,6 @@ class StepAhead(Strategy):
         nodes_of(plan, plan.topology)
 
     def start(self, executor: Executor) -> StrategyRun:
-        """Prepare the steps of one plan."""
         return StepAheadRun(only_plan(executor), self.coefficient)
 
 
@@ -212,11 +205,7 @@ class StepAheadRun(StrategyRun):
             self._consolidated.assign(False)
 
     def _unsent(self, like: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Return the node's residuals times the coefficient, of variables on sparse routes.
-
-        Args:
-            like: variable path -> a tensor of its shape and dtype.
-        """
+        """Return the node's residuals times the coefficient, in the shapes and dtypes of `like`."""
         comm, pieces = self.executor.comm, cut(like, self.executor.plan)
         runners = [runner for runner in self.executor.runners if runner.bucket.k is not None]
         residuals = [runner.state.residual.read_value() for runner in runners]

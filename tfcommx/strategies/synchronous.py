@@ -43,10 +43,6 @@ class Synchronous(Strategy):
 def broadcast_weights(weights: Mapping[str, tf.Variable], executor: PlanExecutor) -> None:
     """Set the weights to those of rank 0.
 
-    Args:
-        weights: variable path -> variable, for exactly the variables of the plan.
-        executor: of the plan.
-
     **Ranks:** all. **Cost:** one broadcast a bucket, by messages if its route sends messages.
     """
     tensors = {path: tf.convert_to_tensor(variable) for path, variable in weights.items()}
@@ -82,7 +78,6 @@ class Root(Strategy):
             )
 
     def start(self, executor: Executor) -> StrategyRun:
-        """Prepare the steps of one plan."""
         return RootRun(only_plan(executor))
 
 
@@ -107,12 +102,9 @@ class RootRun(StrategyRun):
             broadcast_weights(step.weights, self.executor)
 
     def _force(self, results: Sequence[tf.Tensor]) -> tf.Operation | None:
-        """Return an operation that runs after all the results, otherwise unused, were computed.
-
-        It assigns an entry of each result to a variable, because TensorFlow prunes unused
-        operations: Horovod's ops are not marked as stateful, and a control dependency on their
-        results does not keep them.
-        """
+        """Return an operation that runs after all the results, otherwise unused, were computed."""
+        # An assignment of their entries, because TensorFlow prunes unused operations: Horovod's ops
+        # are not marked as stateful, and a control dependency on their results does not keep them
         entries = [tf.reshape(result, [-1])[0] for result in results if result.shape.num_elements()]
         seen = tf.stack([tf.cast(entry, tf.float32) for entry in entries])
         if self._seen is None:
@@ -138,7 +130,6 @@ class Rebroadcast(Strategy):
         object.__setattr__(self, "every", check_whole("every", self.every, least=1))
 
     def start(self, executor: Executor) -> StrategyRun:
-        """Prepare the steps of one plan."""
         return RebroadcastRun(only_plan(executor), self.every)
 
 

@@ -44,10 +44,9 @@ from typing import Any, NamedTuple
 
 from tfcommx.launch.handshake import LARGEST_MESSAGE, NO_PARTNER, Caller, Entrance, Handshake
 from tfcommx.launch.horovodrun import Launch
-from tfcommx.launch.hosts import Host
+from tfcommx.launch.hosts import Host, slots_of
 from tfcommx.launch.rank_output import Failure, RankLines
 from tfcommx.launch.supervision import PAUSED, PROTOCOL
-from tfcommx.supervisor.hosts import slots_of
 from tfcommx.watch.liveness import listen
 
 # Limit on consecutive generations that die at the same step
@@ -70,11 +69,7 @@ SEEN_SECONDS = 3.0
 
 
 def first_failure(lines: RankLines) -> Failure | None:
-    """Return the rank that failed first, instead of a rank that Gloo aborted, if it is known.
-
-    Args:
-        lines: lines of the launcher.
-    """
+    """Return the rank that failed first, instead of a rank that Gloo aborted, if it is known."""
     first = lines.failure()
     if first is None or first.status != ABORTED:
         return first
@@ -188,7 +183,6 @@ class RankZeroListener:
     """Listens for rank 0 of one generation, and receives its messages.
 
     Args:
-        run_secret: name and secret of the run.
         generation: number of the generation, >= 0.
         heard: called with each message, in a thread of this link.
         interfaces: network interfaces that the ranks use; empty: any.

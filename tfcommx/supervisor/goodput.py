@@ -155,10 +155,6 @@ class Price(NamedTuple):
 def price(generations: Sequence[Generation], ranks: int) -> Price | None:
     """Return the price of starting the last generation again on more ranks.
 
-    Args:
-        generations: all of the run.
-        ranks: number of ranks of the next generation, more than the last one has.
-
     Returns:
         The price; None before the rate of the last generation is known.
     """

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import RemoteHosts, is_local, run_to_end
-from tfcommx.launch.hosts import Host, merge, parse_hosts
+from tfcommx.launch.hosts import Host, first_slots, merge, parse_hosts, slots_of
 
 # Defaults of --blacklist-cooldown-range and --elastic-timeout
 COOLDOWN_SECONDS = (60.0, 3600.0)
@@ -147,7 +147,6 @@ class Cooldown:
     Args:
         shortest: seconds for the first time, > 0.
         longest: largest number of seconds; each time doubles the previous one.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -179,19 +178,12 @@ class Cooldown:
 SHOWN = 6
 
 
-def slots_of(hosts: Iterable[Host]) -> int:
-    """Return the number of ranks that these hosts take."""
-    return sum(host.slots for host in hosts)
-
-
 def place(offered: Iterable[Host], before: Iterable[Host], most: int | None) -> list[Host]:
     """Return the hosts of the next generation, with a slot for every rank to start there.
 
     Hosts of the previous generation are first, in their order, so that rank 0 does not move.
 
     Args:
-        offered: hosts that may be used, with their slots.
-        before: hosts of the previous generation.
         most: largest number of ranks; None: any number.
 
     >>> place([Host("new", 2), Host("a", 2), Host("b", 2)], [Host("a", 2)], 3)
@@ -199,12 +191,8 @@ def place(offered: Iterable[Host], before: Iterable[Host], most: int | None) -> 
     """
     names = [host.name for host in before]
     first = {name: number for number, name in enumerate(names)}
-    chosen: list[Host] = []
-    for host in sorted(offered, key=lambda host: first.get(host.name, len(first))):
-        free = host.slots if most is None else min(host.slots, most - slots_of(chosen))
-        if free > 0:
-            chosen.append(Host(host.name, free))
-    return chosen
+    in_order = sorted(offered, key=lambda host: first.get(host.name, len(first)))
+    return in_order if most is None else first_slots(in_order, most)
 
 
 def in_words(hosts: Iterable[Host]) -> str:
@@ -241,14 +229,7 @@ def host_named(name: str, hosts: Sequence[Host]) -> str | None:
 
 
 class Hosts:
-    """Chooses the hosts of the next generation.
-
-    Args:
-        source: source of the hosts.
-        options: limits on ranks and waiting time.
-        remote: options for reaching other hosts.
-        say: prints a line for the user.
-    """
+    """Chooses the hosts of the next generation."""
 
     def __init__(
         self,
@@ -309,8 +290,6 @@ class Hosts:
         """Return the hosts of the next generation, once they have enough slots.
 
         Args:
-            fewest: least number of ranks.
-            before: hosts of the previous generation.
             answered: hosts that have just answered.
             end_requested: returns True if the run must end; the result is then not used.
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from tfcommx.core import LaunchError
 from tfcommx.launch.commands import is_local
 from tfcommx.launch.horovodrun import Launch, Running
-from tfcommx.launch.hosts import Host
+from tfcommx.launch.hosts import Host, slots_of
 from tfcommx.launch.rank_output import RankLines
 from tfcommx.supervisor import goodput, sweep
 from tfcommx.supervisor.generation import (
@@ -30,7 +30,7 @@ from tfcommx.supervisor.generation import (
     first_failure,
 )
 from tfcommx.supervisor.goodput import pause_before, price
-from tfcommx.supervisor.hosts import Hosts, SupervisorOptions, host_named, in_words, place, slots_of
+from tfcommx.supervisor.hosts import Hosts, SupervisorOptions, host_named, in_words, place
 
 # Makes horovodrun report a failed rank at once; the ranks receive the variable anyway
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
@@ -79,8 +79,6 @@ class Supervisor:
     """Runs generations of ranks until one succeeds.
 
     Args:
-        hosts: chooses the hosts of each generation.
-        options: limits of the run.
         make_launch: returns the launch for hosts and the number of a generation.
         stop: ends the ranks when this process receives a signal.
     """
@@ -192,10 +190,8 @@ class Supervisor:
             link.close()
 
     def _end_the_rest(self, generation: Generation, lines: RankLines) -> None:
-        """End ranks that continue after another one has failed.
-
-        Needed because horovodrun waits for them, and on other hosts only the watch would end them.
-        """
+        """End ranks that continue after another one has failed."""
+        # horovodrun waits for them, and on other hosts only the watch would end them
         while not generation.ended:
             time.sleep(1)
             endings = lines.endings

@@ -36,8 +36,6 @@ def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str
     the timed steps; its choice is not kept, but measured links are.
 
     Args:
-        recipe: the recipe to predict.
-        output_folder: for the report.
         steps: number to time in each phase, >= 1, after one that traces.
 
     Returns:

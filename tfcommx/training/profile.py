@@ -35,16 +35,12 @@ def measure_recipe(recipe: Recipe, steps: int) -> MeasuredProfile:
 
 
 def measure_recipe_exchange(recipe: Recipe, steps: int) -> MeasuredStep:
-    """Measure a step of a recipe's first phase with the exchange of its gradients.
+    """Measure a step of a recipe's first phase with its exchange; return this rank's means.
 
     The exchange follows the plan of the phase's scheme; for "auto" it is plain Horovod's.
 
     Args:
-        recipe: the recipe to measure.
         steps: number to measure, >= 1.
-
-    Returns:
-        Means on this rank.
 
     **Ranks:** all, two or more, with the same recipe. **Cost:** as `measure_exchange`.
     **Raises:** ConfigurationError on one rank; ConfigurationError and DataError as training does.
@@ -62,15 +58,13 @@ def measure_recipe_exchange(recipe: Recipe, steps: int) -> MeasuredStep:
 
 @contextlib.contextmanager
 def _model_and_batches(recipe: Recipe) -> Iterator[tuple[keras.Model, tf.data.Dataset]]:
-    """Build and compile the model of a recipe's first phase, and take one batch.
-
-    It is one batch, because batches of text have several lengths, and each would be traced.
-    """
+    """Build and compile the model of a recipe's first phase, and take one batch."""
     run = prepare(recipe, Path())
     keras.utils.set_random_seed(recipe.seed)
     model = recipe.build_model(run.objective)
     compile_model(model, run, recipe.scheme_of_epoch()[0])
     try:
+        # One, because batches of text have several lengths, and each would be traced
         yield model, run.batches(FitCall(0, range(1))).take(1)
     finally:
         run.data.close()

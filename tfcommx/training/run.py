@@ -105,10 +105,6 @@ class Run:
 def prepare(recipe: Recipe, folder: Path) -> Run:
     """Start Horovod, open the data set and build the task.
 
-    Args:
-        recipe: the recipe to train.
-        folder: for checkpoint and report.
-
     **Ranks:** all, with the same recipe.
     **Raises:** DataError for missing samples; ConfigurationError if recipes or data sets differ
     between ranks, if there are too few samples for a step, if the target is not a score of the
@@ -145,26 +141,19 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
 
 
 def _require_equal(comm: Comm, kind: str, name: str, values: dict[str, str], remedy: str) -> None:
-    """Compare facts over the ranks. **Ranks:** all.
-
-    **Raises:** ConfigurationError, on every rank.
-    """
+    """Compare facts over the ranks. **Ranks:** all. **Raises:** ConfigurationError, on all."""
     comm.comparisons.state(Facts(kind, name, values, remedy))
     comm.gather_objects(None)
 
 
 def _settings(value: Any, name: str = "") -> dict[str, str]:
-    """Return name -> value of the settings in a part of a recipe that all ranks must share.
-
-    Paths, which may differ between nodes, and objects of other types, which cannot be compared, are
-    left out.
-    """
+    """Return name -> value of the settings in a part of a recipe that all ranks must share."""
     above = f"{name}." if name else ""
     if isinstance(value, BaseModel):
         below = [(f"{above}{key}", part) for key, part in value]
     elif isinstance(value, tuple) and any(isinstance(part, BaseModel) for part in value):
         below = [(f"{name}[{number}]", part) for number, part in enumerate(value)]
-    else:
+    else:  # Without paths, which may differ between nodes, and types that cannot be compared
         return {name: f"{value}"} if isinstance(value, SIMPLE) else {}
     return {key: text for row in below for key, text in _settings(row[1], row[0]).items()}
 

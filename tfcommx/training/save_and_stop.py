@@ -27,12 +27,7 @@ ASK_STEPS = 1000
 
 
 class Stopped(Exception):
-    """Ends `fit` on all ranks after the same step, once the run is saved.
-
-    Args:
-        position: the next step.
-        reason: text for the user that names the cause.
-    """
+    """Ends `fit` on all ranks after the same step, once the run is saved."""
 
     def __init__(self, position: Position, reason: str) -> None:
         super().__init__(reason)

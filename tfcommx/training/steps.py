@@ -217,18 +217,13 @@ class Timing(keras.callbacks.Callback):
 
 
 def _stamped(stamp: tf.Variable, tensors: Sequence[Any], queued: bool = False) -> Any:
-    """Record in the graph the time at which all tensors are ready; operations inside wait for it.
-
-    Args:
-        stamp: float64 [], set to seconds since 1970.
-        tensors: the tensors to wait for.
-        queued: True if Horovod ends a collective before its result exists. Then operations inside
-            wait only until the tensors are queued.
-    """
+    """Record in the graph when all tensors are ready, in seconds; operations inside wait for it."""
     with tf.control_dependencies(list(tensors)):
         if not queued:
             stamped = stamp.assign(tf.timestamp())
             return tf.control_dependencies([stamped])
+        # Horovod ends a collective before its result exists, so that operations inside wait only
+        # until the tensors are queued
         parts = tf.nest.flatten(tensors, expand_composites=True)
         arrived = after(tf.constant(1.0, tf.float64), parts)
         with tf.control_dependencies([arrived]):

@@ -56,11 +56,6 @@ def train(
     SIGTERM, SIGINT and SIGUSR1 to any rank, a file `stop` in the folder, and the time limit make
     all ranks save after the same step and return.
 
-    Args:
-        recipe: the recipe to train.
-        output_folder: for checkpoints and report.
-        options: None: the defaults.
-
     Returns:
         The summary of the whole run, including its parts before a resume, as in `summary.json`.
         `seconds` is wall-clock time without writing the report. `throughput` is the `counted` of
@@ -177,8 +172,6 @@ def scaled_steps(count: int, run: Run, saved: checkpoint.Head) -> int:
 
     Args:
         count: in [0, saved.steps].
-        run: the run, with its present ranks and batch.
-        saved: the checkpoint.
     """
     steps = run.steps_of(saved.epoch + 1)
     return count if saved.steps in (0, steps) else count * steps // saved.steps

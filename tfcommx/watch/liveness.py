@@ -74,14 +74,11 @@ SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def addresses(interfaces: list[str]) -> list[str]:
-    """Return this host's IPv4 addresses, loopback last.
+    """Return this host's IPv4 addresses, such as `192.168.0.2`, loopback last.
 
     Args:
         interfaces: names of interfaces whose addresses count, if this host has any of them;
             otherwise all count.
-
-    Returns:
-        The addresses, such as `192.168.0.2`.
     """
     by_interface: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query_socket:
@@ -155,7 +152,6 @@ def start(
     """Start this rank's watcher, and the thread that ends the process at its alarm.
 
     Args:
-        comm: the Comm of this rank.
         interfaces: network interfaces that the ranks were launched on; empty: any.
         limits: time limits; those of rank 0 apply.
         gather: returns the arguments of all watched ranks, in rank order.
@@ -194,9 +190,6 @@ def start(
 def responds(row: dict[str, Any]) -> bool:
     """Return True if a rank's watcher accepts connections, as it does while the rank runs.
 
-    Args:
-        row: the rank's row of `make_job`.
-
     **Cost:** one connection.
     """
     for address in row["addresses"][:-1] or row["addresses"]:  # The last is the loopback
@@ -207,13 +200,7 @@ def responds(row: dict[str, Any]) -> bool:
 
 
 def make_job(rank: int, pid: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the job of a rank's watcher, as `watcher.main` reads it.
-
-    Args:
-        rank: the watched rank.
-        pid: process ID of the rank.
-        rows: the row that each rank has gathered, in rank order.
-    """
+    """Return the job of a rank's watcher, as `watcher.main` reads it."""
     neighbour_rows = [rows[neighbour] for neighbour in neighbours(rank, len(rows))]
     return {
         "rank": rank,
@@ -275,10 +262,8 @@ def _wait(to_watcher: socket.socket, comm: Watched, failed: threading.Event) -> 
 
 
 def _cause_first(text: str) -> str:
-    """Return an error's text in one line, its last line first.
-
-    The order changes because TensorFlow puts the cause after the stack, before `[[nodes]]`.
-    """
+    """Return an error's text in one line, its last line first."""
+    # TensorFlow puts the cause after the stack, before `[[nodes]]`
     lines = [
         " ".join(line.split())
         for line in text.splitlines()
@@ -289,14 +274,6 @@ def _cause_first(text: str) -> str:
 
 def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threading.Event:
     """Send bye at the interpreter's end; after an uncaught exception report the failure instead.
-
-    Horovod raises on every rank if one has ended. This rank then waits for the alarm, because the
-    alarm names the failed rank, and prints its own error only if none arrives.
-
-    Args:
-        to_watcher: socket connected to this rank's watcher.
-        membership: checked at the end, because Horovod's and MPI's shutdown would wait for a rank
-            that has died.
 
     Returns:
         An event that is set if this rank has failed.
@@ -314,6 +291,8 @@ def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threa
             report(kind, error, trace)
             return
         no_bye.set()
+        # Horovod raises on every rank if one has ended. This rank waits for the alarm, which names
+        # the failed rank, and prints its own error only if none arrives
         if GONE in str(error):
             time.sleep(2 * LAUNCHER_SECONDS)
             report(kind, error, trace)
@@ -330,6 +309,7 @@ def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threa
         if os.getpid() == pid and not no_bye.is_set():
             with contextlib.suppress(OSError):
                 to_watcher.send(b"bye\n")
+            # Because Horovod's and MPI's shutdown would wait for a rank that has died
             if membership.any_died():
                 end_at_once(0)
 

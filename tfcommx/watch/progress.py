@@ -123,7 +123,6 @@ class Progress:
         """Start the thread that reports changes to the watcher.
 
         Args:
-            send: sends a line to the watcher.
             period: seconds between two observations, > 0.
         """
         self.watched, stop = True, threading.Event()

@@ -45,7 +45,6 @@ class Watcher:
         job: the job of WatchProtocol, with pid and token; addresses (best first) and ports of the
             neighbours.
         listening: the socket whose port the neighbours know.
-        to_rank: socket connected to the rank's process.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
 def merge(
     buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1, factor: float = 1.0
 ) -> tf.Tensor:
-    """Add the entries of all gathered buffers into a dense vector.
+    """Add the entries of all gathered buffers into a dense vector, float32 [shards * size].
 
     Every rank gets the same bits, because the buffers are added in rank order.
 
@@ -84,12 +84,8 @@ def merge(
             shard in turn.
         k: entries in each buffer.
         size: length of the shard that the indices point into.
-        wire: the format in which they were encoded.
         shards: equal parts of the result, >= 1.
         factor: > 0, multiplies each entry before it is added.
-
-    Returns:
-        float32 [shards * size].
 
     **Cost:** one write of the result, whatever the number of shards.
     """
@@ -103,9 +99,6 @@ def decode(
     buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Read the entries of all gathered buffers.
-
-    Args:
-        buffers, k, size, wire, shards: as `merge`.
 
     Returns:
         indices int32 [entries] into the vector of all shards, and values float32 [entries].

@@ -47,7 +47,6 @@ def find_source(text: str | os.PathLike[str], split: str = "train") -> Source:
         text: a folder of class folders, a folder of ImageNet's shards, or the name of a TensorFlow
             data set, such as `imagenette/160px-v2`. A text that begins with `/`, `.` or `~` is a
             path.
-        split: split of shards and of TensorFlow data sets.
 
     **Raises:** DataError if there is no such folder or data set, or no readable sample in it, and
     for an address such as gs://bucket/folder.

@@ -20,8 +20,6 @@ class Arrays:
     Args:
         images: uint8 [n, h, w, c], or [n, h, w] for one channel.
         labels: integers [n].
-        classes: names of the labels.
-        name: name in messages.
 
     **Cost:** one hash over the images.
     """

@@ -29,10 +29,6 @@ JPEG, PNG, BMP, GIF = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", (b"GIF87a", 
 def check_head(data: bytes, max_pixels: int) -> None:
     """Refuse a PNG, BMP or GIF that is too large or would be decoded to other pixels.
 
-    Args:
-        data: the file.
-        max_pixels: as in `check_pixels`.
-
     **Cost:** some bytes; for a GIF a walk over its blocks of 255 bytes.
     **Raises:** SampleError.
     """
@@ -66,10 +62,9 @@ def check_pixels(width: int, height: int, max_pixels: int) -> None:
 def _check_bitmap(data: bytes) -> None:
     """Refuse a BMP of a kind that TensorFlow decodes as another kind.
 
-    TensorFlow decodes colour table indices and run lengths as greys, and ignores bit masks.
-
     **Source:** Microsoft, BITMAPINFOHEADER and BITMAPV4HEADER.
     """
+    # TensorFlow decodes colour table indices and run lengths as greys, and ignores bit masks
     bits, packing = int.from_bytes(data[28:30], "little"), _little(data, 30)
     if bits <= 8 and _has_colours(data):
         raise SampleError(

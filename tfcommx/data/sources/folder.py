@@ -65,10 +65,6 @@ def _images(top: Path, passed_over: Counter[str]) -> list[tuple[str, os.stat_res
     """Return the paths and file attributes of the images below a folder, in alphabetical order.
 
     Linked folders are followed, each once.
-
-    Args:
-        top: the folder.
-        passed_over: number of ignored files by ending, which is updated.
     """
     images, visited = [], set()
     for folder, below, files in os.walk(top, onerror=_refuse, followlinks=True):

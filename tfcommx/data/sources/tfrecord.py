@@ -86,7 +86,6 @@ class TFRecords:
 
     Args:
         files: one file, or several in the order that numbers the samples.
-        features: features of images and labels in a record.
         skip: whether files that are cut off or have a damaged length are left out and listed in
             `broken`; otherwise they are an error.
 

@@ -85,17 +85,9 @@ def ready_times(profile: Profile) -> list[float]:
 
 
 def finish_s(groups: Sequence[Sequence[int]], profile: Profile, prices: Prices) -> float:
-    """Return when the backward pass and all messages have ended, as drawn above.
+    """Return the seconds from the start of the backward pass to the end of it and all messages.
 
     `simulator.step.simulate` gives the same under the assumptions `IDEAL`.
-
-    Args:
-        groups: as a solver returns them.
-        profile: with times.
-        prices: of a group.
-
-    Returns:
-        Seconds from the start of the backward pass.
     """
     ready, sizes = ready_times(profile), [row.size for row in profile.variables]
     delay = port = beside = 0.0

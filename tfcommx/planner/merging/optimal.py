@@ -202,11 +202,9 @@ class _Search:
     def _times(
         self, first: Floats, port: Floats, stop: int, selected: Floats, sent: Floats
     ) -> tuple[Floats, Floats]:
-        """Return both times after a group that ends before `stop`.
-
-        Times that are earlier than the next group can use are moved there: so more are equal.
-        """
+        """Return both times after a group that ends before `stop`."""
         ready = self.ready[stop - 1]
+        # Times that are earlier than the next group can use are moved there: so more are equal
         following = self.ready[stop] if stop < len(self.ready) else 0.0
         if self.beside:
             start = np.maximum(first, ready) + selected

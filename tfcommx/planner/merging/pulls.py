@@ -253,7 +253,6 @@ def choose(times: PullTimes, solvers: Sequence[str] = tuple(PULLS)) -> PullChoic
     ((0, 1), (1, 2), (2, 3))
 
     Args:
-        times: of the layers.
         solvers: names in PULLS; of equals the one with the fewest gathers, then the first.
     """
     choices = [(name, PULLS[name](times)) for name in solvers]

@@ -14,12 +14,9 @@ DOWNLOAD_SECONDS = 120
 
 
 def unpack(packages: Sequence[str], work: Path) -> Path:
-    """Download packages, and unpack them in the empty folder `work`.
+    """Download packages, and unpack them in the empty folder `work`; return the folder of files.
 
     The machine's package lists are tried first, then newly downloaded ones.
-
-    Returns:
-        The folder of the unpacked files, whose paths in it are those below `/`.
 
     **Raises:** DataError if a download or an unpacking fails.
     """

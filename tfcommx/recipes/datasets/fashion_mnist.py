@@ -38,17 +38,10 @@ FETCH = "python -m tfcommx.recipes.datasets fashion_mnist"
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Read one gzipped IDX file of unsigned bytes.
+    """Read one gzipped IDX file of unsigned bytes, uint8 of `shape`.
 
     The file holds 2 zero bytes, the type 8, the number of dimensions, the sizes (big-endian) and
     the entries.
-
-    Args:
-        path: the file.
-        shape: the required sizes.
-
-    Returns:
-        uint8 array of `shape`.
 
     **Raises:** DataError with the file, the requirement and the received value.
     """
@@ -194,7 +187,6 @@ def load(
     """Read the four files.
 
     Args:
-        folder: the folder of the four files.
         train_images, test_images: required numbers of images; other values are for tests.
 
     Returns:

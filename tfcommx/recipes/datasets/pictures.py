@@ -23,10 +23,7 @@ class Pictures:
     """Training and test pictures, served from the node's memory.
 
     Args:
-        settings: settings of the data cache and of the batches.
-        train: source of the training pictures.
         test: source of the test pictures, with the same channels.
-        place: this rank, and the topology.
         augment: further augmentation of the training batches; None: no further one.
         classes: names of the classes; empty: those of the source.
 

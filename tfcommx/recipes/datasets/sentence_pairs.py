@@ -31,10 +31,8 @@ class SentencePairs:
 
     Args:
         train: pairs for training, from which the vocabulary is learnt.
-        test: pairs for evaluation.
         size: largest size of the vocabulary.
         folder: folder of the vocabulary and the encoded pairs.
-        place: this rank, and the topology.
 
     **Ranks:** every rank creates one; the ranks of a node wait for the first one there, which
     encodes.
@@ -110,13 +108,10 @@ class SentencePairs:
 
 
 def _described(corpus: Corpus) -> str:
-    """Return the numbers of pairs and words, and the start of a digest.
-
-    The digest covers the lengths of all sentences and the first words. It does not cover all words,
-    because these have many times more bytes, and missing, added or reordered pairs already change
-    the lengths.
-    """
+    """Return the numbers of pairs and words, and the start of a digest."""
     sides = corpus.source, corpus.target
+    # Not of all words, because these have many times more bytes than the lengths, which missing,
+    # added or reordered pairs change already
     digest = key_of(
         part.tobytes() for side in sides for part in (side.starts, side.words[:DIGESTED])
     )

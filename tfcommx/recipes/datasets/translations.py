@@ -73,12 +73,10 @@ class LinePairs:
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """Return the lines of a UTF-8 file, without white space around them.
-
-    Only a line feed ends a line, because a carriage return, a form feed or one of Unicode's line
-    separators can occur inside a sentence, and would shift all later pairs.
-    """
+    """Return the lines of a UTF-8 file, without white space around them."""
     try:
+        # As bytes, where only a line feed ends a line: a carriage return, a form feed or one of
+        # Unicode's line separators inside a sentence would shift all later pairs
         with open(file, "rb") as content:
             for number, line in enumerate(content, 1):
                 try:

@@ -60,8 +60,6 @@ class LengthBatches:
         lengths: integers [n], words of the longer side of each pair.
         words: words of a batch on one rank, including padding, >= longest.
         longest: largest length; pairs with more words are omitted.
-        ranks: number of ranks, >= 1.
-        seed: seed of the order.
 
     **Raises:** ConfigurationError if `words` is less than `longest`.
     """
@@ -108,8 +106,6 @@ def in_order(lengths: np.ndarray, words: int, rank: int, ranks: int) -> list[Bat
         lengths: integers [n], words of the longer side of each pair.
         words: largest number of words of a batch, including padding; a longer sentence is alone in
             its batch.
-        rank: this rank, in [0, ranks).
-        ranks: number of ranks, >= 1.
     """
     share = np.argsort(lengths, kind="stable")[rank::ranks]
     batches: list[Batch] = []

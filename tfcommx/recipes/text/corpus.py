@@ -70,8 +70,6 @@ def open_corpora(
 
     Args:
         train: pairs for training; the vocabulary is learnt from both of their languages.
-        test: pairs for evaluation.
-        size: size of the vocabulary.
         folder: folder of vocabulary and encoded pairs, on a disk of the node.
 
     **Ranks:** all; the first one of a node does the work while the others wait.

@@ -102,9 +102,6 @@ def beam_decoder(
         beam: number of translations that are kept for each sentence, >= 1.
         length_penalty: >= 0; 0 compares probabilities, which favours short translations.
 
-    Returns:
-        A function like that of `greedy_decoder`.
-
     **Cost:** one call of the model for each word of the longest translation, on `beam` times the
     sentences and all words before.
     **Source:** Wu et al., "Google's Neural Machine Translation System" (2016), section 7, without

@@ -43,8 +43,6 @@ class WordLoss(keras.losses.Loss):
 
     Args:
         label_smoothing: share of the target that is spread over the vocabulary, in [0, 1).
-        name: name of the loss in Keras.
-        keras_options: dtype.
 
     **Ranks:** each averages over its own words, whose number differs little between ranks.
     """

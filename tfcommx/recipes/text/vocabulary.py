@@ -58,11 +58,7 @@ def learn(lines: Iterable[str], size: int) -> bytes:
 
 
 class Vocabulary:
-    """Word pieces and their numbers.
-
-    Args:
-        model: the vocabulary in the format of `learn`.
-    """
+    """Word pieces and their numbers."""
 
     def __init__(self, model: bytes) -> None:
         self._pieces = sentencepiece().SentencePieceProcessor()

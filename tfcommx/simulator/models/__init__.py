@@ -41,7 +41,6 @@ def get(name: str, size: int | None = None) -> LayerTable:
     (25557032, 161)
 
     Args:
-        name: a name of the table.
         size: size of a sample, in pixels of a side or in words; None: the model's usual size.
 
     **Raises:** ConfigurationError for an unknown name, with the nearest known one, or a size

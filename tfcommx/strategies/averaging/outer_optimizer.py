@@ -155,7 +155,6 @@ class StartWeights:
         """Move a variable's start weights by a round's update, and return them.
 
         Args:
-            path: of the variable.
             update: current weights - start weights, averaged over the ranks; equal on all ranks.
         """
         if path in self._optimizers:
@@ -183,16 +182,13 @@ def _kind(optimizer: keras.optimizers.Optimizer) -> np.ndarray:
 
 
 def _load(optimizer: keras.optimizers.Optimizer, kept: State) -> set[str]:
-    """Load the state of an optimizer of the same class, except the learning rate.
-
-    The learning rate is the user's current choice.
+    """Load a state, except the learning rate, which is the user's current choice.
 
     Returns:
         The class name in the state, if it is another class, so that nothing was loaded; else empty.
     """
     state = dict(kept)
-    # Earlier checkpoints have no class name
-    kind = state.pop(KIND, _kind(optimizer)).tobytes().decode()
+    kind = state.pop(KIND).tobytes().decode()
     if kind != type(optimizer).__name__:
         return {kind}
     rate = optimizer.get_config()["learning_rate"]

@@ -44,7 +44,6 @@ class OverlappedRounds:
     """One round after another, each of a fragment, in a thread.
 
     Args:
-        weights: variable path -> variable.
         starts: start weights of the same variables.
         fragments: plans whose variables are parts of them.
         exchange: exchanges a fragment and moves its start weights. **Ranks:** all.

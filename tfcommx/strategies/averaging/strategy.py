@@ -151,5 +151,4 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
             )
 
     def start(self, executor: Executor) -> StrategyRun:
-        """Prepare the steps of one plan."""
         return WeightAveragingRun(only_plan(executor), self)

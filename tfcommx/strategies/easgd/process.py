@@ -37,7 +37,6 @@ class CentreProcess:
     """Answers for every centre of a run, until all ranks that train have ended or are gone.
 
     Args:
-        messages: with all ranks.
         ranks: number of ranks that train, >= 1; it is also this process's rank.
         membership: which of them have ended or died.
     """

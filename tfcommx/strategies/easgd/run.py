@@ -73,7 +73,6 @@ class ElasticRun(StrategyRun):
         """Prepare the steps; the exchange begins with the first one.
 
         Args:
-            executor: of the plan.
             servers: the ranks that hold the centre, each a range of it.
             alpha: the moving rate, > 0.
             every: steps between two exchanges, >= 1.
@@ -209,11 +208,8 @@ class ElasticRun(StrategyRun):
         self._serve()
 
     def _serve(self) -> None:
-        """Allow ranks to leave from now on, and start the thread of a server's rank.
-
-        After the end of a training, if `begin` was not called again, the centre continues from its
-        last values.
-        """
+        """Allow ranks to leave from now on, and start the thread of a server's rank."""
+        # After a training, if `begin` was not called again, the centre has its last values
         if not self._trains:
             self._trains = True
             self._comm.membership.allow_leaving(self._servers)

@@ -73,14 +73,12 @@ def read_start(message: np.ndarray) -> Centre:
 def _average(statistics: Sequence[np.ndarray]) -> np.ndarray:
     """Average the finite statistics, or all if none is finite; empty if lengths differ.
 
-    Statistics that are not finite are left out, because those of a rank that has diverged would
-    spoil the average.
-
     >>> _average([np.array([1.0, 2.0]), np.array([np.nan, 2.0]), np.array([3.0, 2.0])])
     array([2., 2.])
     """
     if len({len(values) for values in statistics}) > 1:
         return np.zeros(0)
+    # Those of a rank that has diverged would spoil the average
     finite = [values for values in statistics if np.isfinite(values).all()]
     average: np.ndarray = np.mean(finite or statistics, axis=0)
     return average
@@ -123,13 +121,7 @@ class Centre:
 
 
 class CentreServer:
-    """Answers the workers' messages, one after the other.
-
-    Args:
-        messages: of the server's rank.
-        workers: ranks that take part.
-        membership: the ranks that have ended or died; the server does not wait for them.
-    """
+    """Answers the workers' messages, one after the other."""
 
     def __init__(
         self, messages: PointToPoint, workers: Collection[int], membership: Membership

@@ -26,11 +26,15 @@ import logging
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import MPI_LAUNCH, ConfigurationError, Plan, check_name, check_whole
-from tfcommx.core.checks import python_number
+from tfcommx.core import (
+    MPI_LAUNCH,
+    ConfigurationError,
+    Plan,
+    check_name,
+    check_number,
+    check_whole,
+)
 from tfcommx.launch.launcher import CENTRE_LAUNCH
 from tfcommx.runtime.executor import only_plan
 from tfcommx.runtime.gradient_state import Executor
@@ -101,15 +105,9 @@ server='thread')
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", check_whole("every", self.every, least=1))
-        for name in ("beta", "alpha"):
-            value = python_number(getattr(self, name))
-            object.__setattr__(self, name, value)
-            if (name, value) == ("alpha", None):
-                continue
-            if not isinstance(value, int | float) or not 0 < value < np.inf:
-                raise ConfigurationError(
-                    f"`{name}` must be a finite number > 0. Received {value!r}."
-                )
+        object.__setattr__(self, "beta", check_number("beta", self.beta, "> 0"))
+        if self.alpha is not None:
+            object.__setattr__(self, "alpha", check_number("alpha", self.alpha, "> 0"))
         check_name("statistics", self.statistics, STATISTICS)
         check_name("server", self.server, SERVERS)
 

@@ -50,11 +50,8 @@ class EasgdWorker:
     """A worker's side of the exchange.
 
     Args:
-        messages: of the worker's rank.
         rank: the worker's, for messages to the user.
         parts: the ranges of the centre and their servers; together all of it, in order.
-        dtype: of the centre.
-        membership: the ranks that have ended or died.
     """
 
     def __init__(

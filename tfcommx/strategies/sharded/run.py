@@ -187,9 +187,6 @@ class ShardedRun(StrategyRun):
     def squares(self, gradients: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return path -> sum of squares over the whole gradient, float32, equal on all ranks.
 
-        Args:
-            gradients: of this rank's shards.
-
         **Ranks:** all. **Cost:** one allreduce of 4 bytes a variable.
         """
         partial = self.shards.squares(gradients)

@@ -107,11 +107,9 @@ def pull_times(
 
 
 def _line(own_bytes: float, group: str, topology: Topology, links: Links) -> tuple[float, float]:
-    """Return start-up time and seconds per byte of gathers of half of `own_bytes` up to all of it.
-
-    The paper's methods need a linear price. An engine's price is linear only in sections, because
-    it uses another algorithm for short vectors.
-    """
+    """Return start-up time and seconds per byte of gathers of half of `own_bytes` up to all."""
+    # The paper's methods need a linear price, and an engine's is linear only in sections, because
+    # it uses another algorithm for short vectors
     half, full = (
         engines.gather_seconds(share * own_bytes, group, topology, links) for share in (0.5, 1.0)
     )
@@ -205,7 +203,6 @@ class Sharded(Strategy):
             plan: covers exactly these variables.
             weights: path -> variable, in forward order.
             decays: for each variable, True if the optimizer's weight decay applies to it.
-            rank: this rank.
             links: for the price of a gather.
             whole: the optimizer's paths of the variables, if it needs whole variables.
 
