@@ -74,7 +74,7 @@ def read(kind: str, key: object) -> dict[str, Any] | None:
             if record["key"] == json.loads(json.dumps(key)):
                 return dict(record["value"])
     except (OSError, TfcommxError) as error:
-        log.warning("What was measured before cannot be read, and is measured again: %s", error)
+        log.warning("An earlier measurement cannot be read, and is made again: %s", error)
     return None
 
 
@@ -83,7 +83,7 @@ def write(kind: str, key: object, value: dict[str, Any]) -> None:
     try:
         write_text(_path(kind, key), json.dumps({"key": key, "value": value}, indent=1))
     except OSError as error:
-        log.warning("What was measured is not kept: %s.", error)
+        log.warning("A measurement cannot be written, and later runs will make it again: %s.", error)
 
 
 def _path(kind: str, key: object) -> Path:

@@ -145,7 +145,7 @@ def check_conservation(logs: list[list[Step]], where: str, tolerance: float = 0.
             off = np.abs(logs[0][step].result[path].ravel() + residuals - expected)
             require(
                 bool((off <= tolerance * np.abs(expected).max()).all()),
-                "What is sent plus what stays must be what came.",
+                "The sum of sent values and residuals must equal the sum of the inputs.",
                 where,
                 f"{np.count_nonzero(off > tolerance * np.abs(expected).max())} entries of {path!r} "
                 f"are off in step {step + 1}, by up to {np.nanmax(off):g}.",

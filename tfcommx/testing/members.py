@@ -293,7 +293,7 @@ def _check_rounded(name: str, entries: Sparse, where: str) -> Sparse:
     )
     require(
         np.array_equal((sent + remainder)[finite], values[finite]),
-        "What is written plus the rest must be what came, exactly.",
+        "The written values plus their residuals must equal the input exactly.",
         where,
         "It is not.",
     )
