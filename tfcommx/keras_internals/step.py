@@ -26,6 +26,7 @@ from tfcommx.keras_internals.optimizers import (
     state_of_weights,
     values_of,
 )
+from tfcommx.keras_internals.optimizers import trainable_variables as built_for
 
 
 def compiled_by_xla() -> bool:
@@ -121,6 +122,11 @@ class ExchangesGradients(Mixin):
     def _backend_apply_gradients(
         self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable]
     ) -> None:
+        # A caller may pass TensorFlow's variables of those that the optimizer was built for
+        built = built_for(self)
+        trainable_variables = [
+            built[self._get_variable_index(variable)] for variable in trainable_variables
+        ]
         self.exchanger.guard.begin(trainable_variables, self._trainable_variables)
         # Sparse gradients of embeddings become dense here, because the accumulators and the
         # exchange need one form

@@ -68,6 +68,18 @@ def test_variables_in_another_order_keep_their_plan(comm: Comm, strategy: str) -
     np.testing.assert_array_equal(*results)
 
 
+@pytest.mark.parametrize("strategy", ["synchronous", "sharded"])
+def test_tensorflows_variable_stands_for_the_one_of_keras(comm: Comm, strategy: str) -> None:
+    """As `tape.watched_variables()` returns it, after a `build` for the variables of the model."""
+    variables = [keras.Variable(np.ones((4, 4), "float32"), name=name) for name in "ab"]
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(1.0), SPARSE, strategy=strategy)
+    optimizer.build(variables)
+    optimizer.apply([tf.ones((4, 4))] * 2, [variable.value for variable in variables])
+    optimizer.apply([tf.ones((4, 4))] * 2, variables)
+    (plan,) = optimizer.exchanger.plans()
+    assert plan.paths == {"a", "b"}
+
+
 def test_two_gradients_of_one_variable_are_refused(comm: Comm) -> None:
     shared, other = (keras.Variable(np.ones(2, "float32"), name=name) for name in ("s", "o"))
     optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(1.0))
