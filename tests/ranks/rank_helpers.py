@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -9,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfcommx as cx
-from tfcommx import callbacks
+from tfcommx import callbacks, checkpoint
 from tfcommx.collectives.comm import Comm
 
 SPARSE = cx.Scheme("hitopk", "mstopk", 0.2, dense_below=8)
@@ -41,6 +42,11 @@ def gradients_of(net: keras.Model, data: tuple[np.ndarray, np.ndarray]) -> list[
     with tf.GradientTape() as tape:
         value = loss(data[1], net(data[0], training=True))
     return tape.gradient(value, net.trainable_variables)
+
+
+def take_step(net: keras.Model, comm: Comm, step: int = 0) -> None:
+    """Apply the gradients of this rank's batch, outside of `fit` and without a trace."""
+    net.optimizer.apply(gradients_of(net, batch(comm.rank, step)), net.trainable_variables)
 
 
 def weights(net: keras.Model) -> list[np.ndarray]:
@@ -88,6 +94,23 @@ def fit(
         ],
     )
     return compare
+
+
+class SaveTheEpoch(checkpoint.Checkpoint):
+    """Saves one epoch alone, counted from 1."""
+
+    def __init__(self, folder: Path, epoch: int = 1) -> None:
+        super().__init__(folder)
+        self.saved = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch + 1 == self.saved:
+            super().on_epoch_end(epoch, logs)
+
+
+def not_zero(state: dict[str, Any]) -> bool:
+    """Return True if a gradient state, such as the residuals, has other entries than 0."""
+    return any(np.any(values) for values in state.values())
 
 
 OPTIMIZERS = {

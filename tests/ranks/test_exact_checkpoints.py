@@ -120,12 +120,12 @@ def test_a_layer_that_keras_saves_otherwise_is_restored_exactly(
 ) -> None:
     """Keras calls the second model of the process sequential_1: it was refused for its names."""
     net = built(stack, lora, mode)
-    losses(net, 0, 2, checkpoint.Checkpoint(folder))
+    losses(net, 0, 1, checkpoint.Checkpoint(folder))
     again = built(stack, lora, mode)
-    assert checkpoint.restore(again, folder) == 2
+    assert checkpoint.restore(again, folder) == 1
     for one, other in zip(net.weights, again.weights, strict=True):
         np.testing.assert_array_equal(one.numpy(), other.numpy(), other.path)
-    before, after = losses(net, 2, 4), losses(again, 2, 4)
+    before, after = losses(net, 1, 3), losses(again, 1, 3)
     assert before == after and before[0] != before[1]
 
 
@@ -140,7 +140,8 @@ def test_a_model_that_cannot_hold_what_was_saved_is_refused(comm: Comm, folder: 
         return net
 
     net = made(0.1)
-    losses(net, 0, 1, checkpoint.Checkpoint(folder))
+    net.optimizer.build(net.trainable_variables)
+    checkpoint.save(net, folder, 0)
     decaying = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
     with pytest.raises(cx.CheckpointError, match=r"\b5\b.*'adam.*\b6\b"):
         checkpoint.restore(made(decaying), folder)

@@ -90,6 +90,7 @@ def test_norms_may_be_shared(comm: Comm, kind: type, mode: str) -> None:
     for norms_of in ("local", mode):
         optimizer = cx.DistributedOptimizer(kind(0.05, weight_decay=0.01, norms=norms_of))
         net = compiled(optimizer)
+        optimizer.build(net.trainable_variables)  # Or the first step would be traced twice
         step = tf.function(
             lambda *grads, own=optimizer, of=net: own.apply(list(grads), of.trainable_variables)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -90,6 +91,9 @@ def compare(
     in the folder, so that an interrupted comparison continues with the next one.
     """
     _check_hosts(hosts, measured_at, nodes * slots)
+    # All ranks share this machine, so that importing TensorFlow in 8 of them can take longer than
+    # the 30 s that Gloo waits for a rank by default
+    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", "300")
     name = read_recipe(config, settings or []).name
     folder = output or Path("runs") / f"compare_{name}"
     setup = Setup(config, tuple(settings or ()), nodes, slots, folder)

@@ -36,7 +36,7 @@ CYCLE_ON_GPUS = "0.1"
 _GATHERED_HEADS, _GATHERED = {"name": "tfcommx.heads"}, {"name": "tfcommx.objects"}
 # Bytes of a head: the number of bytes of the object, little-endian, and up to ROOM of them. Most
 # objects fit, and need no second collective. All heads are equally long, because Horovod then
-# caches the agreement of the ranks about them.
+# caches the agreement of the ranks on their shape.
 HEAD = 1024
 _COUNT = np.dtype("<i8")
 ROOM = HEAD - _COUNT.itemsize

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -31,9 +30,6 @@ from tfcommx.report.summary import read, write_json
 # Fields kept of an epoch's row in a summary, besides its test scores
 KEPT = ("epoch", "phase", "steps", "bytes_between_nodes", "clock_seconds")
 LOG = "log.txt"
-# All ranks share this machine, so that importing TensorFlow in 8 of them can take longer than the
-# 30 s that Gloo waits for a rank by default.
-GLOO_TIMEOUT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "300"}
 
 
 class TrainingError(TfcommxError, RuntimeError):
@@ -127,12 +123,7 @@ def run_command(words: Sequence[str], log: Path) -> None:
     with log.open("a") as file:
         # In a new session, because Ctrl-C would otherwise reach the process twice
         process = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=file,
-            stdin=subprocess.DEVNULL,
-            env=GLOO_TIMEOUT | os.environ,
-            start_new_session=True,
+            command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True
         )
 
         def hand_on(number: int, frame: FrameType | None) -> None:

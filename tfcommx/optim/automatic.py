@@ -83,7 +83,9 @@ def write(kind: str, key: object, value: dict[str, Any]) -> None:
     try:
         write_text(_path(kind, key), json.dumps({"key": key, "value": value}, indent=1))
     except OSError as error:
-        log.warning("A measurement cannot be written, and later runs will make it again: %s.", error)
+        log.warning(
+            "A measurement cannot be written, and later runs will make it again: %s.", error
+        )
 
 
 def _path(kind: str, key: object) -> Path:

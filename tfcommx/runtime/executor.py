@@ -38,7 +38,8 @@ def agree_on_plan(plan: Plan, comm: Comm) -> None:
                 f"The plan must be the same on every rank. Rank 0 and rank {rank} differ first "
                 f"in {difference}. "
                 "Build the same model and scheme on every rank; load it on every rank, or none, "
-                "or add BroadcastState."
+                "or add BroadcastState. In a custom loop, give zeros for a gradient that is None "
+                "on one rank only."
             )
 
 

@@ -37,7 +37,7 @@ def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def wide() -> keras.Model:
     """Return a network that is large enough for a trial; its choice is kept by its names."""
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(192, activation="relu", name=f"hidden{i}") for i in range(4)]
+    layers = [keras.layers.Dense(192, activation="relu", name=f"hidden{i}") for i in range(3)]
     out = keras.layers.Dense(3, name="out")
     return keras.Sequential([keras.layers.Input((12,)), *layers, out], name="wide")
 

@@ -41,6 +41,7 @@ def test_options_of_keras_optimizers(comm: Comm, options: dict[str, Any]) -> Non
     net, reference = model(), model()
     wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1, **options))
     plain = keras.optimizers.SGD(0.1, **options)
+    wrapped.build(net.trainable_variables)  # Or the first step would be traced twice
 
     def apply(
         optimizer: keras.optimizers.Optimizer, net: keras.Model, grads: list[tf.Tensor]
