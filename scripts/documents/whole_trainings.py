@@ -76,5 +76,7 @@ TABLES = {
     "end_to_end_details": whole_trainings(
         "end_to_end_commlib", "end_to_end_lossless", details=True
     ),
-    "end_to_end_two_sites": whole_trainings("end_to_end_two_sites", details=True),
+    "end_to_end_two_sites": whole_trainings(
+        "end_to_end_two_sites", "end_to_end_two_sites_seed0", details=True
+    ),
 }
