@@ -23,6 +23,7 @@ from tfcommx.data.sources import Folder
 from tfcommx.launch.launcher import cache_folder
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.recipes.recipe import read as read_recipe
+from tfcommx.routes import read_plan
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "fashion_mnist.yaml"
 ADDRESSES = ["gs://my-bucket/run", "s3://my-bucket/run", "hdfs://host/run", "file:///tmp/run"]
@@ -72,7 +73,7 @@ def test_data_and_files(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: Folder(address),
         lambda: Profile.read(address),
         lambda: Links.read(address),
-        lambda: MeasuredStep.read(address, lambda text: None),  # type: ignore[arg-type, return-value]
+        lambda: MeasuredStep.read(address, read_plan),
         cache_folder,
     ]
     monkeypatch.setenv("TFCOMMX_CACHE", address)

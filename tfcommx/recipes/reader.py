@@ -113,7 +113,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _error(at: Any, message: str) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(None, None, message, at.start_mark)  # Of a node or an event
+    return yaml.MarkedYAMLError(None, None, message, at.start_mark)  # `at`: a node or an event
 
 
 def _kind(node: yaml.ScalarNode) -> str:

@@ -119,7 +119,12 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
     if chosen.job:  # This is a rank
         from bench.benchmarks import end_to_end_rank
 
-        end_to_end_rank.carry_out(json.loads(chosen.job.read_text()))
+        job, train = json.loads(chosen.job.read_text()), end_to_end_rank.train
+        if job["contestant"] in TORCH:  # Only these need PyTorch
+            from bench.benchmarks import end_to_end_torch
+
+            train = end_to_end_torch.train
+        end_to_end_rank.carry_out(job, train)
         return
     changes = changes_of(chosen)
     if not changes.keys().isdisjoint(TORCH):

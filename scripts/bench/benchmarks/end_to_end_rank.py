@@ -14,6 +14,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,13 @@ PLAIN = {ALONE: None, HOROVOD: hvd.Compression.none, "horovod_fp16": hvd.Compres
 TURN = 3
 
 
-def carry_out(job: dict[str, Any]) -> None:
+def carry_out(job: dict[str, Any], train: Callable[[Run, dict[str, Any], float], Any]) -> None:
     """Do a job, and write its result to the job's file on rank 0.
 
     Args:
         job: recipe, settings, output; of a training contestant, interface, evaluations and
             most_steps; of a probe turns; of predictions also contestants, with their settings.
+        train: trains the contestant, as `train` below does.
 
     **Ranks:** all.
     """
@@ -65,10 +67,6 @@ def carry_out(job: dict[str, Any]) -> None:
         result: dict[str, Any] = predicted_steps(run, job)
     elif "turns" in job:
         result = probe(run, job["turns"])
-    elif job["contestant"].startswith("ddp"):
-        from bench.benchmarks import end_to_end_torch  # Only these need PyTorch
-
-        result = end_to_end_torch.train(run, job, start)
     else:
         result = train(run, job, start)
     run.data.close()
