@@ -88,6 +88,17 @@ __device__ inline float multiply(float a, float b) {
 #endif
 }
 
+// a * b + c, of which the product must be exact and no denormal: so it makes no difference that only
+// the sum is rounded.
+__device__ inline float add_product(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  asm("fma.rn.ftz.f32 %0, %1, %2, %0;" : "+f"(c) : "f"(a), "f"(b));
+  return c;
+#else
+  return add(multiply(a, b), c);
+#endif
+}
+
 __device__ inline int lane() { return threadIdx.x % 32; }
 
 __device__ inline uint32_t ones(uint32_t bits) {
@@ -95,6 +106,19 @@ __device__ inline uint32_t ones(uint32_t bits) {
   return __popc(bits);
 #else
   return __builtin_popcount(bits);
+#endif
+}
+
+// The largest number of all lanes, which must call it.
+__device__ inline uint32_t largest_of_warp(uint32_t number) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(kAllLanes, number);
+#else
+  for (unsigned distance = 16; distance; distance /= 2) {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, number, distance);
+    number = other > number ? other : number;
+  }
+  return number;
 #endif
 }
 

@@ -6,28 +6,82 @@
 namespace tfcommx {
 namespace {
 
-constexpr int kEach = kLowBitsBlock / 32;  // entries of a lane: i, i + 32, i + 64 and i + 96
+// A warp takes a block, and a lane its entries i, i + 32, i + 64 and i + 96. Their codes are the low
+// bits of the four bytes of a word, shifted by `shift`. The kernels are bound by instructions as much
+// as by memory, so codes are handled four at a time, and blocks without padding by code of their own.
+constexpr int kEach = kLowBitsBlock / 32;
+constexpr int kTogether = 4;  // parts that are read before the first of them is added
+constexpr uint32_t kBytes = 0x01010101;
 
-// The block of this warp among those of all shards.
-__device__ int64_t warp() { return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; }
-
-// The largest magnitude of this warp's finite entries, or the mean of `count`; the others are 0.
-// All lanes must call it.
 template <int bits>
-__device__ float size_of_warp(const float (&whole)[kEach], int count) {
+constexpr uint32_t kWords = 4 * bits;  // of a block
+
+// What the kernels need of LowBits, computed once. Of a shard:
+struct Shape {
+  uint32_t blocks;  // of entries
+  uint32_t teams;   // blocks of threads: a warp takes a block of entries
+  uint32_t steps;   // words
+  int64_t words, entries;
+
+  explicit Shape(const LowBits& layout)
+      : blocks(static_cast<uint32_t>(layout.blocks())),
+        teams((blocks + kWarps - 1) / kWarps),
+        steps(static_cast<uint32_t>(layout.steps())),
+        words(layout.words()),
+        entries(layout.entries) {}
+
+  // As in LowBits.
+  __device__ int count(uint32_t block, int64_t real) const {
+    const int64_t left = (real < entries ? real : entries) - int64_t{block} * kLowBitsBlock;
+    return left < 0 ? 0 : left < kLowBitsBlock ? static_cast<int>(left) : kLowBitsBlock;
+  }
+};
+
+// The block of this warp in its shard, of which `team` is the number of this block of threads.
+__device__ uint32_t block_of(uint32_t team) { return team * kWarps + threadIdx.x / 32; }
+
+template <int bits>
+__device__ uint32_t shift() {
+  return lane() / kWords<bits> * bits;
+}
+
+template <bool full>
+__device__ bool inside(int j, int count) {
+  return full || 32 * j + lane() < count;
+}
+
+// The numbers of steps that four codes stand for, plus kBias, in bytes.
+template <int bits>
+constexpr int kBias = bits == 2 ? 4 : 1 << (bits - 1);
+
+template <int bits>
+__device__ uint32_t numbers_of(uint32_t codes) {
+  if constexpr (bits >= 4)  // The sign bit becomes part of the number
+    return (codes & ((1u << bits) - 1) * kBytes) ^ kBias<bits> * kBytes;
+  if constexpr (bits == 2)  // 0, 1, 2 and 3 become 5, 3, 7 and 1
+    return kBytes | ((codes ^ codes << 1) & 2 * kBytes) | (~codes << 2 & 4 * kBytes);
+  return ~codes << 1 & 2 * kBytes;
+}
+
+template <int bits>
+__device__ float number(uint32_t numbers, int j) {
+  constexpr float kInteger = 0x1p23f;  // its low byte is an integer's
+  return float_of(__byte_perm(numbers, bits_of(kInteger), 0x7440 + j)) - (kInteger + kBias<bits>);
+}
+
+// The step of finite entries from their largest magnitude or the mean; NaN if one is not finite. All
+// lanes must call it.
+template <int bits, bool full>
+__device__ float step_of_warp(const float (&whole)[kEach], int count) {
+  float size;
   if constexpr (bits >= 4) {
     uint32_t most = 0;
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
-      const uint32_t size = bits_of(whole[j]) & 0x7fffffff;
-      most = size > most ? size : most;
+      const uint32_t one = bits_of(whole[j]) & 0x7fffffff;
+      most = one > most ? one : most;
     }
-#pragma unroll
-    for (unsigned distance = 16; distance; distance /= 2) {
-      const uint32_t other = __shfl_xor_sync(kAllLanes, most, distance);
-      most = other > most ? other : most;
-    }
-    return float_of(most);
+    size = float_of(largest_of_warp(most));
   } else {
     float terms[kEach];
 #pragma unroll
@@ -37,113 +91,166 @@ __device__ float size_of_warp(const float (&whole)[kEach], int count) {
 #pragma unroll
     for (unsigned distance = 16; distance; distance /= 2)
       sum = add(sum, __shfl_xor_sync(kAllLanes, sum, distance));
-    return mean_of(sum, count);
+    size = full ? sum : mean_of(sum, count);
   }
+  // A sum of finite magnitudes / kLowBitsBlock is finite
+  return bits_of(size) < kInfinite ? low_bits_step<bits>(size) : float_of(kNan);
 }
 
-// Writes this warp's entries as a block of a shard, and what is left of them to its residual. The
-// entries from `count` on are 0, and no entries. All lanes must call it.
+// The code of an entry, as low_bits_code, and what is left of the entry.
 template <int bits>
-__device__ void write_block(const LowBits& layout, int64_t block, const float (&whole)[kEach],
+__device__ uint32_t code_of(float x, float step, float scale, float* left) {
+  if constexpr (bits >= 4) {
+    constexpr float kInteger =
+        0x1.8p23f;  // plus a number below 2^22 it ends in the nearest integer
+    const float moved = multiply(x, scale) + kInteger;
+    *left = add_product(-(moved - kInteger), step, x);
+    return bits_of(moved) & ((1u << bits) - 1);
+  }
+  const uint32_t negative = bits_of(x) >> 31;
+  const bool three = bits == 2 && float_of(bits_of(x) & 0x7fffffff) >= scale;
+  const float size = three ? multiply(step, 3.0f) : step;
+  *left = add(x, -float_of(bits_of(size) | negative << 31));
+  return negative | (three ? 2 : 0);
+}
+
+// Writes this warp's entries as a block of a shard, and what is left of them to its residual, which
+// begins at this lane's first entry. The entries from `count` on are 0, and no entries. All lanes
+// must call it.
+template <int bits, bool full>
+__device__ void write_block(const Shape& shape, uint32_t block, const float (&whole)[kEach],
                             int count, float* residual, int32_t* words) {
-  constexpr int kWords = 4 * bits;
-  bool finite = true;
+  const float step = step_of_warp<bits, full>(whole, count);
+  uint32_t codes = 0;
+  if (step == step) {  // The same in all lanes
+    const float scale = low_bits_scale<bits>(step);
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) finite = finite && mask_if_finite(whole[j]);
-  finite = __all_sync(kAllLanes, finite);
-  const float step =
-                  finite ? low_bits_step<bits>(size_of_warp<bits>(whole, count)) : float_of(kNan),
-              scale = low_bits_scale<bits>(step);
-  uint32_t word = 0;  // the codes that this lane puts into word lane() % kWords
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int i = 32 * j + lane();
-    const uint32_t code = finite ? low_bits_code<bits>(whole[j], scale) : 0;
-    if (finite && i < count) residual[i] = add(whole[j], -low_bits_value<bits>(code, step));
-    word |= code << i / kWords * bits;
+    for (int j = 0; j < kEach; ++j) {
+      float left;
+      codes |= code_of<bits>(whole[j], step, scale, &left) << 8 * j;
+      if (inside<full>(j, count)) residual[32 * j] = left;
+    }
   }
+  uint32_t word = codes << shift<bits>();
 #pragma unroll
-  for (unsigned distance = kWords; distance < 32; distance *= 2)
+  for (unsigned distance = kWords<bits>; distance < 32; distance *= 2)
     word |= __shfl_xor_sync(kAllLanes, word, distance);
-  if (lane() < kWords) words[layout.steps() + block * kWords + lane()] = static_cast<int32_t>(word);
+  const uint32_t i = lane();
+  if (i < kWords<bits>) words[shape.steps + block * kWords<bits> + i] = static_cast<int32_t>(word);
   uint16_t* steps = reinterpret_cast<uint16_t*>(words);
-  if (lane() == 0) steps[block] = static_cast<uint16_t>(bits_of(step) >> 16);
-  if (lane() == 0 && block == 0 && layout.blocks() % 2) steps[layout.blocks()] = 0;
+  if (i == 0) steps[block] = static_cast<uint16_t>(bits_of(step) >> 16);
+  if (i == 0 && block == 0 && shape.blocks % 2) steps[shape.blocks] = 0;
 }
 
-// This lane's entries of a block of a shard; returns its step.
-template <int bits>
-__device__ float read_block(const LowBits& layout, int64_t block, const int32_t* words,
-                            float (&values)[kEach]) {
-  constexpr int kWords = 4 * bits;
-  const float step = from_bfloat16(reinterpret_cast<const uint16_t*>(words)[block]);
-  const uint32_t word = words[layout.steps() + block * kWords + lane() % kWords];
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const uint32_t code = word >> (32 * j + lane()) / kWords * bits;
-    values[j] = low_bits_value<bits>(code & ((1u << bits) - 1), step);
-  }
-  return step;
-}
+// What this lane needs of a block as a rank wrote it.
+struct Written {
+  float step;
+  uint32_t codes;
+};
 
 template <int bits>
-__global__ void __launch_bounds__(kThreads)
-    write(LowBits layout, int64_t shards, const float* gradient, float* residual, int64_t real,
-          int32_t* words) {
-  const int64_t blocks = layout.blocks(), shard = warp() / blocks, block = warp() % blocks;
-  if (shard >= shards) return;
-  const int64_t start = shard * layout.entries + block * kLowBitsBlock;
-  const int count = layout.count(block, real - shard * layout.entries);
-  gradient += start;
-  residual += start;
+__device__ Written read_block(const Shape& shape, uint32_t block, const int32_t* words) {
+  const uint32_t word = words[shape.steps + block * kWords<bits> + lane() % kWords<bits>];
+  return {from_bfloat16(reinterpret_cast<const uint16_t*>(words)[block]), word >> shift<bits>()};
+}
+
+template <int bits, bool full>
+__device__ void write_sum(const Shape& shape, uint32_t block, const float* gradient,
+                          float* residual, int count, int32_t* words) {
   float whole[kEach];
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int i = 32 * j + lane();
-    whole[j] = i < count ? add(gradient[i], residual[i]) : 0.0f;
-  }
-  write_block<bits>(layout, block, whole, count, residual, words + shard * layout.words());
+  for (int j = 0; j < kEach; ++j)
+    whole[j] = inside<full>(j, count) ? add(gradient[32 * j], residual[32 * j]) : 0.0f;
+  write_block<bits, full>(shape, block, whole, count, residual, words);
 }
 
 template <int bits>
 __global__ void __launch_bounds__(kThreads)
-    add_parts(LowBits layout, int64_t parts, const int32_t* written, float* residual, int64_t real,
+    write(Shape shape, const float* gradient, float* residual, int64_t real, int32_t* words) {
+  const uint32_t shard = blockIdx.x / shape.teams;
+  const uint32_t block = block_of(blockIdx.x - shard * shape.teams);
+  if (block >= shape.blocks) return;
+  const int64_t before = shard * shape.entries,
+                start = before + int64_t{block} * kLowBitsBlock + lane();
+  const int count = shape.count(block, real - before);
+  gradient += start, residual += start, words += shard * shape.words;
+  if (count == kLowBitsBlock)
+    write_sum<bits, true>(shape, block, gradient, residual, count, words);
+  else
+    write_sum<bits, false>(shape, block, gradient, residual, count, words);
+}
+
+template <int bits>
+__device__ void add_part(const Written& part, float (&whole)[kEach]) {
+  const uint32_t numbers = numbers_of<bits>(part.codes);
+#pragma unroll
+  for (int j = 0; j < kEach; ++j)
+    whole[j] = add_product(number<bits>(numbers, j), part.step, whole[j]);
+}
+
+template <int bits, bool full>
+__device__ void add_block(const Shape& shape, uint32_t block, int parts, const int32_t* written,
+                          float* residual, int count, int32_t* words) {
+  float whole[kEach], before[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    before[j] = inside<full>(j, count) ? residual[32 * j] : 0.0f;
+    whole[j] = -0.0f;  // plus x is x, even if x is -0
+  }
+  for (; parts >= kTogether; parts -= kTogether) {
+    Written part[kTogether];
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k, written += shape.words)
+      part[k] = read_block<bits>(shape, block, written);
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) add_part<bits>(part[k], whole);
+  }
+#pragma unroll 1
+  for (; parts > 0; --parts, written += shape.words)
+    add_part<bits>(read_block<bits>(shape, block, written), whole);
+#pragma unroll
+  for (int j = 0; j < kEach; ++j)
+    whole[j] = inside<full>(j, count) ? add(whole[j], before[j]) : 0.0f;
+  write_block<bits, full>(shape, block, whole, count, residual, words);
+}
+
+template <int bits>
+__global__ void __launch_bounds__(kThreads, 8)
+    add_parts(Shape shape, int parts, const int32_t* written, float* residual, int64_t real,
               int32_t* words) {
-  const int64_t block = warp();
-  if (block >= layout.blocks()) return;
-  const int count = layout.count(block, real);
-  residual += block * kLowBitsBlock;
-  float whole[kEach];
-  read_block<bits>(layout, block, written, whole);
-#pragma unroll 2
-  for (int64_t part = 1; part < parts; ++part) {
-    float values[kEach];
-    read_block<bits>(layout, block, written + part * layout.words(), values);
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) whole[j] = add(whole[j], values[j]);
-  }
+  const uint32_t block = block_of(blockIdx.x);
+  if (block >= shape.blocks) return;
+  const int count = shape.count(block, real);
+  residual += int64_t{block} * kLowBitsBlock + lane();
+  if (count == kLowBitsBlock)
+    add_block<bits, true>(shape, block, parts, written, residual, count, words);
+  else
+    add_block<bits, false>(shape, block, parts, written, residual, count, words);
+}
+
+template <int bits, bool full>
+__device__ void read_values(const Written& part, int count, float factor, float* total) {
+  const uint32_t numbers = numbers_of<bits>(part.codes);
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
-    const int i = 32 * j + lane();
-    whole[j] = i < count ? add(whole[j], residual[i]) : 0.0f;
+    const float value = multiply(multiply(number<bits>(numbers, j), part.step), factor);
+    if (inside<full>(j, count)) total[32 * j] = part.step == part.step ? value : float_of(kNan);
   }
-  write_block<bits>(layout, block, whole, count, residual, words);
 }
 
 template <int bits>
 __global__ void __launch_bounds__(kThreads)
-    read(LowBits layout, int64_t shards, const int32_t* words, float factor, float* total) {
-  const int64_t blocks = layout.blocks(), shard = warp() / blocks, block = warp() % blocks;
-  if (shard >= shards) return;
-  total += shard * layout.entries + block * kLowBitsBlock;
-  float values[kEach];
-  const float step = read_block<bits>(layout, block, words + shard * layout.words(), values);
-  const int count = layout.count(block, layout.entries);
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int i = 32 * j + lane();
-    if (i < count) total[i] = step == step ? multiply(values[j], factor) : float_of(kNan);
-  }
+    read(Shape shape, const int32_t* words, float factor, float* total) {
+  const uint32_t shard = blockIdx.x / shape.teams;
+  const uint32_t block = block_of(blockIdx.x - shard * shape.teams);
+  if (block >= shape.blocks) return;
+  const Written part = read_block<bits>(shape, block, words + shard * shape.words);
+  const int count = shape.count(block, shape.entries);
+  total += shard * shape.entries + int64_t{block} * kLowBitsBlock + lane();
+  if (count == kLowBitsBlock)
+    read_values<bits, true>(part, count, factor, total);
+  else
+    read_values<bits, false>(part, count, factor, total);
 }
 
 // The kernel for a width of codes.
@@ -152,31 +259,30 @@ Kernel* of_bits(int bits, Kernel* eight, Kernel* four, Kernel* two, Kernel* one)
   return bits == 8 ? eight : bits == 4 ? four : bits == 2 ? two : one;
 }
 
-// Blocks of threads for warps.
-int64_t blocks_of(int64_t warps) { return (warps + kWarps - 1) / kWarps; }
-
 }  // namespace
 
 const char* low_bits_write_cuda(const LowBits& layout, int64_t shards, const float* gradient,
                                 float* residual, int64_t real, int32_t* words,
                                 CUstream_st* stream) {
-  launch(of_bits(layout.bits, write<8>, write<4>, write<2>, write<1>),
-         blocks_of(shards * layout.blocks()), stream, layout, shards, gradient, residual, real,
-         words);
+  const Shape shape(layout);
+  launch(of_bits(layout.bits, write<8>, write<4>, write<2>, write<1>), shards * shape.teams, stream,
+         shape, gradient, residual, real, words);
   return launch_error();
 }
 
 const char* low_bits_add_cuda(const LowBits& layout, int64_t parts, const int32_t* written,
                               float* residual, int64_t real, int32_t* words, CUstream_st* stream) {
-  launch(of_bits(layout.bits, add_parts<8>, add_parts<4>, add_parts<2>, add_parts<1>),
-         blocks_of(layout.blocks()), stream, layout, parts, written, residual, real, words);
+  const Shape shape(layout);
+  launch(of_bits(layout.bits, add_parts<8>, add_parts<4>, add_parts<2>, add_parts<1>), shape.teams,
+         stream, shape, static_cast<int>(parts), written, residual, real, words);
   return launch_error();
 }
 
 const char* low_bits_read_cuda(const LowBits& layout, int64_t shards, const int32_t* words,
                                float factor, float* total, CUstream_st* stream) {
-  launch(of_bits(layout.bits, read<8>, read<4>, read<2>, read<1>),
-         blocks_of(shards * layout.blocks()), stream, layout, shards, words, factor, total);
+  const Shape shape(layout);
+  launch(of_bits(layout.bits, read<8>, read<4>, read<2>, read<1>), shards * shape.teams, stream,
+         shape, words, factor, total);
   return launch_error();
 }
 

@@ -81,6 +81,12 @@ bool __all_sync(unsigned mask, bool predicate);
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selected) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= (bytes >> (selected >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
 template <class T>
 T __ldg(const T* address) {
   return *address;
