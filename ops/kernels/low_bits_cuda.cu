@@ -7,8 +7,8 @@ namespace tfcommx {
 namespace {
 
 // A warp takes a block, and a lane its entries i, i + 32, i + 64 and i + 96. Their codes are the low
-// bits of the four bytes of a word, shifted by `shift`. The kernels are bound by instructions as much
-// as by memory, so codes are handled four at a time, and blocks without padding by code of their own.
+// bits of the four bytes of a word, shifted by `shift`. Instructions take as long as memory does, so
+// codes are handled four at a time, and blocks without padding have separate code.
 constexpr int kEach = kLowBitsBlock / 32;
 constexpr int kTogether = 4;  // parts that are read before the first of them is added
 constexpr uint32_t kBytes = 0x01010101;
@@ -69,8 +69,8 @@ __device__ float number(uint32_t numbers, int j) {
   return float_of(__byte_perm(numbers, bits_of(kInteger), 0x7440 + j)) - (kInteger + kBias<bits>);
 }
 
-// The step of finite entries from their largest magnitude or the mean; NaN if one is not finite. All
-// lanes must call it.
+// The step of finite entries from their largest magnitude or the mean; NaN if one is not finite.
+// All lanes must call it.
 template <int bits, bool full>
 __device__ float step_of_warp(const float (&whole)[kEach], int count) {
   float size;

@@ -101,10 +101,9 @@ __device__ void put_back(const Job<T>& job, int64_t strip, uint32_t not_finite, 
   if (job.s.residual)
     for (uint32_t j = lane(); j < count; j += 32)
       if (key_of(listed[j]) < kNotFinite) job.s.residual[strip * kStrip + positions[j]] = listed[j];
-  __syncwarp();
-  listed[lane()] = float_of(not_finite);
+  listed[lane()] = float_of(not_finite);  // read by no other lane
   if (lane() == 0) job.counts[strip] = kWhole;
-  __syncwarp();
+  __syncwarp();  // `narrow` reads what other lanes have put back
 }
 
 template <class T, bool kResidual, bool kVelocity>

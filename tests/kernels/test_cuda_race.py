@@ -45,12 +45,6 @@ REDUNDANT = {
     "select_band_cuda.h: __syncthreads() before: #pragma unroll": (
         "every caller of `take` comes from the barriers of `last_block`"
     ),
-    "select_cuda.cu: __syncwarp() before: listed[lane()] = float_of(not_finite);": (
-        "a lane overwrites an entry that no other lane reads"
-    ),
-    "select_cuda.cu: __syncwarp() before: template <class T, bool kResidual, bool kVelocity>": (
-        "not redundant: `narrow` reads entries that other lanes have put back, but no case shows it"
-    ),
 }
 
 
