@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -215,3 +216,12 @@ def test_it_trains_as_adam_does_where_gradients_in_one_bit_do_not() -> None:
     behind = final_error(lambda: keras.optimizers.Adam(0.1), ONE_BIT)
     assert momenta < 1.25 * adam
     assert behind > 1.8 * adam
+
+
+@pytest.mark.parametrize(("updates", "warned"), [(999, True), (1000, False), (None, False)])
+def test_a_freeze_before_v_has_filled_its_average_is_warned_of(
+    updates: int | None, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        cx.optimizers.OneBitAdam(freeze_after=updates).build(new_weights())
+    assert ("999 updates, fewer than the 1000" in caplog.text) == warned

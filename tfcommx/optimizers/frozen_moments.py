@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from tfcommx.core import NARROW, check_name, check_whole
 from tfcommx.keras_internals import LearnsThenSendsMomentum, trainable_variables
 from tfcommx.optimizers.layerwise import is_large_matrix
 
+log = logging.getLogger("tfcommx")
 # Second moments are stable if their sum changes by less than this factor in 1 / (1 - beta_2)
 # updates
 STABLE = 0.96
@@ -47,6 +49,17 @@ class FreezesSecondMoments(LearnsThenSendsMomentum):
         """Create the moments, and the state of the phases."""
         if self.built:
             return
+        averaged = round(1 / (1 - self.beta_2))
+        if self.freeze_after is not None and self.freeze_after < averaged:
+            log.warning(
+                "%s freezes its second moments after %d updates, fewer than the %d that they "
+                "average (1 / (1 - beta_2)), so they hold the large gradients of the start, and "
+                "later steps are too small. Pass freeze_after >= %d, or a smaller beta_2.",
+                type(self).__name__,
+                self.freeze_after,
+                averaged,
+                averaged,
+            )
         super().build(variables)
         with tf.init_scope():  # Outside the graph: tracing the first step reads its value
             self.frozen_at = self.add_variable((), dtype="int64", name="frozen_at")

@@ -45,10 +45,11 @@ class OneBitAdam(FreezesSecondMoments, keras.optimizers.Adam):
 
     Args:
         learning_rate, beta_1, beta_2, epsilon: as in Keras's Adam.
-        freeze_after: updates after which v is frozen, >= 1; 5 to 20 % of the run is usual. None: by
-            the change of v. Every 1 / (1 - beta_2) updates the sum of v / (1 - beta_2^t) is
-            compared with the previous one; v is frozen if it has changed by less than 4 %, and the
-            learning rate has not risen.
+        freeze_after: updates after which v is frozen, >= 1; 5 to 20 % of the run is usual; fewer
+            than 1 / (1 - beta_2), which v averages, are warned of. None: by the change of v. Every
+            1 / (1 - beta_2) updates the sum of v / (1 - beta_2^t) is compared with the previous
+            one; v is frozen if it has changed by less than 4 %, and the learning rate has not
+            risen.
         exclude: patterns of variable paths, as in file names; such variables stay with Adam.
         dense_below: entries, >= 0; smaller variables also stay with Adam.
         learning_wire: wire format of gradients in the first phase: "float16", "bfloat16", "int8" or
