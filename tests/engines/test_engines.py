@@ -245,14 +245,16 @@ def test_settings_are_checked_and_kept_with_the_links() -> None:
 
 
 def test_a_measured_curve_takes_the_place_of_the_price_of_short_allreduces() -> None:
-    """Points at 1,000 and 3,000 bytes; beyond them the engine's price continues from the last."""
+    """Points at 1,000 and 3,000 bytes; then its last rate or the engine's counts."""
     curve = Calibration(4, ((1000, 50.0), (3000, 90.0)))
     measured = LINKS._replace(calibration=curve)
     engine, plain = engines.of(measured), engines.of(LINKS)
     found = [engine.all_reduce(size, FLAT, measured) for size in (10, 1000, 2000, 3000)]
     assert found == [50, 50, 70, 90]
+    assert engine.all_reduce(5000, FLAT, measured) == pytest.approx(5000 * 90 / 3000)
+    slow = LINKS._replace(calibration=Calibration(4, ((1000, 1e5), (3000, 2e5))))
     more = plain.all_reduce(5000, FLAT, LINKS) - plain.all_reduce(3000, FLAT, LINKS)
-    assert engine.all_reduce(5000, FLAT, measured) == 90 + more
+    assert engines.of(slow).all_reduce(5000, FLAT, slow) == 2e5 + more
     # Of other groups, and of other collectives, nothing was measured
     assert engine.all_reduce(2000, PAIRS, measured) == 70
     assert engine.all_reduce(2000, Topology(2, 1), measured) == plain.all_reduce(

@@ -206,15 +206,19 @@ class Calibrated(Engine):
         self._engine, self._calibration = engine, calibration
 
     def all_reduce(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price an allreduce by the curve; add the engine's price beyond its last point."""
+        """Price an allreduce by the curve, and beyond its last point by its rate or the engine's.
+
+        The faster of the two counts, because the engine's price comes from all-gathers, and those
+        of long messages are slower than an allreduce's segments between two ranks of Gloo.
+        """
         price = self._engine.all_reduce
         if topology.size != self._calibration.ranks:
             return price(total_bytes, topology, links)
         sizes = [size for size, _ in self._calibration.points]
         seconds = [second for _, second in self._calibration.points]
         if total_bytes >= sizes[-1]:
-            measured_price = price(sizes[-1], topology, links)
-            return seconds[-1] + price(total_bytes, topology, links) - measured_price
+            more = price(total_bytes, topology, links) - price(sizes[-1], topology, links)
+            return seconds[-1] + min(more, seconds[-1] * (total_bytes / sizes[-1] - 1))
         return float(np.interp(total_bytes, sizes, seconds))
 
     def reduce_scatter(self, total_bytes: float, topology: Topology, links: Links) -> float:
