@@ -253,9 +253,9 @@ def fastest_message(comm: Comm, clock: Callable[[], float] = time.perf_counter) 
 def _at_full_rate(links: Links, points: dict[str, list[tuple[float, float, float]]]) -> Links:
     """Return the links with the rates of their fastest messages that no shaper's burst shortens.
 
-    Two ranks of Gloo send the long messages of an all-gather one after the other, because the
-    notice that a rank receives waits behind its own message. The segments of an allreduce do not
-    wait, so the fit to all messages is too slow for them, up to twice.
+    Two ranks of Gloo mostly send the long messages of an all-gather one after the other. Probably
+    a rank's notice that it receives waits behind its own message. The segments of an allreduce do
+    not wait, so the fit to all messages is too slow for them, up to twice.
     """
     for kind, timed in points.items():
         link = getattr(links, kind)
