@@ -101,8 +101,8 @@ __device__ float step_of_warp(const float (&whole)[kEach], int count) {
 template <int bits>
 __device__ uint32_t code_of(float x, float step, float scale, float* left) {
   if constexpr (bits >= 4) {
-    constexpr float kInteger =
-        0x1.8p23f;  // plus a number below 2^22 it ends in the nearest integer
+    // Plus a number below 2^22 it ends in the nearest integer
+    constexpr float kInteger = 0x1.8p23f;
     const float moved = multiply(x, scale) + kInteger;
     *left = add_product(-(moved - kInteger), step, x);
     return bits_of(moved) & ((1u << bits) - 1);
