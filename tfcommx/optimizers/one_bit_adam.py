@@ -68,8 +68,9 @@ class OneBitAdam(FreezesSecondMoments, keras.optimizers.Adam):
     Convergence Speed" (2021), algorithm 1. The paper has no floor for v, does not correct m and v
     for their first steps, freezes v of all variables, and also while v still grows.
 
-    docs/laboratory/miniatures.md has its accuracy on a small Transformer. Other models, and the
-    rule for `freeze_after=None` in a training, have not been measured.
+    docs/laboratory/miniatures.md has its accuracy on a small Transformer, where the rule for
+    `freeze_after=None` froze v after 250 updates, and 67 were enough. Other models have not been
+    measured.
     """
 
     def __init__(
