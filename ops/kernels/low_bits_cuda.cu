@@ -16,25 +16,20 @@ constexpr uint32_t kBytes = 0x01010101;
 template <int bits>
 constexpr uint32_t kWords = 4 * bits;  // of a block
 
-// What the kernels need of LowBits, computed once. Of a shard:
+// A layout, and what the kernels need of it, computed once. Of a shard:
 struct Shape {
+  LowBits layout;
   uint32_t blocks;  // of entries
   uint32_t teams;   // blocks of threads: a warp takes a block of entries
   uint32_t steps;   // words
-  int64_t words, entries;
+  int64_t words;
 
-  explicit Shape(const LowBits& layout)
-      : blocks(static_cast<uint32_t>(layout.blocks())),
+  explicit Shape(const LowBits& of)
+      : layout(of),
+        blocks(static_cast<uint32_t>(of.blocks())),
         teams((blocks + kWarps - 1) / kWarps),
-        steps(static_cast<uint32_t>(layout.steps())),
-        words(layout.words()),
-        entries(layout.entries) {}
-
-  // As in LowBits.
-  __device__ int count(uint32_t block, int64_t real) const {
-    const int64_t left = (real < entries ? real : entries) - int64_t{block} * kLowBitsBlock;
-    return left < 0 ? 0 : left < kLowBitsBlock ? static_cast<int>(left) : kLowBitsBlock;
-  }
+        steps(static_cast<uint32_t>(of.steps())),
+        words(of.words()) {}
 };
 
 // The block of this warp in its shard, of which `team` is the number of this block of threads.
@@ -170,9 +165,9 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t shard = blockIdx.x / shape.teams;
   const uint32_t block = block_of(blockIdx.x - shard * shape.teams);
   if (block >= shape.blocks) return;
-  const int64_t before = shard * shape.entries,
+  const int64_t before = shard * shape.layout.entries,
                 start = before + int64_t{block} * kLowBitsBlock + lane();
-  const int count = shape.count(block, real - before);
+  const int count = shape.layout.count(block, real - before);
   gradient += start, residual += start, words += shard * shape.words;
   if (count == kLowBitsBlock)
     write_sum<bits, true>(shape, block, gradient, residual, count, words);
@@ -220,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 8)
               int32_t* words) {
   const uint32_t block = block_of(blockIdx.x);
   if (block >= shape.blocks) return;
-  const int count = shape.count(block, real);
+  const int count = shape.layout.count(block, real);
   residual += int64_t{block} * kLowBitsBlock + lane();
   if (count == kLowBitsBlock)
     add_block<bits, true>(shape, block, parts, written, residual, count, words);
@@ -245,8 +240,8 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t block = block_of(blockIdx.x - shard * shape.teams);
   if (block >= shape.blocks) return;
   const Written part = read_block<bits>(shape, block, words + shard * shape.words);
-  const int count = shape.count(block, shape.entries);
-  total += shard * shape.entries + int64_t{block} * kLowBitsBlock + lane();
+  const int count = shape.layout.count(block, shape.layout.entries);
+  total += shard * shape.layout.entries + int64_t{block} * kLowBitsBlock + lane();
   if (count == kLowBitsBlock)
     read_values<bits, true>(part, count, factor, total);
   else
