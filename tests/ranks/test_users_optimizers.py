@@ -26,6 +26,14 @@ class Registered(keras.optimizers.SGD):
     pass
 
 
+class Multiplied(keras.optimizers.SGD):
+    """Its config lacks the factor."""
+
+    def __init__(self, learning_rate: float = 0.1, factor: float = 1.0, **more: Any) -> None:
+        super().__init__(learning_rate, **more)
+        self.factor = factor
+
+
 class Forgetful(keras.optimizers.SGD):
     def __init__(self, needed: int, **more: Any) -> None:
         super().__init__(**more)
@@ -36,8 +44,12 @@ def test_optimizers_that_keras_cannot_write_down(comm: Comm, tmp_path: Path) -> 
         net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(rate)))
         fit(net, comm, epochs=1)
         assert net.optimizer._learning_rate is rate
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate))
+        for optimizer in (cx.DistributedOptimizer(scaled), scaled):
+            assert optimizer.inner_optimizer._learning_rate is rate
     with pytest.raises(cx.ConfigurationError, match=r"Forgetful.*get_config"):
         cx.DistributedOptimizer(Forgetful(1, learning_rate=0.1))
+    assert cx.DistributedOptimizer(Multiplied(factor=5.0)).factor == 5.0
     net = compiled(cx.DistributedOptimizer(Registered(0.1)))
     net.save(tmp_path / "model.keras")
     assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Registered

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfcommx.core import ConfigurationError
 
 # Keras leaves them out of the config
 _NOT_IN_CONFIG = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
+# Attributes that a copy shares, because a subclass may leave them out of its config
+_PLAIN = (bool, int, float, str, type(None), np.generic, types.FunctionType)
 
 
 @functools.cache
@@ -49,6 +53,8 @@ def copy_with(
 ) -> keras.optimizers.Optimizer:
     """Copy an optimizer, without its state, as an instance of the subclass with the mixin.
 
+    Numbers, words and functions that are attributes are copied even if the config lacks them.
+
     Args:
         mixin: goes before the optimizer's class.
         changed: constructor arguments that replace those of its config.
@@ -56,14 +62,15 @@ def copy_with(
     **Raises:** ConfigurationError if the optimizer cannot be made from its own config.
     """
     cls = wrapped_class(optimizer.__class__, mixin)
-    rate = None if changed else optimizer._learning_rate
+    holder = inner_optimizer(optimizer)
+    rate = holder._learning_rate
     try:
         # A schedule or a function is passed as an object, because Keras may be unable to serialize
         # it
         if callable(rate):
-            optimizer._learning_rate = None
+            holder._learning_rate = None
         config = optimizer.get_config() | changed
-        if callable(rate):
+        if callable(rate) and holder is optimizer:
             config |= {"learning_rate": rate}
         copy = cls(**config) if changed else cls.from_config(config)
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -77,10 +84,10 @@ def copy_with(
             ) from error
     finally:
         if callable(rate):
-            optimizer._learning_rate = rate
-    for name in _NOT_IN_CONFIG:
-        if hasattr(optimizer, name):
-            setattr(copy, name, getattr(optimizer, name))
+            holder._learning_rate = rate
+    for name, value in vars(optimizer).items():
+        if name in _NOT_IN_CONFIG or (name != "built" and isinstance(value, _PLAIN)):
+            setattr(copy, name, value)
     return copy
 
 
