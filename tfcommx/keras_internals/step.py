@@ -86,13 +86,8 @@ class ExchangesGradients(Mixin):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # LossScaleOptimizer sets this attribute on its inner optimizer, which is the only sign of a
-        # LossScaleOptimizer that the user put around a wrapped optimizer
-        if (
-            name == "loss_scale_factor"
-            and value is None
-            and self.exchanger is not None
-            and self.exchanger.guard.loss_scale == "none"
-        ):
+        # LossScaleOptimizer that the user, or another `compile`, put around a wrapped optimizer
+        if name == "loss_scale_factor" and value is None and self.exchanger is not None:
             self.exchanger.guard.loss_scale = "local"
         super().__setattr__(name, value)
 

@@ -181,6 +181,7 @@ def agree_on_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
     its own rank's gradients whether to take the step, and ranks that decide differently would wait
     for each other forever. Nothing else changes.
     """
-    mix_into(AgreedLossScale, optimizer)
+    if not isinstance(optimizer, AgreedLossScale):
+        mix_into(AgreedLossScale, optimizer)
     optimizer.exchanger = optimizer.inner_optimizer.exchanger
     optimizer.exchanger.guard.loss_scale = "agreed"

@@ -67,11 +67,12 @@ def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
 
 
 def test_a_loss_scale_that_nobody_agreed_on_is_refused(comm: Comm) -> None:
+    """Also one around an optimizer that had an agreed one, as a second `compile` makes it."""
     if comm.topology.size == 1:
         pytest.skip("takes several ranks")
-    net = model()
-    optimizer = keras.optimizers.LossScaleOptimizer(
-        cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    )
-    with pytest.raises(cx.ConfigurationError, match="LossScaleOptimizer"):
-        optimizer.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
+    net, plain = model(), keras.optimizers.SGD(0.1)
+    agreed = cx.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(plain))
+    for wrapped in (cx.DistributedOptimizer(plain), agreed.inner_optimizer):
+        optimizer = keras.optimizers.LossScaleOptimizer(wrapped)
+        with pytest.raises(cx.ConfigurationError, match="LossScaleOptimizer"):
+            optimizer.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
