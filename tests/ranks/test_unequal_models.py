@@ -136,6 +136,10 @@ REFUSED = {
         stack(lambda rank: layers.Dense(4, kernel_regularizer=keras.regularizers.L2(1 + rank))),
         "regularizer",
     ),
+    "regularizer on one rank": (
+        stack(lambda rank: layers.Dense(4, kernel_regularizer="l2" if rank else None)),
+        "kernel_regularizer = None.*L2",
+    ),
     "renormalisation": (
         stack(lambda rank: layers.BatchNormalization(momentum=0.9 + 0.05 * rank)),
         "momentum",
@@ -199,6 +203,9 @@ def test_settings_of_compile_that_differ_are_refused(comm: Comm) -> None:
     net = net_of(layers.Dense(1))
     with pytest.raises(cx.ConfigurationError, match=r"'sgd.*momentum = 0\.5\b.*rank 0\b"):
         train(net, optimizer=keras.optimizers.SGD(0.1, momentum=0.5 + 0.1 * comm.rank))
+    steps = 2 if comm.rank else None
+    with pytest.raises(cx.ConfigurationError, match=r"gradient_accumulation_steps = None\b.* 2\b"):
+        train(net, optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps))
     rates = keras.optimizers.schedules.ExponentialDecay(0.1 * (1 + comm.rank), 10, 0.9)
     with pytest.raises(cx.ConfigurationError, match=r"learning_rate"):
         train(net, optimizer=keras.optimizers.SGD(rates))

@@ -72,7 +72,7 @@ def require_equal_optimizers(model: keras.Model) -> None:
     **Ranks:** all. **Cost:** two small exchanges on the host. **Raises:** ConfigurationError.
     """
     forms = [
-        (inner_optimizer(optimizer).name, _settings_of(inner_optimizer(optimizer)))
+        (optimizer.name, _settings_of(optimizer) | _settings_of(inner_optimizer(optimizer)))
         for optimizer in wrapped_optimizers(model)
     ]
     everyone = _gather_if_unequal([settings for _, settings in forms])
@@ -139,10 +139,11 @@ def _settings_of(owner: Any) -> dict[str, str]:
         if name == "learning_rate" and isinstance(value, dict):  # A schedule, not a variable
             settings[name] = repr(_plain(value, words=True))
         elif not _NOT_COMPARED.fullmatch(name) and (
-            isinstance(value, bool | int | float | np.number | list | tuple)
+            value is None
+            or isinstance(value, bool | int | float | np.number | list | tuple)
             # Words of a user may be specific to this rank, such as the path of a file
             or (of_keras and isinstance(value, str))
-            or (name.endswith(("regularizer", "constraint")) and value is not None)
+            or name.endswith(("regularizer", "constraint"))
         ):
             settings[name] = repr(_plain(value, words=of_keras))
     return settings
@@ -160,7 +161,7 @@ def _plain(value: Any, words: bool) -> Any:
         return [_plain(part, words) for part in value]
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    if isinstance(value, bool | int | float) or (words and isinstance(value, str)):
+    if isinstance(value, bool | int | float | None) or (words and isinstance(value, str)):
         return value
     return type(value).__name__
 
