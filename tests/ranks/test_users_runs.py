@@ -178,13 +178,21 @@ def test_variables_of_a_custom_loop_are_broadcast(comm: Comm) -> None:
     last = comm.topology.size - 1
     variables = [
         keras.Variable(np.full(shape, comm.rank, dtype))
-        for shape, dtype in (((3,), "float32"), ((), "int64"), ((2, 2), "bool"))
+        for shape, dtype in (
+            ((3,), "float32"),
+            ((), "int64"),
+            ((2, 2), "bool"),
+            ((2,), "complex64"),
+            ((), "float8_e4m3fn"),
+        )
     ]
     cx.broadcast_variables(variables, root=last)
     for variable in variables:
         np.testing.assert_array_equal(
             variable.numpy(), np.full(variable.shape, last, variable.dtype)
         )
+    with pytest.raises(cx.ConfigurationError, match=r"'word'"):
+        cx.broadcast_variables([tf.Variable("a", name="word")])
     with pytest.raises(cx.ConfigurationError, match=rf"`root`.*\b{last + 1}\b"):
         cx.broadcast_variables(variables, root=last + 1)
     if last:
@@ -220,13 +228,32 @@ def test_residuals_move_on_when_layers_are_frozen_and_thawed(comm: Comm, traced:
             step()
 
     steps(1, gradients, variables)  # a tenth of it travels
-    steps(12, zeros[1:], variables[1:])
-    assert list(optimizer.exchanger.export().residuals) == ["base"]
-    steps(12, zeros, variables)
+    steps(2, gradients[1:], variables[1:])
+    steps(1, zeros, variables)  # A known set again, whose plan gets the residuals of both
+    assert optimizer.exchanger.export().residuals.keys() == {"base", "head", "tail"}
+    steps(14, zeros, variables)
     assert not optimizer.exchanger.export().residuals
     for number, variable in enumerate(variables):
         total = sum(comm.gather_objects(gradients[number].numpy()))
-        np.testing.assert_array_equal(variable.numpy(), -total)
+        np.testing.assert_array_equal(variable.numpy(), -total * (3 if number else 1))
+
+
+@pytest.mark.parametrize("strategy", ["step_ahead", cx.strategies.WeightAveraging(every=2)])
+def test_sets_of_variables_that_take_turns_begin_with_equal_weights(
+    comm: Comm, strategy: Any
+) -> None:
+    variables = [keras.Variable(np.zeros((4, 4), np.float32), name=name) for name in "abc"]
+    scheme = SPARSE if strategy == "step_ahead" else cx.Scheme()
+    optimizer = cx.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), scheme, strategy=strategy, check_replicas_every=1
+    )
+    optimizer.build(variables)
+    for chosen in (variables, variables[1:], variables[:1], variables, variables[1:]):
+        optimizer.apply([tf.fill([4, 4], 1.0 + comm.rank)] * len(chosen), chosen)
+    cx.consolidate(optimizer)
+    if scheme is not SPARSE:
+        for variable, steps in zip(variables, (3, 4, 4), strict=True):
+            np.testing.assert_allclose(variable, -steps * (1 + comm.topology.size) / 2)
 
 
 def test_the_end_of_data_of_unknown_length_is_no_step(comm: Comm) -> None:

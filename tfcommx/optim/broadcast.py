@@ -14,9 +14,11 @@ from tfcommx.core import ConfigurationError
 from tfcommx.keras_internals import numbered_stem
 from tfcommx.optim.requested_plan import AGREED_NAMES, path_of
 
-# Dtypes that Horovod does not support.
+# Dtypes that Horovod does not support; a complex number travels as its two parts.
 _CARRIED_AS = {
     tf.bfloat16: tf.float32,
+    tf.dtypes.experimental.float8_e4m3fn: tf.float32,
+    tf.dtypes.experimental.float8_e5m2: tf.float32,
     tf.bool: tf.float32,
     tf.uint32: tf.int64,
     tf.uint64: tf.int64,
@@ -42,13 +44,13 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     >>> cx.broadcast_variables([*model.weights, *optimizer.variables])
 
     Args:
-        variables: Keras's or TensorFlow's, of any shape and dtype, equally many on all ranks, in
-            the same order.
+        variables: Keras's or TensorFlow's, of any shape, numbers or flags, equally many on all
+            ranks, in the same order.
         root: a rank, in [0, number of ranks).
 
     **Ranks:** all. **Cost:** one broadcast per variable.
     **Raises:** ConfigurationError if ranks have other shapes or dtypes, or layers of the same names
-    in another order, before anything is sent.
+    in another order, or for text, before anything is sent.
     """
     comm, variables = process.current(), list(variables)
     if not 0 <= root < comm.topology.size:
@@ -56,11 +58,21 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
             f"`root` must be a rank in [0, {comm.topology.size}). Received {root!r}."
         )
     names = _require_equal_variables(variables)[root]
+    words = next((one for one in variables if tf.as_dtype(one.dtype) == tf.string), None)
+    if words is not None:
+        raise ConfigurationError(
+            f"Variables must hold numbers or flags. Received {path_of(words)!r} of text on rank "
+            f"{comm.rank}. Leave it out, and set it alike on all ranks."
+        )
     for variable, name in zip(variables, names, strict=True):
         if name != path_of(variable):
             AGREED_NAMES[variable] = name
     for number, variable in enumerate(variables):
         value = tf.convert_to_tensor(variable)
+        if value.dtype.is_complex:
+            parts = tf.stack([tf.math.real(value), tf.math.imag(value)])
+            variable.assign(tf.complex(*comm.broadcast(parts, root, f"tfcommx/state{number}")))
+            continue
         carried = tf.cast(value, _CARRIED_AS.get(value.dtype, value.dtype))
         received = comm.broadcast(carried, root, f"tfcommx/state{number}")
         variable.assign(tf.cast(received, value.dtype))
