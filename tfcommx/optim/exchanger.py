@@ -59,6 +59,8 @@ class Exchanger:
         self.sharding: Sharding | None = None
         # Names of a set of variables -> the strategy at work on their plan
         self.runs: dict[tuple[str, ...], StrategyRun] = {}
+        # Variable -> the set in which it was exchanged last, whose run has its state
+        self._set_of: dict[str, tuple[str, ...]] = {}
 
     def serve(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Record the wrapped optimizer, of which this is the exchanger.
@@ -138,7 +140,7 @@ class Exchanger:
         for run in self.runs.values():
             run.settle()
             self.comm.trials.leave(run.executor)
-        self.runs, self.waiting, self._common = {}, state, common
+        self.runs, self._set_of, self.waiting, self._common = {}, {}, state, common
 
     def plans(self) -> list[Plan]:
         """Return the plans by which gradients are exchanged; all that a trial compares."""
@@ -162,6 +164,7 @@ class Exchanger:
         names = tuple(self.names.of(variables))
         if names not in self.runs:  # A caller may pass the same variables in another order
             names = next((known for known in self.runs if {*known} == {*names}), names)
+        overlapping = {self._set_of[name] for name in names if name in self._set_of} - {names}
         if names not in self.runs:
             expected = self.requested.expected_run
             if not expected.whole_run:
@@ -169,9 +172,14 @@ class Exchanger:
                     batch=traced_batch() or expected.batch
                 )
             with untraced():  # Plan once, untraced, also while a step is traced.
-                self._take_from_overlapping(set(names))
+                self._take_from_overlapping(overlapping, set(names))
                 self._take_from_predecessors(variables)
                 self.runs[names] = self._start(variables, names)
+        elif overlapping:
+            with untraced():
+                self._take_from_overlapping(overlapping, set(names))
+                self.waiting = self.runs[names].executor.load(self.waiting)
+        self._set_of |= dict.fromkeys(names, names)
         return self.runs[names]
 
     def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
@@ -201,22 +209,22 @@ class Exchanger:
                 'strategy="synchronous".'
             )
 
-    def _take_from_overlapping(self, names: set[str]) -> None:
-        """Take the state that other plans have of these variables, which get another plan."""
-        for paths, run in self.runs.items():
-            if names & set(paths):
-                log.warning(
-                    "Gradients of another set of variables are exchanged from now on: %r, for "
-                    "example, was added or removed. All ranks must change alike, or they wait for "
-                    "each other.",
-                    sorted(names ^ set(paths))[0],
-                )
-                run.consolidate()
-                self._common |= {
-                    name: value for name, value in run.common_state().items() if name in names
-                }
-                self.waiting += run.executor.export(names)
-                run.executor.clear(names)
+    def _take_from_overlapping(self, overlapping: Set[tuple[str, ...]], names: set[str]) -> None:
+        """Take the state that the plans of other sets have of these variables."""
+        for paths in sorted(overlapping):
+            run = self.runs[paths]
+            log.warning(
+                "Gradients of another set of variables are exchanged from now on: %r, for "
+                "example, was added or removed. All ranks must change alike, or they wait for "
+                "each other.",
+                sorted(names ^ set(paths))[0],
+            )
+            run.consolidate()
+            self._common |= {
+                name: value for name, value in run.common_state().items() if name in names
+            }
+            self.waiting += run.executor.export(names)
+            run.executor.clear(names)
 
     def _take_from_predecessors(self, variables: Sequence[keras.Variable]) -> None:
         """Take residuals over from optimizers that exchanged these variables' gradients before."""
