@@ -82,8 +82,27 @@ def test_a_compression_is_not_fused_and_not_priced_as_one_matrix() -> None:
         for name in ("powersgd/4",)
     }
     assert sizes == {16}
-    empty = [Gradient("w", (0, 3), "float32")]
-    assert make_plan(empty, {"*": Scheme(compression="powersgd/4")}, Topology(2, 1)).buckets
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Scheme(compression="powersgd/4"),
+        Scheme("asa", wire="int4"),
+        Scheme("hitopk", "mstopk", 0.1, dense_below=0, wire="elias/int4"),
+        Scheme("hitopk", "exact", 1.0, dense_below=0),
+    ],
+)
+def test_variables_without_entries_are_added_plainly(scheme: Scheme) -> None:
+    """Alone in a bucket they were priced by division, selected from, or written in blocks."""
+    gradients = [Gradient("w", (0, 3), "float32"), Gradient("v", (0,), "bfloat16")]
+    (bucket,) = make_plan(gradients, {"*": scheme}, Topology(2, 1)).buckets
+    assert (bucket.route, bucket.wire, bucket.k, bucket.compresses) == (
+        "allreduce",
+        "plain",
+        None,
+        False,
+    )
 
 
 def test_buckets_grow_with_the_nodes_and_a_request_counts() -> None:

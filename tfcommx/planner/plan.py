@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from tfcommx import routes
 from tfcommx.core import (
     AUTO,
     LARGEST,
@@ -124,6 +125,8 @@ def _stream_of(gradient: Gradient, scheme: Scheme, ways: Ways) -> Stream:
             f"Real gradients are required. Received {gradient.dtype} for {gradient.path!r}. "
             "Train its real and its imaginary part as two variables."
         )
+    if not gradient.entries:  # There is nothing to select or to write in fewer bits
+        return Stream(scheme, DenseWay(routes.DENSE["allreduce"], PLAIN), "float32")
     if ways.sparse:
         small = len(gradient.shape) <= 1 or gradient.entries < scheme.dense_below
         if not small and gradient.dtype != "float64":
