@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tfcommx.cli.parameters import JsonFile, show_parameters, write_rows
+from tfcommx.cli.parameters import JsonFile, output_file, show_parameters, write_rows
 from tfcommx.core import (
     AUTO,
     PLAIN,
@@ -231,9 +231,11 @@ def simulate(
         str | None, typer.Option(help="Setting and values: nodes=1,2,4,...,1024.")
     ] = None,
     json_file: JsonFile = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the timeline, or the sweep.")] = None,
+    png: Annotated[
+        Path | None, output_file(text="Draw the timeline, or the sweep.", picture=True)
+    ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write the timeline for chrome://tracing and Perfetto.")
+        Path | None, output_file(text="Write the timeline for chrome://tracing and Perfetto.")
     ] = None,
     **options: Any,
 ) -> None:

@@ -93,7 +93,6 @@ class BatchSpec:
         """Return the rule that draws windows."""
         return CropRule(self.crop, self.flip, self.area, self.aspect, self.center, seed)
 
-
     def check_channels(self, channels: int) -> None:
         """Refuse a `mean` or `std` that has not one number for each channel.
 
@@ -114,8 +113,7 @@ def _numbers(name: str, values: Any) -> tuple[float, ...]:
         return tuple(float(value) for value in values)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"`{name}` must be a list of numbers. Received {values!r}. Write one number as "
-            "(0.5,)."
+            f"`{name}` must be a list of numbers. Received {values!r}. Write one number as (0.5,)."
         ) from error
 
 

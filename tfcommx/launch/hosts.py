@@ -54,7 +54,7 @@ def check_host_name(name: object, source: str) -> str:
 # A host with its slots, as in horovodrun's -H
 HOST = re.compile(r"([^:,\s]+)(?::([1-9][0-9]*))?")
 # An entry of a Slurm node list: text, and numbers in brackets
-NODES = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+NODES = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 # Settings behind a host in a hostfile of Open MPI. Only the first counts here, because the others
 # limit its oversubscription
 HOSTFILE_SETTINGS = ("slots", "max_slots", "max-slots")
