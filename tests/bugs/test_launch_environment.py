@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import warm_ranks
@@ -17,6 +19,8 @@ from launching import QUICK, free_port
 from tfcommx.collectives import horovod, rendezvous
 from tfcommx.core import ConfigurationError
 from tfcommx.launch.cluster_environment import ClusterEnvironment, tf_config
+from tfcommx.launch.horovodrun import Launch, environment
+from tfcommx.launch.hosts import Host
 from tfcommx.launch.known_launchers import (
     LAUNCHERS,
     OF_HOROVOD,
@@ -163,6 +167,45 @@ def test_a_rank_on_ray_or_after_a_restart_forgets_every_launcher(
     check_alone()
     # The sweep knows only the standard library
     assert tuple(f"{row.rank}=".encode() for row in OF_HOROVOD.values()) == sweep.RANK
+
+
+def test_the_ranks_of_a_launch_within_a_rank_are_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """horovodrun lets its own environment replace the variables of the ranks that it starts.
+
+    `tfcommx probe` or `tfcommx run` in a rank's program started processes that all were the rank of
+    that program, and waited for its other ranks.
+    """
+    places = [f"{place}{what}" for place in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")]
+    outer = [f"HOROVOD_{name}" for name in (*places, "HOSTNAME")]
+    outer += [f"TFCOMMX_{name}" for name in ("RUN", "GENERATION", "SUPERVISOR")]
+    for name in (*outer, "TFCOMMX_SUPERVISOR_SECRET", "HOROVOD_CYCLE_TIME", "TFCOMMX_SECRET"):
+        monkeypatch.setenv(name, "1")
+    left = {name for name in environment() if name.startswith(("HOROVOD_", "TFCOMMX_"))}
+    assert left >= {"HOROVOD_CYCLE_TIME", "TFCOMMX_SECRET"}  # Settings of the user
+    assert not left.intersection({*outer, "TFCOMMX_SUPERVISOR_SECRET"})
+
+
+def test_ranks_on_other_hosts_start_in_a_folder_with_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """horovodrun's `cd` there got several words: the ranks started in the home folder."""
+    folder = tmp_path / "my runs; $x"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    command = shlex.join(Launch((Host("node1", 1),), ("pwd",)).words())
+    command = command[command.index("env -C") :]
+    done = subprocess.run(
+        f"cd {folder} > /dev/null 2>&1 ; env A=b {command}",
+        shell=True,
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"{folder}\n"
+    monkeypatch.chdir(tmp_path)
+    assert "-C" not in Launch((Host("node1", 1),), ("pwd",)).words()
 
 
 def test_a_size_of_a_launcher_that_is_not_listed_is_refused(

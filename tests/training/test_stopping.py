@@ -61,6 +61,19 @@ def test_the_first_signal_asks_and_the_second_does_what_it_did(number: signal.Si
         signal.signal(number, before)
 
 
+@pytest.mark.parametrize("number", SIGNALS)
+def test_an_ignored_signal_stays_ignored(number: signal.Signals) -> None:
+    """Ctrl-C to `tail -f` in a shell's script stopped the training in its background, too."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with StopRequests(None) as requests:
+            os.kill(os.getpid(), number)
+            assert not requests.asked()
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
 def test_a_file_asks_too_and_is_gone_afterwards(tmp_path: Path) -> None:
     with StopRequests(tmp_path) as requests, StopRequests(None) as other:
         assert not requests.asked()

@@ -13,7 +13,7 @@ import keras
 from tfcommx.callbacks.average import EpochMetrics
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
-from tfcommx.core import ConfigurationError
+from tfcommx.core import ConfigurationError, check_whole
 from tfcommx.keras_internals import (
     begin_train_steps_with,
     finalize_layers,
@@ -24,7 +24,7 @@ from tfcommx.keras_internals import (
     steps_of,
     unlisted,
 )
-from tfcommx.optim.broadcast import broadcast_variables
+from tfcommx.optim.broadcast import broadcast_variables, require_root
 from tfcommx.optim.centre import begin_centre, take_centre
 from tfcommx.optim.layers import SyncBatchNormalization
 from tfcommx.optim.replica_forms import require_equal_forms, require_equal_optimizers
@@ -109,7 +109,7 @@ class BroadcastState(keras.callbacks.Callback):
 
     def __init__(self, root: int = 0, compare: bool = True) -> None:
         super().__init__()
-        self.root, self.compare = root, compare
+        self.root, self.compare = check_whole("root", root), compare
         # True until the outputs of this run are compared
         self.uncompared = False
         # True while a layer is unbuilt, which is then broadcast after the first step
@@ -126,9 +126,10 @@ class BroadcastState(keras.callbacks.Callback):
         params = self.params or {}
         built = [layer.built for layer in layers_of(self.model)]
         everyone = process.current().gather_objects(
-            (params.get("steps"), params.get("epochs"), built)
+            (params.get("steps"), params.get("epochs"), built, self.root)
         )
-        steps, epochs, builts = zip(*everyone, strict=True)
+        steps, epochs, builts, roots = zip(*everyone, strict=True)
+        require_root(roots)
         for optimizer in wrapped_optimizers(self.model):
             exchanger_in(optimizer).consolidate()
         self.unbuilt, self.begun = not all(map(all, builts)), trains_alone(self.model)

@@ -40,8 +40,23 @@ def last(folder: str | Path) -> Head | None:
 
     **Ranks:** all; rank 0's view of the folder counts.
     """
-    checkpoint = newest(local_path("folder", folder))
+    checkpoint = newest(_folder(folder))
     return None if checkpoint is None else checkpoint.head
+
+
+def _folder(folder: str | Path) -> Path:
+    """Return the folder of a checkpoint.
+
+    **Raises:** CheckpointError for a file, which a program would otherwise take for a folder
+    without a checkpoint, and train anew.
+    """
+    path = local_path("folder", folder)
+    if path.is_file():
+        raise CheckpointError(
+            f"`folder` must be the folder of a checkpoint. Received the file {path}. Give its "
+            f"folder: {path.parent}."
+        )
+    return path
 
 
 def next_epoch(folder: str | Path) -> int:
@@ -82,10 +97,11 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     a warning.
 
     **Raises:** FileNotFoundError that names the missing file, if no older save is complete;
-    CheckpointError that names a damaged file, for a model that is not built, or lacks variables or
-    optimizers of the checkpoint, and if the ranks name different folders.
+    CheckpointError that names a damaged file, for a file in place of the folder, for a model that
+    is not built, or lacks variables or optimizers of the checkpoint, and if the ranks name
+    different folders.
     """
-    checkpoint = newest(local_path("folder", folder))
+    checkpoint = newest(_folder(folder))
     if checkpoint is None:
         return 0
     load(model, checkpoint)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tfcommx.cli.parameters import JsonFile, write_rows
+from tfcommx.cli.parameters import JsonFile, output_file, write_rows
 from tfcommx.cli.plan import advice
 from tfcommx.core import DataError, Links, MeasuredStep, Timeline, Topology, write_text
 from tfcommx.measure.horovod_timeline import (
@@ -44,13 +44,15 @@ def explain(
         typer.Option(help="File that `tfcommx probe` wrote: also simulate the step, and plan it."),
     ] = None,
     slots: Annotated[int, typer.Option(help="Ranks on each node, of a timeline.")] = 1,
-    png: Annotated[Path | None, typer.Option(help="Draw the steps, below each other.")] = None,
+    png: Annotated[
+        Path | None, output_file(text="Draw the steps, below each other.", picture=True)
+    ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write them for chrome://tracing and Perfetto.")
+        Path | None, output_file(text="Write them for chrome://tracing and Perfetto.")
     ] = None,
     json_file: JsonFile = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Write the profile of the run: tfcommx plan FILE.")
+        Path | None, output_file(text="Write the profile of the run: tfcommx plan FILE.")
     ] = None,
 ) -> None:
     """Explain a recorded run: the waits of its messages, and the gain of a better plan."""

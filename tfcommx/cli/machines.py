@@ -6,6 +6,7 @@ With prices it answers which machines to rent. Without, `--map` shows which sche
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import time
 from collections.abc import Iterator, Mapping
@@ -14,9 +15,9 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from tfcommx.cli.parameters import JsonFile, write_rows
+from tfcommx.cli.parameters import JsonFile, output_file, write_rows
 from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated_step
-from tfcommx.core import ConfigurationError, check_name, check_number, check_whole, replacing
+from tfcommx.core import ConfigurationError, check_name, check_number, check_whole, write_text
 from tfcommx.planner.choose import NOTABLY_FASTER
 from tfcommx.planner.predict import MISSES
 from tfcommx.report.terminal import show_rows
@@ -71,16 +72,19 @@ def machines(
         Path, typer.Argument(help="YAML file of machines, the training, and prices if known.")
     ],
     csv_file: Annotated[
-        Path | None, typer.Option("--csv", help="Write all rows, of all schemes.")
+        Path | None, output_file("--csv", text="Write all rows, of all schemes.")
     ] = None,
     json_file: JsonFile = None,
     figure: Annotated[
-        Path | None, typer.Option(help="Draw cost over time, and the efficiency: .svg or .png.")
+        Path | None,
+        output_file(text="Draw cost over time, and the efficiency: .svg or .png.", picture=True),
     ] = None,
     map_file: Annotated[
         Path | None,
-        typer.Option(
-            "--map", help="Draw how many times faster each scheme is, by rate between nodes."
+        output_file(
+            "--map",
+            text="Draw how many times faster each scheme is, by rate between nodes.",
+            picture=True,
         ),
     ] = None,
 ) -> None:
@@ -101,10 +105,11 @@ def machines(
     _show(best)
     print(f"{len(best)} cells, {len(rows)} simulated steps in {time.monotonic() - start:.1f} s.")
     if csv_file:
-        with replacing(csv_file) as part, part.open("w", newline="") as out:
-            writer = csv.DictWriter(out, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        table = io.StringIO()
+        writer = csv.DictWriter(table, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        write_text(csv_file, table.getvalue())
     write_rows(json_file, rows)
     from tfcommx.report import figures
 

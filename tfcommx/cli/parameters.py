@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tfcommx.core import write_text
+from tfcommx.core import ConfigurationError, local_path, write_text
 
 Changes = Annotated[
     list[str] | None,
@@ -20,7 +21,55 @@ Changes = Annotated[
         help="Change the recipe, e.g. --set phases.0.epochs=1. Repeatable.",
     ),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all rows, one object a line.")]
+# Endings of the pictures that are drawn
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".eps", ".webp")
+
+
+def output_file(*names: str, text: str, picture: bool = False) -> Any:
+    """Declare an option for a file that a command writes at its end.
+
+    It is checked before the command begins, because that may take hours.
+
+    Args:
+        names: names of the option; none: that of the parameter.
+        text: help text.
+        picture: True if the ending must be one of PICTURES.
+    """
+
+    def check(path: Path | None) -> Path | None:
+        return None if path is None else check_output(path, picture)
+
+    return typer.Option(*names, help=text, callback=check)
+
+
+def check_output(path: Path, picture: bool = False) -> Path:
+    """Return a path to which this process can probably write; expand its `~`.
+
+    **Raises:** ConfigurationError for a folder, a folder or file without the right to write, an
+    address such as gs://bucket/rows.json, and with `picture` an ending of no picture.
+    """
+    path = local_path("output file", path)
+    if picture and path.suffix.lower() not in PICTURES:
+        raise ConfigurationError(
+            f"The name of a picture must end with {', '.join(PICTURES)}. Received {str(path)!r}."
+        )
+    existing = next(part for part in (path, *path.absolute().parents) if part.exists())
+    reason = ""
+    if existing == path and path.is_dir():
+        reason = "it is a folder"
+    elif existing != path and not existing.is_dir():
+        reason = f"{existing} is no folder"
+    elif not os.access(existing, os.W_OK):
+        reason = f"{existing} cannot be written"
+    if reason:
+        raise ConfigurationError(
+            f"A file that can be written is required. Received {str(path)!r}: {reason}. Give "
+            "another."
+        )
+    return path
+
+
+JsonFile = Annotated[Path | None, output_file("--json", text="Write all rows, one object a line.")]
 
 
 def write_rows(file: Path | None, rows: Iterable[Mapping[str, Any]]) -> None:

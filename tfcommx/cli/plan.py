@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tfcommx.cli.parameters import JsonFile, write_rows
+from tfcommx.cli.parameters import JsonFile, output_file, write_rows
 from tfcommx.core import ConfigurationError, Links, Profile, Scheme, Topology, write_text
 from tfcommx.report.terminal import show_rows
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
@@ -54,7 +54,7 @@ def plan(
     batch: Annotated[int | None, typer.Option(min=1, help=BATCH_HELP)] = None,
     throughput: Annotated[float | None, typer.Option(help=THROUGHPUT_HELP)] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Write the chosen plan: DistributedOptimizer(plan=...).")
+        Path | None, output_file(text="Write the chosen plan: DistributedOptimizer(plan=...).")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
-from tfcommx.cli.parameters import show_parameters
+from tfcommx.cli.parameters import output_file, show_parameters
 from tfcommx.core import ConfigurationError
 from tfcommx.launch.commands import RemoteHosts
 from tfcommx.launch.horovodrun import Launch, on_end_signals
@@ -83,7 +83,7 @@ class RestartOptions(NamedTuple):
     ] = None
     generations: Annotated[
         Path | None,
-        typer.Option("--generations", help="Restart: write the table of generations, as JSON."),
+        output_file("--generations", text="Restart: write the table of generations, as JSON."),
     ] = None
 
     @property

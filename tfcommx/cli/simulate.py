@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tfcommx.cli.parameters import JsonFile, show_parameters, write_rows
+from tfcommx.cli.parameters import JsonFile, output_file, show_parameters, write_rows
 from tfcommx.core import (
     AUTO,
     PLAIN,
@@ -191,6 +191,8 @@ class Settings:
 INTERVAL = ("step_seconds_low", "step_seconds_high")
 # Columns that are in the table only if steps differ
 TENTHS = ("step_seconds_p10", "step_seconds_p90")
+# Largest number of values of a sweep, each of which is a simulation and a row
+MOST_VALUES = 10_000
 # Name of a setting -> str, int or float
 KINDS: dict[str, type] = {
     name: next(member for member in (*typing.get_args(kind), kind) if member is not type(None))
@@ -229,9 +231,11 @@ def simulate(
         str | None, typer.Option(help="Setting and values: nodes=1,2,4,...,1024.")
     ] = None,
     json_file: JsonFile = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the timeline, or the sweep.")] = None,
+    png: Annotated[
+        Path | None, output_file(text="Draw the timeline, or the sweep.", picture=True)
+    ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write the timeline for chrome://tracing and Perfetto.")
+        Path | None, output_file(text="Write the timeline for chrome://tracing and Perfetto.")
     ] = None,
     **options: Any,
 ) -> None:
@@ -313,14 +317,17 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
 
 
 def _numbers(words: list[str], name: str) -> list[Any]:
-    """Parse numbers; `...` continues the numbers before it, by a factor or by steps."""
+    """Parse numbers; `...` continues the numbers before it, by a factor or by steps.
+
+    They may rise or fall.
+    """
     numbers: list[float] = []
     try:
         for position, word in enumerate(words):
             if word != "...":
-                numbers.append(float(word))
+                numbers.append(_finite(word))
                 continue
-            last = float(words[position + 1])
+            last = _finite(words[position + 1])
             first, second = numbers[-2:]
             factor, step = second / first if first > 0 else 1.0, second - first
             by_factor = first > 0 and (
@@ -328,15 +335,26 @@ def _numbers(words: list[str], name: str) -> list[Any]:
             )
             while True:
                 following = numbers[-1] * factor if by_factor else numbers[-1] + step
-                if not numbers[-1] < following < last * (1 - 1e-9):
+                is_between = (following - numbers[-1]) * (last - following) > 0
+                if not is_between or math.isclose(following, last):
                     break
                 numbers.append(following)
+                if len(numbers) > MOST_VALUES:
+                    raise ValueError(f"more than {MOST_VALUES:,} values")
     except (ValueError, IndexError) as error:
         raise ConfigurationError(
-            f"Numbers are required, as {name}=1,2,4 or {name}=1,2,4,...,64. Received "
-            f"{','.join(words)!r}."
+            f"At most {MOST_VALUES:,} finite numbers are required, as {name}=1,2,4 or "
+            f"{name}=1,2,4,...,64. Received {','.join(words)!r}."
         ) from error
     return [int(number) if number.is_integer() else number for number in numbers]
+
+
+def _finite(word: str) -> float:
+    """Parse a number. **Raises:** ValueError for anything else, also for nan and inf."""
+    number = float(word)
+    if not math.isfinite(number):
+        raise ValueError(f"{word!r} is no finite number")
+    return number
 
 
 def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:

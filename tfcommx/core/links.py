@@ -102,11 +102,13 @@ class Link:
     gamma_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.alpha_s < 0 or self.beta_s_per_byte <= 0 or self.gamma_s_per_byte < 0:
-            raise ConfigurationError(
-                "A link needs alpha_s >= 0, beta_s_per_byte > 0, gamma_s_per_byte >= 0. "
-                f"Received {self}."
-            )
+        # Also because a price that is NaN would win every comparison of times, as if it were free
+        for name, wanted in (
+            ("alpha_s", ">= 0"),
+            ("beta_s_per_byte", "> 0"),
+            ("gamma_s_per_byte", ">= 0"),
+        ):
+            check_number(name, getattr(self, name), wanted)
 
 
 class Links(NamedTuple):

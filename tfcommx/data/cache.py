@@ -260,6 +260,7 @@ class DataCache:
 
         request = Epochs(spec, first_epoch, epochs, step, self.steps(spec))
         request.check(self.source.count, self.topology.size, self.options.store)
+        spec.check_channels(self.source.channels)
         if spec.shuffle:  # For training only, because a single rank may evaluate
             facts = request.to_agree_on()
             self._state_equal("batches of a DataCache", facts, SAME_BATCHES)

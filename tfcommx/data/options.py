@@ -62,7 +62,7 @@ class BatchSpec:
             object.__setattr__(self, "resolution", resolution)
         # Arrays and lists are converted, because a spec is compared and hashed
         for name in ("mean", "std", "area", "aspect"):
-            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         self._check_crop()
         self._check_values()
 
@@ -92,6 +92,29 @@ class BatchSpec:
     def rule(self, seed: int) -> CropRule:
         """Return the rule that draws windows."""
         return CropRule(self.crop, self.flip, self.area, self.aspect, self.center, seed)
+
+    def check_channels(self, channels: int) -> None:
+        """Refuse a `mean` or `std` that has not one number for each channel.
+
+        **Raises:** ConfigurationError.
+        """
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if values and len(values) != channels:
+                raise ConfigurationError(
+                    f"`{name}` must have one number for each of the {channels} channels. Received "
+                    f"{values}. Give as many, or none."
+                )
+
+
+def _numbers(name: str, values: Any) -> tuple[float, ...]:
+    """Return several numbers as floats. **Raises:** ConfigurationError for anything else."""
+    try:
+        return tuple(float(value) for value in values)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"`{name}` must be a list of numbers. Received {values!r}. Write one number as (0.5,)."
+        ) from error
 
 
 ON_ERROR = ("raise", "skip")

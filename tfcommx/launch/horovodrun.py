@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import io
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -34,6 +35,11 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 KINDS = ("gloo", "mpi")
 # Script that starts each rank, on each host
 RANK_OUTPUT = str(Path(__file__).with_name("rank_output.py"))
+# Variables by which a launch of Horovod, and a supervised run, identify one of their ranks
+OF_ONE_RANK = re.compile(
+    r"HOROVOD_(?:(?:LOCAL_|CROSS_)?(?:RANK|SIZE)|HOSTNAME)"
+    r"|TFCOMMX_(?:RUN|GENERATION|SUPERVISOR|SUPERVISOR_SECRET)"
+)
 # Time limit for the rest of the launcher's output, after all its processes have ended
 OUTPUT_SECONDS = 2.0
 # Spelling of Open MPI 5, because a Horovod that set-up has not changed has one dash too few
@@ -96,8 +102,12 @@ class Launch:
         """Return the command, run through rank_output, with LSB_JOBID restored."""
         job = os.environ.get("LSB_JOBID")  # Which horovodrun must not see: environment()
         hidden = ("env", f"LSB_JOBID={job}") if job else ()
+        # Because horovodrun does not quote the folder in its `cd` on other hosts, where ranks would
+        # start in the home folder
+        folder = os.getcwd()
+        place = ("env", "-C", folder) if shlex.quote(folder) != folder else ()
         # -I, -S: because the user's packages may run any code when Python starts
-        return (*hidden, sys.executable, "-I", "-S", RANK_OUTPUT, *self.command)
+        return (*place, *hidden, sys.executable, "-I", "-S", RANK_OUTPUT, *self.command)
 
 
 def search_path() -> str:
@@ -109,10 +119,16 @@ def environment() -> dict[str, str]:
     """Return horovodrun's environment variables.
 
     LSB_JOBID is left out, because in a job of LSF horovodrun looks for no network interface, and
-    Gloo fails without one. Its output is UTF-8, because in an ASCII locale the thread that prints a
-    rank's output would end at the first other character, and all later output would be lost.
+    Gloo fails without one. So are the variables of a rank, because this process may be part of
+    another launch, and horovodrun lets them replace those of the ranks that it starts. Its output
+    is UTF-8, because in an ASCII locale the thread that prints a rank's output would end at the
+    first other character, and all later output would be lost.
     """
-    variables = {name: value for name, value in os.environ.items() if name != "LSB_JOBID"}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "LSB_JOBID" and not OF_ONE_RANK.fullmatch(name)
+    }
     return {**variables, "PATH": search_path(), "PYTHONIOENCODING": "utf-8"}
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from tfcommx.core import ConfigurationError
+from tfcommx.core import ConfigurationError, check_name
 
 # Letters, digits and "._-", as horovodrun accepts; no resolver accepts longer names
 HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
@@ -51,6 +51,13 @@ def check_host_name(name: object, source: str) -> str:
     return str(name)
 
 
+# A host with its slots, as in horovodrun's -H
+HOST = re.compile(r"([^:,\s]+)(?::([1-9][0-9]*))?")
+# An entry of a Slurm node list: text, and numbers in brackets
+NODES = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+# Settings behind a host in a hostfile of Open MPI. Only the first counts here, because the others
+# limit its oversubscription
+HOSTFILE_SETTINGS = ("slots", "max_slots", "max-slots")
 # File in which the MPI operator lists the workers of its job
 KUBERNETES_HOSTFILE = Path("/etc/mpi/hostfile")
 # Open MPI 4 and 5 read these; the MPI operator sets the first
@@ -92,51 +99,77 @@ def parse_hosts(text: str, source: str = "-H") -> list[Host]:
     >>> parse_hosts("node1:4,node2")
     [Host(name='node1', slots=4), Host(name='node2', slots=1)]
     """
-    pairs = []
-    for word in text.split(","):
-        match = re.fullmatch(r"([^:\s]+)(?::([1-9][0-9]*))?", word.strip())
-        if not match:
-            raise ConfigurationError(
-                "Hosts must be NAME:SLOTS, separated by commas, such as node1:4,node2:4. "
-                f"Received {word!r} from {source}."
-            )
-        pairs.append((match[1], int(match[2] or 1)))
-    return merge(pairs, source)
+    return merge([parse_host(word, source) for word in text.split(",")], source)
+
+
+def parse_host(word: str, source: str) -> tuple[str, int]:
+    """Parse one host, `node1:4` or `node1`; return its name and its slots, by default 1.
+
+    **Raises:** ConfigurationError for anything else, also for several hosts.
+    """
+    match = HOST.fullmatch(word.strip())
+    if not match:
+        raise ConfigurationError(
+            "Hosts must be NAME:SLOTS, separated by commas, such as node1:4,node2:4, and one a "
+            f"line in a hostfile or the output of a script. Received {word!r} from {source}."
+        )
+    return match[1], int(match[2] or 1)
 
 
 def read_hostfile(path: Path) -> list[Host]:
     """Read a hostfile: a line a host, `node1 slots=4` or `node1:4`; `#` begins a comment.
 
-    A host without a number has one slot, and may be named again.
-    **Raises:** ConfigurationError if it cannot be read, or lists no host.
+    A host without a number has one slot, and may be named again. As in Open MPI, one with `slots=0`
+    is left out, and `max_slots` is ignored.
+    **Raises:** ConfigurationError if it cannot be read, for a line of another form, and if it lists
+    no slot.
     """
     try:
-        lines = path.read_text().splitlines()
+        # Some editors write a byte order mark; a comment may be in any encoding
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
     except OSError as error:
         raise ConfigurationError(f"A hostfile is required at {path}. Received: {error}.") from None
-    pairs: list[tuple[str, int]] = []
-    for line in lines:
-        text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        slots = re.search(r"\sslots\s*=\s*(\d+)", text)
-        (host,) = parse_hosts(text.split()[0], str(path))
-        pairs.append((host.name, int(slots[1]) if slots else host.slots))
-    if not pairs:
+    texts = (line.partition("#")[0].strip() for line in lines)
+    hosts = merge([_host_of_line(text, str(path)) for text in texts if text], str(path))
+    if not slots_of(hosts):
         raise ConfigurationError(
-            f"A hostfile must name at least one host. Received an empty {path}."
+            f"A hostfile must name at least one host with a slot. Received {path} with none."
         )
-    return merge(pairs, str(path))
+    return [host for host in hosts if host.slots]
+
+
+def _host_of_line(line: str, source: str) -> tuple[str, int]:
+    """Parse a line of a hostfile; return the name and the slots of its host."""
+    first, *words = re.sub(r"\s*=\s*", "=", line).split()
+    name, slots = parse_host(first, source)
+    for word in words:
+        key, _, value = word.partition("=")
+        check_name(f"setting in the line {line!r} of {source}", key, HOSTFILE_SETTINGS)
+        if not re.fullmatch(r"[0-9]+", value):
+            raise ConfigurationError(
+                f"`{key}` must be a whole number >= 0. Received {word!r} in the line {line!r} of "
+                f"{source}."
+            )
+        slots = int(value) if key == "slots" else slots
+    return name, slots
 
 
 def expand_nodelist(text: str) -> list[str]:
     """Return the host names of a Slurm node list, as `scontrol show hostnames` does.
 
+    **Raises:** ConfigurationError for text of another form, such as one that was cut off.
+
     >>> expand_nodelist("gpu[1-3,07],login")
     ['gpu1', 'gpu2', 'gpu3', 'gpu07', 'login']
     """
+    text = text.strip()  # A script that has set the variable may have left a line feed
+    if not re.fullmatch(f"{NODES}(?:,{NODES})*", text):
+        raise ConfigurationError(
+            f"A node list of Slurm must be like gpu[1-3,07],login. Received {text!r}. Name the "
+            "hosts by -H, or unset what another job has left in the environment."
+        )
     names = []
-    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+    for entry in re.findall(NODES, text):
         parts = [_numbers(part) for part in re.findall(r"\[[^\]]*\]|[^\[]+", entry)]
         names += ["".join(words) for words in itertools.product(*parts)]
     return names
@@ -182,7 +215,13 @@ def allocation() -> Allocation | None:
     for variable in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
         if file := os.environ.get(variable):
             return Allocation(variable, read_hostfile(Path(file)))
-    if words := os.environ.get("LSB_MCPU_HOSTS", "").split():
+    if text := os.environ.get("LSB_MCPU_HOSTS", "").strip():
+        if not re.fullmatch(r"\S+\s+[0-9]+(?:\s+\S+\s+[0-9]+)*", text):
+            raise ConfigurationError(
+                "LSB_MCPU_HOSTS must list hosts, each with its slots, such as node1 4 node2 4. "
+                f"Received {text!r}. Name the hosts by -H."
+            )
+        words = text.split()
         pairs = zip(words[::2], map(int, words[1::2]), strict=True)
         return Allocation("LSB_MCPU_HOSTS", merge(list(pairs), "LSB_MCPU_HOSTS"))
     files = [Path(os.environ[name]) for name in HOSTFILE_VARIABLES if os.environ.get(name)]

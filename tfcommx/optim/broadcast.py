@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.core import ConfigurationError
+from tfcommx.core import ConfigurationError, check_whole, require_equal
 from tfcommx.keras_internals import numbered_stem
 from tfcommx.optim.requested_plan import AGREED_NAMES, path_of
 
@@ -50,14 +50,12 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
 
     **Ranks:** all. **Cost:** one broadcast per variable.
     **Raises:** ConfigurationError if ranks have other shapes or dtypes, or layers of the same names
-    in another order, or for text, before anything is sent.
+    in another order, name different roots or none of the ranks, or for text, before anything is
+    sent.
     """
     comm, variables = process.current(), list(variables)
-    if not 0 <= root < comm.topology.size:
-        raise ConfigurationError(
-            f"`root` must be a rank in [0, {comm.topology.size}). Received {root!r}."
-        )
-    names = _require_equal_variables(variables)[root]
+    root = check_whole("root", root)
+    names = _require_equal_variables(variables, root)[root]
     words = next((one for one in variables if tf.as_dtype(one.dtype) == tf.string), None)
     if words is not None:
         raise ConfigurationError(
@@ -78,7 +76,19 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
         variable.assign(tf.cast(received, value.dtype))
 
 
-def _require_equal_variables(variables: Sequence[keras.Variable]) -> list[list[str]]:
+def require_root(roots: Sequence[int]) -> None:
+    """Refuse a root that differs between the ranks, whose roots these are, or is none of them.
+
+    **Ranks:** local. **Raises:** ConfigurationError.
+    """
+    require_equal("`root`", roots)
+    if roots[0] not in range(len(roots)):
+        raise ConfigurationError(
+            f"`root` must be a rank in [0, {len(roots)}). Received {roots[0]!r}."
+        )
+
+
+def _require_equal_variables(variables: Sequence[keras.Variable], root: int) -> list[list[str]]:
     """Refuse variables of unequal shapes or dtypes; return the paths of each rank's variables."""
     # Horovod would wait for variables that a rank lacks
     comm = process.current()
@@ -86,7 +96,9 @@ def _require_equal_variables(variables: Sequence[keras.Variable]) -> list[list[s
         (path_of(variable), tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
         for variable in variables
     ]
-    everyone = comm.gather_objects(local)
+    gathered = comm.gather_objects((root, local))
+    require_root([rank_root for rank_root, _ in gathered])
+    everyone = [forms for _, forms in gathered]
     for rank, remote in enumerate(everyone):
         for local_form, remote_form in itertools.zip_longest(local, remote):
             if local_form is None or remote_form is None or local_form[1:] != remote_form[1:]:

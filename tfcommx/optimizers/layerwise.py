@@ -128,12 +128,14 @@ def shares_norms(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def check_patterns(exclude: Sequence[str]) -> tuple[str, ...]:
     """Return the patterns of `exclude`. **Raises:** ConfigurationError if it is no list."""
-    if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
+    # Once, because a generator yields its patterns only once
+    patterns = tuple(exclude)
+    if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ConfigurationError(
             "`exclude` must be a list of patterns of variable paths, such as "
             f"{list(EXCLUDED)}. Received {exclude!r}."
         )
-    return tuple(exclude)
+    return patterns
 
 
 def is_large_matrix(

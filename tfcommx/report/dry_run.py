@@ -17,7 +17,7 @@ from tfcommx.report.summary import (
     time_text,
     write_json,
 )
-from tfcommx.report.terminal import table_of
+from tfcommx.report.terminal import table_of, terminal_console
 
 FILE = "dry_run.json"
 
@@ -47,7 +47,7 @@ def read_alone(folder: Path) -> list[float]:
 
 def show_dry_run(report: dict[str, Any], console: Console | None = None) -> None:
     """Print the report of a dry run."""
-    console = console or Console(highlight=False, width=120)
+    console = console or terminal_console()
     sent_heading, rate = "bytes a step, one rank", f"{report['counted']}/s"
     times = ("step", "of it waiting for gradients", rate, sent_heading, "predicted")
     headings = ("phase", "epochs", "size", "batch", *times)

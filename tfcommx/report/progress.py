@@ -57,7 +57,12 @@ class ProgressDisplay:
                 width = os.get_terminal_size(device).columns or None
         self.steps, self.epochs, self.shown, self.done = steps, epochs, shown, 0
         self.console = Console(
-            file=stream or sys.stdout, highlight=False, soft_wrap=True, width=width
+            file=stream or sys.stdout,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            soft_wrap=True,
+            width=width,
         )
         self.started = self.last_line = time.monotonic()
         self.bar: Bar | None = None
@@ -66,12 +71,12 @@ class ProgressDisplay:
         self.started = time.monotonic()
         if self.shown and self.console.is_terminal:
             self.bar = Bar(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(None),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[status]}"),
+                TextColumn("{task.fields[status]}", markup=False),
                 console=self.console,
                 expand=True,
             )

@@ -33,6 +33,7 @@ REQUIRED = (
     "bytes_between_nodes",
     "bytes_between_nodes_dense",
     "replicas_identical",
+    "counted",
     "rows",
 )
 

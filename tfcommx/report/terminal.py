@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tfcommx.report.summary import (
     PARTS,
@@ -33,8 +34,13 @@ LEFT = ("exchange",)
 
 
 def terminal_console() -> Console:
-    """Return a console for tables: as wide as the terminal, or WIDE without one."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    """Return a console for tables: as wide as the terminal, or WIDE without one.
+
+    It prints brackets and colons as they are, because names of the user may have them: rich would
+    take `[spot]` for a style, and raise for `[/data]`.
+    """
+    width = None if sys.stdout.isatty() else WIDE
+    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def show_rows(
@@ -134,7 +140,7 @@ def _totals(summary: dict[str, Any]) -> Table:
     replicas = (
         "identical at the end of every epoch"
         if summary["replicas_identical"]
-        else "[bold red]NOT IDENTICAL: the result is not sound[/]"
+        else Text("NOT IDENTICAL: the result is not sound", style="bold red")
     )
     table = Table(show_header=False)
     for name, text in (

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import RemoteHosts, is_local, run_to_end
-from tfcommx.launch.hosts import Host, first_slots, merge, parse_hosts, slots_of
+from tfcommx.launch.hosts import Host, first_slots, merge, parse_host, slots_of
 
 # Defaults of --blacklist-cooldown-range and --elastic-timeout
 COOLDOWN_SECONDS = (60.0, 3600.0)
@@ -120,12 +120,12 @@ class ScriptHosts:
         pairs = []
         for word in printed.split():
             try:
-                (host,) = parse_hosts(word, "the script")
+                name, slots = parse_host(word, "the script")
             except ConfigurationError as error:
                 raise self._refusal(str(error)) from None
             if ":" not in word and self._slots is None:
                 raise self._refusal(f"{word!r} without a number, and no --slots")
-            pairs.append((host.name, host.slots if ":" in word else self._slots or 1))
+            pairs.append((name, slots if ":" in word else self._slots or 1))
         return merge(pairs, self.name)
 
     def _refusal(self, received: str) -> ConfigurationError:

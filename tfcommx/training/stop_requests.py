@@ -18,6 +18,9 @@ STOP_FILE = "stop"
 class StopRequests:
     """Catches the first signal inside its `with` block; a second one has its usual effect.
 
+    Ignored signals stay ignored: a shell's script starts a background job with SIGINT ignored, so
+    that Ctrl-C ends the script's other commands alone.
+
     Args:
         folder: folder of the run, whose file `stop` counts as a signal; None except on rank 0.
 
@@ -32,7 +35,11 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         # Python allows signal handlers only in the main thread
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._catch) for number in SIGNALS}
+            self._before = {
+                number: signal.signal(number, self._catch)
+                for number in SIGNALS
+                if signal.getsignal(number) is not signal.SIG_IGN
+            }
         return self
 
     def __exit__(

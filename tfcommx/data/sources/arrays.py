@@ -45,12 +45,14 @@ class Arrays:
                 f"Received {images.dtype} {list(images.shape)} and {list(labels.shape)}. "
                 "Convert the images, or give one label for each."
             )
-        if labels.dtype.kind not in "biuf" or np.any(labels % 1 != 0):
+        with np.errstate(invalid="ignore"):
+            whole = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None
+        if whole is None or np.any(whole != labels):
             raise DataError(
-                f"Labels that are whole numbers are required. Received {labels.dtype}, such as "
-                f"{labels.flat[0]}. Convert them."
+                "Labels that are whole numbers of 64 bits are required. Received "
+                f"{labels.dtype}, such as {labels[:1].tolist()}. Convert them."
             )
-        self.images, self.labels = images, labels.astype(np.int64)
+        self.images, self.labels = images, whole
         self.classes, self.name = tuple(classes), name
         self.count, self.channels = len(images), images.shape[3]
         self.shape: tuple[int, int] | None = images.shape[1:3]

@@ -176,9 +176,11 @@ class TFRecords:
         image = features[names.image].bytes_list.value
         label = features[names.label].int64_list.value
         if len(image) != 1 or len(label) != 1:
+            # Without those that the two lookups have added, which have no kind
+            stored = sorted(name for name, value in features.items() if value.WhichOneof("kind"))
             raise SampleError(
                 f"one image {names.image!r} and one label {names.label!r} are required, the record "
-                f"has the features {sorted(features)}"
+                f"has the features {stored}"
             )
         number = label[0] - names.first_label
         if number < 0 or (self.classes and number >= len(self.classes)):
