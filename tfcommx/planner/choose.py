@@ -74,7 +74,14 @@ def candidates(
         return dense
     plain_s = next(one.step_s for one in dense if one.scheme.route == Scheme().route)
     quickest = dense[0].scheme if dense[0].step_s <= NOTABLY_FASTER * plain_s else Scheme()
-    sparse = ranked(setting, _sparse(asked, quickest, topology, messages), for_optimal)
+    # Small variables travel as the quickest dense scheme says
+    form = dataclasses.replace(
+        asked,
+        dense_route=quickest.route,
+        dense_wire=quickest.wire,
+        peer_route=quickest.peer_route,
+    )
+    sparse = ranked(setting, on_sparse_routes(form, topology, messages), for_optimal)
     return sorted([*dense, *sparse], key=_step_s)
 
 
@@ -129,14 +136,6 @@ def on_dense_routes(forms: Sequence[Scheme], topology: Topology, messages: bool)
         for peers in (PEER_ROUTES if name == "torus" else ("allreduce",))
     ]
     return list(_possible(tried, topology, messages))
-
-
-def _sparse(request: Scheme, dense: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
-    """Return the requested scheme on every sparse route; small variables travel as `dense` says."""
-    form = dataclasses.replace(
-        request, dense_route=dense.route, dense_wire=dense.wire, peer_route=dense.peer_route
-    )
-    return on_sparse_routes(form, topology, messages)
 
 
 def on_sparse_routes(form: Scheme, topology: Topology, messages: bool) -> list[Scheme]:

@@ -107,7 +107,7 @@ class Pictures:
             seed = tf.stack([place.seed, number * place.topology.size + place.rank])
             return augment(pictures, seed, resolution), labels
 
-        calls = self.place.threads or 2
+        calls = place.threads or 2
         return batches.enumerate(first).map(finish, num_parallel_calls=calls, deterministic=True)
 
     def test(self, batch: int, resolution: int) -> tf.data.Dataset:
@@ -138,7 +138,6 @@ def _check_sources(train: Source, test: Source, classes: tuple[str, ...]) -> Non
             f"{train.name} differ in {', '.join(map(str, differ[:5]))}. Give both the same class "
             "folders."
         )
-
     if not classes:
         raise DataError(
             f"The names of the classes are required. {train.name} has none. Give them, or class "
