@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from tfcommx.core import ConfigurationError, check_name, check_number, check_whole, local_path
 from tfcommx.data.sources.source import MAX_PIXELS
@@ -160,14 +159,3 @@ class Options:
         """
         names = ("seed", "store", "on_error", "reshuffle_fraction")
         return {f"option {name}": f"{getattr(self, name)}" for name in names}
-
-
-def options_of(arguments: dict[str, Any]) -> Options:
-    """Return the options that these keyword arguments set.
-
-    **Raises:** ConfigurationError for an unknown name, with the nearest known one.
-    """
-    names = [field.name for field in fields(Options)]
-    for name in arguments:
-        check_name("option of DataCache", name, names)
-    return Options(**arguments)
