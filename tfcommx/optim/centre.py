@@ -90,5 +90,6 @@ def _flat_statistics(model: keras.Model) -> np.ndarray:
 def _set_statistics(model: keras.Model, flat: np.ndarray) -> None:
     statistics = statistics_of(model)
     ends = np.cumsum([int(np.prod(variable.shape)) for variable in statistics])[:-1]
+    # Without statistics `np.split` returns one empty part
     for variable, part in zip(statistics, np.split(flat, ends), strict=False):
         variable.assign(np.reshape(part, variable.shape))
