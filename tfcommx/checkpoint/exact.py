@@ -117,12 +117,10 @@ def _lost(model: keras.Model, digests: Sequence[str]) -> list[int]:
             saved.add(positions[id(value)])
         else:
             extra_digests.append(_digest(np.asarray(keras.ops.convert_to_numpy(value))))
+    # Layers may save copies of variables, which are found by their values
     spare = Counter(extra_digests)
-    lost = {
-        positions[id(weight)]
-        for weight in variables_with_own_files(model)
-        if id(weight) in positions
-    }
+    special = map(id, variables_with_own_files(model))
+    lost = {positions[identity] for identity in special if identity in positions}
     for position in sorted(set(positions.values()) - saved - lost):
         if spare[digests[position]]:
             spare[digests[position]] -= 1
@@ -136,6 +134,5 @@ def _digests(variables: Sequence[Any]) -> list[str]:
 
 
 def _digest(array: np.ndarray) -> str:
-    """Return dtype, shape and CRC of an array."""
     crc = zlib.crc32(np.ascontiguousarray(array).tobytes())
     return f"{array.dtype.name}{list(array.shape)}:{crc:08x}"

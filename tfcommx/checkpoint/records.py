@@ -18,12 +18,7 @@ import numpy as np
 from tfcommx.checkpoint.exact import exact_arrays, wide
 from tfcommx.checkpoint.state import copy_optimizer, saved_by_keras
 from tfcommx.core import CheckpointError, reading, replacing
-from tfcommx.keras_internals import (
-    seed_generators,
-    statistics_of,
-    trainable_variables,
-    unlisted,
-)
+from tfcommx.keras_internals import seed_generators, statistics_of, trainable_variables, unlisted
 from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.gradient_state import GradientState, Vectors
 from tfcommx.strategies import CommonState
@@ -100,10 +95,8 @@ def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
     """Return the arrays of this rank's file: the state of each wrapped optimizer of the model."""
     seeds = [generator.state.numpy().tolist() for generator in seed_generators(model)]
     arrays: dict[str, np.ndarray] = {}
-    index = [
-        _index_of(record_of(model, optimizer, seeds), arrays)
-        for optimizer in wrapped_optimizers(model)
-    ]
+    records = [record_of(model, optimizer, seeds) for optimizer in wrapped_optimizers(model)]
+    index = [_index_of(record, arrays) for record in records]
     for number, variable in enumerate(own_variables(model)):
         arrays[f"own{number}"] = wide(variable.numpy())
     return {"index": np.array(json.dumps(index)), **arrays}
@@ -123,11 +116,8 @@ def read_own(path: Path) -> list[np.ndarray]:
         reading("A rank's file of a checkpoint", path, COPY, CheckpointError),
         np.load(path) as stored,
     ):
-        return [
-            stored[f"own{number}"]
-            for number in range(len(stored.files))
-            if f"own{number}" in stored
-        ]
+        names = (f"own{number}" for number in range(len(stored.files)))
+        return [stored[name] for name in names if name in stored]
 
 
 def _spans(vector: np.ndarray) -> list[list[int]]:

@@ -22,8 +22,7 @@ def copy_optimizer(optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarra
     inner_optimizer(optimizer).save_own_variables(store)
     arrays = {f"inner/{key}": np.array(wide(np.asarray(value))) for key, value in store.items()}
     for number, variable in enumerate(_outer_variables(optimizer)):
-        # Copied, because the result of `numpy()` may share the variable's memory
-        arrays[f"outer/{number}"] = np.array(wide(variable.numpy()))
+        arrays[f"outer/{number}"] = _copy(variable)
     return arrays
 
 

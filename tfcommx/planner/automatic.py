@@ -201,8 +201,7 @@ def rules_out_plain(schemes: Mapping[str, Scheme], topology: Topology) -> bool:
     >>> rules_out_plain({"*": Scheme("auto", budget=0.3)}, Topology(2, 1))
     True
     """
-    auto = find_auto(schemes)
-    return _budget(auto, topology) is not None and auto is not None and auto.budget != 1
+    return _budget(find_auto(schemes), topology) not in (None, 1)
 
 
 def _budget(auto: Scheme | None, topology: Topology) -> float | None:

@@ -427,11 +427,7 @@ def _bucket(gradients: list[Gradient], stream: Stream, topology: Topology, links
 
 
 def _compressed(
-    bucket: Bucket,
-    gradients: list[Gradient],
-    stream: Stream,
-    topology: Topology,
-    links: Links,
+    bucket: Bucket, gradients: list[Gradient], stream: Stream, topology: Topology, links: Links
 ) -> Bucket:
     """Let other vectors travel in place of the entries, if there is something to gain."""
     route, shapes = stream.way.route, tuple(tuple(gradient.shape) for gradient in gradients)

@@ -78,11 +78,7 @@ class Pictures:
         return self.cache.steps(self.settings.train_spec(batch, resolution, self.inputs))
 
     def train(self, batch: int, resolution: int, epochs: range, step: int = 0) -> tf.data.Dataset:
-        """Return the training batches of some epochs.
-
-        Returns:
-            (pictures settings.dtype [batch, h, w, c], labels int64 [batch]), one for every step.
-        """
+        """Return batches (pictures settings.dtype [batch, h, w, c], labels int64 [batch])."""
         spec = self.settings.train_spec(batch, resolution, self.inputs)
         batches = self.cache.dataset(spec, epochs.start, len(epochs), step)
         if self.augment is not None:
