@@ -382,6 +382,7 @@ class Snapshots:
         failed = writing is not None and writing.done() and bool(writing.problem)
         pause = self._leave or (self._link is not None and self._link.asked_to_pause.is_set())
         step = max(time_now - self._asked_at, 1e-6) / self._between
+        # 0 on the other ranks, so that the sum is rank 0's wish
         wish = int(np.clip(ASK_SECONDS / step, 1, ASK_STEPS)) if self._comm.rank == 0 else 0
         with tf.device("/cpu:0"):
             vote = tf.constant([busy, failed, pause, wish], tf.float32)

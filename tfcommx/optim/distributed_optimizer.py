@@ -181,13 +181,12 @@ def DistributedOptimizer(
     """
     _check_optimizer(optimizer)
     _check_scope()
-    strategy, topology = strategy_of(strategy), process.current().topology
-    inner = _inner(optimizer)
+    strategy, inner = strategy_of(strategy), _inner(optimizer)
     uses_ema = getattr(inner, "use_ema", False)
     if uses_ema and not strategy.in_lock_step:
         raise ConfigurationError(
-            "The centre of elastic averaging is an average already. Received an optimizer with "
-            "use_ema=True. Leave it out."
+            "use_ema=True cannot be combined with ElasticAveraging, whose centre is already a "
+            "running average. Remove use_ema."
         )
     overwrites = getattr(inner, "ema_overwrite_frequency", None)
     if strategy.updates_apart and uses_ema and overwrites:
@@ -199,6 +198,7 @@ def DistributedOptimizer(
         )
     if not isinstance(plan, Plan | None):
         raise ConfigurationError(f"`plan` must be a tfcommx.Plan or None. Received {plan!r}.")
+    topology = process.current().topology
     settings = ExchangeSettings(
         operation=op,
         plan=plan,

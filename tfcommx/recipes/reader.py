@@ -157,6 +157,7 @@ def _construct(kind: str, loader: _Loader, node: yaml.Node) -> Any:
     return text
 
 
+# Empty, because SafeLoader's are those of YAML 1.1
 _Loader.yaml_implicit_resolvers, _Loader.yaml_constructors = {}, {}
 for _name in ("null", "bool", "int", "float", "str"):
     _Loader.add_constructor(TAG + _name, functools.partial(_construct, _name))
