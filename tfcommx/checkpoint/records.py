@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from tfcommx.checkpoint.exact import exact_arrays, wide
-from tfcommx.checkpoint.state import copy_optimizer, saved_by_keras
+from tfcommx.checkpoint.state import copy_optimizer, exact_arrays, saved_by_keras, wide
 from tfcommx.core import CheckpointError, reading, replacing
 from tfcommx.keras_internals import seed_generators, statistics_of, trainable_variables, unlisted
 from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
@@ -83,7 +82,7 @@ def record_of(
 def write_residuals(model: keras.Model, path: Path, writes_model: bool) -> None:
     """Write this rank's state of each of the model's wrapped optimizers.
 
-    The rank that writes the model adds the arrays of `exact`, to check a restored model.
+    The rank that writes the model adds those of `exact_arrays`, to check a restored model.
     """
     exact = exact_arrays(model) if writes_model else {}
     with replacing(path) as part, part.open("wb") as file:

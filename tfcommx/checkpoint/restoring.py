@@ -11,11 +11,10 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from tfcommx.checkpoint.exact import restore_exact
 from tfcommx.checkpoint.files import Head, memory_model_name, model_name, residuals_name
 from tfcommx.checkpoint.newest import Newest, newest, read_inherited
 from tfcommx.checkpoint.records import OptimizerRecord
-from tfcommx.checkpoint.state import saved_by_keras, set_model, set_optimizer
+from tfcommx.checkpoint.state import restore_exact, saved_by_keras, set_model, set_optimizer
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, local_path, reading
 from tfcommx.keras_internals import finalize_layers, seed_generators, trainable_variables, unlisted
