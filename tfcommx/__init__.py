@@ -22,7 +22,7 @@ _PUBLIC = {
     "consolidate": "tfcommx.optim.step_boundary",
     "metrics_over_ranks": "tfcommx.optim.metrics_over_ranks",
     "begin_step": "tfcommx.optim.step_boundary",
-    "take_centre": "tfcommx.optim.centre",
+    "take_centre": "tfcommx.optim.step_boundary",
     "parallel_operator": "tfcommx.optimizers.parallel_operator",
     "profile": "tfcommx.measure.profile",
     "allow_plain_optimizers": "tfcommx.collectives.unwrapped",

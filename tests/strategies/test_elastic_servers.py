@@ -17,7 +17,7 @@ import tensorflow as tf
 from elastic_servers import SERVERS, run_ranks
 from test_elastic_averaging import ENTRIES, RATE, SHAPES, Rank, plan_for
 
-from tfcommx.collectives import exit_message
+from tfcommx.collectives import mpi
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.point_to_point import TAGS, Channel
 from tfcommx.collectives.threads import ThreadComm, _Meeting, _ThreadPointToPoint
@@ -298,10 +298,8 @@ def test_the_process_looks_for_ranks_whose_end_nobody_would_tell(
 
 
 def test_a_forked_child_does_not_say_that_its_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        exit_message.mpi, "MpiPointToPoint", lambda **options: pytest.fail("it sends")
-    )
-    exit_message._say_end(os.getpid() + 1, ExitStatus())
+    monkeypatch.setattr(mpi, "MpiPointToPoint", lambda **options: pytest.fail("it sends"))
+    mpi._say_end(os.getpid() + 1, ExitStatus())
 
 
 @pytest.mark.parametrize("server", SERVERS)

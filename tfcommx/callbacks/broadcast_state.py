@@ -25,15 +25,16 @@ from tfcommx.keras_internals import (
     unlisted,
 )
 from tfcommx.optim.broadcast import broadcast_variables, require_root
-from tfcommx.optim.centre import begin_centre, take_centre
 from tfcommx.optim.layers import SyncBatchNormalization
 from tfcommx.optim.replica_forms import require_equal_forms, require_equal_optimizers
 from tfcommx.optim.replica_outputs import batch_and_again, require_equal_outputs
 from tfcommx.optim.step_boundary import (
+    begin_centre,
     begin_step,
     can_pull_first,
     consolidate,
     consolidate_weights,
+    take_centre,
 )
 from tfcommx.optim.wrapped import (
     accumulated,

@@ -4,8 +4,8 @@ first = cx.checkpoint.restore(model, "run/checkpoint")     # 0 without a checkpo
 model.fit(..., initial_epoch=first, callbacks=[
     cx.callbacks.BroadcastState(), ..., cx.checkpoint.Checkpoint("run/checkpoint")])
 
-saving, restoring, records, state, files, lock   on disk; snapshots, mirror, place   in memory;
-newest: the newest complete one of both; exact: bitwise comparison of a restored model
+saving, restoring, records, files, lock   on disk; snapshots, mirror, place   in memory;
+newest: the newest complete one of both; state: arrays of a model, compared bitwise
 """
 
 from __future__ import annotations

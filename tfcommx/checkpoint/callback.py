@@ -148,6 +148,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._values.on_train_begin()
         self._values.on_epoch_begin(epoch)
         steps, together = (self.params or {}).get("steps"), self.model.steps_per_execution
+        # The same share of the epoch, which has other steps if the number of ranks has changed
         step = head.step * steps // head.steps if head.steps and steps else head.step
         self._skipped = self._done = step // together * together
         skip_steps(self.model, self._skipped)

@@ -77,9 +77,7 @@ class Mirrors:
     def send(self, to: Row, rank: int, names: Sequence[str], keep: Sequence[int]) -> None:
         """Send files of this rank; return when the other host has stored them.
 
-        Args:
-            names: names of the files in the folder of snapshots.
-            keep: saves of this rank that the receiver does not delete.
+        The receiver deletes files of this rank's saves that are not in `keep`.
 
         **Raises:** OSError or ValueError if the receiver does not accept them.
         """

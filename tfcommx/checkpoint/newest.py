@@ -13,7 +13,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-from zipfile import ZipFile
 
 import numpy as np
 import tensorflow as tf
@@ -27,10 +26,10 @@ from tfcommx.checkpoint.files import (
     read_heads,
     residuals_name,
 )
-from tfcommx.checkpoint.place import Held, SnapshotFolder, needed
+from tfcommx.checkpoint.place import Held, SnapshotFolder, check_zip, needed
 from tfcommx.checkpoint.records import COPY, OptimizerRecord, read_residuals
 from tfcommx.collectives import process
-from tfcommx.core import CheckpointError, reading
+from tfcommx.core import CheckpointError
 from tfcommx.launch.supervision import Supervision, supervision
 
 log = logging.getLogger("tfcommx")
@@ -56,12 +55,7 @@ def read_inherited(
         return [], missing, ""
     try:
         if comm.rank == 0:
-            with (
-                reading("The model of a checkpoint", weights, COPY, CheckpointError),
-                ZipFile(weights) as file,
-            ):
-                if damaged := file.testzip():
-                    raise ValueError(f"a wrong checksum of {damaged}")
+            check_zip("The model of a checkpoint", weights, COPY)
         files = [read_residuals(path) for path in paths]
     except CheckpointError as error:
         return [], "", str(error)
@@ -192,6 +186,7 @@ def _bring(
             _broadcast(snapshot_folder, name, size, root, speaks)
     if speaks:
         snapshot_folder.keep(set() if head is None else {head.save})
+    # The other ranks of a host read the files after its first rank has stored them
     comm.gather_objects("in place")
     return head
 
@@ -218,8 +213,7 @@ def make_on_all(snapshot_folder: SnapshotFolder, speaks: bool) -> None:
 def choose(everyone: Sequence[dict[int, Held]]) -> Head | None:
     """Return the newest save of which some host has each file; None without one.
 
-    Args:
-        everyone: for each rank, the files of its host, by the number of the save.
+    `everyone` has, for each rank, the files of its host, by the number of the save.
     """
     for number in sorted({number for held in everyone for number in held}, reverse=True):
         parts = [held[number] for held in everyone if number in held]
@@ -235,8 +229,7 @@ def missing(
 ) -> list[tuple[str, int, int]]:
     """Return the files that some host lacks: name, bytes, and a rank whose host has it.
 
-    Args:
-        everyone: for each rank, the files of its host; empty unless it is the first of its host.
+    `everyone` is as for `choose`, but empty for all ranks of a host except its first.
     """
     held = {
         hosts[rank]: (rank, saves[head.save].files)

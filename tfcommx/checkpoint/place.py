@@ -108,7 +108,7 @@ class SnapshotFolder:
                 continue
             number = int(match[1] or match[2])
             try:
-                _check(path)
+                check_zip("A file of a snapshot", path, DELETE)
                 if match[3]:
                     heads[number] = read_head(path)
             except CheckpointError:
@@ -167,12 +167,9 @@ def read_head(path: Path) -> Head:
         return head_of(fields)
 
 
-def _check(path: Path) -> None:
-    """Compare the checksums of a file. **Raises:** CheckpointError for a damaged file."""
-    with (
-        reading("A file of a snapshot", path, DELETE, CheckpointError),
-        zipfile.ZipFile(path) as file,
-    ):
+def check_zip(kind: str, path: Path, remedy: str) -> None:
+    """Compare the checksums in a zip file. **Raises:** CheckpointError for a damaged file."""
+    with reading(kind, path, remedy, CheckpointError), zipfile.ZipFile(path) as file:
         if damaged := file.testzip():
             raise ValueError(f"a wrong checksum of {damaged}")
 

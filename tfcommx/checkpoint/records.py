@@ -15,15 +15,9 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from tfcommx.checkpoint.exact import exact_arrays, wide
-from tfcommx.checkpoint.state import copy_optimizer, saved_by_keras
+from tfcommx.checkpoint.state import copy_optimizer, exact_arrays, saved_by_keras, wide
 from tfcommx.core import CheckpointError, reading, replacing
-from tfcommx.keras_internals import (
-    seed_generators,
-    statistics_of,
-    trainable_variables,
-    unlisted,
-)
+from tfcommx.keras_internals import seed_generators, statistics_of, trainable_variables, unlisted
 from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.gradient_state import GradientState, Vectors
 from tfcommx.strategies import CommonState
@@ -88,7 +82,7 @@ def record_of(
 def write_residuals(model: keras.Model, path: Path, writes_model: bool) -> None:
     """Write this rank's state of each of the model's wrapped optimizers.
 
-    The rank that writes the model adds the arrays of `exact`, to check a restored model.
+    The rank that writes the model adds those of `exact_arrays`, to check a restored model.
     """
     exact = exact_arrays(model) if writes_model else {}
     with replacing(path) as part, part.open("wb") as file:
@@ -100,10 +94,8 @@ def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
     """Return the arrays of this rank's file: the state of each wrapped optimizer of the model."""
     seeds = [generator.state.numpy().tolist() for generator in seed_generators(model)]
     arrays: dict[str, np.ndarray] = {}
-    index = [
-        _index_of(record_of(model, optimizer, seeds), arrays)
-        for optimizer in wrapped_optimizers(model)
-    ]
+    records = [record_of(model, optimizer, seeds) for optimizer in wrapped_optimizers(model)]
+    index = [_index_of(record, arrays) for record in records]
     for number, variable in enumerate(own_variables(model)):
         arrays[f"own{number}"] = wide(variable.numpy())
     return {"index": np.array(json.dumps(index)), **arrays}
@@ -123,11 +115,8 @@ def read_own(path: Path) -> list[np.ndarray]:
         reading("A rank's file of a checkpoint", path, COPY, CheckpointError),
         np.load(path) as stored,
     ):
-        return [
-            stored[f"own{number}"]
-            for number in range(len(stored.files))
-            if f"own{number}" in stored
-        ]
+        names = (f"own{number}" for number in range(len(stored.files)))
+        return [stored[name] for name in names if name in stored]
 
 
 def _spans(vector: np.ndarray) -> list[list[int]]:

@@ -11,19 +11,13 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from tfcommx.checkpoint.exact import restore_exact
 from tfcommx.checkpoint.files import Head, memory_model_name, model_name, residuals_name
 from tfcommx.checkpoint.newest import Newest, newest, read_inherited
 from tfcommx.checkpoint.records import OptimizerRecord
-from tfcommx.checkpoint.state import saved_by_keras, set_model, set_optimizer
+from tfcommx.checkpoint.state import restore_exact, saved_by_keras, set_model, set_optimizer
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, local_path, reading
-from tfcommx.keras_internals import (
-    finalize_layers,
-    seed_generators,
-    trainable_variables,
-    unlisted,
-)
+from tfcommx.keras_internals import finalize_layers, seed_generators, trainable_variables, unlisted
 from tfcommx.optim.requested_plan import VariableNames
 from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.gradient_state import GradientState, Vectors, add_vectors, scaled
@@ -124,9 +118,8 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
     optimizers = wrapped_optimizers(model)
     _require_built(model)
     agree_on_names(model, 0)
-    weights = folder / (
-        memory_model_name(head.save) if checkpoint.source == "memory" else model_name(head.save)
-    )
+    name = memory_model_name if checkpoint.source == "memory" else model_name
+    weights = folder / name(head.save)
     files = _read_files(folder, head, weights)
     roots = _roots_of(files, folder, len(optimizers))
     for optimizer, root in zip(optimizers, roots, strict=True):
@@ -139,22 +132,19 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
         variables = _known_variables(optimizer, model, records, roots[index], folder)
         trainable = model.trainable_variables if len(optimizers) == 1 else []
         _build_optimizer(optimizer, variables, roots[index], trainable)
+    kind = f"The model of a checkpoint of {model.name!r}"
     if checkpoint.source == "memory":
         with np.load(weights) as arrays:
             set_model(model, arrays)
     elif weights.is_file():  # Ranks without the file receive the weights by BroadcastState
-        with reading(
-            f"The model of a checkpoint of {model.name!r}", weights, MODEL, CheckpointError
-        ):
+        with reading(kind, weights, MODEL, CheckpointError):
             model.load_weights(weights)
     for index, optimizer in enumerate(optimizers):
         # Other ranks receive the state by BroadcastState
         if comm.rank == 0 and (state := files[0][index].state):
             set_optimizer(optimizer, state)
     if checkpoint.source != "memory" and weights.is_file():
-        with reading(
-            f"The model of a checkpoint of {model.name!r}", weights, MODEL, CheckpointError
-        ):
+        with reading(kind, weights, MODEL, CheckpointError):
             root_file = folder / residuals_name(head.save, 0)
             if root_file.is_file():
                 # Not on other ranks, because they receive state that Keras does not save by

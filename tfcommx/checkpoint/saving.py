@@ -39,8 +39,7 @@ from tfcommx.checkpoint.records import write_residuals
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import CheckpointError, local_path, replacing
-from tfcommx.optim.centre import with_centre
-from tfcommx.optim.step_boundary import consolidate
+from tfcommx.optim.step_boundary import consolidate, with_centre
 from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
 
 log = logging.getLogger("tfcommx")

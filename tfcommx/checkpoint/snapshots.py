@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import keras
@@ -310,14 +309,11 @@ class Snapshots:
         if self.supervised is None or threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGTERM, self._on_sigterm)
+        before = signal.signal(signal.SIGTERM, lambda *_: self.leave())
         try:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._leave = True
 
     def leave(self) -> None:
         """Request the next generation, without this host. **Ranks:** local."""
@@ -355,15 +351,8 @@ class Snapshots:
             self._writing.wait()
             ready, _ = self._vote()
         if self._due or leaves:
-            head = Head(
-                self._next,
-                epoch - 1,
-                self._comm.topology.size,
-                step,
-                steps,
-                notes() | self.notes(),
-            )
-            self._capture(head)
+            ranks, noted = self._comm.topology.size, notes() | self.notes()
+            self._capture(Head(self._next, epoch - 1, ranks, step, steps, noted))
         if leaves:
             self._end()
 
@@ -393,14 +382,12 @@ class Snapshots:
         failed = writing is not None and writing.done() and bool(writing.problem)
         pause = self._leave or (self._link is not None and self._link.asked_to_pause.is_set())
         step = max(time_now - self._asked_at, 1e-6) / self._between
+        # 0 on the other ranks, so that the sum is rank 0's wish
         wish = int(np.clip(ASK_SECONDS / step, 1, ASK_STEPS)) if self._comm.rank == 0 else 0
         with tf.device("/cpu:0"):
-            votes = self._comm.allreduce(
-                tf.constant([busy, failed, pause, wish], tf.float32),
-                "world",
-                "tfcommx/snapshots",
-                counted=False,
-            ).numpy()
+            vote = tf.constant([busy, failed, pause, wish], tf.float32)
+            total = self._comm.allreduce(vote, "world", "tfcommx/snapshots", counted=False)
+            votes = total.numpy()
         self._until = self._between = max(1, round(float(votes[3])))
         self._asked_at = time.monotonic()
         if votes[0]:
@@ -427,13 +414,9 @@ class Snapshots:
         self._whole = writing.save
         self.cost.add(self._copying, writing.seconds, writing.bytes)
         if self._link is not None:
-            self._link.say(
-                snapshot={
-                    "total": self.total,
-                    "seconds": round(writing.seconds, 3),
-                    "bytes": writing.bytes,
-                }
-            )
+            seconds = round(writing.seconds, 3)
+            facts = {"total": self.total, "seconds": seconds, "bytes": writing.bytes}
+            self._link.say(snapshot=facts)
 
     def _capture(self, head: Head) -> None:
         """Copy the state, and start a thread that writes it. **Ranks:** all."""
@@ -443,12 +426,8 @@ class Snapshots:
             sharded |= exchanger_in(optimizer).sharding is not None
         writes = self._comm.rank == 0 if sharded else self._writes_model
         own_arrays = {name: np.array(array) for name, array in residual_arrays(self.model).items()}
-        captured = Captured(
-            head.save,
-            {"head": head_array(head), **own_arrays},
-            copy_model(self.model) if writes else None,
-            sharded,
-        )
+        model = copy_model(self.model) if writes else None
+        captured = Captured(head.save, {"head": head_array(head), **own_arrays}, model, sharded)
         self._writing = Writing(captured, self._comm.rank, self.place, self._send, self._whole)
         self._next, self._due = head.save + 1, False
         self._copying = time.monotonic() - start
@@ -462,5 +441,6 @@ class Snapshots:
         if self._link is not None:
             for host in dict.fromkeys(filter(None, leaving)):
                 self._link.say(leaving=host)
+        # No rank ends before rank 0 has told the supervisor which hosts leave
         self._comm.gather_objects("told")
         raise SystemExit(PAUSED)

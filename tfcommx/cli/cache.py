@@ -38,8 +38,7 @@ def warm(
     ],
     disk: Disk = None,
     store: Annotated[
-        int | None,
-        typer.Option(help="Short side of stored images, pixels; default: unchanged."),
+        int | None, typer.Option(help="Short side of stored images, pixels; default: unchanged.")
     ] = None,
     split: Annotated[str, typer.Option(help="Split of shards, or of a TensorFlow set.")] = "train",
     memory: Memory = Path("/dev/shm"),

@@ -27,7 +27,7 @@ from tfcommx.comparison.step_times import (
     step_seconds,
 )
 from tfcommx.comparison.trainings import Setup, train, trained
-from tfcommx.core import ConfigurationError, Profile, Topology, check_number
+from tfcommx.core import ConfigurationError, Topology, check_number
 from tfcommx.launch.hosts import parse_hosts, slots_of
 from tfcommx.recipes.reader import RecipeError, RecipePart
 from tfcommx.recipes.recipe import Recipe
@@ -94,14 +94,17 @@ def compare(
     # All ranks share this machine, so that importing TensorFlow in 8 of them can take longer than
     # the 30 s that Gloo waits for a rank by default
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", "300")
-    name = read_recipe(config, settings or []).name
-    folder = output or Path("runs") / f"compare_{name}"
+    plain = read_recipe(config, settings or [])
+    folder = output or Path("runs") / f"compare_{plain.name}"
     setup = Setup(config, tuple(settings or ()), nodes, slots, folder)
     rates = _numbers(bandwidths)
-    changes, recipes = _checked(setup, _words(methods))
+    changes, recipes = _checked(setup, plain, _words(methods))
     trainings = _trainings(setup, changes, seeds)
-    model_profile = None if model is None else profile_of(model, gpu, throughput, batch)
-    profiles = _profiles(setup, model_profile)
+    # The compute profile of a step in each phase
+    if model is None:
+        profiles = profiles_of(setup, plain)
+    else:
+        profiles = [profile_of(model, gpu, throughput, batch)] * len(plain.phases)
     on_hosts: dict[str, MeasuredSteps] = {}
     if hosts is not None:
         on_hosts = {
@@ -110,16 +113,14 @@ def compare(
         in_step = [measured for name, measured in on_hosts.items() if meets_in_steps(recipes[name])]
         computes = computing(in_step or list(on_hosts.values()))
         profiles = [scaled(*pair) for pair in zip(profiles, computes, strict=True)]
+    steps_of_epochs = {
+        name: [epoch["steps"] for epoch in rows[0]["epochs"]] for name, rows in trainings.items()
+    }
     steps = []
     for rate in sorted({*rates, *([measured_at] if measured_at else [])}):
         at_rate = Topology(nodes, slots), links_at(rate, read_links(links))
         predicted = {
-            name: step_seconds(
-                recipe,
-                profiles,
-                *at_rate,
-                [epoch["steps"] for epoch in trainings[name][0]["epochs"]],
-            )
+            name: step_seconds(recipe, profiles, *at_rate, steps_of_epochs[name])
             for name, recipe in recipes.items()
         }
         seconds: Mapping[str, Sequence[float]] = predicted
@@ -169,9 +170,10 @@ def _numbers(text: str) -> list[float]:
     return rates
 
 
-def _checked(setup: Setup, words: list[str]) -> tuple[dict[str, list[str]], dict[str, Recipe]]:
+def _checked(
+    setup: Setup, plain: Recipe, words: list[str]
+) -> tuple[dict[str, list[str]], dict[str, Recipe]]:
     """Return each method's changes, and the recipe with them, before the first training."""
-    plain = read_recipe(setup.recipe, setup.changes)
     epochs = [phase.epochs for phase in plain.phases]
     as_settings = plain.strategy.model_dump() if isinstance(plain.strategy, RecipePart) else None
     changes, recipes = {}, {}
@@ -203,13 +205,3 @@ def _trainings(
                 training = train(setup, name, settings)
             trainings[name].append(training)
     return trainings
-
-
-def _profiles(setup: Setup, model_profile: Profile | None) -> list[Profile]:
-    """Return the compute profile of a step in each phase."""
-    recipe = read_recipe(setup.recipe, setup.changes)
-    return (
-        profiles_of(setup, recipe)
-        if model_profile is None
-        else [model_profile] * len(recipe.phases)
-    )

@@ -142,19 +142,17 @@ def instructions(machine: str, flags: set[str]) -> Finding:
 
 
 def gpus(present: list[Gpu], built: list[int] | None) -> Finding:
-    """Report the driver's GPUs; the exchange checks that TensorFlow and NCCL use them.
+    """Report the driver's GPUs, and those that the native library, if it has kernels, lacks.
 
-    Args:
-        built: architectures of the native library; None if it has no GPU kernels.
+    The exchange checks that TensorFlow and NCCL use them.
     """
     details = ", ".join(map(str, present)) or "none: ranks compute on CPUs"
     if built is None:
         return Finding("GPUs", OK, details)
     missed = [gpu for gpu in present if not build.covers(built, gpu.architecture)]
     if missed:
-        details += (
-            f"; the native library does not run on {', '.join(sorted(set(map(str, missed))))}"
-        )
+        names = ", ".join(sorted(set(map(str, missed))))
+        details += f"; the native library does not run on {names}"
         advice = build.build_advice(gpu.architecture for gpu in present)
         return Finding("GPUs", FAILED, details, f"Nor does Horovod, built alike. {advice}")
     return Finding("GPUs", OK, details)

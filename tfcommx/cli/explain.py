@@ -190,14 +190,12 @@ def _bucket_row(number: int, name: str, steps: dict[str, Timeline]) -> dict[str,
         messages = [s for s in timeline.spans if s.kind == "message" and s.bucket == number]
         on_the_way = 1e3 * sum(span.end_s - span.start_s for span in messages)
         row[f"{label}: on the way"] = on_the_way if messages else "-"
-        row["there" if label == "recorded" else "there "] = (
-            1e3 * messages[-1].end_s if messages else "-"
-        )
+        there = "there" if label == "recorded" else "there "
+        row[there] = 1e3 * messages[-1].end_s if messages else "-"
     return row
 
 
 def _show_difference(recorded: Timeline, simulated: Timeline, others_s: float) -> None:
-    """Print the difference between the step and its simulation, and its parts."""
     difference = recorded.step_s - simulated.step_s
     computing = _computed_s(recorded) - _computed_s(simulated)
     parts = {
@@ -221,7 +219,6 @@ def _computed_s(timeline: Timeline) -> float:
 
 
 def _show_better(predicted: list[tuple[Timeline, list[Prediction]]]) -> None:
-    """Print the simulated steps of the recorded plan and of the best plans."""
     from tfcommx.planner.predict import interval
 
     # The step as recorded; the next, if known, has its gradients as early as possible

@@ -50,12 +50,8 @@ class Offers(NamedTuple):
     @property
     def columns(self) -> list[str]:
         """Settings that distinguish cells."""
-        listed = [
-            name
-            for machine in self.machines.values()
-            for name, value in machine.items()
-            if isinstance(value, list)
-        ]
+        settings = itertools.chain(*(machine.items() for machine in self.machines.values()))
+        listed = [name for name, value in settings if isinstance(value, list)]
         return list(dict.fromkeys([*ALWAYS, *listed]))
 
     def cells(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -245,7 +241,6 @@ def _is_beaten(row: Mapping[str, Any], rows: list[dict[str, Any]]) -> bool:
 
 
 def _named(file: Path, content: Mapping[str, Any], key: str) -> dict[str, dict[str, Any]]:
-    """Return the settings below a key, by name."""
     rows = content.get(key)
     if (
         not isinstance(rows, dict)
@@ -287,7 +282,6 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the printed cells of a row."""
     names = list(row)
     tells_apart = names[1 : names.index("ranks")]
     within = "-".join(f"{1e3 * row[name]:.0f}" for name in INTERVAL)

@@ -70,8 +70,7 @@ def plan(
     assumptions = Assumptions(measured_time(profile))
     measured = Links.read(links)
     if engine is not None:
-        at_work = dataclasses.replace(measured.engine, name=engine)
-        measured = measured._replace(engine=at_work)
+        measured = measured._replace(engine=dataclasses.replace(measured.engine, name=engine))
     setting = Setting(profile, Topology(nodes, slots), measured, assumptions)
     ranking = candidates(setting, _asked(selection, density, wire, compression), mpi)
     if selection != "all":
@@ -113,15 +112,10 @@ def profile_of(model: str, gpu: str, throughput: float | None, batch: int | None
 
 def _row(candidate: Prediction) -> dict[str, Any]:
     scheme, timeline = candidate.scheme, candidate.timeline
+    names = ("peer_route", "dense_route", "wire", "compression", "merging", "selection", "density")
     return {
         "scheme": scheme.route,
-        "peer_route": scheme.peer_route,
-        "dense_route": scheme.dense_route,
-        "wire": scheme.wire,
-        "compression": scheme.compression,
-        "merging": scheme.merging,
-        "selection": scheme.selection,
-        "density": scheme.density,
+        **{name: getattr(scheme, name) for name in names},
         "buckets": len(candidate.plan.buckets),
         "step_seconds": timeline.step_s,
         "exposed_seconds": timeline.exposed_s,

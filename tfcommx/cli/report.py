@@ -16,8 +16,7 @@ def report(
     run_folders: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...",
-            help="Folders that `tfcommx train` wrote, such as runs/fashion_mnist.",
+            metavar="RUN...", help="Folders that `tfcommx train` wrote, such as runs/fashion_mnist."
         ),
     ],
 ) -> None:

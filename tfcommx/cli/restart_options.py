@@ -30,52 +30,40 @@ class RestartOptions(NamedTuple):
     """The options of the command line; None: not given."""
 
     min_np: Annotated[
-        int | None,
-        typer.Option("--min-np", min=1, help="Restart: ranks at least; default: -np, else 1."),
+        int | None, typer.Option(min=1, help="Restart: ranks at least; default: -np, else 1.")
     ] = None
     max_np: Annotated[
         int | None,
         typer.Option(
-            "--max-np",
             min=1,
             help="Restart: ranks at most; default: -np, or all slots with a discovery script.",
         ),
     ] = None
     host_discovery_script: Annotated[
-        str | None,
-        typer.Option(
-            "--host-discovery-script",
-            help="Restart: prints the hosts, a line each: node1:4.",
-        ),
+        str | None, typer.Option(help="Restart: prints the hosts, a line each: node1:4.")
     ] = None
     slots: Annotated[
-        int | None,
-        typer.Option("--slots", min=1, help="Slots of hosts printed without a number."),
+        int | None, typer.Option(min=1, help="Slots of hosts printed without a number.")
     ] = None
     reset_limit: Annotated[
-        int | None,
-        typer.Option("--reset-limit", min=0, help="Restart: largest number of restarts."),
+        int | None, typer.Option(min=0, help="Restart: largest number of restarts.")
     ] = None
     blacklist_cooldown_range: Annotated[
         tuple[float, float] | None,
         typer.Option(
-            "--blacklist-cooldown-range",
             help="Restart: seconds that a lost host is left out, the first time and at most; "
-            "default: {:g} {:g}.".format(*COOLDOWN_SECONDS),
+            "default: {:g} {:g}.".format(*COOLDOWN_SECONDS)
         ),
     ] = None
     elastic_timeout: Annotated[
         float | None,
         typer.Option(
-            "--elastic-timeout",
-            min=0,
-            help=f"Restart: seconds to wait for enough hosts; default: {TIMEOUT_SECONDS:g}.",
+            min=0, help=f"Restart: seconds to wait for enough hosts; default: {TIMEOUT_SECONDS:g}."
         ),
     ] = None
     grow_every: Annotated[
         float | None,
         typer.Option(
-            "--grow-every",
             metavar="MINUTES",
             min=0,
             help="Restart: period at which new hosts may join, in addition to epoch ends.",

@@ -209,17 +209,13 @@ def _number(name: str, value: Any, kind: type) -> Any:
 
 
 def _option(field: dataclasses.Field[Any]) -> inspect.Parameter:
-    """Return the command's parameter for a setting."""
     text, default = field.metadata["help"], field.default
     if default is not None:
         text += f" Default: {f'{default:g}' if isinstance(default, float) else default}."
     kind: Any = KINDS[field.name]
-    return inspect.Parameter(
-        field.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, typer.Option(help=text)],
-    )
+    option = Annotated[kind | None, typer.Option(help=text)]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(field.name, keyword, default=None, annotation=option)
 
 
 def simulate(
@@ -292,7 +288,6 @@ def _with(swept: str, value: Any, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(file: Path | None, options: dict[str, Any]) -> Settings:
-    """Return the settings of a file, overridden by options."""
     content = read_keys(file) if file else {}
     for name in content:
         check_name(f"setting in {file}", name, list(KINDS))

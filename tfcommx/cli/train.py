@@ -85,13 +85,8 @@ def supervise_train(
 
     options = restart.options(ranks)
     try:
-        supervise(
-            restart.source(hosts, "-H", ranks),
-            options,
-            RemoteHosts(),
-            make_launch,
-            LaunchStopper(None, folder),
-        )
+        source = restart.source(hosts, "-H", ranks)
+        supervise(source, options, RemoteHosts(), make_launch, LaunchStopper(None, folder))
     except LaunchError as error:
         if error.status == USER_ERROR:  # A rank has printed it
             sys.exit(USER_ERROR)
@@ -219,12 +214,7 @@ def train(
     elif dry_run:
         dry_run_here(recipe, folder)
     else:
-        options = {
-            "resume": resume,
-            "minutes": minutes,
-            "terminal": terminal,
-            "alone": alone,
-        }
+        options = {"resume": resume, "minutes": minutes, "terminal": terminal, "alone": alone}
         if train_here(recipe, folder, options) and show_report:
             show_run(folder)
 

@@ -13,7 +13,6 @@ comparisons     facts that must be equal on all ranks
 rendezvous      a Gloo launch of processes that srun, torchrun or others have started
 gloo_hosts      every rank's host, before Horovod starts under Gloo
 gpu_checks      a GPU for each rank, code that was built for it, correct sums of Horovod
-exit_message    a rank's last message to the process that holds the centres of EASGD
 unwrapped       warnings of optimizers that take steps without an exchange
 
 Only this package, `launch`, `watch`, `cli`, `ray`, `strategies.easgd.process` and `kernels.loader`

@@ -253,6 +253,7 @@ class Comm(abc.ABC):
         every rank, if facts that were stated by `comparisons` differ between ranks.
         """
         if self.topology.size == 1:
+            # Encoded, because items that other ranks could not receive must fail here, too
             return [decode(encode(item))]
         everyone = self._gather_objects((item, self.comparisons.digests()))
         digests = [received for _, received in everyone]

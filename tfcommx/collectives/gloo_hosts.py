@@ -139,11 +139,8 @@ class Store:
         return reason or ("" if status == http.client.OK else f"HTTP status {status}")
 
     def get(self, key: str, most: int, deadline: float) -> tuple[bytes | None, str]:
-        """Return the bytes of a key, or None, and the reason of a failure, or "".
-
-        Args:
-            most: bytes to read; one more is read to detect longer values.
-        """
+        """Return the bytes of a key, or None, and the reason of a failure, or ""."""
+        # One byte more than `most`, to detect longer values
         status, body, reason = self._ask("GET", key, most + 1, deadline)
         if status == http.client.OK:
             return body, ""

@@ -99,13 +99,8 @@ def keep_one_gpu(local_rank: int) -> RankGpu:
     tf.config.experimental.set_memory_growth(gpus[number], True)
     details = tf.config.experimental.get_device_details(gpus[number])
     major, minor = details.get("compute_capability", (0, 0))
-    return RankGpu(
-        host,
-        of(number),
-        details.get("device_name", "GPU"),
-        10 * major + minor,
-        loader.gpu_architectures(),
-    )
+    name, built = details.get("device_name", "GPU"), loader.gpu_architectures()
+    return RankGpu(host, of(number), name, 10 * major + minor, built)
 
 
 def check_gpus(comm: Comm, own_gpu: RankGpu) -> list[RankGpu]:

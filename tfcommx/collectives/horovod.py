@@ -296,25 +296,18 @@ class HorovodComm(Comm):
             return tf.ensure_shape(
                 tf.add_n(tf.unstack(shards)), [tensor.shape[0] // ranks, *tensor.shape[1:]]
             )
-        return _sized(
-            self._ops._reducescatter(
-                tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group)
-            ),
-            tensor,
-            1 / ranks,
+        shard = self._ops._reducescatter(
+            tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group)
         )
+        return _sized(shard, tensor, 1 / ranks)
 
     def _all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        return _sized(
-            self._ops.allgather(tensor, **self._named(name), process_set=self._set(group)),
-            tensor,
-            len(self.members(group)),
-        )
+        gathered = self._ops.allgather(tensor, **self._named(name), process_set=self._set(group))
+        return _sized(gathered, tensor, len(self.members(group)))
 
     def _alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        return _sized(
-            self._ops.alltoall(tensor, **self._named(name), process_set=self._set(group)), tensor, 1
-        )
+        received = self._ops.alltoall(tensor, **self._named(name), process_set=self._set(group))
+        return _sized(received, tensor, 1)
 
     def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
         return self._ops.broadcast(tensor, root, **self._named(name))

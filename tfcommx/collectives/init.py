@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from tfcommx.collectives import comm as base
-from tfcommx.collectives import exit_message, gpu_checks, horovod, mpi, process, rendezvous
+from tfcommx.collectives import gpu_checks, horovod, mpi, process, rendezvous
 from tfcommx.collectives.gloo_hosts import gloo_hosts
 from tfcommx.collectives.unwrapped import UnwrappedOptimizers
 from tfcommx.core import ConfigurationError, Topology, check_number
@@ -90,7 +90,7 @@ def init(
         )
         if launch.centre:
             # Before the end of the watch, which may end the process
-            exit_message.tell_the_centre_at_exit()
+            mpi.tell_the_centre_at_exit()
         # After the start of the watch, because it is the first collective on GPUs
         gpu_checks.check_fused_sum(comm, gpus)
         UnwrappedOptimizers(launch.rank).watch()

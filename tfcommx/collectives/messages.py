@@ -136,9 +136,8 @@ class Messages:
         """
         inside = between = 0
         own_node, last = self._topology.node_of(self._rank), self._topology.size - 1
-        for rank, amount in [
-            pair for messages in self._counted for pair in list(messages.sent.items())
-        ]:
+        pairs = [pair for messages in self._counted for pair in list(messages.sent.items())]
+        for rank, amount in pairs:
             if rank == self._rank:  # It may be worker and server
                 continue
             if self._topology.node_of(min(rank, last)) == own_node:

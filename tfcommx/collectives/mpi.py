@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
+import os
 import sys
 import threading
 import time
@@ -15,7 +17,7 @@ from tfcommx.collectives.plain_data import decode, encode
 from tfcommx.collectives.point_to_point import Request
 from tfcommx.core import LaunchError, RankLostError
 from tfcommx.launch.hosts import check_host_name
-from tfcommx.launch.interpreter import Hook, handle_uncaught
+from tfcommx.launch.interpreter import ExitStatus, Hook, handle_uncaught
 from tfcommx.launch.launcher import launcher, message_timeout, rendezvous_seconds
 from tfcommx.launch.mpi_start import limited
 
@@ -68,10 +70,7 @@ def mpi_hosts() -> list[str]:
 
 
 def gather_with_centre(item: T) -> list[T]:
-    """Return the items of all ranks, followed by that of the process that holds a centre.
-
-    Args:
-        item: plain data, as plain_data.py encodes it.
+    """Return the plain data of all ranks, followed by that of the process that holds a centre.
 
     **Ranks:** all, and that process.
     """
@@ -202,3 +201,26 @@ class MpiPointToPoint:
         """Free the communicator; MPI has a limited number of them."""
         if not self._shared:
             self._world.Free()
+
+
+# Tag of a rank's last message to the process that holds the centres, on no centre's channel
+END = 0
+# Seconds to wait until the message is sent, and between two checks
+END_SECONDS, POLL_SECONDS = 2.0, 0.0005
+
+
+def tell_the_centre_at_exit() -> None:
+    """Send this rank's exit status to the process that holds the centres. **Ranks:** each."""
+    status = ExitStatus()
+    status.watch()
+    atexit.register(_say_end, os.getpid(), status)
+
+
+def _say_end(pid: int, status: ExitStatus) -> None:
+    if os.getpid() != pid:  # A forked child is not the rank
+        return
+    messages = MpiPointToPoint(watched=True, lasting=False, with_centre=True)
+    request = messages.send(np.array([status.get()], np.int32), launcher().size, END)
+    until = time.monotonic() + END_SECONDS
+    while not messages.done(request) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)

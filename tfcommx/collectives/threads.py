@@ -198,17 +198,14 @@ class ThreadComm(Comm):
         self, tensors: list[tf.Tensor], name: str, average: bool
     ) -> list[tf.Tensor]:
         sums = [self._allreduce(tensor, "world", f"{name}/{i}") for i, tensor in enumerate(tensors)]
-        return (
-            [total / tf.cast(self.topology.size, total.dtype) for total in sums]
-            if average
-            else sums
-        )
+        if not average:
+            return sums
+        return [total / tf.cast(self.topology.size, total.dtype) for total in sums]
 
     def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         ranks = self.members(group)
-        return tf.split(self._sum(tensor, group, f"reduce_scatter {name}"), len(ranks))[
-            ranks.index(self.rank)
-        ]
+        total = self._sum(tensor, group, f"reduce_scatter {name}")
+        return tf.split(total, len(ranks))[ranks.index(self.rank)]
 
     def _all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         return tf.concat(self._meet(group, f"all_gather {name}", tensor), axis=0)
@@ -216,13 +213,9 @@ class ThreadComm(Comm):
     def _alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         ranks = self.members(group)
         position = ranks.index(self.rank)
-        return tf.concat(
-            [
-                tf.split(received, len(ranks))[position]
-                for received in self._meet(group, f"alltoall {name}", tensor)
-            ],
-            axis=0,
-        )
+        everyone = self._meet(group, f"alltoall {name}", tensor)
+        parts = [tf.split(received, len(ranks))[position] for received in everyone]
+        return tf.concat(parts, axis=0)
 
     def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
         return self._meet("world", f"broadcast {name}", tensor)[root]

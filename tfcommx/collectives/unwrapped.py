@@ -112,19 +112,14 @@ class UnwrappedOptimizers:
             if traced() is optimizer:
                 return
             try:
-                count = {variable.name: variable for variable in optimizer.variables}.get(
-                    "iteration"
-                )
+                by_name = {variable.name: variable for variable in optimizer.variables}
+                count = by_name.get("iteration")
             except TypeError:  # In Horovod's wrapper it is a method, as in Keras 2
                 count = optimizer.iterations
             if count is None:  # A class that keeps its steps elsewhere
                 return
-            self._traced[id(optimizer)] = (
-                optimizer.name,
-                weakref.ref(optimizer),
-                count,
-                int(count),
-            )
+            row = optimizer.name, weakref.ref(optimizer), count, int(count)
+            self._traced[id(optimizer)] = row
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._look_often, name="tfcommx-unwrapped", daemon=True

@@ -4,7 +4,7 @@ cache       DataCache: read and decode once, then feed every process of the node
 options     settings of storage (Options) and of batches (BatchSpec)
 order       the samples of each rank in an epoch, and their order
 epochs      some epochs as batches of sample numbers, and counts of the served samples
-loader, fill, batches   load a batch: missing samples are read, decoded and stored first
+loader, batches         load a batch: missing samples are read, decoded and stored first
 slab, slab_files        the memory of a node, in a file of shared memory
 capacity    the memory that samples need, and the memory that is available
 disk        the disk level: encoded bytes as the source returned them

@@ -174,7 +174,6 @@ def _read_definition(
     channels: int,
     seed: int,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Read a batch like `read`, in plain TensorFlow."""
     import tensorflow as tf
 
     side, rule, dtype = spec.resolution, spec.rule(seed), tf.as_dtype(spec.dtype)

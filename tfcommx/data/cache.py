@@ -5,7 +5,7 @@
 
 There are three lifetimes. The samples in memory outlive every dataset, and this process if another
 one of the node uses them (`slab`). The cache and its threads live as long as the DataCache
-(`loader`, `fill`). The epochs and the counts of served samples belong to one call of `dataset`
+(`loader`). The epochs and the counts of served samples belong to one call of `dataset`
 (`epochs`).
 
 **Source:** Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
@@ -31,13 +31,12 @@ import numpy as np
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.comparisons import Facts
-from tfcommx.core import ConfigurationError, Topology
+from tfcommx.core import ConfigurationError, Topology, check_name
 from tfcommx.data import capacity, order, slab_files
 from tfcommx.data.disk import Disk
 from tfcommx.data.epochs import Epochs, EpochStats, warn_if_served
-from tfcommx.data.fill import Filler
-from tfcommx.data.loader import Loader, warming_steps
-from tfcommx.data.options import BatchSpec, Options, options_of
+from tfcommx.data.loader import WARM, Filler, Loader
+from tfcommx.data.options import BatchSpec, Options
 from tfcommx.data.pipeline import prefetch_sizes, weak_method, without_autotune
 from tfcommx.data.reshuffle import reshuffle
 from tfcommx.data.slab import Slab
@@ -170,7 +169,9 @@ class DataCache:
         rank: int | None = None,
         **options: Any,
     ) -> None:
-        self.options = options_of(options)
+        for name in options:
+            check_name("option of DataCache", name, Options.__dataclass_fields__)
+        self.options = Options(**options)
         self.source = find_source(source) if isinstance(source, str | os.PathLike) else source
         self.topology, self.rank = find_position(topology, rank)
         self.node, self.slot = self.topology.position_of(self.rank)
@@ -182,9 +183,8 @@ class DataCache:
         if self.options.disk is not None:
             self.disk = Disk(self.options.disk, self.source.key, self.source.count)
         exclusive = self.options.reshuffle_fraction > 0 and self.topology.nodes > 1
-        self.slab = open_slab(
-            self.source, self.disk, self._part(), self.options, self.node, exclusive
-        )
+        part = self._part()
+        self.slab = open_slab(self.source, self.disk, part, self.options, self.node, exclusive)
         self.filler = Filler(self.source, self.slab, self.disk, self.options, self._threads())
         self._loader = Loader(self.source, self.slab, self.filler, self.options)
         # Epoch -> number of samples received from other nodes for it
@@ -208,10 +208,8 @@ class DataCache:
         processors = len(os.sched_getaffinity(0))
         # Bound by the launcher: the other processes of the node then have other processors
         bound = processors < (os.cpu_count() or processors)
-        share = (
-            processors if bound else max(1, processors // self.topology.slots_by_node[self.node])
-        )
-        return self.options.threads or share
+        sharers = 1 if bound else self.topology.slots_by_node[self.node]
+        return self.options.threads or max(1, processors // sharers)
 
     def steps(self, spec: BatchSpec) -> int:
         """Return the number of batches of an epoch, the same on every rank."""
@@ -219,15 +217,9 @@ class DataCache:
 
     def share(self, epoch: int, shuffle: bool = True) -> np.ndarray:
         """Return the samples of this rank in an epoch, in order, int64 [n]."""
-        return order.share(
-            self.source.count,
-            self.topology,
-            self.rank,
-            self.options.seed,
-            epoch,
-            self.options.reshuffle_fraction,
-            shuffle,
-        )
+        count, options = self.source.count, self.options
+        by = (options.seed, epoch, options.reshuffle_fraction, shuffle)
+        return order.share(count, self.topology, self.rank, *by)
 
     def dataset(
         self, spec: BatchSpec, first_epoch: int = 0, epochs: int = 1, step: int = 0
@@ -303,17 +295,14 @@ class DataCache:
         waited, served = (float(sum(row[column] for row in rows)) for column in (0, 1))
         counts = self.filler.counts.get(epoch, Counter[str]())
         disk, source = (
-            min(1.0, counts.get(level, 0) / served) if served else 0.0
-            for level in ("disk", "source")
+            min(1.0, counts[level] / served) if served else 0.0 for level in ("disk", "source")
         )
         return {
             "samples": served,
             "hit_memory": max(0.0, 1 - disk - source) if served else 0.0,
             "hit_disk": disk,
             "hit_source": source,
-            "repaired": counts.get("repaired", 0),
-            "unreadable": counts.get("unreadable", 0),
-            "overflow": counts.get("overflow", 0),
+            **{kind: counts[kind] for kind in ("repaired", "unreadable", "overflow")},
             "arrived": self._arrived.get(epoch, 0),
             "corrupt_disk": self.disk.corrupt if self.disk else 0,
             "loader_wait_seconds": waited,
@@ -331,7 +320,7 @@ class DataCache:
     @property
     def warming_steps(self) -> int:
         """Number of steps of `warming`."""
-        return warming_steps(len(self.share(0)))
+        return -(-len(self.share(0)) // WARM)
 
     def reshuffle(self, epoch: int, transport: Comm | None = None) -> int:
         """Receive the samples that are new on this node in `epoch` from the other nodes' memory.
@@ -352,15 +341,8 @@ class DataCache:
         fraction = self.options.reshuffle_fraction
         if fraction == 0 or self.topology.nodes == 1:
             return 0
-        arrived = reshuffle(
-            self.slab,
-            transport or process.current(),
-            self.topology,
-            self.rank,
-            self.options.seed,
-            fraction,
-            epoch,
-        )
+        comm, seed = transport or process.current(), self.options.seed
+        arrived = reshuffle(self.slab, comm, self.topology, self.rank, seed, fraction, epoch)
         self._arrived[epoch] = arrived
         return arrived
 

@@ -66,7 +66,6 @@ class Disk:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Read the entries that have been added to any index since the last call."""
         if time.monotonic() - self._looked < _REFRESH_S:
             return
         self._looked = time.monotonic()
@@ -106,7 +105,10 @@ class Disk:
                 return None
             _, label, at, length, crc = self._entry_of[sample].tolist()
         try:
-            data = _bytes_of(self._packs[pack], length, at)
+            with opened_own(self._packs[pack]) as file:
+                size = os.fstat(file).st_size
+                # An entry of a damaged index may point beyond the end
+                data = os.pread(file, length, at) if 0 <= at <= size - length <= size else b""
         except OSError:  # Dropped in the meantime, or another user's
             return None
         if len(data) == length and _crc(sample, label, data) == crc:
@@ -168,13 +170,6 @@ def _entries(path: Path, seen: int) -> np.ndarray:
     with opened_own(path) as file:
         data = os.pread(file, os.fstat(file).st_size, seen * _ENTRY.itemsize)
     return np.frombuffer(data[: len(data) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
-
-
-def _bytes_of(path: Path, length: int, at: int) -> bytes:
-    """Return bytes of a pack; fewer, or none, if an entry points beyond its end."""
-    with opened_own(path) as file:
-        size = os.fstat(file).st_size
-        return os.pread(file, length, at) if 0 <= at <= size - length <= size else b""
 
 
 def _folders(folder: str | Path) -> list[Path]:

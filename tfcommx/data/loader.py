@@ -2,29 +2,244 @@
 
     check -> (read files -> native fill -> finish the rest) -> read
 
-The steps in brackets run only if a sample is absent or damaged.
+The steps in brackets run only if a sample is absent or damaged. `Filler` reads missing samples from
+the disk level or, if it does not have them, from the source; several threads decode and store them.
 """
 
 from __future__ import annotations
 
+import threading
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tfcommx.data import batches
-from tfcommx.data.fill import Filler
+from tfcommx.data.batches import ABSENT, DAMAGED, FILLED_BY_OTHER
+from tfcommx.data.disk import Disk
 from tfcommx.data.options import BatchSpec, Options
-from tfcommx.data.pipeline import weak_method
+from tfcommx.data.pipeline import joined_at_exit, weak_method
 from tfcommx.data.slab import Slab
-from tfcommx.data.sources.decode import stored_size
-from tfcommx.data.sources.source import Source
+from tfcommx.data.sources.decode import JPEG, PNG, decode, pack, stored_size
+from tfcommx.data.sources.source import SampleError, Source
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
+# Level at which `read_files` found a sample's file
+FROM_DISK, FROM_SOURCE = 1, 2
 # Samples of a step of `warming`: enough for all threads, few enough for a steady progress bar
 WARM = 64
+
+
+class Filler:
+    """Loads missing samples into the slab, for one process.
+
+    Every process loads the samples that its batches need: in the first epoch each sample once,
+    while training already runs.
+
+    Args:
+        options: options of the cache. `store`; `on_error`: with "skip", a sample that cannot be
+            read is left out of its batch and counted, otherwise it is an error that names the file;
+            without `partial`, the first sample that does not fit causes a warning.
+        threads: number of threads that read and decode, >= 1.
+
+    **Raises:** SampleError, from `fetch`, without "skip".
+    """
+
+    def __init__(
+        self, source: Source, slab: Slab, disk: Disk | None, options: Options, threads: int
+    ) -> None:
+        self.source, self.slab, self.disk, self.store = source, slab, disk, options.store
+        self.max_pixels = options.max_pixels
+        self.skip, self.partial = options.on_error == "skip", options.partial
+        # Epoch -> number of samples that were read from "disk" and "source", were "repaired" or
+        # "unreadable", or did not fit ("overflow")
+        self.counts: dict[int, Counter[str]] = {}
+        # Sample -> error message
+        self.unreadable: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, "tfcommx-fill")
+
+    @joined_at_exit
+    def read_files(
+        self, samples: np.ndarray, state: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Read the JPEGs and PNGs among a batch's absent samples, for the native fill.
+
+        All other samples, including those with errors, are left to `fetch`.
+
+        Args:
+            samples: sample numbers, int64 [b].
+            state: result of `batches.check`, uint8 [b].
+
+        Returns:
+            Encoded bytes [b], empty for samples that are left to `fetch`; labels int64 [b]; level
+            uint8 [b]: FROM_DISK, FROM_SOURCE or 0.
+        """
+        encoded = np.full(len(samples), b"", object)
+        labels = np.zeros(len(samples), np.int64)
+        level = np.zeros(len(samples), np.uint8)
+
+        def bring(positions: np.ndarray) -> None:
+            for i in positions.tolist():
+                if file := self._file(int(samples[i])):
+                    encoded[i], labels[i], level[i] = file
+
+        # Not into a full slab, because the native fill would decode samples that it cannot store
+        if not self.slab.full:
+            # One task per thread, because one per sample would cost as much Python as its reading
+            absent = np.flatnonzero(state == ABSENT)
+            shares = [absent[first :: self._threads] for first in range(self._threads)]
+            list(self._pool.map(bring, shares))
+        return encoded, labels, level
+
+    def _file(self, sample: int) -> tuple[bytes, int, int] | None:
+        """Return (encoded bytes, label, level) of a JPEG or PNG that is not in memory, or None."""
+        # Stored by another process, or unreadable
+        if int(self.slab.index[sample]) != 0:
+            return None
+        try:
+            on_disk = self.disk.read(sample) if self.disk is not None else None
+            data, label = on_disk or self.source.read(sample)
+        except (SampleError, OSError):
+            return None
+        if not isinstance(data, bytes) or not data.startswith((JPEG, PNG)):
+            return None
+        return data, label, FROM_DISK if on_disk else FROM_SOURCE
+
+    @joined_at_exit
+    def finish(
+        self,
+        samples: np.ndarray,
+        state: np.ndarray,
+        remaining: np.ndarray,
+        epoch: int,
+        encoded: np.ndarray,
+        labels: np.ndarray,
+        level: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Count the samples of the native fill, write them to disk; return the `fetch` of the rest.
+
+        Args:
+            samples, state: as in `read_files`.
+            remaining: result of `batches.fill`, uint8 [b].
+            encoded, labels, level: results of `read_files`.
+        """
+        brought = (remaining == 0) | (remaining == FILLED_BY_OTHER)
+        for i in np.flatnonzero((state != 0) & brought).tolist():
+            self._count(int(epoch), "disk" if level[i] == FROM_DISK else "source")
+            # A sample that another process stored is written to disk by that process
+            if self.disk is not None and level[i] == FROM_SOURCE and remaining[i] == 0:
+                self.disk.write(int(samples[i]), int(labels[i]), encoded[i])
+        return self.fetch(samples, np.where(remaining == FILLED_BY_OTHER, 0, remaining), epoch)
+
+    def fetch(
+        self, samples: np.ndarray, state: np.ndarray, epoch: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Load a batch's missing samples, of any format.
+
+        Args:
+            samples, state: as in `read_files`.
+
+        Returns:
+            The samples that can be read, int64 [b' <= b]; the records of those that do not fit into
+            the slab, uint8 [m]; and the byte offset of each sample's record, int64 [b'], -1 for
+            samples in the slab.
+        """
+        missing = np.flatnonzero(state)
+        work = [(int(samples[i]), state[i] == DAMAGED, int(epoch)) for i in missing]
+        records = list(self._pool.map(lambda args: self._bring(*args), work))
+        at, loose, length = np.full(len(samples), -1, np.int64), [], 0
+        keep = np.ones(len(samples), bool)
+        for i, record in zip(missing, records, strict=True):
+            if record is None:
+                keep[i] = False
+            elif record:
+                at[i] = length
+                loose.append(record)
+                length += len(record)
+        return samples[keep], np.frombuffer(b"".join(loose), np.uint8), at[keep]
+
+    def _bring(self, sample: int, damaged: bool, epoch: int) -> bytes | None:
+        """Load a sample; return b"", or its record if it does not fit, or None if unreadable."""
+        if self.slab.unreadable(sample) and self.skip:
+            self._count(epoch, "unreadable")
+            return None
+        if not damaged and self.slab.get(sample) is not None:  # Stored by another process
+            return b""
+        try:
+            pixels, label, data = self._decoded(sample, epoch)
+        except (SampleError, OSError) as error:
+            self._give_up(sample, damaged, epoch, error)
+            return None
+        # Stored by another process during the decoding
+        if not damaged and self.slab.get(sample) is not None:
+            return b""
+        if self.disk is not None and data is not None:
+            self.disk.write(sample, label, data)
+        if damaged:
+            self._count(epoch, "repaired")
+        put = self.slab.repair if damaged else self.slab.put
+        if put(sample, label, pixels):
+            return b""
+        self._count(epoch, "overflow")
+        self._warn_of_no_room()
+        return pack(sample, label, pixels)
+
+    def _decoded(self, sample: int, epoch: int) -> tuple[np.ndarray, int, bytes | None]:
+        """Return pixels, label, and the encoded bytes if the disk level lacks them."""
+        on_disk = self.disk.read(sample) if self.disk is not None else None
+        if on_disk is not None:
+            try:
+                pixels = decode(on_disk[0], self.source.channels, self.store, self.max_pixels)
+                self._count(epoch, "disk")
+                return pixels, on_disk[1], None
+            except SampleError:
+                pass  # Read from the source, which may have been fixed since
+        data, label = self.source.read(sample)
+        pixels = decode(data, self.source.channels, self.store, self.max_pixels)
+        self._count(epoch, "source")
+        return pixels, label, data if isinstance(data, bytes) else None
+
+    def _give_up(self, sample: int, damaged: bool, epoch: int, error: Exception) -> None:
+        """Raise for a sample that cannot be read; with `skip`, record and count it."""
+        if damaged:  # Unpublish, because a read without a CRC check would serve it
+            self.slab.forget(sample)
+        message = f"Sample {sample} cannot be read: {self.source.where(sample)}: {error}."
+        # Escaped, because a name that is not UTF-8 would empty the message in TensorFlow
+        message = message.encode("utf-8", "backslashreplace").decode()
+        if not self.skip:
+            raise SampleError(f"{message} Fix or remove it, or set on_error='skip'.") from error
+        with self._lock:
+            self.unreadable[sample] = message
+        self._count(epoch, "unreadable")
+        # Errors of the system are not marked, because a later read may succeed
+        if isinstance(error, SampleError):
+            self.slab.mark_unreadable(sample)
+
+    def _warn_of_no_room(self) -> None:
+        if self.partial:
+            return
+        self.partial = True
+        warnings.warn(
+            f"{self.slab.path} has no room for all samples, though it was made for them: others "
+            "have filled the shared memory, or `reshuffle_fraction` is used without `reshuffle`. "
+            "The rest is read and decoded in every epoch, which is slow.",
+            stacklevel=3,
+        )
+
+    def _count(self, epoch: int, kind: str) -> None:
+        with self._lock:
+            self.counts.setdefault(epoch, Counter())[kind] += 1
+
+    def close(self) -> None:
+        """End the threads. May be called twice."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 class Loader:
@@ -106,7 +321,7 @@ class Loader:
         return images, labels
 
     def warming(self, samples: np.ndarray) -> Iterator[None]:
-        """Load samples, int64 [n], into memory in `warming_steps` steps."""
+        """Load samples, int64 [n], into memory, WARM in a step."""
         import tensorflow as tf
 
         check = _traced(
@@ -121,11 +336,6 @@ class Loader:
             remaining = fill(files, chunk, labels, state)
             self.filler.finish(chunk, state, remaining, -1, files, labels, level)
             yield
-
-
-def warming_steps(count: int) -> int:
-    """Return the number of steps in which `Loader.warming` loads `count` samples."""
-    return -(-count // WARM)
 
 
 def _traced(work: Callable[..., tf.Tensor], *kinds: tf.DType) -> Callable[..., np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from tfcommx.core import ConfigurationError, check_name, check_number, check_whole, local_path
@@ -183,14 +183,3 @@ class Options:
         """
         names = ("seed", "store", "on_error", "reshuffle_fraction")
         return {f"option {name}": f"{getattr(self, name)}" for name in names}
-
-
-def options_of(arguments: dict[str, Any]) -> Options:
-    """Return the options that these keyword arguments set.
-
-    **Raises:** ConfigurationError for an unknown name, with the nearest known one.
-    """
-    names = [field.name for field in fields(Options)]
-    for name in arguments:
-        check_name("option of DataCache", name, names)
-    return Options(**arguments)

@@ -85,7 +85,6 @@ def parts(
 def _redistributed(
     before: tuple[np.ndarray, ...], seed: int, epoch: int, fraction: float
 ) -> tuple[np.ndarray, ...]:
-    """Return the parts of `epoch`, made from those of the epoch before."""
     offers = [shuffled(part, seed, _OFFER, epoch)[: round(fraction * len(part))] for part in before]
     pool = shuffled(np.concatenate(offers), seed, _POOL, epoch)
     received = np.split(pool, np.cumsum([len(offer) for offer in offers])[:-1])

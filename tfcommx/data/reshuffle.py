@@ -30,13 +30,7 @@ ROUND_BYTES = 64 * 2**20
 
 
 def reshuffle(
-    slab: Slab,
-    comm: Comm,
-    topology: Topology,
-    rank: int,
-    seed: int,
-    fraction: float,
-    epoch: int,
+    slab: Slab, comm: Comm, topology: Topology, rank: int, seed: int, fraction: float, epoch: int
 ) -> int:
     """Exchange the samples that change their node for `epoch`; return the number of stored ones.
 

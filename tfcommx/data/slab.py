@@ -133,7 +133,6 @@ class Slab:
         return at == 0 or self._publish(sample, label, pixels, at)
 
     def _publish(self, sample: int, label: int, pixels: np.ndarray, at: int | None) -> bool:
-        """Write a record and store its offset in the index."""
         if at is None or not self._write(sample, label, pixels, at):
             self.full = True
             return False

@@ -215,7 +215,6 @@ def _rename_if_free(part: Path, path: Path) -> None:
 
 
 def _write_header(file: int, key: str, count: int, length: int, metadata: dict[str, str]) -> None:
-    """Set the length, header and metadata of a new file."""
     data_at = overhead_bytes(count)
     length = max(length, data_at)
     os.ftruncate(file, length)

@@ -8,7 +8,7 @@ wrapped                 finds the wrapped optimizers of a model
 broadcast               one rank's variables on every rank
 replica_forms, replica_outputs   compare the construction and the outputs of the ranks' models
 metrics_over_ranks      metrics of all ranks' samples
-step_boundary, centre   between steps, in custom training loops
+step_boundary           between steps, in custom training loops
 layers                  SyncBatchNormalization
 result_bytes            results of any dtype as one vector of bytes
 """

@@ -366,7 +366,7 @@ def _cached_plan(kept: dict[str, Any], plain: Plan, expected: ExpectedRun) -> Pl
     try:
         plan = read_plan(kept["plan"])
         if plan.topology == plain.topology and plan.paths == plain.paths:
-            kept["chosen"], kept["said"]
+            kept["chosen"], kept["said"]  # Raises for a record without them
             return plan if kept["of_trial"] >= expected.trial_steps else None
     except Exception:  # Any exception: the file may contain anything
         pass

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.core import AUTO, ConfigurationError, Links, Plan, Profile, Scheme, Topology
+from tfcommx.core import AUTO, ConfigurationError, Links, Plan, Profile, Scheme
 from tfcommx.keras_internals import (
     AgreedLossScale,
     ExchangesGradients,
@@ -130,18 +130,10 @@ def DistributedOptimizer(
 
     By default, `Scheme("auto")`, the first steps are a trial: plain Horovod and the two plans that
     are predicted to be fastest take turns, and the fastest stays. All of it is in the graph of one
-    step: nothing is traced again, and the steps count as training. Predictions go by the links,
-    which rank 0 has cached in an earlier run or which are measured before the first step, and by
-    `profile`; without one by the exchange alone, and by as much computing as that. Plain Horovod
-    stays unless another plan's mean step, without the slowest one, is at least 4 % faster, and by
-    more than the standard error. With a selection, entries travel as "elias/int8" unless the
-    scheme names another `wire`; rounding errors stay in the residual. Where BroadcastState
-    knows the number of remaining steps, the trial takes at most 2 % of them; if none fits, a clear
-    prediction counts, or plain Horovod; in fewer than 50 steps nothing is measured. Rank 0 keeps
-    the choice on its disk (`TFCOMMX_CACHE`, or ~/.cache/tfcommx) by model, batch, cluster, versions
-    and request; the next run begins with it. With one rank, less than 256 KiB of gradients,
-    nodes whose prediction promises nothing, or a strategy other than "synchronous", it is plain
-    Horovod, and nothing is tried.
+    step: nothing is traced again, and the steps count as training. Plain Horovod stays unless
+    another plan is clearly faster. Rank 0 keeps the choice on its disk, and the next run begins
+    with it. docs/explanation/planner.md says what predictions depend on, how long a trial takes,
+    and when there is none.
 
     Args:
         optimizer: any Keras optimizer; its state, if it has some, is copied.
@@ -189,14 +181,15 @@ def DistributedOptimizer(
     """
     _check_optimizer(optimizer)
     _check_scope()
-    strategy = strategy_of(strategy)
-    if not strategy.in_lock_step and getattr(_inner(optimizer), "use_ema", False):
+    strategy, inner = strategy_of(strategy), _inner(optimizer)
+    uses_ema = getattr(inner, "use_ema", False)
+    if uses_ema and not strategy.in_lock_step:
         raise ConfigurationError(
-            "The centre of elastic averaging is an average already. Received an optimizer with "
-            "use_ema=True. Leave it out."
+            "use_ema=True cannot be combined with ElasticAveraging, whose centre is already a "
+            "running average. Remove use_ema."
         )
-    overwrites = getattr(_inner(optimizer), "ema_overwrite_frequency", None)
-    if strategy.updates_apart and getattr(_inner(optimizer), "use_ema", False) and overwrites:
+    overwrites = getattr(inner, "ema_overwrite_frequency", None)
+    if strategy.updates_apart and uses_ema and overwrites:
         raise ConfigurationError(
             f"With {strategy} each rank has a separate moving average for some steps, which "
             "must not replace weights that all ranks agree on. Received "
@@ -205,18 +198,18 @@ def DistributedOptimizer(
         )
     if not isinstance(plan, Plan | None):
         raise ConfigurationError(f"`plan` must be a tfcommx.Plan or None. Received {plan!r}.")
-    inner = _inner(optimizer)
+    topology = process.current().topology
     settings = ExchangeSettings(
         operation=op,
         plan=plan,
-        links=_links_of(links, process.current().topology),
+        links=links if isinstance(links, Links | None) else Links.read(links, topology),
         strategy=strategy,
         check_replicas_every=check_replicas_every,
         profile=_profile_of(profile),
         own_momentum=getattr(inner, "momentum", 0.0) or getattr(inner, "beta_1", 0.0),
         sender=type(inner) if isinstance(inner, SendsMomentum) else None,
     )
-    if settings.strategy.shards_weights:
+    if strategy.shards_weights:
         require_shardable(inner)
     if scheme is None:
         scheme = _scheme_of_momenta(settings.sender) if settings.sender else Scheme(AUTO)
@@ -299,10 +292,6 @@ def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.inner_optimizer
     return optimizer
-
-
-def _links_of(links: Links | str | Path | None, topology: Topology) -> Links | None:
-    return links if isinstance(links, Links | None) else Links.read(links, topology)
 
 
 def _profile_of(profile: Profile | str | Path | None) -> Profile | None:

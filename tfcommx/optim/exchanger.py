@@ -359,6 +359,7 @@ class Exchanger:
         weights = self.names.weights_of(variables)
 
         def factors(nodes: int) -> dict[str, tf.Tensor]:
+            # There are no factors if no correction applies
             return dict(zip(weights, noise_factors(nodes), strict=False))
 
         self.run_for(variables).update(Update(apply, gradients, weights, state, factors))

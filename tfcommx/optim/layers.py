@@ -71,10 +71,8 @@ class SyncBatchNormalization(OwnMoments):
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the mean and variance of each channel over all ranks. **Ranks:** all."""
         if self._statistics is None or self._gradient is None:
-            self._statistics, self._gradient = (
-                self._watched_sum("statistics"),
-                self._watched_sum("gradient"),
-            )
+            self._statistics = self._watched_sum("statistics")
+            self._gradient = self._watched_sum("gradient")
         statistics, sum_gradient, counted = self._statistics, self._gradient, None
         if mask is not None:
             mask = tf.cast(mask, tf.bool)[..., tf.newaxis]

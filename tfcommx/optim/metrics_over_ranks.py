@@ -179,11 +179,9 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
     )
     reports = [_report_from(received) for received in comm.gather_objects(_plain(report))]
     # Prefix -> the first rank that has this state: it computes the results
-    leads = {
-        prefix: rank
-        for rank, sent_report in reversed(list(enumerate(reports)))
-        for prefix in sent_report.forms
-    }
+    leads: dict[str, int] = {}
+    for rank, received_report in reversed(list(enumerate(reports))):
+        leads |= dict.fromkeys(received_report.forms, rank)
     prefixes = sorted(leads)
     forms = {prefix: _common_forms(prefix, reports) for prefix in prefixes}
     totals = _add(states, sums, forms)
@@ -254,7 +252,6 @@ def _common_forms(prefix: str, reports: list[_Report]) -> list[_Form]:
 
 
 def _start_of(sums: list[SumState] | None, number: int) -> np.ndarray:
-    """Return the initial value of a variable that is a sum."""
     start = None if sums is None else sums[number].start
     assert start is not None, "a form adds only variables that are sums"
     return start
@@ -318,6 +315,7 @@ def _combine(
     results = state.results_with(values)
     if not not_added:
         return _Combined(results, [])
+    # A result that changes with these variables depends on them
     changed = state.results_with(
         [
             [part_state + np.ones_like(part_state) for part_state in parts]

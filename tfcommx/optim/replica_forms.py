@@ -16,12 +16,7 @@ import numpy as np
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.keras_internals import (
-    given_name,
-    inner_optimizer,
-    layers_of,
-    own_variables,
-)
+from tfcommx.keras_internals import given_name, inner_optimizer, layers_of, own_variables
 from tfcommx.optim.requested_plan import path_of
 from tfcommx.optim.wrapped import wrapped_optimizers
 
@@ -51,7 +46,10 @@ def require_equal_forms(model: keras.Model) -> None:
     **Ranks:** all. **Cost:** two small exchanges on the host.
     **Raises:** ConfigurationError that names the layer and the ranks.
     """
-    forms = [form_of(layer) for layer in _compared_layers(model)]
+    # Without the model itself and its inputs, which a loaded model has elsewhere
+    inputs = keras.layers.InputLayer
+    layers = [layer for layer in layers_of(model)[1:] if not isinstance(layer, inputs)]
+    forms = [form_of(layer) for layer in layers]
     gathered = _gather_if_unequal([tuple(form) for form in forms])
     everyone = [[LayerForm._make(form) for form in remote] for remote in gathered]
     for rank, remote in enumerate(everyone):
@@ -107,12 +105,6 @@ def form_of(layer: keras.layers.Layer) -> LayerForm:
     if (table := _table_of(layer)) is not None:
         settings["vocabulary or bins"] = table
     return LayerForm(given_name(layer), label, settings)
-
-
-def _compared_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """Return all layers but the model itself and its inputs, which a loaded model has elsewhere."""
-    inputs = keras.layers.InputLayer
-    return [layer for layer in layers_of(model)[1:] if not isinstance(layer, inputs)]
 
 
 def _table_of(layer: keras.layers.Layer) -> str | None:

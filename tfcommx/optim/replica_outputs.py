@@ -148,7 +148,8 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
         return
     for rank, (other, _) in enumerate(samples):
         if names := _differences(samples[root][0], other):
-            difference = _largest_difference(samples[root][0], other, names[0])
+            by = _difference(samples[root][0], other, names[0])
+            difference = f" by up to {by[0]:.3g}, where the largest is {by[1]:.3g}" if by else ""
             raise ConfigurationError(
                 "All ranks must compute the same from the same batch, and their variables are "
                 f"equal. Received {names[0]} of rank {root}'s first batch that differs between "
@@ -175,17 +176,14 @@ def _pack(batch: Any) -> tuple[str, Any]:
 
 
 def _unpack(kind: str, content: Any) -> Any:
-    """Return the batch from the result of `_pack`."""
     if kind == "dict":
         return {key: _unpack(*part) for key, part in content.items()}
     if kind in ("list", "tuple", "ragged", "sparse"):
         parts = [_unpack(*part) for part in content]
-        make = {"list": list, "tuple": tuple}
-        if kind in make:
-            return make[kind](parts)
-        return (
-            tf.RaggedTensor.from_row_splits(*parts) if kind == "ragged" else tf.SparseTensor(*parts)
-        )
+        if kind in ("ragged", "sparse"):
+            make = tf.RaggedTensor.from_row_splits if kind == "ragged" else tf.SparseTensor
+            return make(*parts)
+        return parts if kind == "list" else tuple(parts)
     if kind == "none":
         return None
     if kind == "strings":
@@ -194,7 +192,6 @@ def _unpack(kind: str, content: Any) -> Any:
 
 
 def _result_of(model: keras.Model, batch: Any, seed: int = 0) -> Result:
-    """Compute outputs and loss."""
     inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
 
     def with_loss(outputs: Any) -> dict[str, tf.Tensor]:
@@ -246,16 +243,19 @@ def _differences(first: Result, second: Result) -> list[str]:
 
 
 def _close(first: Result, second: Result, name: str) -> bool:
+    by = _difference(first, second, name)
+    return by is not None and by[0] <= TOLERANCE[first.samples[name].dtype.name] * by[1]
+
+
+def _difference(first: Result, second: Result, name: str) -> tuple[float, float] | None:
+    """Return the largest difference of two results, and their largest entry.
+
+    None if they are not floats of one shape.
+    """
     a, b = first.samples.get(name), second.samples.get(name)
     if a is None or b is None or a.shape != b.shape or a.dtype.name not in TOLERANCE:
-        return False
-    difference, scale = _difference(a, b)
-    return difference <= TOLERANCE[a.dtype.name] * scale
-
-
-def _difference(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
-    """Return the largest difference of two float arrays, and their largest entry."""
-    a, b = first.astype(np.float64), second.astype(np.float64)
+        return None
+    a, b = a.astype(np.float64), b.astype(np.float64)
     # Equal NaN and Inf are equal
     unequal = ~((a == b) | (np.isnan(a) & np.isnan(b)))
     with np.errstate(invalid="ignore"):
@@ -265,22 +265,12 @@ def _difference(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
     return (np.inf if np.isnan(largest) else largest), scale
 
 
-def _largest_difference(first: Result, second: Result, name: str) -> str:
-    a, b = first.samples.get(name), second.samples.get(name)
-    if a is None or b is None or a.shape != b.shape or a.dtype.name not in TOLERANCE:
-        return ""
-    difference, scale = _difference(a, b)
-    return f" by up to {difference:.3g}, where the largest is {scale:.3g}"
-
-
 def _first_layer(model: keras.Model, batch: Any, root: int, rank: int) -> str:
     """Name the first layer that computes something else, and the remedy. **Ranks:** all."""
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    rows: list[tuple[str, str, str]] = []
     with calls_recorded(model, _digest) as calls:
         call_alike(model, inputs, lambda outputs: None)
-    for layer, before, after in calls:
-        rows.append((f"{layer.name!r} ({type(layer).__name__})", before, after))
+    rows = [(f"{layer.name!r} ({type(layer).__name__})", *digests) for layer, *digests in calls]
     constants = [constants_of(layer) for layer, _, _ in calls]
     everyone = process.current().gather_objects((rows, constants))
     (root_layers, our_constants), (rank_layers, their_constants) = everyone[root], everyone[rank]

@@ -246,15 +246,14 @@ class RequestedPlan:
             plan = self.plan_of(variables)
             strategy.check(plan)
             executor = PlanExecutor(plan, self._comm)
-        if isinstance(strategy, Synchronous) and not self.is_chosen and not self._has_advised:
-            self._advise(fewer_bytes(executor.plan, request.gradients))
+        may_advise = isinstance(strategy, Synchronous) and not self.is_chosen
+        # Once: a low-bit sum in place of a selection that the user named
+        if may_advise and not self._has_advised:
+            advice = fewer_bytes(executor.plan, request.gradients)
+            if advice is not None:
+                announce(self._comm, advice)
+            self._has_advised = advice is not None
         return executor
-
-    def _advise(self, advice: str | None) -> None:
-        """Name a low-bit sum in place of a selection that the user named, once."""
-        if advice is not None:
-            announce(self._comm, advice)
-            self._has_advised = True
 
     def _executor_of_momenta(
         self, variables: Sequence[keras.Variable], sender: SendsMomentum
@@ -273,12 +272,9 @@ class RequestedPlan:
         learning = None
         if isinstance(sender, LearnsThenSendsMomentum):
             learning = LearningPhase(sender.learning_wire, sender.frozen_at.value)
-        return MomentumExecutor(
-            request.plan(self.schemes, only=moving),
-            request.plan(of_others, only=fixed) if fixed else None,
-            learning,
-            self._comm,
-        )
+        plan = request.plan(self.schemes, only=moving)
+        others = request.plan(of_others, only=fixed) if fixed else None
+        return MomentumExecutor(plan, others, learning, self._comm)
 
     def _asked(self, variables: Sequence[keras.Variable]) -> PlanRequest:
         gradients = [

@@ -40,11 +40,7 @@ def head_of(text: str) -> tf.Tensor:
 
 
 def outcome_of(heads: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return True if any share failed, and the text of the first that did.
-
-    Args:
-        heads: uint8 [shares, HEAD].
-    """
+    """Return True if any share of the heads, uint8 [shares, HEAD], failed, and the first's text."""
     failed = heads[:, 0] != 0
     first = tf.gather(heads, tf.argmax(tf.cast(failed, tf.int32)))
     letters = tf.cast(tf.boolean_mask(first, first != 0), tf.int32)

@@ -88,14 +88,10 @@ class Sharding:
 
     def set_state(self, whole: WholeState) -> None:
         """Take this rank's shards of a whole state, and keep it until `share_loaded`."""
-        by_path = {
-            name: {
-                path: array
-                for path, array in zip(self.shards.weights, arrays, strict=True)
-                if array is not None
-            }
-            for name, arrays in whole.items()
-        }
+        by_path: dict[str, dict[str, np.ndarray]] = {}
+        for name, arrays in whole.items():
+            pairs = zip(self.shards.weights, arrays, strict=True)
+            by_path[name] = {path: array for path, array in pairs if array is not None}
         self.shards.set_slots(self.slots, by_path)
         self._loaded = whole
 
@@ -124,7 +120,6 @@ class Sharding:
 
 
 def _forms(state: WholeState | None) -> dict[str, list[Form | None]] | None:
-    """Return the shape and dtype of each array."""
     if state is None:
         return None
     return {

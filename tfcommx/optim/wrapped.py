@@ -95,12 +95,9 @@ def wrapped_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def optimizers_elsewhere(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return wrapped optimizers that have trained the model, and that it does not hold now."""
     held = {id(exchanger_in(optimizer)) for optimizer in optimizers_in(model)}
-    exchangers = {
-        id(exchanger): exchanger
-        for variable in model.trainable_variables
-        if (exchanger := last_exchanger(variable)) is not None
-    }
-    optimizers = [reference.optimizer() for key, reference in exchangers.items() if key not in held]
+    last = filter(None, map(last_exchanger, model.trainable_variables))
+    exchangers = {id(exchanger): exchanger for exchanger in last}
+    optimizers = [exchanger.optimizer() for key, exchanger in exchangers.items() if key not in held]
     return [optimizer for optimizer in optimizers if optimizer is not None]
 
 

@@ -1,8 +1,7 @@
 """When: from a user's request to the work of each bucket, without TensorFlow.
 
 check      refuses schemes that cannot be carried out
-streams    which gradients may travel together; merging/ which do; prices their cost
-plan       the buckets
-predict    the step that a scheme would take; choose ranks schemes by it, sensitivity finds
-           changes that shorten it, automatic proposes plans to try for Scheme("auto")
+plan       the buckets: which gradients may travel together; merging/ which do; prices their cost
+predict    the step that a scheme would take, and changes that shorten it; choose ranks schemes by
+           it, automatic proposes plans to try for Scheme("auto"), budget those within a budget
 """

@@ -134,11 +134,8 @@ class _Ranking(NamedTuple):
         """Candidates predicted to be faster than plain Horovod; all if that is ruled out."""
         if self.must_choose:
             return self.candidates
-        return [
-            candidate
-            for candidate in self.candidates
-            if candidate.step_s <= WORTH_A_TRIAL * self.plain_s
-        ]
+        limit_s = WORTH_A_TRIAL * self.plain_s
+        return [candidate for candidate in self.candidates if candidate.step_s <= limit_s]
 
 
 class Proposal(NamedTuple):
@@ -204,8 +201,7 @@ def rules_out_plain(schemes: Mapping[str, Scheme], topology: Topology) -> bool:
     >>> rules_out_plain({"*": Scheme("auto", budget=0.3)}, Topology(2, 1))
     True
     """
-    auto = find_auto(schemes)
-    return _budget(auto, topology) is not None and auto is not None and auto.budget != 1
+    return _budget(find_auto(schemes), topology) not in (None, 1)
 
 
 def _budget(auto: Scheme | None, topology: Topology) -> float | None:
@@ -235,8 +231,8 @@ def propose(
 
     Returns:
         At most MAX_TRIALS, and only those that may be the fastest within the intervals of the
-        predictions. None if no scheme is predicted
-        to be faster. With a budget that rules plain Horovod out at least one, within the budget.
+        predictions. None if no scheme is predicted to be faster. With a budget that rules plain
+        Horovod out at least one, within the budget.
 
     **Cost:** a plan and a simulated step for each scheme; some seconds for a model of 500
     variables. **Raises:** PlanError for a profile of another model, or one without times, and for
@@ -331,33 +327,23 @@ def _ranking(
     if auto is None:
         raise PlanError(f'A Scheme("auto") is required among them. Received {dict(schemes)}.')
     own_gradients = _of_auto(schemes, request.gradients)
-    setting = Setting(
-        sub_profile(list(reversed(own_gradients)), profile),
-        request.topology,
-        request.links or NOMINAL,
-        Assumptions(selection=measured_time(profile)),
-    )
+    rows, assumptions = own_gradients[::-1], Assumptions(selection=measured_time(profile))
+    links = request.links or NOMINAL
+    setting = Setting(sub_profile(rows, profile), request.topology, links, assumptions)
     thorough = request.profile is not None
     plain = _plain_scheme(auto)
     if fitting is not None:
         of_plain, budget = setting.predict(plain), auto.budget or 1.0
         predictions = ranked(setting, fitting, ROUTES_FOR_OPTIMAL if thorough else 0)
         # Checked again, because bytes depend on the merging, too
-        within = [
-            prediction
-            for prediction in predictions
-            if prediction.bytes_between <= budget * of_plain.bytes_between
-        ]
+        limit = budget * of_plain.bytes_between
+        within = [prediction for prediction in predictions if prediction.bytes_between <= limit]
         must_choose = rules_out_plain(schemes, request.topology)
         return _Ranking(profile, within, of_plain.step_s, must_choose)
     shortened = auto.selection != "all" and auto.wire == PLAIN
     wire = SHORT_WIRE if shortened else auto.wire
-    best_first = candidates(
-        setting,
-        dataclasses.replace(auto, route=Scheme().route, wire=wire, budget=None),
-        messages,
-        thorough,
-    )
+    named = dataclasses.replace(auto, route=Scheme().route, wire=wire, budget=None)
+    best_first = candidates(setting, named, messages, thorough)
     plain_s = next(prediction.step_s for prediction in best_first if prediction.scheme == plain)
     return _Ranking(profile, best_first, plain_s, must_choose=False)
 

@@ -17,10 +17,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tfcommx import routes
 from tfcommx.core import NOISY, PLAIN, Piece, Plan, PlanError, Scheme, Topology
 from tfcommx.planner.choose import on_dense_routes, on_sparse_routes
 from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.planner.predict import bytes_between
 
 # Wires of dense routes by kind, the least lossy first
 KINDS = ((PLAIN,), ("float16", "bfloat16"), ("int8",), ("int4",), ("int2",), ("int1",))
@@ -39,10 +39,7 @@ class SentBytes(NamedTuple):
 
     def between(self, scheme: Scheme) -> float:
         """Return the bytes that a rank sends to other nodes in a step, as the mean over ranks."""
-        plan = make_plan(self.gradients, {"*": scheme}, self.topology)
-        return sum(
-            routes.of(bucket).wire_bytes(bucket, self.topology).between for bucket in plan.buckets
-        )
+        return bytes_between(make_plan(self.gradients, {"*": scheme}, self.topology))
 
     def percent(self, scheme: Scheme) -> str:
         """Return these bytes in percent of plain Horovod's, which must send some."""
@@ -50,10 +47,8 @@ class SentBytes(NamedTuple):
 
     def fewest(self, wire: str) -> Scheme:
         """Return the scheme that writes all entries in a format and sends the fewest bytes."""
-        forms = on_dense_routes(
-            [Scheme(wire=wire, merging="single")], self.topology, messages=False
-        )
-        return min(forms, key=self.between)
+        form = Scheme(wire=wire, merging="single")
+        return min(on_dense_routes([form], self.topology, messages=False), key=self.between)
 
 
 def least_lossy(auto: Scheme, sent: SentBytes, has_momentum: bool = False) -> list[Scheme]:
@@ -147,7 +142,7 @@ def fewer_bytes(plan: Plan, gradients: Sequence[Gradient]) -> str | None:
     if not paths:
         return None
     sent = SentBytes([gradient for gradient in gradients if gradient.path in paths], plan.topology)
-    between = sum(routes.of(bucket).wire_bytes(bucket, plan.topology).between for bucket in selects)
+    between = bytes_between(dataclasses.replace(plan, buckets=tuple(selects)))
     codes = sent.fewest("int4")
     if between <= sent.between(codes):
         return None

@@ -36,10 +36,7 @@ CODES = ("int8", "int4")
 
 
 def candidates(
-    setting: Setting,
-    asked: Scheme | None = None,
-    messages: bool = False,
-    thorough: bool = True,
+    setting: Setting, asked: Scheme | None = None, messages: bool = False, thorough: bool = True
 ) -> list[Prediction]:
     """Plan and simulate every scheme that is as good as the requested one; the fastest first.
 
@@ -74,7 +71,11 @@ def candidates(
         return dense
     plain_s = next(one.step_s for one in dense if one.scheme.route == Scheme().route)
     quickest = dense[0].scheme if dense[0].step_s <= NOTABLY_FASTER * plain_s else Scheme()
-    sparse = ranked(setting, _sparse(asked, quickest, topology, messages), for_optimal)
+    # Small variables travel as the quickest dense scheme says
+    form = dataclasses.replace(
+        asked, dense_route=quickest.route, dense_wire=quickest.wire, peer_route=quickest.peer_route
+    )
+    sparse = ranked(setting, on_sparse_routes(form, topology, messages), for_optimal)
     return sorted([*dense, *sparse], key=_step_s)
 
 
@@ -86,10 +87,9 @@ def with_codes(found: Sequence[Prediction], setting: Setting) -> list[Prediction
 
 
 def ranked(setting: Setting, schemes: Sequence[Scheme], for_optimal: int) -> list[Prediction]:
-    """Predict each scheme with the quick mergings, the best with the optimal; fastest first.
+    """Predict schemes with the quick mergings, the `for_optimal` best with the optimal one, too.
 
-    Args:
-        for_optimal: how many of the best ones, >= 0.
+    The fastest is first.
     """
     predictions = [
         setting.predict(dataclasses.replace(scheme, merging=merging))
@@ -129,14 +129,6 @@ def on_dense_routes(forms: Sequence[Scheme], topology: Topology, messages: bool)
         for peers in (PEER_ROUTES if name == "torus" else ("allreduce",))
     ]
     return list(_possible(tried, topology, messages))
-
-
-def _sparse(request: Scheme, dense: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
-    """Return the requested scheme on every sparse route; small variables travel as `dense` says."""
-    form = dataclasses.replace(
-        request, dense_route=dense.route, dense_wire=dense.wire, peer_route=dense.peer_route
-    )
-    return on_sparse_routes(form, topology, messages)
 
 
 def on_sparse_routes(form: Scheme, topology: Topology, messages: bool) -> list[Scheme]:

@@ -378,9 +378,8 @@ def _merged(
             total = prices.entry_bytes * sum(gradient.entries for _, gradient in members)
             fuses = assumptions.on(links).fuses
             fused = bool(fuses) and stream.way.route.fused and not compresses
-            limit = default_bucket_bytes(
-                None if compresses else prices, int(min(total, most)), fused
-            )
+            priced = None if compresses else prices
+            limit = default_bucket_bytes(priced, int(min(total, most)), fused)
         prices = dataclasses.replace(prices, bucket_bytes=int(min(limit, most)))
     positions = merging.get(stream.scheme.merging).groups(rows, prices)
     groups = [[members[position] for position in group] for group in positions]
@@ -431,27 +430,20 @@ def _bucket(gradients: list[Gradient], stream: Stream, topology: Topology, links
 
 
 def _compressed(
-    bucket: Bucket,
-    gradients: list[Gradient],
-    stream: Stream,
-    topology: Topology,
-    links: Links,
+    bucket: Bucket, gradients: list[Gradient], stream: Stream, topology: Topology, links: Links
 ) -> Bucket:
     """Let other vectors travel in place of the entries, if there is something to gain."""
+    route, shapes = stream.way.route, tuple(tuple(gradient.shape) for gradient in gradients)
     compressed = dataclasses.replace(
-        bucket,
-        padding=0,
-        compression=stream.compression,
-        shapes=tuple(tuple(gradient.shape) for gradient in gradients),
+        bucket, padding=0, compression=stream.compression, shapes=shapes
     )
-    travelling = vectors(compressed, stream.way.route, topology)
+    travelling = vectors(compressed, route, topology)
     is_shorter = sum(vector.size for vector in travelling) < bucket.size
     if not travelling or not is_shorter or bucket.dtype != "float32" or topology.size == 1:
-        return stream.way.route.cheapest(bucket, topology, links)
+        return route.cheapest(bucket, topology, links)
     longest = max(travelling, key=lambda vector: vector.size)
-    return dataclasses.replace(
-        compressed, options=stream.way.route.cheapest(longest, topology, links).options
-    )
+    options = route.cheapest(longest, topology, links).options
+    return dataclasses.replace(compressed, options=options)
 
 
 def _wire(stream: Stream, topology: Topology) -> str:

@@ -121,6 +121,12 @@ class Setting(NamedTuple):
         return Prediction(scheme, plan, predictions[0], self.links.spread, tenths)
 
 
+def bytes_between(plan: Plan) -> float:
+    """Return the bytes that one rank sends to other nodes in a step, as the mean over the ranks."""
+    topology = plan.topology
+    return sum(routes.of(bucket).wire_bytes(bucket, topology).between for bucket in plan.buckets)
+
+
 class Prediction(NamedTuple):
     """A scheme, its plan, and the step that is predicted under it."""
 
@@ -155,10 +161,7 @@ class Prediction(NamedTuple):
     @property
     def bytes_between(self) -> float:
         """Bytes that one rank sends to other nodes in a step, as the mean over the ranks."""
-        return sum(
-            routes.of(bucket).wire_bytes(bucket, self.plan.topology).between
-            for bucket in self.plan.buckets
-        )
+        return bytes_between(self.plan)
 
     @property
     def residual_bytes(self) -> int:

@@ -20,10 +20,7 @@ MOST_LATENCY = 0.2
 
 
 def prices_of(
-    make_bucket: Callable[[int], Bucket],
-    topology: Topology,
-    links: Links,
-    assumptions: Assumptions,
+    make_bucket: Callable[[int], Bucket], topology: Topology, links: Links, assumptions: Assumptions
 ) -> Prices:
     """Price groups of a stream of gradients as the simulator does.
 

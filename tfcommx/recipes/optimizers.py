@@ -1,6 +1,6 @@
 """Optimizers of the recipes: their settings, and the functions that build them.
 
-To add one: write a frozen `RecipePart` that satisfies `families.OptimizerRecipe` (its settings, a
+To add one: write a frozen `KerasRecipe` that satisfies `families.OptimizerRecipe` (its settings, a
 `name`, `momentum` and `build`), and add a row to `OPTIMIZERS`. Keras is imported inside functions
 only, because reading a recipe must not load it. Each is built with learning rate 0, because the run
 sets the rate of every step.
@@ -22,7 +22,22 @@ if TYPE_CHECKING:
 NOT_DECAYED = ["gamma", "beta", "bias"]
 
 
-class Sgd(RecipePart):
+class KerasRecipe(RecipePart):
+    """An optimizer whose arguments are the fields of its recipe, except `name`."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the optimizer."""
+        options = self.model_dump(exclude={"name"})
+        return options | {"weight_decay": options["weight_decay"] or None}
+
+    def decaying(self, kind: Any, **options: Any) -> keras.optimizers.Optimizer:
+        """Build an optimizer of a class that decays all weights; `options` replace the fields."""
+        optimizer = kind(0.0, **self.options() | options)
+        optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
+        return optimizer
+
+
+class Sgd(KerasRecipe):
     """Stochastic gradient descent with momentum."""
 
     name: Literal["sgd"] = "sgd"
@@ -33,21 +48,9 @@ class Sgd(RecipePart):
     weight_decay: float = Field(5e-4, ge=0)
 
     def build(self) -> keras.optimizers.Optimizer:
-        """Build Keras's SGD."""
         import keras
 
-        return self.of_class(keras.optimizers.SGD)
-
-    def of_class(self, kind: Any) -> keras.optimizers.Optimizer:
-        """Build an optimizer of a class whose options are those of Keras's SGD."""
-        optimizer = kind(
-            0.0,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            weight_decay=self.weight_decay or None,
-        )
-        optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
-        return optimizer
+        return self.decaying(keras.optimizers.SGD)
 
 
 class LowBitSgd(Sgd):
@@ -57,13 +60,12 @@ class LowBitSgd(Sgd):
     momentum: float = Field(0.9, gt=0, lt=1)
 
     def build(self) -> keras.optimizers.Optimizer:
-        """Build tfcommx's LowBitSGD."""
         from tfcommx.optimizers.low_bit_sgd import LowBitSGD
 
-        return self.of_class(LowBitSGD)
+        return self.decaying(LowBitSGD)
 
 
-class Lars(RecipePart):
+class Lars(KerasRecipe):
     """LARS, for large batches of convolutional networks; biases and normalisation are excluded."""
 
     name: Literal["lars"] = "lars"
@@ -74,19 +76,9 @@ class Lars(RecipePart):
     trust_coefficient: float = Field(0.001, gt=0)
 
     def build(self) -> keras.optimizers.Optimizer:
-        """Build tfcommx's LARS."""
         from tfcommx.optimizers.lars import LARS
 
         return LARS(0.0, **self.options())
-
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of the optimizer."""
-        return {
-            "momentum": self.momentum,
-            "nesterov": self.nesterov,
-            "weight_decay": self.weight_decay or None,
-            "trust_coefficient": self.trust_coefficient,
-        }
 
 
 class LowBitLars(Lars):
@@ -96,13 +88,12 @@ class LowBitLars(Lars):
     momentum: float = Field(0.9, gt=0, lt=1)
 
     def build(self) -> keras.optimizers.Optimizer:
-        """Build tfcommx's LowBitLARS."""
         from tfcommx.optimizers.low_bit_lars import LowBitLARS
 
         return LowBitLARS(0.0, **self.options())
 
 
-class AdamW(RecipePart):
+class AdamW(KerasRecipe):
     """Adam with decoupled weight decay; without decay it is Adam."""
 
     name: Literal["adamw"] = "adamw"
@@ -120,27 +111,10 @@ class AdamW(RecipePart):
         return self.beta_1
 
     def build(self) -> keras.optimizers.Optimizer:
-        """Build Keras's AdamW."""
         import keras
 
         # Not None without weight decay, which Keras's AdamW refuses
-        return self.of_class(keras.optimizers.AdamW, weight_decay=self.weight_decay)
-
-    def of_class(self, kind: Any, **options: Any) -> keras.optimizers.Optimizer:
-        """Build an optimizer of a class that takes `options()` and these options."""
-        optimizer = kind(0.0, **self.options() | options)
-        if self.weight_decay:
-            optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
-        return optimizer
-
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of the optimizer."""
-        return {
-            "beta_1": self.beta_1,
-            "beta_2": self.beta_2,
-            "epsilon": self.epsilon,
-            "weight_decay": self.weight_decay or None,
-        }
+        return self.decaying(keras.optimizers.AdamW, weight_decay=self.weight_decay)
 
 
 class Phases(RecipePart):
@@ -158,14 +132,9 @@ class OneBitAdam(AdamW, Phases):
     name: Literal["one_bit_adam"] = "one_bit_adam"  # type: ignore[assignment]
 
     def build(self) -> keras.optimizers.Optimizer:
-        """Build tfcommx's OneBitAdam."""
         from tfcommx.optimizers import one_bit_adam
 
-        return self.of_class(
-            one_bit_adam.OneBitAdam,
-            freeze_after=self.freeze_after,
-            learning_wire=self.learning_wire,
-        )
+        return self.decaying(one_bit_adam.OneBitAdam)
 
 
 class Lamb(AdamW):
@@ -180,7 +149,6 @@ class Lamb(AdamW):
     weight_decay: float = Field(0.01, ge=0)
 
     def build(self) -> keras.optimizers.Optimizer:
-        """Build tfcommx's LAMB."""
         from tfcommx.optimizers.lamb import LAMB
 
         return LAMB(0.0, **self.options())
@@ -192,15 +160,9 @@ class OneBitLamb(Lamb, Phases):
     name: Literal["one_bit_lamb"] = "one_bit_lamb"  # type: ignore[assignment]
 
     def build(self) -> keras.optimizers.Optimizer:
-        """Build tfcommx's OneBitLAMB."""
         from tfcommx.optimizers.one_bit_lamb import OneBitLAMB
 
-        return OneBitLAMB(
-            0.0,
-            **self.options(),
-            freeze_after=self.freeze_after,
-            learning_wire=self.learning_wire,
-        )
+        return OneBitLAMB(0.0, **self.options())
 
 
 OPTIMIZERS: dict[str, type[OptimizerRecipe]] = {

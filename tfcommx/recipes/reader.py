@@ -39,11 +39,12 @@ from tfcommx.core import ConfigurationError, check_name, local_path
 
 NULL = re.compile(r"(?:null|Null|NULL|~)?")
 BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
-INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", re.ASCII)
+INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 FLOAT = re.compile(
     r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)"
     r"|\.(?:nan|NaN|NAN)"
 )
+FORMS = {"null": NULL, "bool": BOOL, "int": INT, "float": FLOAT}
 # Truth values, octal and binary numbers, and numbers to the base 60 of YAML 1.1
 AMBIGUOUS = re.compile(
     r"(?:yes|no|on|off)|[-+]?0[0-9]+|[-+]?0b[01]+|[-+]?[0-9]+(?::[0-9]+)+(?:\.[0-9]*)?",
@@ -108,7 +109,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node)
             if key in mapping:
                 raise _error(key_node, f"the key {key!r} comes twice")
-            mapping[key] = self.construct_object(value_node, deep=True)
+            mapping[key] = self.construct_object(value_node)
         return mapping
 
 
@@ -119,7 +120,7 @@ def _error(at: Any, message: str) -> yaml.MarkedYAMLError:
 def _kind(node: yaml.ScalarNode) -> str:
     """Return the kind of value that a plain text stands for."""
     text = node.value
-    for kind, form in (("null", NULL), ("bool", BOOL), ("int", INT), ("float", FLOAT)):
+    for kind, form in FORMS.items():
         if form.fullmatch(text) and not AMBIGUOUS.fullmatch(text):
             return kind
     digits = text.replace("_", "")
@@ -136,7 +137,7 @@ def _kind(node: yaml.ScalarNode) -> str:
 
 def _construct(kind: str, loader: _Loader, node: yaml.Node) -> Any:
     text = loader.construct_scalar(node) if isinstance(node, yaml.ScalarNode) else None
-    form = {"null": NULL, "bool": BOOL, "int": INT, "float": FLOAT}.get(kind)
+    form = FORMS.get(kind)
     if text is None or (form and not form.fullmatch(text)):
         raise _error(node, f"{text!r} is no value of the kind {kind}")
     if kind == "null":
@@ -156,19 +157,12 @@ def _construct(kind: str, loader: _Loader, node: yaml.Node) -> Any:
     return text
 
 
-def _construct_list(loader: _Loader, node: yaml.SequenceNode) -> list[Any]:
-    return loader.construct_sequence(node, deep=True)
-
-
-def _construct_mapping(loader: _Loader, node: yaml.Node) -> dict[Any, Any]:
-    return loader.construct_mapping(node, deep=True)
-
-
+# Empty, because SafeLoader's are those of YAML 1.1
 _Loader.yaml_implicit_resolvers, _Loader.yaml_constructors = {}, {}
 for _name in ("null", "bool", "int", "float", "str"):
     _Loader.add_constructor(TAG + _name, functools.partial(_construct, _name))
-_Loader.add_constructor(TAG + "seq", _construct_list)
-_Loader.add_constructor(TAG + "map", _construct_mapping)
+_Loader.add_constructor(TAG + "seq", _Loader.construct_sequence)  # type: ignore[type-var]
+_Loader.add_constructor(TAG + "map", _Loader.construct_mapping)
 _Loader.add_constructor(None, _Loader.construct_undefined)  # type: ignore[type-var]
 
 
@@ -213,11 +207,7 @@ class RecipePart(BaseModel):
         """Refuse truth values, because pydantic would read them as 0 or 1."""
         types = _types(cls.model_fields[info.field_name or ""].annotation)
         values = value if isinstance(value, list | tuple) else [value]
-        if (
-            types & {int, float}
-            and bool not in types
-            and any(x is True or x is False for x in values)
-        ):
+        if types & {int, float} and bool not in types and any(isinstance(x, bool) for x in values):
             raise ValueError(f"A number is required. Received {value!r}.")
         return value
 
@@ -248,9 +238,10 @@ def member_of(
         user_class: class for a user's `module:function`; None: such names are refused.
         by_name: whether to accept a bare name, for the member with default settings.
     """
+    classes: tuple[Any, ...] = (*table.values(), *([user_class] if user_class else []))
 
     def read(value: Any) -> Any:
-        if isinstance(value, (*table.values(), *([user_class] if user_class else []))):
+        if isinstance(value, classes):
             return value
         if by_name and isinstance(value, str):
             value = {"name": value}
@@ -270,9 +261,7 @@ def member_of(
             raise ValueError(str(error)) from error
 
     # Types that `read` accepts, for the JSON schema
-    accepted: list[Any] = [*table.values(), *([user_class] if user_class else [])]
-    if by_name:
-        accepted.append(Literal[tuple(table)])
+    accepted = (*classes, Literal[tuple(table)]) if by_name else classes
     return PlainValidator(read, json_schema_input_type=functools.reduce(operator.or_, accepted))
 
 

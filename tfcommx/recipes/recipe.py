@@ -243,8 +243,8 @@ class Recipe(RecipePart):
             ranks: number of ranks, >= 1.
         """
         phase = self.phase_of_epoch()[epoch]
-        counted = (epoch * steps_per_epoch + step, steps_per_epoch, self.epochs * steps_per_epoch)
-        rate = self.learning_rate.at(*counted, self.batch(phase) * ranks)
+        steps, step = self.epochs * steps_per_epoch, epoch * steps_per_epoch + step
+        rate = self.learning_rate.at(step, steps_per_epoch, steps, self.batch(phase) * ranks)
         return phase.learning_rate_factor * rate
 
     def build_model(self, objective: Objective) -> keras.Model:
@@ -265,10 +265,9 @@ class Recipe(RecipePart):
 
     def scheme_of_epoch(self) -> list[Scheme]:
         """Return the scheme of every epoch, in order."""
-        ladders = [(phase.scheme.warm_up(phase.warm_up), phase) for phase in self.phases]
         return [
-            ladder.get(epoch, phase.scheme)
-            for ladder, phase in ladders
+            phase.scheme.warm_up(phase.warm_up).get(epoch, phase.scheme)
+            for phase in self.phases
             for epoch in range(phase.epochs)
         ]
 

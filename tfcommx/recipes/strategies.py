@@ -49,7 +49,6 @@ class SynchronousRecipe(RecipePart):
     gathers_in_node: ClassVar[int] = 0
 
     def build(self) -> Strategy:
-        """Build the default strategy."""
         from tfcommx.strategies import Synchronous as Built
 
         return Built()
@@ -64,7 +63,6 @@ class OuterSgd(RecipePart):
     nesterov: bool = True
 
     def build(self) -> keras.optimizers.Optimizer:
-        """Build Keras's SGD."""
         import keras
 
         options = {"momentum": self.momentum, "nesterov": self.nesterov and self.momentum > 0}
@@ -131,7 +129,6 @@ class StepAheadRecipe(RecipePart):
     gathers_in_node: ClassVar[int] = 3
 
     def build(self) -> Strategy:
-        """Build tfcommx's StepAhead."""
         from tfcommx.strategies import StepAhead as Built
 
         return Built(self.coefficient)

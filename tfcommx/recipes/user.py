@@ -105,7 +105,6 @@ class UserOptimizer(UserFunction):
 
 
 def _add_current_folder() -> None:
-    """Append the current folder to Python's path."""
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.append(folder)

@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfcommx.strategies.averaging.strategy import WeightAveraging as WeightAveraging
-    from tfcommx.strategies.easgd.run import ElasticRun as ElasticRun
     from tfcommx.strategies.easgd.strategy import ElasticAveraging as ElasticAveraging
-    from tfcommx.strategies.sharded.run import ShardedRun as ShardedRun
+    from tfcommx.strategies.easgd.strategy import ElasticRun as ElasticRun
     from tfcommx.strategies.sharded.shards import Shards as Shards
     from tfcommx.strategies.sharded.strategy import Sharded as Sharded
+    from tfcommx.strategies.sharded.strategy import ShardedRun as ShardedRun
     from tfcommx.strategies.step_ahead import StepAhead as StepAhead
     from tfcommx.strategies.strategy import CommonState as CommonState
     from tfcommx.strategies.strategy import Strategy as Strategy
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "CommonState": "strategy",
     "ElasticAveraging": "easgd.strategy",
-    "ElasticRun": "easgd.run",
+    "ElasticRun": "easgd.strategy",
     "Rebroadcast": "synchronous",
     "Root": "synchronous",
     "STRATEGIES": "table",
     "Sharded": "sharded.strategy",
-    "ShardedRun": "sharded.run",
+    "ShardedRun": "sharded.strategy",
     "Shards": "sharded.shards",
     "StepAhead": "step_ahead",
     "Strategy": "strategy",

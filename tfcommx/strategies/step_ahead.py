@@ -104,11 +104,8 @@ def nodes_of(plan: Plan, topology: Topology) -> Topology:
 
     **Raises:** PlanError if some buckets keep residuals by node, and others by rank.
     """
-    shards = {
-        bucket.name: routes.get(bucket.route).shards
-        for bucket in plan.buckets
-        if bucket.k is not None
-    }
+    sparse = [bucket for bucket in plan.buckets if bucket.k is not None]
+    shards = {bucket.name: routes.get(bucket.route).shards for bucket in sparse}
     if len(set(shards.values())) > 1 and topology.slots > 1:
         raise PlanError(
             "With StepAhead all sparse routes must keep residuals alike, by node or by rank. "

@@ -156,7 +156,14 @@ class Strategy(Protocol):
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan that the strategy cannot work with. **Raises:** PlanError."""
-        require_sums_on_all_ranks(plan, self)
+        for bucket in plan.buckets:
+            options = bucket.options
+            if isinstance(options, MessageOptions) and options.collective == "reduce":
+                raise PlanError(
+                    f"With {self} every rank needs the sums of gradients. Received a plan whose "
+                    f"{bucket.name} is reduced to rank 0 alone. Make it with reduce_to_root=False, "
+                    'or take strategy="root".'
+                )
 
     def start(self, executor: Executor) -> StrategyRun:
         """Prepare the steps of one plan. **Ranks:** all, outside of traced code."""
@@ -175,19 +182,4 @@ def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:
             raise PlanError(
                 f"The strategy must be the same on every rank. Rank 0 has {strategies[0]} and rank "
                 f"{rank} has {received}. Pass the same `strategy` on every rank."
-            )
-
-
-def require_sums_on_all_ranks(plan: Plan, strategy: Strategy) -> None:
-    """Refuse a plan that reduces to rank 0, for a strategy in which every rank needs the sums.
-
-    **Raises:** PlanError.
-    """
-    for bucket in plan.buckets:
-        options = bucket.options
-        if isinstance(options, MessageOptions) and options.collective == "reduce":
-            raise PlanError(
-                f"With {strategy} every rank needs the sums of gradients. Received a plan whose "
-                f"{bucket.name} is reduced to rank 0 alone. Make it with reduce_to_root=False, or "
-                'take strategy="root".'
             )

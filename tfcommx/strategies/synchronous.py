@@ -149,8 +149,5 @@ class RebroadcastRun(StrategyRun):
         if self._every == 1:
             broadcast_weights(step.weights, self.executor)
         else:
-            tf.cond(
-                self.executor.steps % self._every == 0,
-                lambda: broadcast_weights(step.weights, self.executor),
-                lambda: None,
-            )
+            due = self.executor.steps % self._every == 0
+            tf.cond(due, lambda: broadcast_weights(step.weights, self.executor), lambda: None)

@@ -175,10 +175,7 @@ def is_record(records: np.ndarray, at: int) -> bool:
 
 
 def decode(
-    data: bytes | np.ndarray,
-    channels: int,
-    store: int | None = None,
-    max_pixels: int = MAX_PIXELS,
+    data: bytes | np.ndarray, channels: int, store: int | None = None, max_pixels: int = MAX_PIXELS
 ) -> np.ndarray:
     """Decode an image to uint8 [h, w, channels], at `stored_size`.
 

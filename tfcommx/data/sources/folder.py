@@ -94,7 +94,6 @@ def _images(top: Path, passed_over: Counter[str]) -> list[tuple[str, os.stat_res
 
 
 def _warn(source: Folder, passed_over: Counter[str]) -> None:
-    """Warn about the files that are not read."""
     listed = ", ".join(f"{number:,} {ending}" for ending, number in sorted(passed_over.items()))
     warnings.warn(
         f"{passed_over.total():,} files in {source.path} are passed over, because only "

@@ -141,23 +141,13 @@ class TFRecords:
             return np.zeros((0, 2), np.int64)
 
     def _key(self) -> str:
-        """Return the hash that identifies the contents."""
         stats = [os.stat(file) for file in self.files]
         facts = [
             (Path(file).name, stat.st_size, stat.st_mtime_ns)
             for file, stat in zip(self.files, stats, strict=True)
         ]
-        features = self.features
-        return key_of(
-            (
-                "tfrecords",
-                features.image,
-                features.label,
-                features.first_label,
-                *self.classes,
-                *facts,
-            )
-        )
+        names = self.features.image, self.features.label, self.features.first_label
+        return key_of(("tfrecords", *names, *self.classes, *facts))
 
     def _find(self, sample: int) -> tuple[str, int]:
         file = int(np.searchsorted(self._starts, sample, "right")) - 1
@@ -192,7 +182,6 @@ class TFRecords:
         return image[0], number
 
     def _record(self, sample: int) -> bytes:
-        """Read the bytes of a record and check their CRC."""
         start, length = self._rows[sample].tolist()
         with open(self._find(sample)[0], "rb", buffering=0) as file:
             data = os.pread(file.fileno(), length, start)
@@ -230,11 +219,9 @@ def imagenet(folder: str | os.PathLike[str], split: str = "train", skip: bool = 
     total = numbers[0][1] if numbers else 0
     if numbers != [(n, total) for n in range(len(files))] or len(files) != total:
         missing = next((n for n in range(total) if (n, total) not in numbers), None)
-        problem = (
-            "Not all are of the same set"
-            if missing is None
-            else f"{split}-{missing:05d}-of-{total:05d} is missing"
-        )
+        problem = "Not all are of the same set"
+        if missing is not None:
+            problem = f"{split}-{missing:05d}-of-{total:05d} is missing"
         raise DataError(
             f"All shards of one set, {total}, are required. {folder} has {len(files)} of {split}. "
             f"{problem}. Add missing shards, remove other files, or name the files "
@@ -302,7 +289,6 @@ def _image_features(builder: Any, name: str) -> ImageFeatures:
 
 
 def _files_of(builder: Any, name: str, split: str) -> list[str]:
-    """Return the TFRecord files of a split, or refuse it."""
     if split not in builder.info.splits:
         raise DataError(
             f"Unknown split {split!r} of {name}. Known: "

@@ -46,8 +46,6 @@ def threshold(profile: Profile, prices: Prices) -> Groups:
 
     Source: MGS-SGD of Shi et al., "Communication-Efficient Distributed Deep Learning with Merged
     Gradient Sparsification on GPUs" (2020), section V-D, merges up to 8,192 entries so.
-
-    The last group may be smaller.
     """
     groups: Groups = []
     room = 0

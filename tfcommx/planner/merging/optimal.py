@@ -208,9 +208,8 @@ class _Search:
         following = self.ready[stop] if stop < len(self.ready) else 0.0
         if self.beside:
             start = np.maximum(first, ready) + selected
-            return np.maximum(start, following), np.maximum(
-                np.maximum(port, start) + sent, following
-            )
+            port = np.maximum(port, start) + sent
+            return np.maximum(start, following), np.maximum(port, following)
         delay = first + selected
         return delay, np.maximum(np.maximum(port, ready + delay) + sent, following + delay)
 

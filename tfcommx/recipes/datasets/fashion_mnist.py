@@ -57,20 +57,17 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
         raise DataError(damaged(path, "a whole gzip file", str(error))) from error
     magic = bytes([0, 0, 8, len(shape)])
     if content[:4] != magic:
-        raise DataError(
-            damaged(
-                path, f"the first bytes {magic.hex(' ')}", content[:4].hex(" ") or "an empty file"
-            )
-        )
+        received = content[:4].hex(" ") or "an empty file"
+        raise DataError(damaged(path, f"the first bytes {magic.hex(' ')}", received))
     if len(content) < start:
         raise DataError(damaged(path, f"a header of {start} bytes", f"{len(content)} bytes"))
     sizes = struct.unpack(f">{len(shape)}I", content[4:start])
     if sizes != shape:
         raise DataError(damaged(path, f"sizes {shape}", f"{sizes}"))
-    received = len(content) - start
-    if received != math.prod(shape):
-        more = "more" if received > math.prod(shape) else f"{received}"
-        raise DataError(damaged(path, f"{math.prod(shape)} bytes of entries", more))
+    entries = math.prod(shape)
+    if len(content) - start != entries:
+        received = "more" if len(content) - start > entries else f"{len(content) - start}"
+        raise DataError(damaged(path, f"{entries} bytes of entries", received))
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
@@ -120,7 +117,7 @@ def fetch(folder: Path | None = None) -> Path:
     """
     target = Path(folder or Path.home() / ".cache" / "tfcommx" / "fashion-mnist")
     for candidate in (target, DEBIAN_FOLDER):
-        if _complete(candidate):
+        if all((candidate / name).is_file() for name in FILES):
             return candidate
     tried = []
     for source, get in (
@@ -140,10 +137,6 @@ def fetch(folder: Path | None = None) -> Path:
         + f"\nInstall it (`apt-get install {DEBIAN_PACKAGE}`), or put these files into {target}: "
         f"{', '.join(FILES)}."
     )
-
-
-def _complete(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in FILES)
 
 
 def _put_in_place(source: Path, target: Path) -> None:
@@ -196,20 +189,12 @@ def load(
     **Raises:** DataError with the name of a file that is missing, truncated or of another kind.
     """
     arrays: list[np.ndarray] = []
-    for images, labels, count in (
-        (FILES[0], FILES[1], train_images),
-        (FILES[2], FILES[3], test_images),
-    ):
-        arrays.append(read_idx(Path(folder) / images, (count, SIDE, SIDE))[..., np.newaxis])
-        arrays.append(read_idx(Path(folder) / labels, (count,)))
-        if arrays[-1].max(initial=0) >= len(CLASSES):
-            raise DataError(
-                damaged(
-                    Path(folder) / labels,
-                    f"labels in [0, {len(CLASSES) - 1}]",
-                    f"{arrays[-1].max()}",
-                )
-            )
+    for names, count in ((FILES[:2], train_images), (FILES[2:], test_images)):
+        images, labels = (Path(folder) / name for name in names)
+        arrays.append(read_idx(images, (count, SIDE, SIDE))[..., np.newaxis])
+        arrays.append(read_idx(labels, (count,)))
+        if (most := arrays[-1].max(initial=0)) >= len(CLASSES):
+            raise DataError(damaged(labels, f"labels in [0, {len(CLASSES) - 1}]", f"{most}"))
     return tuple(arrays)
 
 
@@ -247,7 +232,6 @@ class FashionMnist(PictureDataset):
         )
 
     def _shifted(self, pictures: tf.Tensor, seed: tf.Tensor, resolution: int) -> tf.Tensor:
-        """Shift a batch by up to `shift` pixels of the full picture."""
         from tfcommx.recipes.datasets.pictures import shifted
 
         return shifted(pictures, seed, round(self.shift * resolution / SIDE))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -60,37 +60,17 @@ class PictureDataset(RecipePart):
 
     def train_spec(self, batch: int, resolution: int, channels: int) -> BatchSpec:
         """Return the specification of training batches."""
-        from tfcommx.data.options import BatchSpec
-
-        return BatchSpec(
-            batch,
-            resolution,
-            crop=self.crop,
-            flip=self.flip,
-            area=self.area,
-            aspect=self.aspect,
-            dtype=self.dtype,
-            mean=_for_each(self.mean, channels),
-            std=_for_each(self.std, channels),
-        )
+        options = {"crop": self.crop, "flip": self.flip, "area": self.area, "aspect": self.aspect}
+        return self._spec(batch, resolution, channels, **options)
 
     def test_spec(self, batch: int, resolution: int, channels: int) -> BatchSpec:
         """Return the specification of evaluation batches: every picture once, in order."""
+        resolution = round(resolution * self.test_scale)
+        crop = {"crop": self.test_crop, "center": self.test_center}
+        return self._spec(batch, resolution, channels, shuffle=False, drop_remainder=False, **crop)
+
+    def _spec(self, batch: int, resolution: int, channels: int, **options: Any) -> BatchSpec:
         from tfcommx.data.options import BatchSpec
 
-        return BatchSpec(
-            batch,
-            round(resolution * self.test_scale),
-            crop=self.test_crop,
-            center=self.test_center,
-            dtype=self.dtype,
-            mean=_for_each(self.mean, channels),
-            std=_for_each(self.std, channels),
-            shuffle=False,
-            drop_remainder=False,
-        )
-
-
-def _for_each(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """Return one value for each channel."""
-    return values * channels if len(values) == 1 else values
+        mean, std = (v * channels if len(v) == 1 else v for v in (self.mean, self.std))
+        return BatchSpec(batch, resolution, dtype=self.dtype, mean=mean, std=std, **options)

@@ -78,11 +78,7 @@ class Pictures:
         return self.cache.steps(self.settings.train_spec(batch, resolution, self.inputs))
 
     def train(self, batch: int, resolution: int, epochs: range, step: int = 0) -> tf.data.Dataset:
-        """Return the training batches of some epochs.
-
-        Returns:
-            (pictures settings.dtype [batch, h, w, c], labels int64 [batch]), one for every step.
-        """
+        """Return batches (pictures settings.dtype [batch, h, w, c], labels int64 [batch])."""
         spec = self.settings.train_spec(batch, resolution, self.inputs)
         batches = self.cache.dataset(spec, epochs.start, len(epochs), step)
         if self.augment is not None:
@@ -107,7 +103,7 @@ class Pictures:
             seed = tf.stack([place.seed, number * place.topology.size + place.rank])
             return augment(pictures, seed, resolution), labels
 
-        calls = self.place.threads or 2
+        calls = place.threads or 2
         return batches.enumerate(first).map(finish, num_parallel_calls=calls, deterministic=True)
 
     def test(self, batch: int, resolution: int) -> tf.data.Dataset:
@@ -138,7 +134,6 @@ def _check_sources(train: Source, test: Source, classes: tuple[str, ...]) -> Non
             f"{train.name} differ in {', '.join(map(str, differ[:5]))}. Give both the same class "
             "folders."
         )
-
     if not classes:
         raise DataError(
             f"The names of the classes are required. {train.name} has none. Give them, or class "

@@ -126,7 +126,6 @@ def _lengths(corpus: Corpus) -> np.ndarray:
 
 
 def _example(corpus: Corpus, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return inputs and labels of a batch."""
     source = padded([corpus.source[n] for n in batch.sentences], batch.length)
     labels = padded([corpus.target[n] for n in batch.sentences], batch.length)
     # Input of the decoder: at each position the word before the label

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from tfcommx.core import DataError
+from tfcommx.data.sources.source import key_of
 from tfcommx.recipes.datasets import debian
 from tfcommx.recipes.families import Data, DataRank
 from tfcommx.recipes.reader import RecipePart
@@ -47,8 +48,6 @@ class LinePairs:
     """Two files of equal length in lines; line n of the second translates line n of the first."""
 
     def __init__(self, source: Path, target: Path) -> None:
-        from tfcommx.data.sources.source import key_of
-
         self.files = source, target
         try:
             facts = [(file.name, (s := file.stat()).st_size, s.st_mtime_ns) for file in self.files]
@@ -117,20 +116,15 @@ class PreparedPairs:
     """A split of a prepared translation data set of TensorFlow Datasets."""
 
     def __init__(self, builder: Any, split: str, languages: tuple[str, str]) -> None:
-        from tfcommx.data.sources.source import key_of
-
         self.builder, self.split, self.languages = builder, split, languages
         self.key = key_of(("tfds", builder.info.full_name, split, *languages))
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        source, target = self.languages
-        for pair in self._examples():
-            yield pair[source].decode().strip(), pair[target].decode().strip()
-
-    def _examples(self) -> Any:
         import tensorflow_datasets
 
-        return tensorflow_datasets.as_numpy(self.builder.as_dataset(split=self.split))
+        source, target = self.languages
+        for pair in tensorflow_datasets.as_numpy(self.builder.as_dataset(split=self.split)):
+            yield pair[source].decode().strip(), pair[target].decode().strip()
 
 
 class TensorFlowTranslations(Translations):
@@ -237,8 +231,6 @@ class CataloguePairs:
     """The messages of all catalogues in a folder, each English text once."""
 
     def __init__(self, folder: Path, test: bool) -> None:
-        from tfcommx.data.sources.source import key_of
-
         pairs = {
             source: target
             for path in sorted(folder.glob("*.mo"))

@@ -99,7 +99,6 @@ class Transformer(RecipePart):
     def _embedded(
         self, words: keras.Layer, numbers: keras.KerasTensor, name: str
     ) -> keras.KerasTensor:
-        """Embed words, and add their positions."""
         from keras import layers
 
         from tfcommx.recipes.text.layers import Positions
@@ -123,7 +122,6 @@ class Transformer(RecipePart):
         return self._summed(flow, attend, name)
 
     def _transformed(self, flow: keras.KerasTensor, name: str) -> keras.KerasTensor:
-        """Add a block of two dense layers."""
         from keras import layers
 
         inner = layers.Dense(self.inner, activation="relu", name=f"{name}_inner")

@@ -40,12 +40,10 @@ class Classification:
 
     @property
     def counted(self) -> str:
-        """Unit of the batch size."""
         return "images"
 
     @property
     def scores(self) -> Sequence[str]:
-        """Names of the scores."""
         return ["test_accuracy", "test_top5"][: 2 if self.outputs > 5 else 1]
 
     def loss(self) -> keras.losses.Loss:
@@ -57,7 +55,6 @@ class Classification:
         )
 
     def metrics(self) -> Sequence[str | keras.metrics.Metric]:
-        """Return the names of Keras's metrics."""
         return ["accuracy"]
 
     def targets(self, batches: tf.data.Dataset) -> tf.data.Dataset:

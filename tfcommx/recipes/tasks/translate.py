@@ -72,32 +72,26 @@ class Translation:
 
     @property
     def inputs(self) -> int:
-        """Words of the vocabulary."""
         return self.data.inputs
 
     @property
     def outputs(self) -> int:
-        """Words of the vocabulary."""
         return self.data.inputs
 
     @property
     def counted(self) -> str:
-        """Unit of the batch size."""
         return "word pieces"
 
     @property
     def scores(self) -> Sequence[str]:
-        """Names of the scores."""
         return ["test_accuracy", "test_bleu"][: 2 if self.bleu_sentences else 1]
 
     def loss(self) -> keras.losses.Loss:
-        """Return the cross-entropy of words."""
         from tfcommx.recipes.text.layers import WordLoss
 
         return WordLoss(self.label_smoothing)
 
     def metrics(self) -> Sequence[str | keras.metrics.Metric]:
-        """Return the accuracy of words."""
         from tfcommx.recipes.text.layers import WordAccuracy
 
         return [WordAccuracy(name="accuracy")]
@@ -152,10 +146,8 @@ class Translation:
 
     def _bleu(self, translations: dict[int, str]) -> float:
         """Return BLEU, in [0, 100], of translations by the numbers of their pairs."""
-        numbers = sorted(translations)
-        references = [self.data.references[number] for number in numbers]
-        texts = [translations[number] for number in numbers]
-        return float(sacrebleu().corpus_bleu(texts, [references]).score)
+        references = [self.data.references[number] for number in translations]
+        return float(sacrebleu().corpus_bleu([*translations.values()], [references]).score)
 
 
 def sacrebleu() -> Any:

@@ -7,7 +7,6 @@ import itertools
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -77,13 +76,16 @@ def open_corpora(
     """
     cached = folder / key_of((FORMAT, train.key, test.key, size))[:20]
     cached.mkdir(parents=True, exist_ok=True)
-    with _alone(cached):
+    # A lock that excludes the other processes of the machine
+    with open(cached / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not (cached / "vocabulary").exists():
             lines = (line for pair in train for line in pair)
             first = next(lines, None)
             if first is None:
                 raise DataError("Pairs of sentences are required. There are none.")
-            _write(cached / "vocabulary", learn(itertools.chain([first], lines), size))
+            with replacing(cached / "vocabulary") as part:
+                part.write_bytes(learn(itertools.chain([first], lines), size))
         path = cached / "vocabulary"
         with reading(
             "A vocabulary", path, f"Delete the folder {cached}: it is learnt anew.", DataError
@@ -142,10 +144,8 @@ def _open(folder: Path) -> Corpus:
         return Sentences(words, starts)
 
     source, target = sentences("source"), sentences("target")
-    path = folder / "target_starts.npy"
-    with reading(
-        "A file of encoded sentences", path, f"Delete {folder}: it is made anew.", DataError
-    ):
+    path, remedy = folder / "target_starts.npy", f"Delete {folder}: it is made anew."
+    with reading("A file of encoded sentences", path, remedy, DataError):
         _require(len(source) == len(target), f"{len(target)} sentences, and {len(source)} sources")
     return Corpus(source, target)
 
@@ -153,17 +153,3 @@ def _open(folder: Path) -> Corpus:
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise ValueError(otherwise)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically, by a rename."""
-    with replacing(path) as part:
-        part.write_bytes(content)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock that excludes the other processes of the machine."""
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tfcommx.collectives import mpi
-from tfcommx.collectives.exit_message import END
+from tfcommx.collectives.mpi import END
 from tfcommx.collectives.point_to_point import Channel, PointToPoint
 from tfcommx.launch.launcher import launch_interfaces, launcher, on_one_host
 from tfcommx.strategies.easgd.server import LOOK_SECONDS, CentreServer
@@ -117,14 +117,9 @@ def wait_until_all_ranks_call_init(process: _WatchedProcess) -> CentreProcess:
     """
     mpi.start()
     messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
-    liveness.start(
-        process,
-        launch_interfaces(),
-        liveness.Limits(None),
-        mpi.gather_with_centre,
-        on_one_host(),
-        holds=", which holds the centre",
-    )
+    limits, interfaces, gather = liveness.Limits(None), launch_interfaces(), mpi.gather_with_centre
+    holds = ", which holds the centre"
+    liveness.start(process, interfaces, limits, gather, on_one_host(), holds=holds)
     return CentreProcess(messages, process.rank, process.membership)
 
 

@@ -75,12 +75,7 @@ class EasgdWorker:
         return self._under_way is not None
 
     def start(self, alpha: float, values: np.ndarray) -> None:
-        """Initialize the centre with these values, and wait until it has them.
-
-        Args:
-            alpha: > 0, the moving rate.
-            values: of the centre's dtype [entries].
-        """
+        """Initialize the centre with values of its dtype [entries], and wait until it has them."""
         parts = [start_message(alpha, part) for part in self._cut(values)]
         self._ask(START, parts, STARTED)
 

@@ -157,12 +157,13 @@ def lay_out(
         members.setdefault((bucket, batch_of[at], dtypes[at], decays[at]), []).append((path, size))
     segments = []
     for number, ((bucket, batch, dtype, decaying), variables) in enumerate(members.items()):
-        *starts, total = itertools.accumulate((size for _, size in variables), initial=0)
+        names, sizes = zip(*variables, strict=True)
+        *starts, total = itertools.accumulate(sizes, initial=0)
         segments.append(
             Segment(
                 name=f"shard{number}",
-                paths=tuple(path for path, _ in variables),
-                sizes=tuple(size for _, size in variables),
+                paths=names,
+                sizes=sizes,
                 starts=tuple(starts),
                 length=-(-total // ranks),
                 dtype=dtype,
@@ -187,7 +188,6 @@ class Shards:
     def __init__(
         self, segments: Sequence[Segment], weights: Mapping[str, tf.Variable], rank: int
     ) -> None:
-        """Create the shards, as zeros."""
         self.segments, self.weights, self.rank = list(segments), dict(weights), rank
         # True if the step function pulls at its beginning; set while it is traced
         self.pulls_first = False

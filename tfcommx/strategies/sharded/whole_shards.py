@@ -84,15 +84,10 @@ def lay_out_whole(
         segment(f"whole/{dtype}", dtype, "", [path for path in weights if dtypes[path] == dtype])
         for dtype in sorted(set(dtypes.values()))
     ]
-    keys = sorted({(sizes_by_path[path][0], dtypes[path]) for path in weights})
+    keys = {path: (sizes_by_path[path][0], dtypes[path]) for path in weights}
     pushes = [
-        segment(
-            f"{bucket}/{dtype}",
-            dtype,
-            bucket,
-            [path for path in weights if (sizes_by_path[path][0], dtypes[path]) == (bucket, dtype)],
-        )
-        for bucket, dtype in keys
+        segment("/".join(key), key[1], key[0], [path for path in weights if keys[path] == key])
+        for key in sorted(set(keys.values()))
     ]
     return pulls, pushes
 
@@ -115,7 +110,6 @@ class WholeShards(Shards):
         rank: int,
         known_as: Sequence[str],
     ) -> None:
-        """Create the copies, as zeros."""
         self._known_as = dict(zip(weights, known_as, strict=True))
         paths = {path for segment in pulls for path, _, _ in segment.parts_of(rank)}
         self._pushes, self._names = list(pushes), [path for path in weights if path in paths]
@@ -141,17 +135,13 @@ class WholeShards(Shards):
 
     @property
     def decays(self) -> list[bool]:
-        """For each variable, True if weight decay applies to it."""
-        of_path = {
-            path: decays
-            for segment in self.segments
-            for path, decays in zip(segment.paths, segment.decays, strict=True)
-        }
+        of_path: dict[str, bool] = {}
+        for segment in self.segments:
+            of_path |= zip(segment.paths, segment.decays, strict=True)
         return [of_path[path] for path in self._names]
 
     @property
     def pushes(self) -> list[Segment]:
-        """The segments in which gradients are reduce-scattered."""
         return self._pushes
 
     def parts(self, position: int) -> list[tuple[str, int, int]]:
@@ -172,7 +162,6 @@ class WholeShards(Shards):
         return gradients
 
     def flat(self, position: int) -> tf.Tensor:
-        """Return this rank's variables of the segment at a position, to be gathered."""
         tensors = {
             path: variable.value for path, variable in zip(self._names, self.variables, strict=True)
         }
@@ -203,14 +192,12 @@ class WholeShards(Shards):
         return whole
 
     def set_slots(self, slots: Slots, whole: WholeSlots) -> None:
-        """Set this rank's optimizer state to the state of its variables."""
         for name, slot in slots.items():
             for path, variable in zip(self._names, slot, strict=True):
                 if variable is not None:
                     variable.assign(whole[name][path])
 
     def rename(self, paths: Sequence[str]) -> None:
-        """Rename the variables to these paths, in forward order."""
         new = dict(zip(self.weights, paths, strict=True))
         super().rename(paths)
         self._pushes = renamed(self._pushes, new)
