@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -22,6 +22,7 @@ from tfcommx import callbacks
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.optim import replica_forms
+from tfcommx.optim.replica_outputs import require_equal_outputs
 
 layers = keras.layers
 
@@ -380,6 +381,24 @@ def test_models_with_a_step_of_their_own_train(
         net.fit(data, verbose=0, callbacks=[callbacks.BroadcastState()])
     warns = kind is Fails and comm.topology.size > 1 and comm.rank == 0
     assert ("were not compared" in caplog.text) == warns
+
+
+class Difference(NamedTuple):
+    left: tf.Tensor
+    right: tf.Tensor
+
+
+class TakesNames(keras.Model):
+    def call(self, inputs: Any) -> tf.Tensor:
+        return (inputs.left - inputs.right) * (1 + process.rank())
+
+
+def test_models_whose_inputs_have_names_are_compared(comm: Comm) -> None:
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
+    inputs = Difference(tf.ones([2, 3]), tf.zeros([2, 3]))
+    with pytest.raises(cx.ConfigurationError, match=r"output 0\b.*rank 1\b"):
+        require_equal_outputs(TakesNames(), (inputs,), 0)
 
 
 def test_variables_in_another_order_are_refused_in_a_loop(comm: Comm) -> None:

@@ -238,6 +238,20 @@ def test_residuals_move_on_when_layers_are_frozen_and_thawed(comm: Comm, traced:
         np.testing.assert_array_equal(variable.numpy(), -total * (3 if number else 1))
 
 
+def test_residuals_return_to_an_optimizer_that_is_used_again(comm: Comm) -> None:
+    variable = keras.Variable(np.zeros((20, 20), np.float32), name="w")
+    scheme = cx.Scheme("allgather", "mstopk", 0.1, dense_below=0)
+    first, second = (
+        cx.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme, op="sum") for _ in range(2)
+    )
+    gradient = np.random.default_rng(comm.rank).integers(-60, 61, (20, 20)) / 64
+    for optimizer in (first, second):
+        optimizer.apply([tf.constant(gradient, tf.float32)], [variable])
+    for _ in range(20):
+        first.apply([tf.zeros([20, 20])], [variable])
+    np.testing.assert_array_equal(variable.numpy(), -2 * sum(comm.gather_objects(gradient)))
+
+
 @pytest.mark.parametrize("strategy", ["step_ahead", cx.strategies.WeightAveraging(every=2)])
 def test_sets_of_variables_that_take_turns_begin_with_equal_weights(
     comm: Comm, strategy: Any

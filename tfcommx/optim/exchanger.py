@@ -165,20 +165,18 @@ class Exchanger:
         if names not in self.runs:  # A caller may pass the same variables in another order
             names = next((known for known in self.runs if {*known} == {*names}), names)
         overlapping = {self._set_of[name] for name in names if name in self._set_of} - {names}
-        if names not in self.runs:
-            expected = self.requested.expected_run
-            if not expected.whole_run:
-                self.requested.expected_run = expected._replace(
-                    batch=traced_batch() or expected.batch
-                )
+        is_new = names not in self.runs
+        expected = self.requested.expected_run
+        if is_new and not expected.whole_run:
+            self.requested.expected_run = expected._replace(batch=traced_batch() or expected.batch)
+        if is_new or overlapping or any(last_exchanger(one) is not self for one in variables):
             with untraced():  # Plan once, untraced, also while a step is traced.
                 self._take_from_overlapping(overlapping, set(names))
                 self._take_from_predecessors(variables)
-                self.runs[names] = self._start(variables, names)
-        elif overlapping:
-            with untraced():
-                self._take_from_overlapping(overlapping, set(names))
-                self.waiting = self.runs[names].executor.load(self.waiting)
+                if is_new:
+                    self.runs[names] = self._start(variables, names)
+                else:
+                    self.waiting = self.runs[names].executor.load(self.waiting)
         self._set_of |= dict.fromkeys(names, names)
         return self.runs[names]
 

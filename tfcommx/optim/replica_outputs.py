@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -161,6 +162,8 @@ def _pack(batch: Any) -> tuple[str, Any]:
     """Return a batch as plain data, which ranks can exchange: its kind and content."""
     if isinstance(batch, dict):
         return "dict", {key: _pack(part) for key, part in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return "named", {"fields": list(batch._fields), "parts": [_pack(part) for part in batch]}
     if isinstance(batch, list | tuple):
         return "list" if isinstance(batch, list) else "tuple", [_pack(part) for part in batch]
     if isinstance(batch, tf.RaggedTensor):
@@ -178,6 +181,9 @@ def _pack(batch: Any) -> tuple[str, Any]:
 def _unpack(kind: str, content: Any) -> Any:
     if kind == "dict":
         return {key: _unpack(*part) for key, part in content.items()}
+    if kind == "named":  # Ranks without this batch do not have its class
+        parts = [_unpack(*part) for part in content["parts"]]
+        return namedtuple("Batch", content["fields"])(*parts)
     if kind in ("list", "tuple", "ragged", "sparse"):
         parts = [_unpack(*part) for part in content]
         if kind in ("ragged", "sparse"):
