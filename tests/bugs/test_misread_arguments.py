@@ -18,6 +18,8 @@ from tfcommx.cli.simulate import _sweep
 from tfcommx.core import DataError, Link
 from tfcommx.data.sources import Arrays, TFRecords
 from tfcommx.data.sources.source import SampleError
+from tfcommx.recipes.datasets import fashion_mnist
+from tfcommx.recipes.datasets.translations import Catalogues
 
 GREY = Arrays(np.zeros((8, 8, 8), np.uint8), np.arange(8) % 2)
 
@@ -83,6 +85,29 @@ def test_a_record_s_features_are_those_that_it_has(tmp_path: Path) -> None:
         TFRecords(tmp_path / "a").read(0)
 
 
+@pytest.mark.parametrize(
+    ("open_it", "field"),
+    [
+        (fashion_mnist.fetch, "data.folder"),
+        (Catalogues().fetch, "data.folder"),
+        (lambda: Catalogues().open([], [], None), "data.kept"),  # type: ignore[arg-type]
+    ],
+    ids=["pictures", "catalogues", "vocabulary"],
+)
+def test_a_user_without_a_home_is_told_which_folder_to_give(
+    open_it: Any, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container whose user has no entry in /etc/passwd it was a RuntimeError."""
+
+    def unknown(_: int) -> Any:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(cx.ConfigurationError, match=field):
+        open_it()
+
+
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: Any, *words: str) -> tuple[int, str]:
     monkeypatch.setattr("sys.argv", ["tfcommx", *words])
     with pytest.raises(SystemExit) as ended:
@@ -100,7 +125,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: Any, *words: str) -> tu
     ],
 )
 def test_a_sweep_falls_as_it_rises(sweep: str, values: list[int]) -> None:
-    """What lies between falling numbers was left out."""
+    """The numbers between falling ones were left out."""
     assert _sweep(sweep)[1] == values
 
 

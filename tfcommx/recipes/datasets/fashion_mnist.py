@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from pydantic import Field
 
-from tfcommx.core import DataError
+from tfcommx.core import DataError, local_path
 from tfcommx.recipes.datasets import debian
 from tfcommx.recipes.datasets.picture_dataset import PictureDataset
 from tfcommx.recipes.families import Data, DataRank
@@ -113,9 +113,10 @@ def fetch(folder: Path | None = None) -> Path:
     Args:
         folder: folder to keep the files in; None: `~/.cache/tfcommx/fashion-mnist`.
 
-    **Raises:** DataError with the failed attempts and the command that installs the package.
+    **Raises:** DataError with the failed attempts and the command that installs the package;
+    ConfigurationError for a user without a home.
     """
-    target = Path(folder or Path.home() / ".cache" / "tfcommx" / "fashion-mnist")
+    target = folder or local_path("data.folder", "~/.cache/tfcommx/fashion-mnist")
     for candidate in (target, DEBIAN_FOLDER):
         if all((candidate / name).is_file() for name in FILES):
             return candidate

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from tfcommx.core import DataError
+from tfcommx.core import DataError, local_path
 from tfcommx.data.sources.source import key_of
 from tfcommx.recipes.datasets import debian
 from tfcommx.recipes.families import Data, DataRank
@@ -41,7 +41,9 @@ class Translations(RecipePart):
         """Open training and test pairs on this rank."""
         from tfcommx.recipes.datasets.sentence_pairs import SentencePairs
 
-        return SentencePairs(train, test, self.vocabulary, self.kept.expanduser(), place)
+        return SentencePairs(
+            train, test, self.vocabulary, local_path("data.kept", self.kept), place
+        )
 
 
 class LinePairs:
@@ -261,7 +263,7 @@ class Catalogues(Translations):
 
         **Raises:** DataError if the download fails.
         """
-        target = self.folder or Path.home() / ".cache" / "tfcommx" / "catalogues-de"
+        target = self.folder or local_path("data.folder", "~/.cache/tfcommx/catalogues-de")
         if target.is_dir():
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
