@@ -48,9 +48,11 @@ class Contestant:
         if self.name == ALONE:
             return None
         if self.exchanger is not None:
-            first, *others = self.exchanger.plans()
-            buckets = [bucket for plan in (first, *others) for bucket in plan.buckets]
-            return dataclasses.replace(first, buckets=tuple(buckets))
+            plans = self.exchanger.plans()
+            # The plan of momenta, the last one, replaces that of a phase with gradients, which has
+            # the same buckets, because most steps follow it
+            buckets = {bucket.variables: bucket for plan in plans for bucket in plan.buckets}
+            return dataclasses.replace(plans[0], buckets=tuple(buckets.values()))
         rows = zip(self.names(), self.model.trainable_variables, strict=True)
         gradients = [Gradient(name, tuple(one.shape), "float32") for name, one in rows]
         return make_plan(gradients, {"*": Scheme(merging="each")}, comm.topology)

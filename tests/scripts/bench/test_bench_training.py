@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 from bench_runs import COLUMNS, bench
 from launching import ROOT
 
+import tfcommx as cx
+
 sys.path.insert(0, str(ROOT / "scripts"))
+from bench.benchmarks.training_contestants import Contestant
 from bench.checks import gradient, weighted_sum
 
 OWN = ["scheme", "model", "nodes", "slots", "rate_mbit", "step_seconds", "predicted_seconds"]
@@ -47,3 +51,17 @@ def test_an_entry_that_is_lost_changes_the_sum(place: int) -> None:
     lost[place] = 0
     assert weighted_sum(whole) - weighted_sum(lost) == whole[place] * (place * 7927 % 1009 + 1)
     assert weighted_sum(np.concatenate([whole, lost])) > 0
+
+
+def test_a_plan_of_two_phases_has_each_variable_once() -> None:
+    comm = cx.init()
+    model = keras.Sequential([keras.layers.Input((64,)), keras.layers.Dense(64)])
+    adam = cx.optimizers.OneBitAdam(0.001, freeze_after=1000)
+    optimizer = cx.DistributedOptimizer(adam, cx.Scheme("torus", wire="int1"))
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    batch = np.ones((2, 64), np.float32), np.ones((2, 64), np.float32)
+    model.train_on_batch(*batch)
+    contestant = Contestant("one_bit_adam", model, batch)
+    plan = contestant.plan(comm)
+    assert plan is not None
+    assert sorted(plan.paths) == sorted(contestant.names())
