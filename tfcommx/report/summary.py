@@ -33,7 +33,6 @@ REQUIRED = (
     "bytes_between_nodes",
     "bytes_between_nodes_dense",
     "replicas_identical",
-    "counted",
     "rows",
 )
 
