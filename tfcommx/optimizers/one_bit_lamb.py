@@ -35,7 +35,7 @@ class OneBitLAMB(FreezesSecondMoments, LAMB):
     >>> import keras
     >>> import tfcommx as cx
     >>> _ = cx.init()
-    >>> lamb = cx.optimizers.OneBitLAMB(0.005, weight_decay=0.01, freeze_after=1000)
+    >>> lamb = cx.optimizers.OneBitLAMB(0.005, weight_decay=0.01)
     >>> optimizer = cx.DistributedOptimizer(lamb, cx.Scheme("asa", wire="int1"))
 
     Without a wrap, v is frozen alike and nothing is sent.

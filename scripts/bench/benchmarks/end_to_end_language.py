@@ -6,7 +6,7 @@ Without root: `apt-get download perl-doc; dpkg -x perl-doc_*.deb FOLDER`, and in
 benchmark `--set data.folder=FOLDER/usr/share/perl`. The manual is prose with examples, and free
 (GPL or Artistic License). On Debian 12's a model of each byte by the two before it has 3.04 bits a
 byte, and the best of such n-gram models, by five, 2.16 (counts interpolated by Witten and Bell).
-The recipe's model has 2.66 after a fifth of its epoch, at the end of a decay as short.
+The recipe's model has 2.10 at the end (docs/laboratory/training.md).
 """
 
 from __future__ import annotations
