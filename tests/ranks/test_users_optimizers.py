@@ -47,6 +47,10 @@ def test_optimizers_that_keras_cannot_write_down(comm: Comm, tmp_path: Path) -> 
         scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate))
         for optimizer in (cx.DistributedOptimizer(scaled), scaled):
             assert optimizer.inner_optimizer._learning_rate is rate
+        sharded = cx.DistributedOptimizer(keras.optimizers.SGD(rate), strategy="sharded")
+        sharded.build(net.trainable_variables)
+        sharded.load_own_variables({"0": np.int64(3)})
+        assert sharded.iterations == 3
     with pytest.raises(cx.ConfigurationError, match=r"Forgetful.*get_config"):
         cx.DistributedOptimizer(Forgetful(1, learning_rate=0.1))
     assert cx.DistributedOptimizer(Multiplied(factor=5.0)).factor == 5.0

@@ -62,17 +62,8 @@ def copy_with(
     **Raises:** ConfigurationError if the optimizer cannot be made from its own config.
     """
     cls = wrapped_class(optimizer.__class__, mixin)
-    holder = inner_optimizer(optimizer)
-    rate = holder._learning_rate
     try:
-        # A schedule or a function is passed as an object, because Keras may be unable to serialize
-        # it
-        if callable(rate):
-            holder._learning_rate = None
-        config = optimizer.get_config() | changed
-        if callable(rate) and holder is optimizer:
-            config |= {"learning_rate": rate}
-        copy = cls(**config) if changed else cls.from_config(config)
+        copy = _from_config(cls, optimizer, changed)
     except (TypeError, ValueError, NotImplementedError) as error:
         copy = None if changed else _copy_without_surplus(cls, optimizer)
         if copy is None:
@@ -82,13 +73,33 @@ def copy_with(
                 f"{_odd_arguments(optimizer)}Let get_config() return all arguments of its "
                 "constructor, and nothing else."
             ) from error
-    finally:
-        if callable(rate):
-            holder._learning_rate = rate
     for name, value in vars(optimizer).items():
         if name in _NOT_IN_CONFIG or (name != "built" and isinstance(value, _PLAIN)):
             setattr(copy, name, value)
     return copy
+
+
+def _from_config(
+    cls: type[Any], optimizer: keras.optimizers.Optimizer, changed: dict[str, Any]
+) -> Any:
+    """Create an optimizer of a class from another's config, some arguments changed.
+
+    A schedule or function for the rate is passed as an object, because Keras may be unable to
+    serialize it. An inner optimizer's is left out if `changed` replaces that optimizer.
+    """
+    holder = inner_optimizer(optimizer)
+    rate = holder._learning_rate
+    if not callable(rate) or (holder is not optimizer and not changed):
+        config = optimizer.get_config() | changed
+    else:
+        holder._learning_rate = None
+        try:
+            config = optimizer.get_config() | changed
+        finally:
+            holder._learning_rate = rate
+        if holder is optimizer:
+            config |= {"learning_rate": rate}
+    return cls(**config) if changed else cls.from_config(config)
 
 
 def _named_arguments(cls: type[Any]) -> tuple[dict[str, inspect.Parameter], bool]:
@@ -142,7 +153,7 @@ def plain_copy(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimi
     plain_class: type[Any] = next(
         cls for cls in type(optimizer).__mro__[1:] if not cls.__module__.startswith(package)
     )
-    return plain_class.from_config(optimizer.get_config())
+    return _from_config(plain_class, optimizer, {})
 
 
 def copy_state(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer) -> None:
