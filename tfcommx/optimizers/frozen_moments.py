@@ -53,11 +53,10 @@ class FreezesSecondMoments(LearnsThenSendsMomentum):
         if self.freeze_after is not None and self.freeze_after < averaged:
             log.warning(
                 "%s freezes its second moments after %d updates, fewer than the %d that they "
-                "average (1 / (1 - beta_2)), so they hold the large gradients of the start, and "
-                "later steps are too small. Pass freeze_after >= %d, or a smaller beta_2.",
+                "average (1 / (1 - beta_2)), so they have the size of the first gradients, and "
+                "training may fail. Leave freeze_after out: they are frozen once they settle.",
                 type(self).__name__,
                 self.freeze_after,
-                averaged,
                 averaged,
             )
         super().build(variables)
