@@ -18,6 +18,7 @@ record:
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 import sys
@@ -92,10 +93,9 @@ def pages() -> Iterator[Path]:
 
 
 def differences(before: str, after: str) -> list[str]:
-    """Return the lines that differ, as "is ...; must be ..."."""
-    lines = zip(before.splitlines(), after.splitlines(), strict=False)
-    found = [f"is {one!r}; must be {other!r}" for one, other in lines if one != other]
-    return found or ([] if before == after else ["a table has another number of rows"])
+    """Return the lines that a page must lose (-) and gain (+)."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
+    return [line for line in list(lines)[2:] if line[0] != "@"]
 
 
 def main() -> int:
