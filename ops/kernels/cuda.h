@@ -14,6 +14,22 @@ constexpr int kThreads = 256;  // of a block, in every kernel
 constexpr int kWarps = kThreads / 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// Threads that a processor holds at once
+#ifndef __CUDA_ARCH__
+constexpr int kResidentThreads = 2048;  // of no meaning on the host
+#elif __CUDA_ARCH__ == 750
+constexpr int kResidentThreads = 1024;
+#elif __CUDA_ARCH__ / 100 == 8 && __CUDA_ARCH__ != 800 || __CUDA_ARCH__ / 100 >= 11
+constexpr int kResidentThreads = 1536;
+#else
+constexpr int kResidentThreads = 2048;
+#endif
+
+// Return the blocks a processor holds of `wanted`, for __launch_bounds__: ptxas warns of more.
+constexpr int resident(int wanted) {
+  return wanted * kThreads < kResidentThreads ? wanted : kResidentThreads / kThreads;
+}
+
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
             Arguments... arguments) {

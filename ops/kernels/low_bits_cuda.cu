@@ -6,6 +6,13 @@
 namespace tfcommx {
 namespace {
 
+// Blocks that add, on each processor. Eight leave a thread 32 registers, too few for Volta's code.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kAddingBlocks = resident(6);
+#else
+constexpr int kAddingBlocks = resident(8);
+#endif
+
 // A warp takes a block, and a lane its entries i, i + 32, i + 64 and i + 96. Their codes are the low
 // bits of the four bytes of a word, shifted by `shift`. Instructions take as long as memory does, so
 // codes are handled four at a time, and blocks without padding have separate code.
@@ -210,7 +217,7 @@ __device__ void add_block(const Shape& shape, uint32_t block, int parts, const i
 }
 
 template <int bits>
-__global__ void __launch_bounds__(kThreads, 8)
+__global__ void __launch_bounds__(kThreads, kAddingBlocks)
     add_parts(Shape shape, int parts, const int32_t* written, float* residual, int64_t real,
               int32_t* words) {
   const uint32_t block = block_of(blockIdx.x);

@@ -36,6 +36,8 @@ namespace {
 // Blocks for each processor: as many as are resident, and few where most launches have nothing to do.
 constexpr int kReadingBlocks = 8, kAddingBlocks = 4, kNarrowingBlocks = 2;
 constexpr int kMostBlocks = 2048;
+// Without a bound ptxas takes so few registers for some processors that kernels spill
+constexpr int kFewBlocks = resident(5);
 constexpr int kBatch = 8;                      // entries of a lane that are on their way together
 constexpr int kTogether = 32;                  // of the sample's keys
 constexpr int64_t kRun = 8, kMostRuns = 4096;  // of neighbours in the sample
@@ -107,7 +109,7 @@ __device__ void put_back(const Job<T>& job, int64_t strip, uint32_t not_finite, 
 }
 
 template <class T, bool kResidual, bool kVelocity>
-__global__ void __launch_bounds__(kThreads, kAddingBlocks) add_and_list(Job<T> job) {
+__global__ void __launch_bounds__(kThreads, resident(kAddingBlocks)) add_and_list(Job<T> job) {
   __shared__ uint32_t bins[kBins];
   let_next_kernel_wait();
   clear(bins);
@@ -230,7 +232,7 @@ __device__ uint32_t not_finite_in_list(const Job<T>& job, int64_t strip, uint32_
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) narrow(Job<T> job) {
+__global__ void __launch_bounds__(kThreads, kFewBlocks) narrow(Job<T> job) {
   let_next_kernel_wait();
   wait_for_previous_kernel();
   const State state = *job.state;
@@ -273,7 +275,7 @@ __device__ bool is_inside(const State& state, const Entry& entry) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) tally(Job<T> job) {
+__global__ void __launch_bounds__(kThreads, kFewBlocks) tally(Job<T> job) {
   let_next_kernel_wait();
   wait_for_previous_kernel();
   const State state = *job.state;
