@@ -22,7 +22,8 @@ class OneBitLAMB(FreezesSecondMoments, LAMB):
     the first, ranks exchange gradients in `learning_wire`, and every rank runs LAMB; then v is
     frozen, at the same step on all ranks, and m travels by the scheme. From then on
 
-        u = m / (1 - beta_1^t) / (sqrt(v) + epsilon) + weight_decay w
+        s = m / (1 - beta_1^t) / (sqrt(v) + epsilon)
+        u = s / max(|s|, 1) + weight_decay w
         w = w - learning_rate |w| / |u| u
 
     So the ratio is still that of each step, and a step is as long as LAMB's, learning_rate |w|.
