@@ -226,6 +226,22 @@ def test_errors_name_the_place(write, old, new, received):
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("data.std=[0]", "std"),
+        ("data.mean=[127.5]", "mean"),
+        ("data.area=[1, 0.5]", "area"),
+        ("data.aspect=[0, 1]", "aspect"),
+        ("data.mean=0.5", r"data\.mean: .*\[1, 2\]"),
+    ],
+)
+def test_what_no_batch_can_have_is_refused_before_ranks_start(setting, named):
+    """Only the ranks refused it, when they made their first batch."""
+    with pytest.raises(RecipeError, match=named):
+        read(ROOT / "configs" / "fashion_mnist.yaml", [setting])
+
+
 def test_every_error_is_told_at_once(write):
     with pytest.raises(RecipeError) as refused:
         read(

@@ -2,6 +2,9 @@
 
 import io
 import os
+import shutil
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -66,6 +69,36 @@ def test_a_link_to_nowhere_is_named(photos, name):
     (photos / name).symlink_to("/nowhere")
     with pytest.raises(DataError, match=rf"{name}\b.*/nowhere"):
         Folder(photos)
+
+
+@pytest.mark.parametrize("has_times", [True, False])
+def test_folders_of_equal_names_sizes_and_times_have_caches_of_their_own(
+    photos, tmp_path, monkeypatch, has_times
+):
+    """One of them was served the pictures of the other, also in later runs."""
+    # Longer than the ends that are read, so that only the times differ
+    middle = 100_000 if has_times else 0
+    (photos / "b/3.jpg").write_bytes(bytes(2 * middle + 1))
+    shutil.copytree(photos, tmp_path / "copy")
+    (tmp_path / "copy/b/3.jpg").write_bytes(bytes(middle) + b"x" + bytes(middle))
+    for folder in (photos, tmp_path / "copy"):
+        for file in folder.rglob("*.jpg"):
+            os.utime(file, (0, 0))
+        time.sleep(0.02)  # A tick of the file system's clock
+    if not has_times:  # As on file systems that keep no times of the inode
+        names = ("st_mode", "st_dev", "st_ino", "st_size")
+        monkeypatch.setattr(
+            "tfcommx.data.sources.folder._facts",
+            lambda path: SimpleNamespace(
+                **{name: getattr(os.stat(path), name) for name in names},
+                st_mtime_ns=0,
+                st_ctime_ns=0,
+            ),
+        )
+    key = Folder(photos).key
+    assert Folder(tmp_path / "copy").key != key
+    (tmp_path / "mount").symlink_to(photos)
+    assert Folder(tmp_path / "mount").key == key
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])

@@ -62,7 +62,7 @@ def test_a_missing_shard_is_named(tmp_path):
 def test_a_flipped_bit_is_found(tmp_path):
     shard = tmp_path / "train-00000-of-00001"
     write(shard, range(4))
-    good, (start, length) = shard.read_bytes(), scan(shard)[2].tolist()
+    good, (start, length, _) = shard.read_bytes(), scan(shard)[2].tolist()
 
     def flip(at):
         shard.write_bytes(good[:at] + bytes([good[at] ^ 64]) + good[at + 1 :])
@@ -80,6 +80,19 @@ def test_a_flipped_bit_is_found(tmp_path):
     shard.write_bytes(bytes(1600))
     with pytest.raises(SampleError, match=rf"{shard.name}\b.*byte 0\b"):
         imagenet(tmp_path)
+
+
+def test_the_key_is_that_of_the_contents(tmp_path):
+    """Records of equal lengths in files of equal times had one key, and so one cache."""
+    for name, numbers in (("a", [1, 2]), ("b", [1, 3]), ("c", [1, 2])):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "shard", numbers)
+        os.utime(tmp_path / name / "shard", (0, name == "c"))
+    a, b, c = (TFRecords(tmp_path / name / "shard") for name in "abc")
+    assert a.key == c.key != b.key and a.contents == c.contents != b.contents
+    write(tmp_path / "a" / "shard", [1, 3])
+    with pytest.raises(SampleError, match="CRC"):
+        a.read(1)
 
 
 def test_labels_outside_the_classes_are_named(tmp_path):
