@@ -385,6 +385,11 @@ def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
         prediction = candidates(setting, requested, thorough=False)[0]
     else:
         prediction = setting.predict(requested)
+    if not math.isfinite(prediction.step_s):
+        raise ConfigurationError(
+            f"Steps of finite time are required. Received {prediction.step_s} s, by a rate that is "
+            "almost 0. Rates are in 10^9 bit/s and 10^9 byte/s."
+        )
     return prediction.timeline, prediction.row()
 
 

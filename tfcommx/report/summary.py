@@ -11,6 +11,8 @@ from typing import Any
 from tfcommx.core import DataError, json_text, reading, write_text
 
 FILE = "summary.json"
+# Of a summary that is missing or damaged
+REMEDY = "Give the folder of a run, or train again to write it anew."
 # The parts of an epoch, as training.steps.Timing measures them, in the order of the stacked bars.
 PARTS = {
     "data": "waiting for data",
@@ -258,8 +260,7 @@ def read(folder: Path) -> dict[str, Any]:
     **Raises:** ReportError if there is none, or if it lacks a key.
     """
     path = Path(folder) / FILE
-    remedy = "Give the folder of a run, or train again to write it anew."
-    with reading("The summary of a run", path, remedy, ReportError):
+    with reading("The summary of a run", path, REMEDY, ReportError):
         summary: dict[str, Any] = json.loads(path.read_text())
         if missing := sorted(set(REQUIRED) - summary.keys()):
             raise ValueError(f"one without {', '.join(missing)}")
