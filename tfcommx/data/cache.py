@@ -72,7 +72,7 @@ def find_position(topology: Topology | None, rank: int | None) -> tuple[Topology
 # Largest number of bytes of the source's name in a slab's metadata, whose page has 4096
 NAME_BYTES = 2000
 # Version of the samples in memory, to be raised if decoding or the layout changes
-FORMAT = 1
+FORMAT = 2
 
 
 def open_slab(
@@ -92,7 +92,9 @@ def open_slab(
     **Raises:** SlabError if there is too little memory. ConfigurationError with `exclusive`, if the
     launcher assigns no name to the run.
     """
-    key = key_of((FORMAT, source.key, source.count, source.channels, options.store))
+    # `max_pixels`, because the slab marks larger samples as unreadable for all of its processes
+    decides = options.store, options.max_pixels
+    key = key_of((FORMAT, source.key, source.count, source.channels, *decides))
     name = f"{slab_files.prefix()}{key[:16]}-{node}"
     if exclusive:
         name += f"-{key_of((launcher.run_name(),))[:16]}"
