@@ -62,7 +62,7 @@ def test_a_closed_output_is_no_error(tmp_path: Path) -> None:
     assert ended.returncode == 0 and json.loads((tmp_path / "rows").read_text())["nodes"] == 4
 
 
-@pytest.mark.parametrize("damage", [{"nodes": "two"}, {"rows": [{}]}, {"seconds": None}])
+@pytest.mark.parametrize("damage", [{"throughput": "x"}, {"rows": [{}]}, {"seconds": None}])
 def test_a_summary_that_no_table_can_show_is_named(damage: dict[str, Any], tmp_path: Path) -> None:
     """It was read, and its table ended with a traceback."""
     summary = {name: 1 for name in REQUIRED} | {"counted": "images", "rows": []}

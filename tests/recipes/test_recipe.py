@@ -182,6 +182,8 @@ def test_a_phase_warms_up_its_density(write):
             r"phases\[0\]\.epochs: .*\b1\b.*\b0\b",
         ),
         ("epochs: 2, ", "", r"phases\[0\]\.epochs: "),
+        # The list of its epochs' schemes took all memory
+        ("epochs: 2", "epochs: 99999999999", r"phases\[0\]\.epochs: .*\b1000000\b"),
         (
             "route: torus",
             "route: hitopk, selection: mstopk, density: 0.1, momentum: 0.9",

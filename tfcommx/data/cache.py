@@ -153,8 +153,9 @@ class DataCache:
 
     **Ranks:** every rank creates one; none waits for another. Samples, and the options that decide
     which rank serves them, are compared when the ranks next exchange objects, before the first step
-    of a training. Names, sizes and labels are compared, but not the bytes of files, because that
-    would cost a read of all. `topology=Topology(1, 1), rank=0` makes a cache for this rank alone.
+    of a training. Names, sizes and labels are compared, and CRCs of records, but not the bytes of
+    other files, because that would cost a read of all. `topology=Topology(1, 1), rank=0` makes a
+    cache for this rank alone.
     **Cost:** one walk over the source's list. 64 samples are read to estimate the memory, by the
     first process of a node and, without `partial`, by one that finds a slab made for another part.
     **Raises:** SlabError if memory is too small, shared memory cannot be used or no sample can be

@@ -137,6 +137,11 @@ def test_a_bitmap_with_a_table_of_colours_is_refused(mode):
             decode(out.getvalue()[:end], 3)
 
 
+def test_a_file_of_another_format_is_named_without_names_of_tensorflow():
+    with pytest.raises(SampleError, match=r"\(4 bytes\): Unknown (?!.*Op:)(?!.*\{\{)"):
+        decode(b"<htm", 3)
+
+
 @pytest.mark.parametrize("stems", ["ab", "ba"])
 def test_a_sample_that_was_written_again_is_read_by_later_runs(tmp_path, monkeypatch, stems):
     for when, stem in enumerate(stems):

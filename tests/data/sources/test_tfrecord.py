@@ -95,6 +95,16 @@ def test_the_key_is_that_of_the_contents(tmp_path):
         a.read(1)
 
 
+def test_a_label_of_another_kind_is_named(tmp_path):
+    """Both required features were listed, without the reason why they are not taken."""
+    image, text = (tf.train.Feature(bytes_list=tf.train.BytesList(value=[b])) for b in (b"x", b"3"))
+    features = tf.train.Features(feature={"image/encoded": image, "image/class/label": text})
+    with tf.io.TFRecordWriter(str(tmp_path / "shard")) as writer:
+        writer.write(tf.train.Example(features=features).SerializeToString())
+    with pytest.raises(SampleError, match=r"image/class/label \(1 bytes\)"):
+        TFRecords(tmp_path / "shard").read(0)
+
+
 def test_labels_outside_the_classes_are_named(tmp_path):
     write(tmp_path / "shard", range(3))
     # Its characters were taken for files: "Is a directory: '/'"

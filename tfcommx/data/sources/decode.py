@@ -13,6 +13,7 @@ Records begin at multiples of 64 bytes. ops/kernels/augment.h reads and writes t
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -270,7 +271,9 @@ def _decoded(data: bytes, channels: int, store: int | None, max_pixels: int) -> 
         image = tf.raw_ops.DecodeJpeg(contents=data, channels=channels, ratio=ratio)
         return np.asarray(image)
     except tf.errors.InvalidArgumentError as error:
-        raise SampleError(f"not a whole image ({len(data)} bytes): {error.message}") from error
+        # Without the names of TensorFlow's node and operation
+        reason = re.sub(r"^\{\{.*?\}\} | \[Op:\w+\]$", "", error.message)
+        raise SampleError(f"not a whole image ({len(data)} bytes): {reason}") from error
 
 
 def stored_size(height: int, width: int, store: int | None) -> tuple[int, int]:

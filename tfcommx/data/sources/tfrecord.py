@@ -166,10 +166,15 @@ class TFRecords:
         label = features[names.label].int64_list.value
         if len(image) != 1 or len(label) != 1:
             # Without those that the two lookups have added, which have no kind
-            stored = sorted(name for name, value in features.items() if value.WhichOneof("kind"))
+            kinds = {name: value.WhichOneof("kind") for name, value in features.items()}
+            stored = [
+                f"{name} ({len(getattr(features[name], kind).value)} {kind.removesuffix('_list')})"
+                for name, kind in sorted(kinds.items())
+                if kind
+            ]
             raise SampleError(
-                f"one image {names.image!r} and one label {names.label!r} are required, the record "
-                f"has the features {stored}"
+                f"one image {names.image!r} of bytes and one label {names.label!r} of int64 are "
+                f"required, the record has the features {', '.join(stored) or 'none'}"
             )
         number = label[0] - names.first_label
         if number < 0 or (self.classes and number >= len(self.classes)):
