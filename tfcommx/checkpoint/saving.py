@@ -229,12 +229,12 @@ def _not_finite(model: keras.Model) -> str:
 
 def _warn_of_divergence(variable: str, epoch: int, newest: Head, folder: Path) -> None:
     log.warning(
-        "A checkpoint keeps finite weights. Received a NaN or Inf in %s after epoch %d, which is "
-        "not saved: the save of epoch %d in %s stays. Continue from it with a smaller learning "
+        "A checkpoint keeps finite weights. Received a NaN or Inf in %s after %d epochs, which is "
+        "not saved: the save after %d epochs in %s stays. Continue from it with a smaller learning "
         "rate, or delete the folder.",
         variable,
-        epoch,
-        newest.epoch,
+        epoch + 1,
+        newest.epoch + 1,
         folder,
     )
 
