@@ -31,7 +31,7 @@ import numpy as np
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.comparisons import Facts
-from tfcommx.core import ConfigurationError, Topology, check_name
+from tfcommx.core import ConfigurationError, Topology, check_name, check_whole
 from tfcommx.data import capacity, order, slab_files
 from tfcommx.data.disk import Disk
 from tfcommx.data.epochs import Epochs, EpochStats, warn_if_served
@@ -176,6 +176,12 @@ class DataCache:
             check_name("option of DataCache", name, Options.__dataclass_fields__)
         self.options = Options(**options)
         self.source = find_source(source) if isinstance(source, str | os.PathLike) else source
+        if missing := [name for name in ("count", "key", "read") if not hasattr(self.source, name)]:
+            raise ConfigurationError(
+                "A source is required: a path, the name of a TensorFlow data set, or an object of "
+                "tfcommx.data.sources, such as Arrays(images, labels). Received a "
+                f"{type(source).__name__}, without {', '.join(missing)}."
+            )
         self.topology, self.rank = find_position(topology, rank)
         self.node, self.slot = self.topology.position_of(self.rank)
         facts = contents_of(self.source) | self.options.to_agree_on()
@@ -253,6 +259,10 @@ class DataCache:
         """
         import tensorflow as tf
 
+        first_epoch, epochs, step = (
+            check_whole(name, value)
+            for name, value in (("first_epoch", first_epoch), ("epochs", epochs), ("step", step))
+        )
         request = Epochs(spec, first_epoch, epochs, step, self.steps(spec))
         request.check(self.source.count, self.topology.size, self.options.store)
         spec.check_channels(self.source.channels)

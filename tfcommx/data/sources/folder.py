@@ -115,6 +115,16 @@ def listed_names(names: Sequence[str], most: int = 10) -> str:
     return ", ".join(names[:most]) + tail
 
 
+def _checked_names(classes: Sequence[str]) -> tuple[str, ...]:
+    names = () if isinstance(classes, str) else tuple(classes)
+    if len(set(names)) < len(names) or not names or any(Path(x).name != x or not x for x in names):
+        raise DataError(
+            "`classes` must be different names of folders, such as ('cat', 'dog'). Received "
+            f"{classes!r}."
+        )
+    return names
+
+
 def _digest_of_ends(path: str, length: int = 1 << 16) -> str:
     """Return a digest of the first and last bytes of a file; "" if it cannot be read."""
     try:
@@ -135,15 +145,15 @@ class Folder:
     other endings, and images next to the class folders, are ignored with one warning, which has
     their number by ending. A replaced file leads to new caches, because the key is made of the
     files' relative paths, sizes, and times of content and inode. A copy has other times of the
-    inode, thus caches of its own; the same files on another mount or host share theirs.
+    inode, and separate caches; the same files on another mount or host share theirs.
 
     Args:
         path: the folder that holds the class folders.
         classes: names of the class folders to use, in the order of their labels; by default all.
 
     **Cost:** one walk over the folder with one stat per file; the ends of 64 files are read.
-    **Raises:** DataError if there is no class folder or no image, a folder cannot be listed, or a
-    link is broken.
+    **Raises:** DataError for `classes` that are no names, or if there is no class folder or no
+    image, a folder cannot be listed, or a link is broken.
     """
 
     channels = 3
@@ -168,7 +178,7 @@ class Folder:
             for name in names
             if name not in folders and name.lower().endswith(ENDINGS)
         )
-        self.classes = tuple(classes) if classes is not None else folders
+        self.classes = folders if classes is None else _checked_names(classes)
         self._files: list[tuple[str, int]] = []
         self.contents: dict[str, str] = {}
         facts: list[object] = ["folder", *self.classes]
