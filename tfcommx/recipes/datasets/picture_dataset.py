@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -63,7 +62,6 @@ class PictureDataset(RecipePart):
     def _makes_batches(self) -> Self:
         """Refuse values that no batch can have here, because ranks make the first one."""
         self.train_spec(1, 1, 3)
-        self.test_spec(1, ceil(1 / self.test_scale), 3)
         return self
 
     def train_spec(self, batch: int, resolution: int, channels: int) -> BatchSpec:
