@@ -200,6 +200,25 @@ def test_of_an_animation_the_first_frame_is_taken() -> None:
         np.testing.assert_array_equal(decode(file, 3), wanted)
 
 
+def test_a_transparent_gif_has_the_colours_of_its_file() -> None:
+    """Its transparent pixels, a white ground as a rule, were black."""
+    image = PICTURE.quantize(16)
+    for form in ("GIF", "PNG"):
+        file = encoded(image, form, transparency=image.getpixel((0, 0)))
+        wanted = np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
+        assert np.any(wanted[0, 0] != 0)
+        np.testing.assert_array_equal(decode(file, 3), wanted)
+
+
+def test_a_gif_whose_frame_is_not_at_the_corner_is_whole() -> None:
+    """Of a frame at (4, 4) the last four rows and columns were cut, and the first were black."""
+    file = bytearray(encoded(PICTURE, "GIF"))
+    wanted = decode(bytes(file), 3)
+    struct.pack_into("<HH", file, 6, 64, 64)
+    struct.pack_into("<HH", file, file.index(b"\x2c" + bytes(4)) + 1, 4, 4)
+    np.testing.assert_array_equal(decode(bytes(file), 3), wanted)
+
+
 # --- bombs ----------------------------------------------------------------------------------
 
 
@@ -273,6 +292,25 @@ def test_a_user_with_larger_images_can_allow_them(tmp_path: Path) -> None:
             cache.close()
     with pytest.raises(ConfigurationError, match="`max_pixels`"):
         cx.DataCache(tmp_path / "p", memory=tmp_path, max_pixels=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [({}, b"VP8 "), ({"lossless": True}, b"VP8L"), ({"exif": b"Exif\0\0" * 9}, b"VP8X")],
+)
+def test_a_webp_has_as_many_pixels(options: dict[str, object], kind: bytes) -> None:
+    """A WebP with another ending, or in a TFRecord, was decoded whatever its size."""
+    file = encoded(PICTURE, "WEBP", **options)
+    assert file[12:16] == kind
+    assert decode(file, 3, max_pixels=384).shape == (PICTURE.height, PICTURE.width, 3)
+    with pytest.raises(SampleError, match=r"\b383 .*\b384\b"):
+        decode(file, 3, max_pixels=383)
+
+
+@pytest.mark.parametrize("head", [b"\xff\x0a", b"\0\0\0\x0cJXL \r\n\x87\n"])
+def test_a_jpeg_xl_whose_size_is_unknown_is_refused(head: bytes) -> None:
+    with pytest.raises(SampleError, match="JPEG XL"):
+        decode(head + bytes(100), 3)
 
 
 def test_a_bitmap_from_top_to_bottom_has_as_many_pixels() -> None:

@@ -171,6 +171,13 @@ def test_a_rank_gets_each_signal_once() -> None:
     assert relay.communicate(timeout=20)[0] == b""
 
 
+@pytest.mark.parametrize("command", ["printf last", "printf last; sleep 300 & echo $! > FILE"])
+def test_the_last_line_of_a_rank_is_ended(command: str, pids: Path) -> None:
+    """The launcher put the mark of the next rank into it: `last[1]<stdout>:first`."""
+    relay = relayed("sh", "-c", command.replace("FILE", str(pids)))
+    assert relay.communicate(timeout=20) == (b"last\n", b"") and relay.returncode == 0
+
+
 def test_a_process_that_writes_without_end_is_not_waited_for(pids: Path) -> None:
     relay = relayed("sh", "-c", f"yes & echo $! > {pids}")
     relay.communicate(timeout=20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,13 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("b\n")
     with pytest.raises(DataError, match=r"a\.txt\b.*directory"):
         list(LinePairs(tmp_path / "a.txt", tmp_path / "b.txt"))
+
+
+def test_other_text_of_equal_length_and_time_is_encoded_anew(tmp_path: Path) -> None:
+    """The words of an earlier run were trained on in its place."""
+    keys = set()
+    for text in ("one", "two", "one"):
+        (tmp_path / "a.txt").write_text(text)
+        os.utime(tmp_path / "a.txt", (0, 0))
+        keys.add(LinePairs(tmp_path / "a.txt", tmp_path / "a.txt").key)
+    assert len(keys) == 2

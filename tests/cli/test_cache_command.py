@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ import tensorflow as tf
 import warm_ranks
 from launching import QUICK, ROOT
 
+import tfcommx as cx
+from tfcommx.cli.cache import _fill
 from tfcommx.cli.main import main
 from tfcommx.core import DataError
 from tfcommx.data.slab import Slab
@@ -83,6 +86,23 @@ def test_warm_status_and_drop(tmp_path, monkeypatch):
     slab.close()
     _, removed, _ = run("drop", *options)
     assert removed.count("removed") == 2 and list(memory.iterdir()) == list(disk.iterdir()) == []
+
+
+def test_samples_that_the_disk_does_not_take_are_not_counted(tmp_path, capsys):
+    """All samples that were read were "on disk", though nothing could be written there."""
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    for n in range(3):
+        picture = tf.io.encode_jpeg(np.full((4, 4, 3), n, np.uint8)).numpy()
+        (tmp_path / "photos" / "a" / f"{n}.jpg").write_bytes(picture)
+    (tmp_path / "file").touch()
+    for disk, count in (("file", 0), ("disk", 3)):
+        room = dict(memory=tmp_path, memory_bytes=1, partial=True)
+        cache = cx.DataCache(tmp_path / "photos", disk=tmp_path / disk, **room)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _fill(cache, cx.init(), False)
+        cache.close()
+        assert f" {count} of 3 samples on disk" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.exhaustive)])

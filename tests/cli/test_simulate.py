@@ -53,6 +53,29 @@ def rows(folder: Path, *words: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "rows.json").read_text().splitlines()]
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("nodes: null", "`nodes` .*None"),
+        ("between_gbit: null", "`between_gbit` .*None"),
+        ("model: 5", "`model` .*5"),
+        ("links: [1]", "`links` "),
+        ("between-gbit: 1\nbetween_gbit: 2", "'between_gbit'"),
+    ],
+)
+def test_values_of_another_kind_in_a_file_are_named(text: str, named: str, tmp_path: Path) -> None:
+    """`nodes: null` was a TypeError, and of two spellings of a key the last one was taken."""
+    (tmp_path / "file.yaml").write_text(text)
+    with pytest.raises(ConfigurationError, match=named):
+        run(str(tmp_path / "file.yaml"))
+
+
+def test_nothing_is_exposed_where_nothing_is_exchanged(tmp_path: Path) -> None:
+    """On one rank the exposed seconds were -6.9e-18, the difference of two sums of one step."""
+    (row,) = rows(tmp_path, "--nodes", "1")
+    assert row["exposed_seconds"] == 0
+
+
 def test_a_step_as_worked_out_by_hand(tmp_path: Path) -> None:
     """Everything after the backward pass: a ring of 32 ranks, 2 x 31/32 bytes.
 

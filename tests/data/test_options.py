@@ -6,13 +6,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from data_helpers import OpenCache
 
 from tfcommx.collectives import process
 from tfcommx.collectives.comparisons import Comparisons
 from tfcommx.core import ConfigurationError, DataError, Topology
+from tfcommx.data.cache import DataCache
 from tfcommx.data.options import BatchSpec, Options
 from tfcommx.data.sources.arrays import Arrays
+from tfcommx.data.sources.folder import Folder
 
 
 def test_processes_that_the_launcher_has_bound_read_with_all_of_their_processors(
@@ -59,6 +62,49 @@ def test_whole_numbers_of_any_kind_are_taken_and_other_things_named():
     ):
         with pytest.raises(ConfigurationError, match=f"`{list(bad)[-1]}`"):
             kind(**bad)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(flip="no"),
+        dict(shuffle=None),
+        dict(drop_remainder=0),
+        dict(area=(0.1,)),
+        dict(area=(0.1, 0.2, 0.3)),
+        dict(aspect=(1, float("inf"))),
+    ],
+)
+def test_bad_settings_of_batches_are_refused(bad):
+    """flip="no" mirrored, shuffle=None kept the order, and a third number was ignored."""
+    with pytest.raises(ConfigurationError, match=f"`{next(iter(bad))}`"):
+        BatchSpec(8, 8, **bad)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 5, ["a"], np.zeros((2, 4, 4, 3), np.uint8), tf.data.Dataset.range(2)]
+)
+def test_what_is_no_source_is_named(wrong, shm):
+    """Each was an AttributeError about `count` or `channels`."""
+    with pytest.raises(ConfigurationError, match=type(wrong).__name__):
+        DataCache(wrong, memory=shm)
+
+
+@pytest.mark.parametrize("classes", ["ab", ("a", "a"), ("a", "../b"), ("",)])
+def test_classes_are_different_names_of_folders(classes, tmp_path):
+    """`classes="ab"` was the classes a and b, and twice the same class had two labels."""
+    for name in "ab":
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        (tmp_path / "photos" / name / "1.jpg").touch()
+    with pytest.raises(DataError, match="`classes`"):
+        Folder(tmp_path / "photos", classes)
+
+
+def test_epochs_are_whole_numbers(folder, shm):
+    with OpenCache(folder, shm) as cache:
+        for wrong in (dict(epochs=1.5), dict(first_epoch="0"), dict(step=None)):
+            with pytest.raises(ConfigurationError, match=f"`{next(iter(wrong))}`"):
+                cache.dataset(BatchSpec(8, 8), **wrong)
 
 
 def test_a_cache_finds_the_running_launch(shm, monkeypatch):

@@ -101,6 +101,12 @@ def test_pictures_that_are_kept_at_another_size_have_another_slab(folder, shm):
         assert one.slab.path != two.slab.path
 
 
+def test_runs_that_refuse_other_pictures_have_another_slab(folder, shm):
+    """The larger pictures of a run were skipped, because another run had refused them."""
+    with OpenCache(folder, shm) as one, OpenCache(folder, shm, max_pixels=10**6) as two:
+        assert one.slab.path != two.slab.path
+
+
 def test_a_slab_that_another_process_is_looking_at_is_left_to_it(shm):
     """Also a slab of another boot: two processes removed it at once.
 

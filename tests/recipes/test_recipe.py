@@ -182,6 +182,8 @@ def test_a_phase_warms_up_its_density(write):
             r"phases\[0\]\.epochs: .*\b1\b.*\b0\b",
         ),
         ("epochs: 2, ", "", r"phases\[0\]\.epochs: "),
+        # The list of its epochs' schemes took all memory
+        ("epochs: 2", "epochs: 99999999999", r"phases\[0\]\.epochs: .*\b1000000\b"),
         (
             "route: torus",
             "route: hitopk, selection: mstopk, density: 0.1, momentum: 0.9",
@@ -224,6 +226,22 @@ def test_errors_name_the_place(write, old, new, received):
     path = write(SMALL.replace(old, new))
     with pytest.raises(RecipeError, match=f"{re.escape(str(path))}.*{received}"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("data.std=[0]", "std"),
+        ("data.mean=[127.5]", "mean"),
+        ("data.area=[1, 0.5]", "area"),
+        ("data.aspect=[0, 1]", "aspect"),
+        ("data.mean=0.5", r"data\.mean: .*\[1, 2\]"),
+    ],
+)
+def test_what_no_batch_can_have_is_refused_before_ranks_start(setting, named):
+    """Only the ranks refused it, when they made their first batch."""
+    with pytest.raises(RecipeError, match=named):
+        read(ROOT / "configs" / "fashion_mnist.yaml", [setting])
 
 
 def test_every_error_is_told_at_once(write):

@@ -4,6 +4,7 @@ The command line prints user errors in one line, with exit code 2.
 """
 
 import io
+import json
 import os
 import select
 import subprocess
@@ -74,6 +75,26 @@ def shown(summary: dict) -> str:
 def test_written_files_and_read_again(summary, tmp_path):
     report.write_summary(summary, tmp_path / "run")
     assert report.read(tmp_path / "run") == summary
+
+
+def test_a_run_that_diverged_is_json(summary, tmp_path):
+    """Its NaN, which JSON lacks, kept jq, JavaScript and others from reading the whole file."""
+    nan = float("nan")
+    worse = row(3, 28, "torus", loss=nan, test_accuracy=nan)
+    rows = [*summary["rows"], {**worse, "density": None}]
+    target = report.time_to_target(rows, "accuracy", 0.95)
+    assert target["best"] == 0.9012
+    summary |= {"test_accuracy": nan, "rows": rows, "target": target}
+    report.write_summary(summary, tmp_path)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    text = (tmp_path / "summary.json").read_text()
+    assert json.loads(text, parse_constant=refuse)["test_accuracy"] is None
+    read = report.read(tmp_path)
+    assert read["rows"][2]["density"] is None
+    assert shown(read) == shown(summary) and "nan" in shown(read)
 
 
 def test_terminal_report(summary):

@@ -13,7 +13,7 @@ import pytest
 
 from tfcommx import checkpoint
 from tfcommx.collectives import process
-from tfcommx.core import Topology
+from tfcommx.core import ConfigurationError, Topology
 from tfcommx.optim import automatic, requested_plan
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.tasks.classify import Classification
@@ -170,3 +170,12 @@ def test_what_was_measured_is_scaled_and_never_lost(
         made.timing.on_epoch_begin(2)
         assert (made.counter.measured, made.timing.first_steps) == expected
         assert made.timing.seconds["compute"] == 3.0
+
+
+@pytest.mark.parametrize("name", ["pictures.npz", "pictures.npz/run"])
+def test_an_output_that_cannot_be_a_folder_is_refused_first(
+    name: str, pictures: Path, tmp_path: Path
+) -> None:
+    """Training ended at the first save, which may be hours later."""
+    with pytest.raises(ConfigurationError, match=r"pictures\.npz.* rank 0 "):
+        train(recipe(tmp_path / "missing.npz", 8), tmp_path / name)

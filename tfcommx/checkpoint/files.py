@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfcommx.collectives import process
-from tfcommx.core import CheckpointError, require_equal, write_text
+from tfcommx.core import CheckpointError, json_text, require_equal, write_text
 
 HEAD = "checkpoint.json"
 
@@ -36,8 +36,10 @@ class Head(NamedTuple):
     step: int = 0
     # Steps of the current epoch; 0 at the end of an epoch, or if unknown
     steps: int = 0
-    # Values of the saving program, as JSON
+    # Values of the saving program, as JSON; NaN is read back as None
     notes: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    # False if some weight is NaN or infinite
+    finite: bool = True
     # Older saves that are kept, the newest first; each with an empty `older`
     older: tuple[Head, ...] = ()
 
@@ -94,6 +96,7 @@ def head_of(fields: dict[str, Any]) -> Head:
         step=int(fields.get("step", 0)),
         steps=int(fields.get("steps", 0)),
         notes=dict(fields.get("notes", {})),
+        finite=bool(fields.get("finite", True)),
         older=tuple(map(head_of, fields.get("older", ()))),
     )
     if head.save < 0 or head.epoch < -1 or head.ranks < 1 or min(head.step, head.steps) < 0:
@@ -108,7 +111,7 @@ def fields_of(head: Head) -> dict[str, Any]:
 
 def write_head(head: Head, folder: Path) -> None:
     """Write checkpoint.json; ranks that share a folder replace it by equal files."""
-    write_text(folder / HEAD, json.dumps(fields_of(head)) + "\n")
+    write_text(folder / HEAD, json_text(fields_of(head)) + "\n")
 
 
 def model_name(save: int) -> str:

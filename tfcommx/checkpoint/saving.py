@@ -149,6 +149,9 @@ def save(
         steps: steps of the current epoch; 0 at the end of an epoch, or if unknown.
         notes: JSON values that `last` will return; those of rank 0 count.
 
+    Weights with a NaN or Inf are not saved if the newest save is finite: it stays, with a warning,
+    because a diverged run would otherwise end without any state to continue from.
+
     **Ranks:** all, between the same two steps; with ElasticAveraging each at any time: the lowest
     remaining rank writes the checkpoint, with the centre as weights.
     **Raises:** SaveError, on all ranks, if one of them cannot write, as on a full disk, or if
@@ -166,8 +169,14 @@ def save(
     number = max((head.save + 1 for head in heads if head is not None), default=0)
     for optimizer in wrapped_optimizers(model):
         consolidate(optimizer)
+    # Of rank 0, because it writes the model
+    not_finite = comm.gather_objects(_not_finite(model) if comm.rank == 0 else "")[0]
+    if not_finite and heads[0] is not None and heads[0].finite:
+        if comm.rank == 0:
+            _warn_of_divergence(not_finite, epoch, heads[0], folder)
+        return
     older = _older(heads[0], keep)
-    head = Head(number, epoch, comm.topology.size, step, steps, notes or {}, older)
+    head = Head(number, epoch, comm.topology.size, step, steps, notes or {}, not not_finite, older)
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -209,6 +218,27 @@ def _problem_of(stage: Callable[[], None], model: keras.Model, folder: Path) -> 
     return ""
 
 
+def _not_finite(model: keras.Model) -> str:
+    """Return the path of a variable with a NaN or Inf; "" without one."""
+    for variable in model.weights:
+        is_float = variable.dtype in ("float16", "bfloat16", "float32", "float64")
+        if is_float and not keras.ops.all(keras.ops.isfinite(variable)):
+            return str(variable.path)
+    return ""
+
+
+def _warn_of_divergence(variable: str, epoch: int, newest: Head, folder: Path) -> None:
+    log.warning(
+        "A checkpoint keeps finite weights. Received a NaN or Inf in %s after %d epochs, which is "
+        "not saved: the save after %d epochs in %s stays. Continue from it with a smaller learning "
+        "rate, or delete the folder.",
+        variable,
+        epoch + 1,
+        newest.epoch + 1,
+        folder,
+    )
+
+
 def _write_model(model: keras.Model, path: Path) -> None:
     with replacing(path) as part:
         model.save(part)
@@ -239,7 +269,12 @@ def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> Non
     number = 0 if before is None else before.save + 1
     older = _older(before, keep)
     with with_centre(model):
+        not_finite = _not_finite(model)
+        if not_finite and before is not None and before.finite:
+            _warn_of_divergence(not_finite, head.epoch, before, folder)
+            return
+        head = head._replace(save=number, finite=not not_finite, older=older)
         _write_model(model, folder / model_name(number))
         write_residuals(model, folder / residuals_name(number, 0), True)
-        write_head(head._replace(save=number, older=older), folder)
+        write_head(head, folder)
     remove_other_saves(folder, {number, *(older_head.save for older_head in older)}, 0, 1)

@@ -99,20 +99,24 @@ def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
     """Load this rank's samples; print the number of samples of each node."""
     from rich.progress import track
 
+    from tfcommx.data.disk import Disk
+
     steps = cache.warming_steps
     for _ in track(cache.warming(), "reading", total=steps, disable=comm.rank > 0):
         pass
     unreadable = cache.filler.unreadable
     for message in unreadable.values():
         typer.echo(message, err=True)
-    read = comm.gather_objects((cache.node, len(cache.share(0)) - len(unreadable)))
+    comm.gather_objects("filled")
     if cache.slot > 0:
         return
     if hold:
         count = cache.slab.filled
         where = f"in memory, {cache.slab.used_bytes:,} bytes decoded"
     else:
-        count = sum(part for node, part in read if node == cache.node)
+        assert cache.options.disk is not None, "`warm` has checked it"
+        # Counted anew, because a full disk takes fewer than were read
+        count = len(Disk(cache.options.disk, cache.source.key, cache.source.count))
         where = "on disk"
     typer.echo(f"node {cache.node}: {count:,} of {cache.source.count:,} samples {where}")
 

@@ -17,6 +17,21 @@ import typer
 from tfcommx.launch.rank_output import without_start_up_messages
 
 
+def open_closed_streams() -> None:
+    """Open input and output that a caller has closed, such as by `>&-`, as /dev/null.
+
+    Without this, they are None, and the next files that are opened take their numbers.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            file = os.open(os.devnull, os.O_RDWR)
+            os.dup2(file, number)
+            if file != number:
+                os.close(file)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+
+
 def print_any_character() -> None:
     r"""Print characters outside of the output's encoding as escapes, such as \xe9.
 

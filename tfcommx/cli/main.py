@@ -5,6 +5,7 @@ TensorFlow is imported only if a command needs it.
 
 from __future__ import annotations
 
+import errno
 import functools
 import sys
 import time
@@ -31,7 +32,7 @@ from tfcommx.cli import (
     simulate,
     train,
 )
-from tfcommx.cli.environment import print_any_character, quiet_tensorflow
+from tfcommx.cli.environment import open_closed_streams, print_any_character, quiet_tensorflow
 from tfcommx.core import LaunchError, TfcommxError, local_path
 from tfcommx.launch.launcher import launcher
 from tfcommx.supervisor.supervisor import USER_ERROR
@@ -39,6 +40,16 @@ from tfcommx.supervisor.supervisor import USER_ERROR
 # Seconds that other ranks wait before they print an error, because rank 0 most likely has it, too,
 # and the launcher ends all ranks after rank 0 has printed it
 RANK_0_FIRST_SECONDS = 5.0
+# Errors of the system that a user can fix, such as a full disk or a folder that is read-only
+CANNOT_WRITE = (
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EISDIR,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
 
 
 def with_local_paths(command: Callable[..., None]) -> Callable[..., None]:
@@ -92,6 +103,7 @@ def main() -> None:
     An error that the user can fix is printed without a traceback, with exit status 2; only by
     rank 0 if all ranks have it.
     """
+    open_closed_streams()
     print_any_character()
     if sys.argv[1:2] not in (["centre"], ["run"]):  # These run a user's script
         quiet_tensorflow()
@@ -102,6 +114,12 @@ def main() -> None:
         sys.exit(error.status)
     except TfcommxError as error:
         tell(error)
+        sys.exit(USER_ERROR)
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        file = "" if error.filename is None else f" in {error.filename}"
+        tell(TfcommxError(f"Room and rights are required{file}. Received: {error.strerror}."))
         sys.exit(USER_ERROR)
 
 

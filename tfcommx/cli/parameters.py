@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tfcommx.core import ConfigurationError, local_path, write_text
+from tfcommx.core import ConfigurationError, json_text, local_path, write_text
 
 Changes = Annotated[
     list[str] | None,
@@ -75,7 +74,7 @@ JsonFile = Annotated[Path | None, output_file("--json", text="Write all rows, on
 def write_rows(file: Path | None, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as `JsonFile` describes; no effect without a file."""
     if file is not None:
-        write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+        write_text(file, "".join(json_text(row) + "\n" for row in rows))
 
 
 def show_parameters(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> None:

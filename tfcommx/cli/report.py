@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tfcommx.report.summary import read
-from tfcommx.report.terminal import show_comparison, show_run
+from tfcommx.report.terminal import read_to_show, show_comparison, show_run
 
 
 def report(
@@ -24,7 +23,9 @@ def report(
     if len(run_folders) == 1:
         show_run(run_folders[0])
     else:
-        show_comparison(dict(zip(names_of(run_folders), map(read, run_folders), strict=True)))
+        show_comparison(
+            dict(zip(names_of(run_folders), map(read_to_show, run_folders), strict=True))
+        )
 
 
 def names_of(folders: list[Path]) -> list[str]:

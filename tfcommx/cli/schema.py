@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tfcommx.cli.parameters import check_output
 from tfcommx.core import write_text
 from tfcommx.recipes.schema import recipe_schema
 
@@ -22,4 +23,4 @@ def schema(
     An editor uses it for a recipe whose first line names the file:
     `# yaml-language-server: $schema=recipe.schema.json`.
     """
-    write_text(file, json.dumps(recipe_schema(), indent=1) + "\n")
+    write_text(check_output(file), json.dumps(recipe_schema(), indent=1) + "\n")

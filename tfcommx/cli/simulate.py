@@ -122,10 +122,10 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        for name, kind in KINDS.items():
-            value = getattr(self, name)
-            if value is not None and kind is not str:
-                object.__setattr__(self, name, _number(name, value, kind))
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if value is not None or field.default is not None:
+                object.__setattr__(self, name, _checked(name, value, KINDS[name]))
         for name in ("between_gbit", "inside_gbytes", "bucket_mbytes"):
             if (value := getattr(self, name)) is not None:
                 check_number(name, value, "> 0")
@@ -200,7 +200,11 @@ KINDS: dict[str, type] = {
 }
 
 
-def _number(name: str, value: Any, kind: type) -> Any:
+def _checked(name: str, value: Any, kind: type) -> Any:
+    if kind is str:
+        if not isinstance(value, str):
+            raise ConfigurationError(f"`{name}` must be text. Received {value!r}.")
+        return value
     if kind is int:
         return check_whole(name, value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -296,8 +300,13 @@ def _settings(file: Path | None, options: dict[str, Any]) -> Settings:
 
 def read_keys(file: Path) -> dict[str, Any]:
     """Return the keys of a YAML file, with _ for -. **Raises:** errors of `read_mapping`."""
-    content = read_mapping(file, "The file of settings")
-    return {str(name).replace("-", "_"): value for name, value in content.items()}
+    content = {}
+    for key, value in read_mapping(file, "The file of settings").items():
+        name = str(key).replace("-", "_")
+        if name in content:
+            raise ConfigurationError(f"{file}: the key {name!r} comes twice, as {key!r} too.")
+        content[name] = value
+    return content
 
 
 def _sweep(text: str) -> tuple[str, list[Any]]:
@@ -385,6 +394,11 @@ def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
         prediction = candidates(setting, requested, thorough=False)[0]
     else:
         prediction = setting.predict(requested)
+    if not math.isfinite(prediction.step_s):
+        raise ConfigurationError(
+            f"Steps of finite time are required. Received {prediction.step_s} s, by a rate that is "
+            "almost 0. Rates are in 10^9 bit/s and 10^9 byte/s."
+        )
     return prediction.timeline, prediction.row()
 
 

@@ -5,6 +5,7 @@ With `-np` it starts itself on several ranks like `tfcommx run`; Ctrl-C saves fi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -113,7 +114,8 @@ class LaunchStopper:
         # The first signal; 0: none
         self.number = 0
         # The file of an earlier run
-        self.file.unlink(missing_ok=True)
+        with contextlib.suppress(NotADirectoryError):  # The ranks refuse the folder
+            self.file.unlink(missing_ok=True)
 
     def ask(self, number: int, frame: FrameType | None) -> None:
         """Ask the ranks to save and stop; end them at the second signal, or if they do not save."""

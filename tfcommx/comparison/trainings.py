@@ -25,7 +25,7 @@ from typing import Any
 from tfcommx.core import TfcommxError, reading
 from tfcommx.launch.horovodrun import on_end_signals
 from tfcommx.recipes.reader import parse
-from tfcommx.report.summary import read, write_json
+from tfcommx.report.summary import read, with_nan, write_json
 
 # Fields kept of an epoch's row in a summary, besides its test scores
 KEPT = ("epoch", "phase", "steps", "bytes_between_nodes", "clock_seconds")
@@ -72,7 +72,7 @@ def trained(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any
         return None
     with reading("A training", file, "Delete the file: it is trained anew.", TrainingError):
         training = json.loads(file.read_text())
-        return {**training, "epochs": training["epochs"]}
+        return {**training, "epochs": list(map(with_nan, training["epochs"]))}
 
 
 def train(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tfcommx.core.errors import (
     RankLostError,
     TfcommxError,
 )
-from tfcommx.core.files import local_path, reading, replacing, write_text
+from tfcommx.core.files import json_text, local_path, reading, replacing, write_text
 from tfcommx.core.links import NOMINAL, Calibration, EngineSettings, Link, Links, Traffic
 from tfcommx.core.plan import OPERATIONS, Plan, first_difference
 from tfcommx.core.profile import Layer, LayerTable, Profile, VariableProfile
@@ -96,6 +96,7 @@ __all__ = [
     "check_whole",
     "first_difference",
     "is_member",
+    "json_text",
     "load_member",
     "local_path",
     "reading",

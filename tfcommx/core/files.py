@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import math
 import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tfcommx.core.errors import ConfigurationError, DataError, TfcommxError
 
@@ -116,6 +119,23 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         return
     with replacing(target) as part:
         part.write_text(text, encoding="utf-8")
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Return a value as JSON, with null for NaN and infinities, because JSON lacks these.
+
+    >>> json_text({"loss": [0.5, float("nan")]})
+    '{"loss": [0.5, null]}'
+    """
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def put_in_place(part: Path, path: Path) -> None:

@@ -56,8 +56,10 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that the exchange adds to the step: messages, selection, waiting for others."""
-        return self.step_s - self.compute_s
+        """Seconds, >= 0, that the exchange adds to the step: messages, selection, waiting."""
+        exposed = self.step_s - self.compute_s
+        # The two are sums in different orders, so they may differ in the last bits
+        return exposed if exposed > 1e-12 * self.step_s else 0.0
 
     @property
     def throughput(self) -> float:

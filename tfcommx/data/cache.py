@@ -31,7 +31,7 @@ import numpy as np
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.comparisons import Facts
-from tfcommx.core import ConfigurationError, Topology, check_name
+from tfcommx.core import ConfigurationError, Topology, check_name, check_whole
 from tfcommx.data import capacity, order, slab_files
 from tfcommx.data.disk import Disk
 from tfcommx.data.epochs import Epochs, EpochStats, warn_if_served
@@ -72,7 +72,7 @@ def find_position(topology: Topology | None, rank: int | None) -> tuple[Topology
 # Largest number of bytes of the source's name in a slab's metadata, whose page has 4096
 NAME_BYTES = 2000
 # Version of the samples in memory, to be raised if decoding or the layout changes
-FORMAT = 1
+FORMAT = 2
 
 
 def open_slab(
@@ -92,7 +92,9 @@ def open_slab(
     **Raises:** SlabError if there is too little memory. ConfigurationError with `exclusive`, if the
     launcher assigns no name to the run.
     """
-    key = key_of((FORMAT, source.key, source.count, source.channels, options.store))
+    # `max_pixels`, because the slab marks larger samples as unreadable for all of its processes
+    decides = options.store, options.max_pixels
+    key = key_of((FORMAT, source.key, source.count, source.channels, *decides))
     name = f"{slab_files.prefix()}{key[:16]}-{node}"
     if exclusive:
         name += f"-{key_of((launcher.run_name(),))[:16]}"
@@ -151,8 +153,9 @@ class DataCache:
 
     **Ranks:** every rank creates one; none waits for another. Samples, and the options that decide
     which rank serves them, are compared when the ranks next exchange objects, before the first step
-    of a training. Names, sizes and labels are compared, but not the bytes of files, because that
-    would cost a read of all. `topology=Topology(1, 1), rank=0` makes a cache for this rank alone.
+    of a training. Names, sizes and labels are compared, and CRCs of records, but not the bytes of
+    other files, because that would cost a read of all. `topology=Topology(1, 1), rank=0` makes a
+    cache for this rank alone.
     **Cost:** one walk over the source's list. 64 samples are read to estimate the memory, by the
     first process of a node and, without `partial`, by one that finds a slab made for another part.
     **Raises:** SlabError if memory is too small, shared memory cannot be used or no sample can be
@@ -173,6 +176,12 @@ class DataCache:
             check_name("option of DataCache", name, Options.__dataclass_fields__)
         self.options = Options(**options)
         self.source = find_source(source) if isinstance(source, str | os.PathLike) else source
+        if missing := [name for name in ("count", "key", "read") if not hasattr(self.source, name)]:
+            raise ConfigurationError(
+                "A source is required: a path, the name of a TensorFlow data set, or an object of "
+                "tfcommx.data.sources, such as Arrays(images, labels). Received a "
+                f"{type(source).__name__}, without {', '.join(missing)}."
+            )
         self.topology, self.rank = find_position(topology, rank)
         self.node, self.slot = self.topology.position_of(self.rank)
         facts = contents_of(self.source) | self.options.to_agree_on()
@@ -250,6 +259,10 @@ class DataCache:
         """
         import tensorflow as tf
 
+        first_epoch, epochs, step = (
+            check_whole(name, value)
+            for name, value in (("first_epoch", first_epoch), ("epochs", epochs), ("step", step))
+        )
         request = Epochs(spec, first_epoch, epochs, step, self.steps(spec))
         request.check(self.source.count, self.topology.size, self.options.store)
         spec.check_channels(self.source.channels)

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tfcommx.core import ConfigurationError, check_name, check_number, check_whole, local_path
 from tfcommx.data.sources.source import MAX_PIXELS
 from tfcommx.kernels.augment import CropRule
@@ -63,6 +65,8 @@ class BatchSpec:
         # Arrays and lists are converted, because a spec is compared and hashed
         for name in ("mean", "std", "area", "aspect"):
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        for name in ("flip", "shuffle", "drop_remainder"):
+            object.__setattr__(self, name, _truth(name, getattr(self, name)))
         self._check_crop()
         self._check_values()
 
@@ -72,9 +76,15 @@ class BatchSpec:
                 f"Crop {self.crop!r} needs a `resolution`, because crops differ in size. "
                 "Received None. Give one, or crop 'whole'."
             )
+        for name in ("area", "aspect"):
+            if len(getattr(self, name)) != 2:
+                raise ConfigurationError(
+                    f"`{name}` must have a lowest and a highest value. Received "
+                    f"{getattr(self, name)}."
+                )
         if (
             not 0 < self.area[0] <= self.area[1] <= 1
-            or not 0 < self.aspect[0] <= self.aspect[1]
+            or not 0 < self.aspect[0] <= self.aspect[1] < math.inf
             or not 0 < self.center <= 1
         ):
             raise ConfigurationError(
@@ -105,6 +115,13 @@ class BatchSpec:
                     f"`{name}` must have one number for each of the {channels} channels. Received "
                     f"{values}. Give as many, or none."
                 )
+
+
+def _truth(name: str, value: Any) -> bool:
+    """Return a truth value, such as NumPy's, as Python's own; refuse others, as "no" and None."""
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigurationError(f"`{name}` must be True or False. Received {value!r}.")
+    return bool(value)
 
 
 def _numbers(name: str, values: Any) -> tuple[float, ...]:

@@ -24,6 +24,7 @@ The launchers mark each line with its rank, such as `[0]<stdout>:`, and write li
 from __future__ import annotations
 
 import codecs
+import contextlib
 import ctypes
 import os
 import re
@@ -58,12 +59,15 @@ class Relay:
     def __init__(self, source: int, target: int) -> None:
         self.source, self._target = source, target
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._within_line = False
 
     def pass_on(self) -> bool:
         """Read once, and write it; return False at the end, or if no process reads the output."""
         try:
             data = os.read(self.source, READ_BYTES)
             self._write(self._decoder.decode(data, final=not data).encode())
+            if not data:
+                self._end_line()
         except OSError:  # Also a pipe that is empty, in `finish`
             return False
         return bool(data)
@@ -73,9 +77,18 @@ class Relay:
         os.set_blocking(self.source, False)
         for _ in range(LARGEST_PIPE // READ_BYTES):
             if not self.pass_on():
-                return
+                break
+        with contextlib.suppress(OSError):  # No process reads the output
+            self._end_line()
+
+    def _end_line(self) -> None:
+        """End the last line, because the next rank's mark would otherwise continue it."""
+        if self._within_line:
+            self._write(b"\n")
 
     def _write(self, data: bytes) -> None:
+        if data:
+            self._within_line = not data.endswith(b"\n")
         while data:
             data = data[os.write(self._target, data) :]
 

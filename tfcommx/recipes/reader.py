@@ -317,4 +317,6 @@ def _problem(detail: Mapping[str, Any]) -> str:
         return str(detail["ctx"]["error"])
     if detail["type"] == "missing":
         return "required, and missing."
+    if detail["type"] == "tuple_type":  # In YAML it is a list
+        return f"A list such as [1, 2] is required. Received {detail['input']!r}."
     return f"{detail['msg']}. Received {detail['input']!r}."

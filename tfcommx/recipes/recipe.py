@@ -51,8 +51,8 @@ def _scheme(value: Any) -> Scheme:
 class Phase(RecipePart):
     """Some epochs at one resolution and with one scheme."""
 
-    # Number of passes over the training data
-    epochs: int = Field(ge=1)
+    # Number of passes over the training data, limited because a run lists its epochs
+    epochs: int = Field(ge=1, le=1_000_000)
     # Pixels of a side; small pictures in the first phases save time (progressive resizing). For
     # text, word pieces of the longest sentence
     resolution: int = Field(ge=8)

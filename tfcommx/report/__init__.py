@@ -5,7 +5,7 @@
 
 from tfcommx.report.dry_run import read_alone, show_dry_run, write_dry_run
 from tfcommx.report.progress import ProgressDisplay
-from tfcommx.report.summary import read, time_to_target, write_summary
+from tfcommx.report.summary import read, time_to_target, with_nan, write_summary
 from tfcommx.report.tensorboard import TensorBoardEvents
 from tfcommx.report.terminal import show
 
@@ -17,6 +17,7 @@ __all__ = [
     "show",
     "show_dry_run",
     "time_to_target",
+    "with_nan",
     "write_dry_run",
     "write_summary",
 ]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tfcommx.core import DataError, reading, write_text
+from tfcommx.core import DataError, json_text, reading, write_text
 
 FILE = "summary.json"
+# Of a summary that is missing or damaged
+REMEDY = "Give the folder of a run, or train again to write it anew."
 # The parts of an epoch, as training.steps.Timing measures them, in the order of the stacked bars.
 PARTS = {
     "data": "waiting for data",
@@ -83,7 +87,8 @@ def time_to_target(rows: list[dict[str, Any]], score: str, at_least: float) -> d
         at_least: the value to reach.
     """
     name = f"test_{score}"
-    scored = [row for row in rows if name in row]
+    # Without NaN, which is neither less nor greater than the scores before a divergence
+    scored = [row for row in rows if name in row and not math.isnan(row[name])]
     reached = next((row for row in scored if row[name] >= at_least), {})
     return {
         "score": score,
@@ -240,8 +245,8 @@ def time_text(seconds: float) -> str:
 
 
 def write_json(contents: dict[str, Any], path: Path) -> None:
-    """Write a JSON file atomically; create its folder."""
-    write_text(path, json.dumps(contents, indent=1) + "\n")
+    """Write a JSON file atomically, with null for NaN; create its folder."""
+    write_text(path, json_text(contents, indent=1) + "\n")
 
 
 def write_summary(summary: dict[str, Any], folder: Path) -> None:
@@ -255,9 +260,28 @@ def read(folder: Path) -> dict[str, Any]:
     **Raises:** ReportError if there is none, or if it lacks a key.
     """
     path = Path(folder) / FILE
-    remedy = "Give the folder of a run, or train again to write it anew."
-    with reading("The summary of a run", path, remedy, ReportError):
+    with reading("The summary of a run", path, REMEDY, ReportError):
         summary: dict[str, Any] = json.loads(path.read_text())
         if missing := sorted(set(REQUIRED) - summary.keys()):
             raise ValueError(f"one without {', '.join(missing)}")
-    return summary
+        return with_nan(summary) | {"rows": list(map(with_nan, summary["rows"]))}
+
+
+def with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a file with NaN where a diverged run's loss or score was written as null.
+
+    >>> with_nan({"loss": None, "test_accuracy": 0.5, "density": None})
+    {'loss': nan, 'test_accuracy': 0.5, 'density': None}
+    """
+
+    def is_score(name: str) -> bool:
+        return name in ("loss", "train_accuracy", "loader_wait_seconds") or name.startswith("test_")
+
+    return {
+        name: math.nan
+        if value is None and is_score(name)
+        else with_nan(value)
+        if isinstance(value, dict)
+        else value
+        for name, value in row.items()
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tfcommx.core import reading
 from tfcommx.report.summary import (
+    FILE,
     PARTS,
+    REMEDY,
+    ReportError,
     bytes_text,
     epoch_cells,
     epoch_headings,
@@ -84,18 +89,29 @@ def show_run(folder: Path) -> None:
 
     **Raises:** ReportError if the folder holds no summary that can be shown.
     """
-    show(read(folder))
+    show(read_to_show(folder))
     print(f"all files: {folder}")
-    print(f"curves: tensorboard --logdir {folder}")
+    print(f"curves: tensorboard --logdir {shlex.quote(str(folder))}")
+
+
+def read_to_show(folder: Path) -> dict[str, Any]:
+    """Read a run's summary. **Raises:** ReportError if it is none, or no table can show it."""
+    with reading("The summary of a run", folder / FILE, REMEDY, ReportError):
+        summary = read(folder)
+        _tables(summary)
+    return summary
 
 
 def show(summary: dict[str, Any], console: Console | None = None) -> None:
     """Print the tables of the report to the terminal."""
     console = console or terminal_console()
-    tables = [_epochs(summary), _phases(summary), _totals(summary), _breakdown(summary)]
-    for table in tables:
+    for table in _tables(summary):
         if table.row_count:
             console.print(table)
+
+
+def _tables(summary: dict[str, Any]) -> list[Table]:
+    return [_epochs(summary), _phases(summary), _totals(summary), _breakdown(summary)]
 
 
 def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:

@@ -10,12 +10,11 @@ assumed to equal the duration so far.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tfcommx.core import write_text
+from tfcommx.core import json_text, write_text
 from tfcommx.supervisor.generation import Generation
 from tfcommx.supervisor.hosts import in_words
 
@@ -122,7 +121,7 @@ def to_json(generations: Sequence[Generation]) -> dict[str, Any]:
 def write(generations: Sequence[Generation], path: Path) -> None:
     """Write `to_json` into a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(to_json(generations), indent=1) + "\n")
+    write_text(path, json_text(to_json(generations), indent=1) + "\n")
 
 
 # Seconds of training before its rate counts

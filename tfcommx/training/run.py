@@ -10,6 +10,7 @@ import tensorflow as tf
 from pydantic import BaseModel
 
 import tfcommx as cx
+from tfcommx.checkpoint.files import why_not_writable
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.comparisons import Facts
 from tfcommx.optim.automatic import ExpectedRun
@@ -106,15 +107,16 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
     """Start Horovod, open the data set and build the task.
 
     **Ranks:** all, with the same recipe.
-    **Raises:** DataError for missing samples; ConfigurationError if recipes or data sets differ
-    between ranks, if there are too few samples for a step, if the target is not a score of the
-    task, or if the task has no `counted`.
+    **Raises:** DataError for missing samples; ConfigurationError if a rank cannot write to the
+    folder, if recipes or data sets differ between ranks, if there are too few samples for a step,
+    if the target is not a score of the task, or if the task has no `counted`.
     """
     if recipe.threads:
         # Must be set before TensorFlow runs anything
         tf.config.threading.set_intra_op_parallelism_threads(recipe.threads)
         tf.config.threading.set_inter_op_parallelism_threads(recipe.threads)
     comm = cx.init(node_size=recipe.node_size)
+    _require_writable(comm, folder)
     _require_equal(comm, "recipe", recipe.name, _settings(recipe), SAME_RECIPE)
     data_rank = DataRank(comm.topology, comm.rank, recipe.seed, recipe.threads)
     data = recipe.data.build(data_rank)
@@ -138,6 +140,16 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
     if recipe.target:
         check_target(recipe.target, objective)
     return Run(recipe, folder, comm, data, objective, steps)
+
+
+def _require_writable(comm: Comm, folder: Path) -> None:
+    """Refuse a folder into which the run could not save. **Ranks:** all."""
+    for rank, reason in enumerate(comm.gather_objects(why_not_writable(folder))):
+        if reason:
+            raise cx.ConfigurationError(
+                f"A run needs a folder that every rank can write to. Received {folder}, of which "
+                f"rank {rank} says: {reason}. Give another by --output."
+            )
 
 
 def _require_equal(comm: Comm, kind: str, name: str, values: dict[str, str], remedy: str) -> None:

@@ -224,7 +224,7 @@ def make_context(
     events = report.TensorBoardEvents(run.folder / "tensorboard") if cx.is_chief() else None
     context = RunContext(run, requests, end, totals, snapshots, progress, events)
     notes = saved.notes if saved else {}
-    context.rows += notes.get("rows", ())
+    context.rows += map(report.with_nan, notes.get("rows", ()))
     if saved and saved.step:
         under_way = notes.get("under_way", {})
         counts = (under_way.get(name, 0) for name in ("steps", "first_steps"))

@@ -2,6 +2,9 @@
 
 import io
 import os
+import shutil
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,6 +71,36 @@ def test_a_link_to_nowhere_is_named(photos, name):
         Folder(photos)
 
 
+@pytest.mark.parametrize("has_times", [True, False])
+def test_folders_of_equal_names_sizes_and_times_have_caches_of_their_own(
+    photos, tmp_path, monkeypatch, has_times
+):
+    """One of them was served the pictures of the other, also in later runs."""
+    # Longer than the ends that are read, so that only the times differ
+    middle = 100_000 if has_times else 0
+    (photos / "b/3.jpg").write_bytes(bytes(2 * middle + 1))
+    shutil.copytree(photos, tmp_path / "copy")
+    (tmp_path / "copy/b/3.jpg").write_bytes(bytes(middle) + b"x" + bytes(middle))
+    for folder in (photos, tmp_path / "copy"):
+        for file in folder.rglob("*.jpg"):
+            os.utime(file, (0, 0))
+        time.sleep(0.02)  # A tick of the file system's clock
+    if not has_times:  # As on file systems that keep no times of the inode
+        names = ("st_mode", "st_dev", "st_ino", "st_size")
+        monkeypatch.setattr(
+            "tfcommx.data.sources.folder._facts",
+            lambda path: SimpleNamespace(
+                **{name: getattr(os.stat(path), name) for name in names},
+                st_mtime_ns=0,
+                st_ctime_ns=0,
+            ),
+        )
+    key = Folder(photos).key
+    assert Folder(tmp_path / "copy").key != key
+    (tmp_path / "mount").symlink_to(photos)
+    assert Folder(tmp_path / "mount").key == key
+
+
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 def test_arrays_of_any_channels_are_served(tmp_path, channels):
     pixels = np.random.default_rng(channels).integers(0, 256, (6, 5, 4, channels), np.uint8)
@@ -102,6 +135,11 @@ def test_a_bitmap_with_a_table_of_colours_is_refused(mode):
     for end in (2, 14, 30, 60):
         with pytest.raises(SampleError):
             decode(out.getvalue()[:end], 3)
+
+
+def test_a_file_of_another_format_is_named_without_names_of_tensorflow():
+    with pytest.raises(SampleError, match=r"\(4 bytes\): Unknown (?!.*Op:)(?!.*\{\{)"):
+        decode(b"<htm", 3)
 
 
 @pytest.mark.parametrize("stems", ["ab", "ba"])

@@ -62,7 +62,7 @@ def test_a_missing_shard_is_named(tmp_path):
 def test_a_flipped_bit_is_found(tmp_path):
     shard = tmp_path / "train-00000-of-00001"
     write(shard, range(4))
-    good, (start, length) = shard.read_bytes(), scan(shard)[2].tolist()
+    good, (start, length, _) = shard.read_bytes(), scan(shard)[2].tolist()
 
     def flip(at):
         shard.write_bytes(good[:at] + bytes([good[at] ^ 64]) + good[at + 1 :])
@@ -80,6 +80,29 @@ def test_a_flipped_bit_is_found(tmp_path):
     shard.write_bytes(bytes(1600))
     with pytest.raises(SampleError, match=rf"{shard.name}\b.*byte 0\b"):
         imagenet(tmp_path)
+
+
+def test_the_key_is_that_of_the_contents(tmp_path):
+    """Records of equal lengths in files of equal times had one key, and so one cache."""
+    for name, numbers in (("a", [1, 2]), ("b", [1, 3]), ("c", [1, 2])):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "shard", numbers)
+        os.utime(tmp_path / name / "shard", (0, name == "c"))
+    a, b, c = (TFRecords(tmp_path / name / "shard") for name in "abc")
+    assert a.key == c.key != b.key and a.contents == c.contents != b.contents
+    write(tmp_path / "a" / "shard", [1, 3])
+    with pytest.raises(SampleError, match="CRC"):
+        a.read(1)
+
+
+def test_a_label_of_another_kind_is_named(tmp_path):
+    """Both required features were listed, without the reason why they are not taken."""
+    image, text = (tf.train.Feature(bytes_list=tf.train.BytesList(value=[b])) for b in (b"x", b"3"))
+    features = tf.train.Features(feature={"image/encoded": image, "image/class/label": text})
+    with tf.io.TFRecordWriter(str(tmp_path / "shard")) as writer:
+        writer.write(tf.train.Example(features=features).SerializeToString())
+    with pytest.raises(SampleError, match=r"image/class/label \(1 bytes\)"):
+        TFRecords(tmp_path / "shard").read(0)
 
 
 def test_labels_outside_the_classes_are_named(tmp_path):

@@ -13,8 +13,10 @@ Records begin at multiples of 64 bytes. ops/kernels/augment.h reads and writes t
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -24,10 +26,13 @@ from tfcommx.kernels.augment import Window, augment_definition
 
 # First bytes of files of these formats
 JPEG, PNG, BMP, GIF = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", (b"GIF87a", b"GIF89a")
+JPEG_XL = (b"\xff\x0a", b"\0\0\0\x0cJXL \r\n\x87\n")
+# First byte of an extension and of a frame of a GIF
+GIF_EXTENSION, GIF_FRAME = 0x21, 0x2C
 
 
 def check_head(data: bytes, max_pixels: int) -> None:
-    """Refuse a PNG, BMP or GIF that is too large or would be decoded to other pixels.
+    """Refuse a file but a JPEG that is too large or would be decoded to other pixels.
 
     **Cost:** some bytes; for a GIF a walk over its blocks of 255 bytes.
     **Raises:** SampleError.
@@ -48,6 +53,12 @@ def check_head(data: bytes, max_pixels: int) -> None:
         _check_bitmap(data)
     elif data.startswith(GIF):
         check_pixels(_gif_pixels(data), 1, max_pixels)
+    elif data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        check_pixels(*_webp_size(data), max_pixels)
+    elif data.startswith(JPEG_XL):
+        raise SampleError(
+            "a JPEG, PNG, GIF, BMP or WebP is required; this is a JPEG XL. Convert it"
+        )
 
 
 def check_pixels(width: int, height: int, max_pixels: int) -> None:
@@ -90,8 +101,8 @@ def _has_colours(bitmap: bytes) -> bool:
     return not np.array_equal(colours, np.arange(len(colours))[:, None].repeat(3, 1))
 
 
-def _gif_pixels(data: bytes) -> int:
-    """Return the pixels of a GIF's frames and screen, all of which the decoder keeps."""
+def _gif_blocks(data: bytes) -> Iterator[int]:
+    """Yield the byte offset of each extension and frame of a GIF; stop at damage."""
 
     def after_table(flags: int, at: int) -> int:
         return at + (3 << (flags % 8 + 1) if flags & 0x80 else 0)
@@ -102,27 +113,60 @@ def _gif_pixels(data: bytes) -> int:
         return at + 1
 
     if len(data) < 13:
-        return 0
-    pixels = int.from_bytes(data[6:8], "little") * int.from_bytes(data[8:10], "little")
+        return
     at = after_table(data[10], 13)
-    while at + 10 <= len(data):
-        if data[at] == 0x21:  # An extension
+    while at + 10 <= len(data) and data[at] in (GIF_EXTENSION, GIF_FRAME):
+        yield at
+        if data[at] == GIF_EXTENSION:
             at = after_blocks(at + 2)
-        elif data[at] == 0x2C:  # A frame
-            sides = data[at + 5 : at + 7], data[at + 7 : at + 9]
-            pixels += int.from_bytes(sides[0], "little") * int.from_bytes(sides[1], "little")
-            at = after_blocks(after_table(data[at + 9], at + 10) + 1)
         else:
+            at = after_blocks(after_table(data[at + 9], at + 10) + 1)
+
+
+def _gif_pixels(data: bytes) -> int:
+    """Return the pixels of a GIF's frames and screen, all of which the decoder keeps."""
+    corners = [6, *(at + 5 for at in _gif_blocks(data) if data[at] == GIF_FRAME)]
+    return sum(_little(data, at, 2) * _little(data, at + 2, 2) for at in corners)
+
+
+def _with_opaque_frame(data: bytes) -> bytes:
+    """Return a GIF whose first frame is opaque, and at the corner of the screen.
+
+    TensorFlow decodes transparent pixels as black, and not as the colour that the file has for
+    them, as it does in PNGs and Pillow in both. It cuts a frame that begins elsewhere.
+    """
+    changed = bytearray(data)
+    for at in _gif_blocks(data):
+        if data[at] == GIF_FRAME:
+            changed[at + 1 : at + 5] = bytes(4)
             break
-    return pixels
+        if data[at + 1] == 0xF9:  # A graphic control extension; its lowest bit: transparency
+            changed[at + 3] &= 0xFE
+    return bytes(changed)
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+    """Return width and height of a WebP; (0, 0) if it has no size.
+
+    **Source:** RFC 9649, sections 2.5 to 2.7.
+    """
+    kind = data[12:16]
+    if kind == b"VP8X":
+        return _little(data, 24, 3) + 1, _little(data, 27, 3) + 1
+    if kind == b"VP8L":
+        bits = _little(data, 21)
+        return bits % 2**14 + 1, (bits >> 14) % 2**14 + 1
+    if kind == b"VP8 ":
+        return _little(data, 26, 2) % 2**14, _little(data, 28, 2) % 2**14
+    return 0, 0
 
 
 def _big(data: bytes, at: int) -> int:
     return int.from_bytes(data[at : at + 4], "big")
 
 
-def _little(data: bytes, at: int) -> int:
-    return int.from_bytes(data[at : at + 4], "little")
+def _little(data: bytes, at: int, size: int = 4) -> int:
+    return int.from_bytes(data[at : at + size], "little")
 
 
 # Bytes of the header; the length of each record is a multiple of it
@@ -179,13 +223,13 @@ def decode(
 ) -> np.ndarray:
     """Decode an image to uint8 [h, w, channels], at `stored_size`.
 
-    The format (JPEG, PNG, GIF, BMP) is recognised by the bytes and not by a name. JPEGs are decoded
-    by TensorFlow at 1/2, 1/4 or 1/8 of their size if that is still large enough, because that is
-    less work. Grey and CMYK become RGB, transparency is dropped, and the first frame of an
-    animation is taken. EXIF orientation is not applied, as in TensorFlow's and torchvision's
-    pipelines. Pixels that are decoded already are only shrunk. Files that TensorFlow would decode
-    to other pixels are refused: PNGs of 16 bits, and BMPs with a colour table, run lengths or bit
-    masks.
+    The format (JPEG, PNG, GIF, BMP, WebP) is recognised by the bytes and not by a name. JPEGs are
+    decoded by TensorFlow at 1/2, 1/4 or 1/8 of their size if that is still large enough, because
+    that is less work. Grey and CMYK become RGB, transparency is dropped, as by Pillow's
+    `convert("RGB")`, and the first frame of an animation is taken. EXIF orientation is not applied,
+    as in TensorFlow's and torchvision's pipelines. Pixels that are decoded already are only shrunk.
+    Files that TensorFlow would decode to other pixels are refused: PNGs of 16 bits, and BMPs with a
+    colour table, run lengths or bit masks.
 
     Args:
         data: the file, or pixels uint8 [h, w, channels].
@@ -214,6 +258,8 @@ def _decoded(data: bytes, channels: int, store: int | None, max_pixels: int) -> 
 
     try:
         if data[:3] != JPEG:
+            if data.startswith(GIF):
+                data = _with_opaque_frame(data)
             image = tf.io.decode_image(data, channels=channels, expand_animations=False)
             return np.asarray(image)
         height, width = np.asarray(tf.raw_ops.ExtractJpegShape(contents=data))[:2].tolist()
@@ -225,7 +271,9 @@ def _decoded(data: bytes, channels: int, store: int | None, max_pixels: int) -> 
         image = tf.raw_ops.DecodeJpeg(contents=data, channels=channels, ratio=ratio)
         return np.asarray(image)
     except tf.errors.InvalidArgumentError as error:
-        raise SampleError(f"not a whole image ({len(data)} bytes): {error.message}") from error
+        # Without the names of TensorFlow's node and operation
+        reason = re.sub(r"^\{\{.*?\}\} | \[Op:\w+\]$", "", error.message)
+        raise SampleError(f"not a whole image ({len(data)} bytes): {reason}") from error
 
 
 def stored_size(height: int, width: int, store: int | None) -> tuple[int, int]:

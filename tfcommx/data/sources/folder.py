@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import warnings
@@ -114,6 +115,27 @@ def listed_names(names: Sequence[str], most: int = 10) -> str:
     return ", ".join(names[:most]) + tail
 
 
+def _checked_names(classes: Sequence[str]) -> tuple[str, ...]:
+    names = () if isinstance(classes, str) else tuple(classes)
+    if len(set(names)) < len(names) or not names or any(Path(x).name != x or not x for x in names):
+        raise DataError(
+            "`classes` must be different names of folders, such as ('cat', 'dog'). Received "
+            f"{classes!r}."
+        )
+    return names
+
+
+def _digest_of_ends(path: str, length: int = 1 << 16) -> str:
+    """Return a digest of the first and last bytes of a file; "" if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            start, size = file.read(length), os.fstat(file.fileno()).st_size
+            file.seek(max(len(start), size - length))
+            return hashlib.sha256(start + file.read(length)).hexdigest()
+    except OSError:  # Left to `read`, whose caller knows whether to skip the file
+        return ""
+
+
 class Folder:
     """One folder per class, images anywhere below it.
 
@@ -122,15 +144,16 @@ class Folder:
     operating systems (`__MACOSX`, `@eaDir`, `lost+found`, `Thumbs.db`), are skipped. Files with
     other endings, and images next to the class folders, are ignored with one warning, which has
     their number by ending. A replaced file leads to new caches, because the key is made of the
-    files' relative paths, sizes and times of change.
+    files' relative paths, sizes, and times of content and inode. A copy has other times of the
+    inode, and separate caches; the same files on another mount or host share theirs.
 
     Args:
         path: the folder that holds the class folders.
         classes: names of the class folders to use, in the order of their labels; by default all.
 
-    **Cost:** one walk over the folder with one stat per file.
-    **Raises:** DataError if there is no class folder or no image, a folder cannot be listed, or a
-    link is broken.
+    **Cost:** one walk over the folder with one stat per file; the ends of 64 files are read.
+    **Raises:** DataError for `classes` that are no names, or if there is no class folder or no
+    image, a folder cannot be listed, or a link is broken.
     """
 
     channels = 3
@@ -155,7 +178,7 @@ class Folder:
             for name in names
             if name not in folders and name.lower().endswith(ENDINGS)
         )
-        self.classes = tuple(classes) if classes is not None else folders
+        self.classes = folders if classes is None else _checked_names(classes)
         self._files: list[tuple[str, int]] = []
         self.contents: dict[str, str] = {}
         facts: list[object] = ["folder", *self.classes]
@@ -166,7 +189,8 @@ class Folder:
             for file, status in images:
                 self._files.append((file, label))
                 name = os.path.relpath(file, self.path)
-                facts += (name, status.st_size, status.st_mtime_ns)
+                # The time of the inode, too, because copies may keep the other one (`cp -p`, rsync)
+                facts += (name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
                 sizes += (name, status.st_size)
             self.contents[f"class {kind!r}"] = f"{len(images)} files ({key_of(sizes)[:8]})"
         self.count = len(self._files)
@@ -178,7 +202,16 @@ class Folder:
             )
         if passed_over:
             _warn(self, passed_over)
-        self.key = key_of(facts)
+        self.key = key_of((*facts, *self._sampled_contents()))
+
+    def _sampled_contents(self) -> list[str]:
+        """Return digests of the ends of 64 files, evenly spaced.
+
+        They tell folders apart whose times are equal: files of one tick of the clock, and those of
+        images of file systems that keep no times of the inode.
+        """
+        step = max(1, self.count // 64)
+        return [_digest_of_ends(path) for path, _ in self._files[::step][:64]]
 
     def read(self, sample: int) -> tuple[bytes, int]:
         """Return (encoded image, label)."""

@@ -28,17 +28,17 @@ def _masked_crc(data: bytes) -> int:
 
 
 def scan(path: str | os.PathLike[str]) -> np.ndarray:
-    """Return byte offset and length of every record of a TFRecord file, int64 [n, 2].
+    """Return byte offset, length and stored CRC of every record of a TFRecord file, int64 [n, 3].
 
-    **Cost:** one read of 12 bytes per record, and their CRC.
+    **Cost:** one read of 16 bytes per record: its CRC, and the frame of the next one.
     **Raises:** SampleError if the CRC of a length is wrong, if the file ends inside a record,
     or is not a TFRecord file.
     """
     rows, at = [], 0
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
+        frame = os.pread(file.fileno(), _FRAME.size, 0)
         while at < size:
-            frame = os.pread(file.fileno(), _FRAME.size, at)
             length, crc = _FRAME.unpack(frame) if len(frame) == _FRAME.size else (size, None)
             if crc is not None and crc != _masked_crc(frame[:8]):
                 raise SampleError(
@@ -51,14 +51,16 @@ def scan(path: str | os.PathLike[str]) -> np.ndarray:
                     f"{path} ends inside the record at byte {at}: it is cut off or no "
                     "uncompressed TFRecord file"
                 )
-            rows.append((at + _FRAME.size, length))
-            at = end
-    return np.array(rows, np.int64).reshape(-1, 2)
+            # The CRC of this record, and the frame of the next one
+            following = os.pread(file.fileno(), 4 + _FRAME.size, end - 4)
+            rows.append((at + _FRAME.size, length, int.from_bytes(following[:4], "little")))
+            at, frame = end, following[4:]
+    return np.array(rows, np.int64).reshape(-1, 3)
 
 
 def _digest(table: np.ndarray) -> str:
-    """Return the start of a digest of the offsets and lengths of a file's records."""
-    return hashlib.sha256(np.ascontiguousarray(table).data).hexdigest()[:8]
+    """Return a digest of the offsets, lengths and CRCs of a file's records."""
+    return hashlib.sha256(np.ascontiguousarray(table).data).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ class TFRecords:
     """Records with an encoded image and an integer label, in uncompressed TFRecord files.
 
     Reading a record with a label below `first_label`, or beyond the classes if they are known,
-    raises SampleError. The key is made of the files' names, sizes and times of change, the features
-    and the classes. Every record is checked against its CRC when it is read.
+    raises SampleError. The key is made of the files' names, the CRCs of all records, the features
+    and the classes, so it is that of any copy. When a record is read, it is checked against the CRC
+    that it had at creation.
 
     Args:
         files: one file, or several in the order that numbers the samples.
@@ -111,7 +114,7 @@ class TFRecords:
         with ThreadPoolExecutor(16) as pool:
             rows = list(pool.map(lambda file: self._scanned(file, skip), self.files))
         self._starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
-        self._rows = np.concatenate([*rows, np.zeros((0, 2), np.int64)])
+        self._rows = np.concatenate([*rows, np.zeros((0, 3), np.int64)])
         self.count = len(self._rows)
         self.name = f"{self.files[0]} and {len(self.files) - 1} more" if self.files else "no files"
         if not self.count:
@@ -119,10 +122,15 @@ class TFRecords:
                 f"TFRecord files with records are required. Received {len(self.files)} files "
                 f"without any: {self.name}. Check the path and the pattern."
             )
-        self.key = self._key()
+        facts = [
+            (Path(file).name, len(table), _digest(table))
+            for file, table in zip(self.files, rows, strict=True)
+        ]
+        names = self.features.image, self.features.label, self.features.first_label
+        self.key = key_of(("tfrecords", *names, *self.classes, *facts))
         self.contents = {
-            f"{number}. file": f"{Path(file).name}, {len(table)} records ({_digest(table)})"
-            for number, (file, table) in enumerate(zip(self.files, rows, strict=True), 1)
+            f"{number}. file": f"{name}, {records} records ({digest[:8]})"
+            for number, (name, records, digest) in enumerate(facts, 1)
         }
 
     def _scanned(self, file: str, skip: bool) -> np.ndarray:
@@ -138,16 +146,7 @@ class TFRecords:
             if not skip:
                 raise
             self.broken[file] = str(error)
-            return np.zeros((0, 2), np.int64)
-
-    def _key(self) -> str:
-        stats = [os.stat(file) for file in self.files]
-        facts = [
-            (Path(file).name, stat.st_size, stat.st_mtime_ns)
-            for file, stat in zip(self.files, stats, strict=True)
-        ]
-        names = self.features.image, self.features.label, self.features.first_label
-        return key_of(("tfrecords", *names, *self.classes, *facts))
+            return np.zeros((0, 3), np.int64)
 
     def _find(self, sample: int) -> tuple[str, int]:
         file = int(np.searchsorted(self._starts, sample, "right")) - 1
@@ -167,10 +166,15 @@ class TFRecords:
         label = features[names.label].int64_list.value
         if len(image) != 1 or len(label) != 1:
             # Without those that the two lookups have added, which have no kind
-            stored = sorted(name for name, value in features.items() if value.WhichOneof("kind"))
+            kinds = {name: value.WhichOneof("kind") for name, value in features.items()}
+            stored = [
+                f"{name} ({len(getattr(features[name], kind).value)} {kind.removesuffix('_list')})"
+                for name, kind in sorted(kinds.items())
+                if kind
+            ]
             raise SampleError(
-                f"one image {names.image!r} and one label {names.label!r} are required, the record "
-                f"has the features {stored}"
+                f"one image {names.image!r} of bytes and one label {names.label!r} of int64 are "
+                f"required, the record has the features {', '.join(stored) or 'none'}"
             )
         number = label[0] - names.first_label
         if number < 0 or (self.classes and number >= len(self.classes)):
@@ -182,14 +186,15 @@ class TFRecords:
         return image[0], number
 
     def _record(self, sample: int) -> bytes:
-        start, length = self._rows[sample].tolist()
+        start, length, crc = self._rows[sample].tolist()
         with open(self._find(sample)[0], "rb", buffering=0) as file:
             data = os.pread(file.fileno(), length, start)
-            crc = os.pread(file.fileno(), 4, start + length)
-        if len(data) != length or len(crc) != 4:
-            raise SampleError(f"{len(data)} of {length} bytes of the record are there")
-        if int.from_bytes(crc, "little") != _masked_crc(data):
-            raise SampleError("the record is damaged: its CRC is wrong")
+        if len(data) != length:
+            raise SampleError(
+                f"the file was cut: {len(data)} of {length} bytes of the record exist"
+            )
+        if crc != _masked_crc(data):
+            raise SampleError("the record is damaged, or changed since the start: its CRC is wrong")
         return data
 
     def where(self, sample: int) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tfcommx.data.sources.source import MAX_PIXELS
 from tfcommx.recipes.reader import RecipePart
@@ -57,6 +57,12 @@ class PictureDataset(RecipePart):
     std: tuple[float, ...] = (1 / 255,)
     # Type of the served pixels; float16 and bfloat16 halve the bytes for mixed precision
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _makes_batches(self) -> Self:
+        """Refuse values that no batch can have here, because ranks make the first one."""
+        self.train_spec(1, 1, 3)
+        return self
 
     def train_spec(self, batch: int, resolution: int, channels: int) -> BatchSpec:
         """Return the specification of training batches."""
