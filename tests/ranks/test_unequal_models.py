@@ -401,6 +401,32 @@ def test_models_whose_inputs_have_names_are_compared(comm: Comm) -> None:
         require_equal_outputs(TakesNames(), (inputs,), 0)
 
 
+def test_models_with_penalties_are_compared(comm: Comm) -> None:
+    """Their loss could not be computed, and a warning said so."""
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
+    net = net_of(layers.Dense(2, kernel_regularizer="l2"))
+    net.compile(keras.optimizers.SGD(0.1), lambda _, out: tf.reduce_mean(out) * process.rank())
+    cx.broadcast_variables(net.weights)
+    with pytest.raises(cx.ConfigurationError, match=r"the loss\b.*rank 1\b"):
+        require_equal_outputs(net, (np.ones((2, 4)), np.zeros(2)), 0)
+
+
+def test_models_whose_sequences_continue_are_compared(comm: Comm) -> None:
+    """Each rank has the states of its rows, which are no difference of the models."""
+    recurrent = layers.SimpleRNN(3, stateful=True, kernel_initializer="ones")
+    net = keras.Sequential([keras.Input(batch_shape=(2, 3, 1)), layers.Bidirectional(recurrent)])
+    cx.broadcast_variables(net.weights)
+    own = np.full((2, 3, 1), 0.1 * (comm.rank + 1), "float32")
+    net(own)
+    both = net.layers[0].forward_layer, net.layers[0].backward_layer
+    before = [layer.states[0].numpy() for layer in both]
+    require_equal_outputs(net, (own,), 0)
+    for layer, states in zip(both, before, strict=True):
+        np.testing.assert_array_equal(layer.states[0], states)
+        assert np.any(states)
+
+
 def test_variables_in_another_order_are_refused_in_a_loop(comm: Comm) -> None:
     if comm.topology.size == 1:
         pytest.skip("takes several ranks")

@@ -153,9 +153,16 @@ def test_an_optimizer_that_goes_past_the_exchange_is_refused(comm: Comm, eagerly
 
 
 @pytest.mark.parametrize(
-    "kind", [case(keras.optimizers.Adafactor, kept=False), keras.optimizers.Nadam]
+    ("kind", "strategy"),
+    [
+        case(keras.optimizers.Adafactor, "synchronous", kept=False),
+        (keras.optimizers.Nadam, "synchronous"),
+        (keras.optimizers.Nadam, "sharded"),
+    ],
 )
-def test_a_built_optimizer_with_loss_scaling_is_copied_whole(comm: Comm, kind: type) -> None:
+def test_a_built_optimizer_with_loss_scaling_is_copied_whole(
+    comm: Comm, kind: type, strategy: str
+) -> None:
     def built() -> keras.optimizers.Optimizer:
         variables = [keras.Variable(np.ones(shape, np.float32)) for shape in ((12, 30), (30,))]
         optimizer = keras.optimizers.LossScaleOptimizer(kind(0.1))
@@ -165,7 +172,7 @@ def test_a_built_optimizer_with_loss_scaling_is_copied_whole(comm: Comm, kind: t
             )
         return optimizer
 
-    plain, wrapped = built(), cx.DistributedOptimizer(built())
+    plain, wrapped = built(), cx.DistributedOptimizer(built(), strategy=strategy)
     variables = plain._trainable_variables, wrapped._trainable_variables
     for optimizer, own in zip((plain, wrapped), variables, strict=True):
         optimizer.apply([tf.ones(variable.shape) * 2.0**15 for variable in own], own)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -22,7 +25,15 @@ from threaded_optimizers import (
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import ConfigurationError, PlanError, Profile, Scheme, Topology, VariableProfile
+from tfcommx.core import (
+    CheckpointError,
+    ConfigurationError,
+    PlanError,
+    Profile,
+    Scheme,
+    Topology,
+    VariableProfile,
+)
 from tfcommx.keras_internals import copy_state, plain_copy, require_shardable
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import Gradient, make_plan
@@ -176,6 +187,76 @@ def test_a_file_has_the_whole_state_and_any_number_of_ranks_continues_from_it(na
     for one, other, before in zip(two[0], four[0], store["weights"], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
         assert np.abs(one - before).max() > 1e-3
+
+
+def test_moving_averages_of_steps_that_accumulate_are_those_of_the_weights() -> None:
+    """Shards were zeros until the first update, and entered the moving averages."""
+
+    def work(strategy: object) -> list[list[np.ndarray]]:
+        def train_on(comm: Comm) -> list[np.ndarray]:
+            plain, weights = averaging(), new_weights()
+            for step in range(2):
+                plain.apply(gradients(7, step), weights)
+            wrapped = wrap(plain, comm, strategy, Scheme(), "average")
+            copy_state(wrapped, plain)
+            for step in range(3):  # One update, between two steps that accumulate
+                wrapped.apply(gradients(comm.rank, step), weights)
+            wrapped.finalize_variable_values(weights)
+            return [weight.numpy() for weight in weights]
+
+        return ThreadComm.run(Topology(2, 1), train_on)
+
+    def averaging() -> K.Optimizer:
+        return K.SGD(0.1, use_ema=True, ema_momentum=0.5, gradient_accumulation_steps=2)
+
+    assert equal(work("sharded"), work("synchronous"))
+
+
+def test_swapped_moving_averages_are_in_the_weights() -> None:
+    """Keras's callback swapped the shards alone: evaluations and files had the usual weights."""
+
+    def swap(optimizer: K.Optimizer, weights: list[keras.Variable]) -> list[np.ndarray]:
+        callback = keras.callbacks.SwapEMAWeights()
+        callback.set_model(SimpleNamespace(optimizer=optimizer))
+        usual = [weight.numpy() for weight in weights]
+        callback.on_test_begin()
+        averages = [weight.numpy() for weight in weights]
+        assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(usual, averages, strict=True))
+        callback.on_test_end()
+        for weight, before in zip(weights, usual, strict=True):
+            np.testing.assert_allclose(weight, before, atol=1e-6)
+        return averages
+
+    def averages_of(strategy: object) -> list[list[np.ndarray]]:
+        make = functools.partial(K.SGD, 0.1, use_ema=True, ema_momentum=0.5)
+        return train(make, strategy, Topology(2, 1), after=swap)
+
+    for own, others in zip(averages_of("sharded"), averages_of("synchronous"), strict=True):
+        for average, other in zip(own, others, strict=True):
+            np.testing.assert_allclose(average, other, atol=1e-6)
+
+
+def test_tensorflows_checkpoint_is_restored_by_the_rank_that_wrote_it(tmp_path: Path) -> None:
+    """Other ranks took rank 0's shards for theirs."""
+
+    def work(comm: Comm) -> None:
+        wrapped = [
+            wrap(K.SGD(0.1, momentum=0.9), comm, "sharded", Scheme(), "average") for _ in range(2)
+        ]
+        for optimizer in wrapped:
+            optimizer.build(new_weights())
+        wrapped[0].apply(gradients(comm.rank, 0))
+        paths = comm.gather_objects(
+            tf.train.Checkpoint(optimizer=wrapped[0]).write(str(tmp_path / f"rank{comm.rank}"))
+        )
+        again = tf.train.Checkpoint(optimizer=wrapped[1])
+        again.read(paths[comm.rank]).assert_existing_objects_matched()
+        for variable, saved in zip(wrapped[1].variables, wrapped[0].variables, strict=True):
+            np.testing.assert_array_equal(variable, saved)
+        with pytest.raises(CheckpointError, match=rf"rank {1 - comm.rank} of 2\b"):
+            again.read(paths[1 - comm.rank])
+
+    ThreadComm.run(Topology(2, 1), work)
 
 
 def test_an_optimizer_that_has_state_keeps_it_when_it_is_wrapped() -> None:

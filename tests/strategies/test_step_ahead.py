@@ -192,6 +192,7 @@ def test_noise_is_corrected_where_the_update_is_that_of_adam() -> None:
     for optimizer, corrects in (
         (K.Adam(), True),
         (K.AdamW(), True),
+        (K.Adam(gradient_accumulation_steps=2), True),
         (K.Adam(amsgrad=True), False),
         (Other(), False),
         (K.Nadam(), False),

@@ -49,7 +49,8 @@ def _factor(optimizer: keras.optimizers.Adam, variable: keras.Variable, nodes: i
     index = optimizer._get_variable_index(variable)
     m = tf.convert_to_tensor(optimizer._momentums[index].value)
     v = tf.convert_to_tensor(optimizer._velocities[index].value)
-    step = tf.cast(optimizer.iterations.value + 1, m.dtype)
+    # A tensor with gradient_accumulation_steps, and a variable without
+    step = tf.cast(tf.convert_to_tensor(optimizer.iterations) + 1, m.dtype)
     unbiased = m / (1 - tf.pow(tf.cast(optimizer.beta_1, m.dtype), step))
     signal = tf.minimum(
         tf.square(unbiased) * (1 - tf.pow(tf.cast(optimizer.beta_2, m.dtype), step)), v

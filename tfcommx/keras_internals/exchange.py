@@ -70,6 +70,9 @@ class ShardVariables(Protocol):
     def decays(self) -> list[bool]:
         """For each variable, True if weight decay applies to it."""
 
+    def take_from_weights(self) -> None:
+        """Set the shards to their entries of the weights, if the weights are current."""
+
     def scale(
         self, gradients: Sequence[tf.Tensor], factors: Mapping[str, tf.Tensor]
     ) -> list[tf.Tensor]:
@@ -122,6 +125,10 @@ class Exchange(Protocol):
         """The number of ranks."""
 
     @property
+    def rank(self) -> int:
+        """This process's rank."""
+
+    @property
     def guard(self) -> Guard:
         """The step under way."""
 
@@ -133,6 +140,9 @@ class Exchange(Protocol):
         self, variables: Sequence[keras.Variable], decays: Sequence[bool], whole: bool
     ) -> ShardedWeights:
         """Make the optimizer's shards."""
+
+    def pull_shards(self) -> None:
+        """Set the weights to the shards of all ranks. **Ranks:** all, outside of traced code."""
 
     def exchange(
         self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor

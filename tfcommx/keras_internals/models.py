@@ -134,7 +134,8 @@ def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], T], seed: 
     """Call a model in inference mode without changing any variable; return `then(outputs)`.
 
     Random layers use seeds derived from `seed` alone, so ranks whose own seeds differ draw the same
-    numbers.
+    numbers. Recurrent layers begin with states of zeros, because each rank's continue the
+    sequences in the rank's batches.
 
     Args:
         model: built.
@@ -145,9 +146,27 @@ def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], T], seed: 
         (generator.state, np.array([seed, position], "uint32"))
         for position, generator in enumerate(generators)
     ]
+    states += [(state, np.zeros(state.shape)) for state in _states_of_sequences(model)]
+    # Keras adds the penalties of these to the loss by their values in the scope
+    states += [
+        (variable, variable.value)
+        for variable in model.trainable_variables
+        if variable.regularizer is not None
+    ]
     with keras.StatelessScope(state_mapping=states):
         options = {"training": False} if model._call_has_training_arg else {}
         return then(model(inputs, **options))
+
+
+def _states_of_sequences(model: keras.Model) -> list[keras.Variable]:
+    """Return the states of recurrent layers with `stateful=True`, which Keras lists nowhere."""
+    return [
+        state
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.RNN) and layer.stateful
+        for state in tf.nest.flatten(layer.states)
+        if state is not None
+    ]
 
 
 def loss_of(model: keras.Model, inputs: Any, labels: Any, outputs: Any, weights: Any) -> Any:

@@ -166,15 +166,14 @@ def copy_state(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Opt
         return
     # The outer optimizer builds the inner one, because otherwise Keras lists other variables
     copy.build(optimizer._trainable_variables)
+    pairs = [(unlisted(copy)[name], value) for name, value in unlisted(optimizer).items()]
     sharded = inner_optimizer(copy)
     if hasattr(sharded, "import_state"):
         sharded.import_state(inner_optimizer(optimizer))
         if inner is not None:
-            for variable, original in zip(copy._variables, optimizer._variables, strict=True):
-                variable.assign(original)
-        return
-    pairs = list(zip(copy.variables, optimizer.variables, strict=True))
-    pairs += [(unlisted(copy)[name], value) for name, value in unlisted(optimizer).items()]
+            pairs += zip(copy._variables, optimizer._variables, strict=True)
+    else:
+        pairs += zip(copy.variables, optimizer.variables, strict=True)
     for variable, original in pairs:
         variable.assign(original)
 

@@ -6,6 +6,8 @@ apply -> unscale -> accumulate (whole) -> [push: shards of the gradients] -> cli
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
-from tfcommx.core import ConfigurationError
+from tfcommx.core import CheckpointError, ConfigurationError
 from tfcommx.keras_internals.exchange import ShardedWeights
 from tfcommx.keras_internals.optimizers import plain_copy, slots_of
 from tfcommx.keras_internals.step import ExchangesGradients
@@ -72,6 +74,8 @@ class UpdatesShards(ExchangesGradients):
         """Create the shards of these variables, and the state of the shards."""
         if self.built:
             return
+        if self.use_ema:
+            _pull_after_swaps()
         needs_whole = type(self).__name__ not in ELEMENTWISE
         # Also without `weight_decay`, because Muon has a weight decay of another name
         decaying = self.weight_decay is not None or needs_whole
@@ -141,11 +145,28 @@ class UpdatesShards(ExchangesGradients):
         shards = self._sharding.shards.variables
         super()._backend_update_step(grads, shards, learning_rate)
 
+    def _update_model_variables_moving_average(
+        self, trainable_variables: list[keras.Variable]
+    ) -> None:
+        # A step that only accumulates gradients has not taken the shards from the weights
+        if self.gradient_accumulation_steps:
+            self._sharding.shards.take_from_weights()
+        super()._update_model_variables_moving_average(trainable_variables)
+
     def _overwrite_model_variables_with_average_value(self, variables: Any) -> None:
         sharding = self._sharding
         super()._overwrite_model_variables_with_average_value(sharding.shards.variables)
         if sharding.run is not None and not sharding.shards.pulls_first:
             sharding.run.pull("average")
+
+    def swap_averages(self, swap: Callable[[], None]) -> None:
+        """Swap the shards of weights and moving averages by `swap`, and the weights with them.
+
+        **Ranks:** all, outside of traced code.
+        """
+        self._sharding.shards.take_from_weights()
+        swap()
+        self.exchanger.pull_shards()
 
     # --- files, and copies of plain optimizers ---------------------------------------------
 
@@ -201,6 +222,23 @@ class UpdatesShards(ExchangesGradients):
             rests.append([*rest, *accumulated])
         return list(zip(*rests, strict=True))
 
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        """Write to a tf.train.Checkpoint whose shards it has."""
+        return {"shards_of": tf.constant([self.exchanger.rank, self.exchanger.ranks])}
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> None:
+        """Refuse a tf.train.Checkpoint of another rank. **Raises:** CheckpointError."""
+        if not tf.executing_eagerly():
+            return
+        rank, ranks = restored_tensors["shards_of"].numpy().tolist()
+        if (rank, ranks) != (self.exchanger.rank, self.exchanger.ranks):
+            raise CheckpointError(
+                'With strategy="sharded" a tf.train.Checkpoint has the shards of one rank. '
+                f"Received those of rank {rank} of {ranks} on rank {self.exchanger.rank} of "
+                f"{self.exchanger.ranks}. Let each rank write and read a separate file, or call "
+                "cx.checkpoint.save and restore, which serve any number of ranks."
+            )
+
     def save_own_variables(self, store: dict[str, Any]) -> None:
         """Save the values that the plain optimizer would save. **Raises:** as `whole_values`."""
         for position, value in enumerate(self.whole_values()):
@@ -212,3 +250,22 @@ class UpdatesShards(ExchangesGradients):
         plain.load_own_variables(store)  # Keras warns if the number of variables differs
         if len(store.keys()) == len(plain.variables) and self.built:
             self.import_state(plain)
+
+
+@functools.cache
+def _pull_after_swaps() -> None:
+    """Make Keras's SwapEMAWeights swap the weights, too, where an optimizer has their shards.
+
+    Until the process ends; for other optimizers it stays as it is.
+    """
+    callback: Any = keras.callbacks.SwapEMAWeights
+    swap = callback._tf_swap_variables
+
+    @functools.wraps(swap)
+    def swap_weights(self: Any, optimizer: keras.optimizers.Optimizer) -> None:
+        if isinstance(optimizer, UpdatesShards):
+            optimizer.swap_averages(lambda: swap(self, optimizer))
+        else:
+            swap(self, optimizer)
+
+    callback._tf_swap_variables = swap_weights

@@ -31,7 +31,14 @@ from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.step_guard import StepGuard
 from tfcommx.runtime.gradient_state import GradientState, without
 from tfcommx.runtime.phased import MomentumExecutor
-from tfcommx.strategies import CommonState, Sharded, StrategyRun, Update, agree_on_strategy
+from tfcommx.strategies import (
+    CommonState,
+    Sharded,
+    ShardedRun,
+    StrategyRun,
+    Update,
+    agree_on_strategy,
+)
 
 log = logging.getLogger("tfcommx")
 
@@ -95,6 +102,13 @@ class Exchanger:
         self.sharding.can_pull_first = unconstrained and strategy.pull != "at_once"
         return self.sharding
 
+    def pull_shards(self) -> None:
+        """Set the weights to the shards of all ranks. **Ranks:** all, outside of traced code."""
+        assert self.sharding is not None, "the optimizer is built"
+        run = self.run_for(self.sharding.variables)
+        assert isinstance(run, ShardedRun), "only Sharded makes shards"
+        run.pull("shards")
+
     def _give_up_shards(self) -> None:
         self.sharding = None
 
@@ -102,6 +116,11 @@ class Exchanger:
     def ranks(self) -> int:
         """The number of ranks."""
         return self.comm.topology.size
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.comm.rank
 
     def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Exchange by other schemes from now on; residuals are sent under the new ones.
