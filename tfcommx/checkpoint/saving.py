@@ -169,7 +169,7 @@ def save(
     number = max((head.save + 1 for head in heads if head is not None), default=0)
     for optimizer in wrapped_optimizers(model):
         consolidate(optimizer)
-    # Of rank 0, because it writes the model
+    # Rank 0 alone checks its weights, because it writes the model
     not_finite = comm.gather_objects(_not_finite(model) if comm.rank == 0 else "")[0]
     if not_finite and heads[0] is not None and heads[0].finite:
         if comm.rank == 0:

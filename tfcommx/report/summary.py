@@ -11,7 +11,7 @@ from typing import Any
 from tfcommx.core import DataError, json_text, reading, write_text
 
 FILE = "summary.json"
-# Of a summary that is missing or damaged
+# What to do about a missing or damaged summary
 REMEDY = "Give the folder of a run, or train again to write it anew."
 # The parts of an epoch, as training.steps.Timing measures them, in the order of the stacked bars.
 PARTS = {
