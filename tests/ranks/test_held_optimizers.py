@@ -256,6 +256,7 @@ def test_loss_scales_agree(comm: Comm) -> None:
     assert comm.gather_objects(steps) == [[3], [3]]
 
 
+@pytest.mark.exhaustive
 def test_callbacks_set_rates_and_schemes_of_several_optimizers(comm: Comm) -> None:
     net = Parts(sparse, ["dict"])
     with pytest.raises(

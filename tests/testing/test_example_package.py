@@ -47,6 +47,7 @@ def test_it_trains_on_real_ranks(installed: Path, route: str) -> None:
         assert output.count("rotating_rows:ROTATING") == 2
 
 
+@pytest.mark.exhaustive
 def test_a_wire_format_trains_on_real_ranks() -> None:
     path = ":".join([str(Path(__file__).parent), QUICK, *sys.path])
     assert _train("allgather", "wire", "pairs_format:PAIRS", path).count("pairs_format:PAIRS") == 2

@@ -16,6 +16,7 @@ def launch(ranks: int, folder: Path, task: str) -> str:
     return ended.output
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long_wait
 def test_stopped_runs_are_resumed_bit_for_bit(tmp_path: Path) -> None:
     """Stopped by time after one step, and by a signal to one of two ranks where a phase begins."""

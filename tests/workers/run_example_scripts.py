@@ -1,7 +1,8 @@
 """Runs the scripts of scripts/examples on every rank, one after the other: a few steps each.
 
-run_example_scripts.py FOLDER, which receives their output files. Its folder `guide` holds the
-guide's own_model.py and own_model.yaml, and `wordnet` the files that glosses.yaml reads.
+run_example_scripts.py FOLDER [NAME...]: all without names. FOLDER receives their output files; its
+folder `guide` holds the guide's own_model.py and own_model.yaml, and `wordnet` the files that
+glosses.yaml reads.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main() -> None:
         "guide": (folder / "guide" / "own_model.yaml", *SHORT),
         "glosses": (EXAMPLES / "glosses" / "glosses.yaml", f"data.folder={folder / 'wordnet'}"),
     }
-    for name in (*STEPS, *recipes, "horovod_before"):
+    for name in sys.argv[2:] or (*STEPS, *recipes, "horovod_before"):
         try:
             if name in recipes:
                 recipe, *settings = recipes[name]

@@ -100,6 +100,7 @@ def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str, wire: st
     assert statistics and comm.gather_objects(statistics) == [statistics] * comm.topology.size
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wire", [case("int8", kept=False), "int4"])
 def test_codes_of_8_and_4_bits_train_as_plain_sums(comm: Comm, wire: str) -> None:
     losses = []

@@ -79,6 +79,7 @@ def test_it_continues_exactly_from_a_checkpoint(
     assert all(map(np.array_equal, weights(straight), weights(net)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [KINDS[0], case(KINDS[1], kept=False)])
 def test_a_saved_model_holds_it_and_continues(comm: Comm, kind: type[Any], tmp_path: Path) -> None:
     net = compiled(cx.DistributedOptimizer(new(kind)))

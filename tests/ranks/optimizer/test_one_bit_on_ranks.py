@@ -86,6 +86,7 @@ def test_fit_continues_across_the_change_of_phase(
     assert wires == ({"bfloat16", "int1"} if comm.topology.size > 1 else {"plain"})
 
 
+@pytest.mark.exhaustive
 def test_a_loop_changes_phase_without_a_new_trace(comm: Comm) -> None:
     net, traces = model(), []
     optimizer = cx.DistributedOptimizer(adam(freeze_after=3), ONE_BIT)
@@ -158,6 +159,7 @@ def test_patterns_name_schemes_of_momenta_and_of_gradients(comm: Comm) -> None:
         assert first["out/kernel"] == first["out/bias"] == "plain"
 
 
+@pytest.mark.exhaustive
 def test_a_loss_scale_optimizer_may_be_around_it(comm: Comm) -> None:
     """A NaN on one rank skips the step on all, also while momenta travel."""
     scaled = keras.optimizers.LossScaleOptimizer(adam(freeze_after=3), initial_scale=2.0)
@@ -175,6 +177,7 @@ def test_a_loss_scale_optimizer_may_be_around_it(comm: Comm) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [case(KINDS[0], kept=False), KINDS[1]])
 def test_a_saved_model_holds_it_and_continues(comm: Comm, kind: type[Any], tmp_path: Path) -> None:
     net = compiled(cx.DistributedOptimizer(new(kind, freeze_after=3), ONE_BIT))

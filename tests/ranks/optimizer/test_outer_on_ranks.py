@@ -22,6 +22,7 @@ def new(scheme: cx.Scheme, fragments: int, overlap: int) -> keras.Model:
     return compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme, strategy=strategy))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("scheme", "fragments", "overlap"),
     [case(cx.Scheme(), 1, 0, kept=False), case(SPARSE, 2, 0, kept=False), (SPARSE, 2, 1)],

@@ -140,6 +140,7 @@ def check_all_updates(net: keras.Model, comm: Comm, inputs: np.ndarray, sums: fl
     np.testing.assert_allclose(weights(net)[0] + unsent, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("accumulates", [case(None, kept=False), 2])
 def test_several_steps_at_a_time_lose_no_update(comm: Comm, accumulates: int | None) -> None:
     """The last call of an iterator, which has no data, is no step."""

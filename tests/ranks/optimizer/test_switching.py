@@ -49,6 +49,7 @@ def test_switching_schemes_and_resolution_in_fit(comm: Comm) -> None:
     assert (per_step > 0) == (comm.topology.nodes > 1)
 
 
+@pytest.mark.exhaustive
 def test_the_density_warms_up_with_momentum(comm: Comm) -> None:
     scheme = cx.Scheme("hitopk", "mstopk", 0.05, dense_below=8, momentum=0.9)
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme))

@@ -22,6 +22,7 @@ OWN += ["bytes_between", "ratio", "chosen"]
 SCHEMES = ["none", "horovod", "hitopk pair32", "auto sparse", "allreduce bfloat16"]
 
 
+@pytest.mark.exhaustive
 def test_on_one_host(tmp_path: Path) -> None:
     png = tmp_path / "found.png"
     words = ["--nodes", "2", "--rates", "none", "--models", "embedding", "--repeats", "2"]

@@ -34,7 +34,15 @@ def write_glosses(folder: Path) -> None:
 
 
 @pytest.mark.long_wait
-def test_the_examples_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fit", "custom_loop", "horovod_after", "guide", "horovod_before"),
+        pytest.param((), marks=pytest.mark.exhaustive),
+    ],
+    ids=["simple", "all"],
+)
+def test_the_examples_on_two_ranks(tmp_path: Path, names: tuple[str, ...]) -> None:
     """Each for a few steps, and the guide's recipe of own parts.
 
     Horovod's script and its successor end with the same weights.
@@ -48,11 +56,10 @@ def test_the_examples_on_two_ranks(tmp_path: Path) -> None:
     write_glosses(tmp_path / "wordnet")
     worker = str(WORKERS / "run_example_scripts.py")
     ended = horovodrun(
-        2, [worker, str(tmp_path)], seconds=900, PYTHONPATH=f"{QUICK}:{':'.join(sys.path)}"
+        2, [worker, str(tmp_path), *names], seconds=900, PYTHONPATH=f"{QUICK}:{':'.join(sys.path)}"
     )
     assert ended.status == 0, ended.output[-6000:]
-    names = {"guide", "glosses", *(path.stem for path in EXAMPLES.glob("*.py"))}
-    for name in names:
+    for name in names or {"guide", "glosses", *(path.stem for path in EXAMPLES.glob("*.py"))}:
         assert ended.output.count(f"{name} ok") == 2, (name, ended.output[-6000:])
     model = keras.Sequential(
         [keras.layers.Input((28, 28, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
