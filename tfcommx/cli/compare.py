@@ -21,13 +21,12 @@ from tfcommx.comparison.step_times import (
     measure,
     meets_in_steps,
     profiles_of,
-    read_links,
     replaced,
     scaled,
     step_seconds,
 )
 from tfcommx.comparison.trainings import Setup, train, trained
-from tfcommx.core import ConfigurationError, Topology, check_number
+from tfcommx.core import NOMINAL, ConfigurationError, Links, Topology, check_number
 from tfcommx.launch.hosts import parse_hosts, slots_of
 from tfcommx.recipes.reader import RecipeError, RecipePart
 from tfcommx.recipes.recipe import Recipe
@@ -116,11 +115,12 @@ def compare(
     steps_of_epochs = {
         name: [epoch["steps"] for epoch in rows[0]["epochs"]] for name, rows in trainings.items()
     }
-    steps = []
+    steps, topology = [], Topology(nodes, slots)
+    prices = NOMINAL if links is None else Links.read(links)
     for rate in sorted({*rates, *([measured_at] if measured_at else [])}):
-        at_rate = Topology(nodes, slots), links_at(rate, read_links(links))
+        at_rate = links_at(rate, prices)
         predicted = {
-            name: step_seconds(recipe, profiles, *at_rate, steps_of_epochs[name])
+            name: step_seconds(recipe, profiles, topology, at_rate, steps_of_epochs[name])
             for name, recipe in recipes.items()
         }
         seconds: Mapping[str, Sequence[float]] = predicted

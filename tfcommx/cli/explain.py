@@ -10,7 +10,7 @@ import typer
 
 from tfcommx.cli.parameters import JsonFile, output_file, write_rows
 from tfcommx.cli.plan import advice
-from tfcommx.core import DataError, Links, MeasuredStep, Timeline, Topology, write_text
+from tfcommx.core import Links, MeasuredStep, Timeline, Topology, reading, write_text
 from tfcommx.measure.horovod_timeline import (
     Message,
     RecordedStep,
@@ -30,6 +30,7 @@ CODES = "int4"
 SELECTION, DENSITY = "mstopk", 0.01
 # Characters of a tensor's name in a table
 NAME_LENGTH = 40
+REMEDY = "Record it by `horovodrun --timeline-filename` or `tfcommx profile --exchange`."
 
 
 def explain(
@@ -57,7 +58,9 @@ def explain(
 ) -> None:
     """Explain a recorded run: the waits of its messages, and the gain of a better plan."""
     others_s, measured_steps = 0.0, []
-    if _is_timeline(run):
+    with reading("A timeline of Horovod, or a step of `tfcommx profile`", run, REMEDY):
+        recorded_by_horovod = is_timeline(run)
+    if recorded_by_horovod:
         recording = read_timeline(run)
         typical = recording.typical
         early = recording.earliest(typical)
@@ -98,16 +101,6 @@ def explain(
         write_text(trace, report.trace_events(steps))
 
 
-def _is_timeline(run: Path) -> bool:
-    try:
-        return is_timeline(run)
-    except OSError as error:
-        raise DataError(
-            "A file that `horovodrun --timeline-filename` or `tfcommx profile --exchange` wrote is "
-            f"required. Received {run}: {error}."
-        ) from error
-
-
 def _show_recording(run: Path, recording: Recording, early: RecordedStep) -> None:
     """Print the times of steps, and the waits of the messages in the typical step."""
     steps, typical = recording.steps, recording.typical
@@ -116,6 +109,7 @@ def _show_recording(run: Path, recording: Recording, early: RecordedStep) -> Non
         ("A step takes", [step.step_s for step in steps]),
         ("From the last gradient to the last sum", [step.exposed_s for step in steps]),
     ):
+        # Twice, because `quantiles` refuses a single step
         deciles = quantiles([*seconds, *seconds], n=10, method="inclusive")
         print(
             f"{label}: {1e3 * median_low(seconds):.1f} ms; one in ten less than "
@@ -163,8 +157,6 @@ def _step_row(step: RecordedStep) -> dict[str, Any]:
 
 def _predicted(step: MeasuredStep, links: Links) -> tuple[Timeline, list[Prediction]]:
     """Simulate the step by its recorded plan, and by the best lossless and lossy plans."""
-    import dataclasses
-
     from tfcommx.core import Scheme
     from tfcommx.planner.choose import candidates, on_dense_routes, ranked
     from tfcommx.planner.predict import Setting
@@ -174,7 +166,7 @@ def _predicted(step: MeasuredStep, links: Links) -> tuple[Timeline, list[Predict
     assumptions = Assumptions(measured_time(step.profile))
     simulated = simulate(step.plan, step.profile, links, assumptions)
     setting = Setting(step.profile, step.plan.topology, links, assumptions)
-    lossy = dataclasses.replace(Scheme(), route="allgather", selection=SELECTION, density=DENSITY)
+    lossy = Scheme("allgather", SELECTION, DENSITY)
     sums = on_dense_routes([Scheme(wire=CODES)], setting.topology, messages=False)
     return simulated, [
         candidates(setting)[0],
@@ -190,6 +182,7 @@ def _bucket_row(number: int, name: str, steps: dict[str, Timeline]) -> dict[str,
         messages = [s for s in timeline.spans if s.kind == "message" and s.bucket == number]
         on_the_way = 1e3 * sum(span.end_s - span.start_s for span in messages)
         row[f"{label}: on the way"] = on_the_way if messages else "-"
+        # Two columns of one heading need two keys
         there = "there" if label == "recorded" else "there "
         row[there] = 1e3 * messages[-1].end_s if messages else "-"
     return row

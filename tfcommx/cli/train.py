@@ -17,14 +17,13 @@ from typing import Annotated, Any
 import typer
 
 from tfcommx.cli import restart_options
-from tfcommx.cli.environment import load_tensorflow, quiet_horovod
+from tfcommx.cli.environment import load_tensorflow
 from tfcommx.cli.parameters import Changes
-from tfcommx.cli.restart_options import RestartOptions, supervise
+from tfcommx.cli.restart_options import RestartOptions
+from tfcommx.cli.run import carry_out
 from tfcommx.core import LaunchError
-from tfcommx.launch.commands import RemoteHosts
-from tfcommx.launch.horovodrun import Launch, Running, on_end_signals
+from tfcommx.launch.horovodrun import Launch, Running
 from tfcommx.launch.hosts import Host, parse_hosts, ranks_on
-from tfcommx.launch.rank_output import RankLines
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
 from tfcommx.report.dry_run import read_alone, show_dry_run
@@ -37,35 +36,24 @@ TrainWords = Callable[[int], list[str]]
 
 
 def launch_train(hosts: list[Host], words: list[str], folder: Path, saves: bool = True) -> None:
-    """Run `tfcommx WORDS...` on several ranks until they end.
-
-    The first SIGINT (Ctrl-C), SIGTERM or SIGHUP asks the ranks to save and stop, by the file `stop`
-    in the run's folder; the second one ends them. It replaces horovodrun's reaction, which would
-    kill them 5 s after the first signal.
-
-    Args:
-        hosts: hosts with a rank on every slot.
-        words: command and options of `tfcommx`; `--terminal` is added on a terminal.
-        saves: True if the ranks save before they stop; otherwise the first signal ends them.
+    """Run `tfcommx WORDS...` on every slot until the ranks end; signals go to a LaunchStopper.
 
     **Raises:** LaunchError if a rank fails; SystemExit after a user's error.
     """
-    running = Running(Launch(tuple(hosts), train_command(words)))
-    stop = LaunchStopper(running, folder, saves)
-    on_end_signals(stop.ask)
-    lines = RankLines()
-    status = running.wait(lines)
-    if stop.number:
-        sys.exit(128 + stop.number)
-    if status:
-        refuse(running, status, lines)
+    advice = "Add --resume to continue from the last checkpoint."
+    launch, stop = Launch(tuple(hosts), train_command(words)), LaunchStopper(folder, saves)
+    if failure := carry_out(launch, stop, advice):
+        if failure.status == USER_ERROR:  # A rank has printed it
+            sys.exit(USER_ERROR)
+        raise LaunchError(str(failure), 1)
 
 
 def train_command(words: list[str]) -> tuple[str, ...]:
-    """Return the command of every rank; messages of Horovod about dead ranks are silenced."""
-    if sys.stdout.isatty():
+    """Return the command of every rank."""
+    if sys.stdout.isatty():  # The ranks' output is a pipe
         words = [*words, "--terminal", os.ttyname(sys.stdout.fileno())]
-    quiet_horovod()
+    # Not its messages about a dead rank, because the launcher names that rank
+    os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
     return (sys.executable, "-m", "tfcommx.cli.main", *words)
 
 
@@ -84,33 +72,23 @@ def supervise_train(
     def make_launch(chosen: list[Host], generation: int) -> Launch:
         return Launch(tuple(chosen), train_command(words(generation)))
 
-    options = restart.options(ranks)
     try:
-        source = restart.source(hosts, "-H", ranks)
-        supervise(source, options, RemoteHosts(), make_launch, LaunchStopper(None, folder))
+        restart.supervise(hosts, "-H", ranks, make_launch, LaunchStopper(folder))
     except LaunchError as error:
         if error.status == USER_ERROR:  # A rank has printed it
             sys.exit(USER_ERROR)
         raise
 
 
-def refuse(running: Running, status: int, lines: RankLines) -> None:
-    """Raise the error of a failed launch.
-
-    **Raises:** LaunchError; SystemExit with status 2 if a rank printed a user error.
-    """
-    first = lines.failure()
-    if first and first.status == USER_ERROR:
-        sys.exit(USER_ERROR)
-    advice = "Add --resume to continue from the last checkpoint."
-    raise LaunchError(str(running.failed(status, lines, advice)), 1)
-
-
 class LaunchStopper:
-    """Stops a launch when this process receives a signal."""
+    """Asks the ranks to save and stop, by the file `stop`, when this process receives a signal.
 
-    def __init__(self, running: Running | None, folder: Path, saves: bool = True) -> None:
-        self.running, self.file, self.saves = running, folder / STOP_FILE, saves
+    A second signal, or the first if they do not save, ends them.
+    """
+
+    def __init__(self, folder: Path, saves: bool = True) -> None:
+        self.file, self.saves = folder / STOP_FILE, saves
+        self.running: Running | None = None
         # The first signal; 0: none
         self.number = 0
         # The file of an earlier run
@@ -118,7 +96,6 @@ class LaunchStopper:
             self.file.unlink(missing_ok=True)
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """Ask the ranks to save and stop; end them at the second signal, or if they do not save."""
         again, self.number = self.number, self.number or number
         if self.running is None:  # A supervisor waits for hosts, and checks `number`
             return

@@ -24,7 +24,6 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfcommx import engines, routes
@@ -139,11 +138,6 @@ def scaled(profile: Profile, compute_s: float) -> Profile:
     )
     times = {name: factor * getattr(profile, name) for name in ("forward_s", "backward_s")}
     return dataclasses.replace(profile, variables=rows, **times)
-
-
-def read_links(file: Path | None) -> Links:
-    """Return the links in a file of `tfcommx probe`; the nominal links without a file."""
-    return NOMINAL if file is None else Links.read(file)
 
 
 class MeasuredSteps(NamedTuple):

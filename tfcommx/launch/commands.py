@@ -31,7 +31,7 @@ class Ended(NamedTuple):
     # Return code as in `Popen`: < 0 after a signal
     status: int
     output: str
-    errors: str
+    errors: str = ""
     # True if the command exceeded its time limit and was ended with its children
     late: bool = False
 
