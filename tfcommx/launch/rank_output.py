@@ -161,8 +161,9 @@ def main() -> None:
         sys.exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
     status = relay(process)
     if status < 0:
+        # This process must leave no core file beside the rank's
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -status != signal.SIGKILL:
+        if -status != signal.SIGKILL:  # Whose handler cannot be set
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     # Not sys.exit, because the thread may hold a lock of the rank's object

@@ -39,12 +39,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from tfcommx.kernels import loader
-from tfcommx.launch.interpreter import Hook, end_at_once, handle_uncaught
+from tfcommx.launch.interpreter import Hook, end_at_once, handle_uncaught, isolated
 from tfcommx.watch.membership import Membership
 from tfcommx.watch.protocol import MISSING, neighbours
 from tfcommx.watch.stalls import CAUSES
@@ -68,8 +67,6 @@ GONE = "Horovod has been shut down"
 # Last line of a rank that ends because a stall has reached its limit
 WAITING = MISSING.replace("ranks are missing", "ranks wait for each other")
 LOOPBACK = "127.0.0.1"
-# The folder that holds the package
-PACKAGES = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
@@ -217,13 +214,8 @@ def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socke
     """Start the watcher's process; return the socket connected to it."""
     to_watcher, watcher_end = socket.socketpair()
     fds = [watcher_end.fileno(), listening.fileno()]
-    # Without the user's environment and packages, because they may run any code at the start
-    program = (
-        f"import sys; sys.path.insert(0, {str(PACKAGES)!r}); "
-        "from tfcommx.watch.watcher import main; main()"
-    )
     subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", program, *map(str, fds)],
+        [*isolated("tfcommx.watch.watcher"), *map(str, fds)],
         pass_fds=fds,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
