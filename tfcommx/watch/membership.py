@@ -52,13 +52,13 @@ class Membership:
     def find_dead(self) -> None:
         """Probe for unreported dead ranks, in a thread, once a rank has left.
 
-        Called while waiting for a rank. **Cost:** one connection for each rank every FIND_SECONDS;
-        none before the first departure, or without a watch.
+        **Cost:** one connection for each rank every FIND_SECONDS; none before the first departure.
         """
         responds = self._responds
         if responds is None or not self.gone() or time.monotonic() < self._look_at:
             return
         self._look_at = math.inf
+        # A thread, because the caller waits for a rank, and a dead host takes seconds to refuse
         threading.Thread(
             target=self._look, args=(responds,), name="tfcommx-find", daemon=True
         ).start()

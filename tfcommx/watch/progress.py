@@ -53,6 +53,7 @@ class ExchangeProgress:
 
     def __init__(self, parts: Sequence[str], counted: bool, queued: bool = False) -> None:
         self.parts, self.counted, self._queued = parts, counted, queued
+        # On the host, because the thread must read them while the GPU waits in a collective
         with untraced(), tf.device("/cpu:0"):
             self._begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="begun")
             self._ended = [
@@ -185,7 +186,7 @@ class Progress:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Return the frames of a thread, the innermost first."""
+    # The innermost first
     frames = []
     while frame is not None:
         frames.append(frame)
@@ -210,7 +211,6 @@ def _in_fit(frames: list[FrameType]) -> bool:
 
 
 def _is_collective(frame: FrameType) -> bool:
-    """Return True for a frame of a waiting function of Horovod or Comm."""
     in_comm = frame.f_code.co_filename == os.path.join(COLLECTIVES, "horovod.py")
     return in_comm or _is_in(frame, "horovod")
 
