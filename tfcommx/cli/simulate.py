@@ -273,7 +273,7 @@ def simulate(
     title = f"{settings.model}, {settings.nodes} x {settings.slots}, {settings.scheme}"
     title += f", {settings.merging}" + f", {settings.wire}" * (settings.wire != PLAIN)
     if png:
-        report.draw_timeline(timeline, png, title)
+        report.draw_timelines({title: timeline}, png)
     if trace:
         write_text(trace, report.trace_events({title: timeline}))
 

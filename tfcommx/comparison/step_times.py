@@ -42,7 +42,6 @@ SELECTION: dict[str, Any] = {"route": "allgather", "selection": "mstopk", "densi
 
 
 def links_at(bandwidth: float, links: Links = NOMINAL) -> Links:
-    """Return links whose port between nodes carries `bandwidth` bits per second."""
     between = links.between
     return links._replace(between=Link(between.alpha_s, 8 / bandwidth, between.gamma_s_per_byte))
 
@@ -53,11 +52,13 @@ def profiles_of(setup: Setup, recipe: Recipe) -> list[Profile]:
     for phase in recipe.phases:
         profiled = {"epochs": phase.epochs, "resolution": phase.resolution, "batch": phase.batch}
         phases = f"phases={json.dumps([{**profiled, 'scheme': SELECTION}])}"
+        # Because a recipe refuses a warm-up of as many epochs as this phase may have
         settings = setup.settings([phases, "learning_rate.warm_up_epochs=0"])
         file = setup.folder / "profiles" / f"{setup.name('phase', settings)}.json"
         if not file.exists():
             words = ["profile", str(setup.recipe), "--steps", str(PROFILED)]
             words += [word for setting in settings for word in ("--set", setting)]
+            # Renamed once it is complete, because an existing file is not measured again
             half = file.with_suffix(".part")
             run_command([*words, "--output", str(half)], file.with_suffix(".log"))
             half.rename(file)

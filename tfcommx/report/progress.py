@@ -126,7 +126,7 @@ class ProgressDisplay:
         return next((text for text in reversed(texts) if len(text) <= room), texts[0])
 
     def _print(self, line: str) -> None:
-        """Print a line with the remaining time, extrapolated from the steps so far."""
+        # The remaining time is extrapolated from the steps so far
         self.last_line = time.monotonic()
         elapsed = self.last_line - self.started
         remaining = elapsed / self.done * (self.steps - self.done) if self.done else 0.0

@@ -39,12 +39,10 @@ LEFT = ("exchange",)
 
 
 def terminal_console() -> Console:
-    """Return a console for tables: as wide as the terminal, or WIDE without one.
-
-    It prints brackets and colons as they are, because names of the user may have them: rich would
-    take `[spot]` for a style, and raise for `[/data]`.
-    """
+    """Return a console for tables: as wide as the terminal, or WIDE without one."""
     width = None if sys.stdout.isatty() else WIDE
+    # Names of the user may have brackets and colons: rich would take `[spot]` for a style, and
+    # raise for `[/data]`
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
@@ -98,7 +96,7 @@ def read_to_show(folder: Path) -> dict[str, Any]:
     """Read a run's summary. **Raises:** ReportError if it is none, or no table can show it."""
     with reading("The summary of a run", folder / FILE, REMEDY, ReportError):
         summary = read(folder)
-        _tables(summary)
+        _tables(summary)  # So that a damaged row is an error that names the file
     return summary
 
 
@@ -191,24 +189,14 @@ def _loader(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     if not seen:
         return []
     samples = sum(part["samples"] for part in seen) or 1
+    # Weighted, because epochs of a resumed run may have fewer samples
     shares = {
         level: sum(part[f"hit_{level}"] * part["samples"] for part in seen) / samples
         for level in ("memory", "disk", "source")
     }
     waited = sum(part["loader_wait_seconds"] for part in seen)
-    strange = {
-        name: int(sum(part[name] for part in seen))
-        for name in ("unreadable", "repaired", "overflow")
-    }
-    return [
-        (
-            "images came from",
-            ", ".join(
-                [
-                    *(f"{level} {100 * share:.1f} %" for level, share in shares.items()),
-                    *(f"{count} {name}" for name, count in strange.items() if count),
-                ]
-            ),
-        ),
-        ("waited for images", f"{waited:.2f} s"),
-    ]
+    parts = [f"{level} {100 * share:.1f} %" for level, share in shares.items()]
+    for name in ("unreadable", "repaired", "overflow"):  # Shown only if there are any
+        if count := int(sum(part[name] for part in seen)):
+            parts.append(f"{count} {name}")
+    return [("images came from", ", ".join(parts)), ("waited for images", f"{waited:.2f} s")]
