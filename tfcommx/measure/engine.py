@@ -55,11 +55,8 @@ def engine_at_work(comm: Comm) -> str:
 
 
 def sends_messages(comm: Comm) -> bool:
-    """Return True if messages between two ranks measure the time of a collective's bytes.
-
-    They do not for NCCL, because it sends over other wires, from the GPU's memory. MPI sends from
-    the host's.
-    """
+    """Return True if messages between two ranks measure the time of a collective's bytes."""
+    # NCCL sends over other wires, from the GPU's memory, and MPI's messages from the host's
     return comm.messages.possible and not comm.by_nccl
 
 
@@ -69,13 +66,11 @@ def where_carried(comm: Comm) -> str:
 
 
 def finish(result: Any) -> None:
-    """Wait until tensors exist; a GPU's op or collective may end once it is queued.
-
-    Args:
-        result: any nest; only tensors outside of the host's memory are waited for.
+    """Wait until the tensors of a nest exist.
 
     **Ranks:** local. **Cost:** on a GPU, a copy of one entry of each tensor to the host.
     """
+    # Needed, because a GPU's op or collective may end once it is queued
     for part in tf.nest.flatten(result):
         if isinstance(part, tf.Tensor) and not _in_host_memory(part):
             tf.reshape(part, [-1])[:1].numpy()
@@ -146,7 +141,7 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
         tensor = tf.zeros([TINY])
 
     def seconds(collective: Callable[[], object]) -> list[float]:
-        """Time several in a row, because the ranks' start times would dominate a single one."""
+        # Several in a row, because the ranks' start times would dominate a single one
 
         def row() -> object:
             with tf.device(where_carried(comm)):
@@ -220,7 +215,6 @@ def matmul_load() -> Callable[[], object]:
 
 @contextlib.contextmanager
 def _computing(load: Callable[[], object]) -> Iterator[None]:
-    """Run the load in a thread inside the `with` block."""
     ended = threading.Event()
 
     def compute() -> None:

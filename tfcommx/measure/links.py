@@ -74,9 +74,7 @@ def seconds_per_byte(
 def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) -> float:
     """Return the seconds per byte of TensorFlow's addition on a device.
 
-    They are the difference of a row of additions and a single one. Both read an entry of the result
-    on the host, because a launch ends before the addition does. Medians count, because a GPU's
-    clock and the host's other work may lengthen or shorten single times.
+    They are the difference of a row of additions and a single one.
 
     Args:
         device: TensorFlow's name of the device.
@@ -90,6 +88,7 @@ def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) 
             with tf.device(device):
                 for _ in range(additions):  # In place, and therefore in sequence
                     total.assign_add(summand)
+                # An entry, which the host reads, because a launch ends before the addition does
                 return total.read_value()[:1]
 
         traced: Callable[[], tf.Tensor] = tf.function(add, autograph=False)
@@ -101,7 +100,9 @@ def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) 
             start = clock()
             work().numpy()
             times.append(clock() - start)
-        return statistics.median(times[1:])  # Without the first, which is traced
+        # Not the fastest, because a GPU's clock may also shorten single times; without the first,
+        # which is traced
+        return statistics.median(times[1:])
 
     longer = seconds(row(1 + ADDITIONS)) - seconds(row(1))
     return max(longer, 0.0) / (ADDITIONS * size)
@@ -172,9 +173,8 @@ def probe(
 
     Args:
         sizes: bytes that each rank sends, multiples of 4, >= 4.
-        repeats: repeats of each size, >= 1. The median of messages and allreduces counts, because
-            disturbances of the probe also occur in training. For blocks and additions, the fastest
-            counts.
+        repeats: repeats of each size, >= 1. The median of messages and allreduces counts; for
+            blocks and additions, the fastest.
         blocks: bytes of the pipeline's blocks to try, multiples of 4, >= 4; the vector has half the
             bytes of the largest of `sizes`.
         steady: messages are repeated until this many bytes have passed through a port.
@@ -200,6 +200,7 @@ def probe(
     spread: dict[str, float] = {}
     for kind, group, together in (("inside", "node", 1), ("between", "peers", topology.slots)):
         timed = _time(comm, group, sizes, together, timer, steady)
+        # Not the fastest, because disturbances of the probe also occur in training
         points[kind] = [(terms, size, statistics.median(times)) for terms, size, times in timed]
         if not timed:
             fields[kind] = getattr(NOMINAL, kind)
@@ -232,10 +233,6 @@ def probe(
 def fastest_message(comm: Comm, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds of the fastest of several messages of WATCHED bytes between nodes.
 
-    The fastest separates network and machine, where the median of `probe` does not, because a
-    slower network lengthens all messages. Other work on a machine lengthens some, up to 30 times if
-    it takes a processor from a rank, and shortens none.
-
     Args:
         comm: this rank's view of the others, on two nodes or more.
 
@@ -247,16 +244,16 @@ def fastest_message(comm: Comm, clock: Callable[[], float] = time.perf_counter) 
     timer = functools.partial(_slowest_seconds, comm, repeats=WATCHED_TIMES, clock=clock)
     slots = comm.topology.slots
     (row,) = _time(comm, "peers", [WATCHED], slots, timer, WATCHED_STEADY)
+    # Not the median, because a slower network lengthens all messages, and other work on a machine
+    # only some, up to 30 times if it takes a processor from a rank
     return min(row[2])
 
 
 def _at_full_rate(links: Links, points: dict[str, list[tuple[float, float, float]]]) -> Links:
-    """Return the links with the rates of their fastest messages that no shaper's burst shortens.
-
-    Two ranks of Gloo mostly send the long messages of an all-gather one after the other. Probably
-    a rank's notice that it receives waits behind its own message. The segments of an allreduce do
-    not wait, so the fit to all messages is too slow for them, up to twice.
-    """
+    """Return the links with the rates of their fastest messages that no shaper's burst shortens."""
+    # Two ranks of Gloo mostly send the long messages of an all-gather one after the other. Probably
+    # a rank's notice that it receives waits behind its own message. The segments of an allreduce do
+    # not wait, so the fit to all messages is too slow for them, up to twice.
     for kind, timed in points.items():
         link = getattr(links, kind)
         rates = [time_s / size for _, size, time_s in timed if size >= STEADY / MOST]
@@ -291,7 +288,6 @@ def _under_load(
     timer: Timer,
     spread: dict[str, float],
 ) -> dict[str, float]:
-    """Time a message of medium size while all ranks compute; return {} without a load."""
     if load is None:
         return {}
     size = sorted(sizes)[len(sizes) // 2]
@@ -304,12 +300,7 @@ def _under_load(
 
 
 def _time(
-    comm: Comm,
-    group: str,
-    sizes: Sequence[int],
-    together: int,
-    timer: Timer,
-    steady: int,
+    comm: Comm, group: str, sizes: Sequence[int], together: int, timer: Timer, steady: int
 ) -> list[tuple[float, float, list[float]]]:
     """Return (latency terms, bytes received through one port, seconds of each repeat) by size."""
     members = comm.members(group)
