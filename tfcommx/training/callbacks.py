@@ -17,29 +17,24 @@ from tfcommx.training.steps import Position
 
 
 class SetLearningRate(keras.callbacks.Callback):
-    """Sets the learning rate of every step from the recipe.
+    """Sets the learning rate of every step from the recipe."""
 
-    It is a callback and not a Keras schedule, because a saved optimizer must load without tfcommx.
-    """
+    # Not a Keras schedule, because a saved optimizer must load without tfcommx
 
     def __init__(self, context: RunContext) -> None:
         super().__init__()
         self.context = context
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        """Set the rate of the step that begins."""
         counter = self.context.counter
         rate = rate_at(self.context.run, counter.phase, counter.position)
         self.model.optimizer.learning_rate = rate
 
 
 def rate_at(run: Run, phase: int, position: Position) -> float:
-    """Return the learning rate of a step of a phase.
-
-    The schedule counts in steps of the first phase. If a phase has another batch, its
-    step number is scaled to steps of the first phase.
-    """
+    """Return the learning rate of a step of a phase."""
     first, ranks = run.steps[0], run.comm.topology.size
+    # The schedule counts in steps of the first phase, and a phase may have another batch
     step = position.step * first / run.steps[phase]
     return run.recipe.rate(position.epoch, step, first, ranks)
 
@@ -52,30 +47,23 @@ class InformAuto(keras.callbacks.Callback):
         self.run = context.run
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Set the expected run of the scheme; the first step of a new scheme makes its plan."""
         accumulated = steps_of_update(self.model.optimizer)
         exchanger_of(self.model).requested.expected_run = self.run.expected_run(epoch, accumulated)
 
 
 class Consolidate(keras.callbacks.Callback):
-    """Makes the weights whole and equal at each epoch's end, if the strategy lets them drift.
+    """Makes the weights whole and equal at each epoch's end, if the strategy lets them drift."""
 
-    BroadcastState does it too, but only in the first phase of a run.
-
-    **Ranks:** all.
-    """
+    # BroadcastState does it too, but only in the first phase of a run
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Consolidate the weights."""
         consolidate(self.model.optimizer)
 
 
 class Evaluation(keras.callbacks.Callback):
     """Evaluates the model on the test samples at each epoch's end, at the phase's resolution.
 
-    Every rank evaluates its own part of the test set; the scores cover all parts.
-
-    **Ranks:** all.
+    **Ranks:** all; each evaluates its own part of the test set, and the scores cover all parts.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -107,7 +95,6 @@ class EpochHistory(keras.callbacks.Callback):
         self.context.rows.append(self.row(epoch, logs or {}))
 
     def row(self, epoch: int, logs: dict[str, Any]) -> dict[str, Any]:
-        """Return the numbers of an epoch that has just ended."""
         context, run = self.context, self.context.run
         scheme, seconds = self.schemes[epoch], context.timing.epoch_seconds()
         phase, steps = context.counter.phase, context.counter.measured

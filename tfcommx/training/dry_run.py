@@ -75,9 +75,8 @@ def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str
 
 
 def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int) -> dict[str, Any]:
-    """Take the steps of one phase; return its row of the report."""
     phase, start = run.recipe.phases[number], time.monotonic()
-    model.make_train_function(force=True)
+    model.make_train_function(force=True)  # As `fit_phases` does
     spec = run.samples_of(FitCall(number, range(1))).element_spec
     batch_size = run.global_batch(number) // run.comm.topology.size
     batch = made_up(spec, run.objective.outputs, batch_size, phase.resolution)
@@ -114,12 +113,10 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
 
 
 def expected_run(run: Run, number: int, accumulated: int = 1) -> ExpectedRun:
-    """Return the expected run of a phase after its `warm_up`, for "auto".
-
-    The choice is not kept, because a real run measures with its own batches.
-    """
+    """Return the expected run of a phase after its `warm_up`, for "auto"."""
     phase, begin = run.recipe.phases[number], sum(run.phases[:number])
     begin += min(len(phase.warm_up), phase.epochs - 1)
+    # The choice is not kept, because a real run measures with its own batches
     return run.expected_run(begin, accumulated)._replace(keeps_choice=False)
 
 

@@ -37,9 +37,9 @@ class Stopped(Exception):
 class SaveAndStop(keras.callbacks.Callback):
     """Saves the state that a run needs to resume, and stops it if any rank is asked to.
 
-    All ranks save after the same step, because about twice a second they ask each other whether one
-    of them was asked to stop, and whether it is time to save or to end by rank 0's clock. At the
-    end of an epoch, this callback saves and StopAtEpochEnd stops.
+    About twice a second the ranks ask each other whether one of them was asked to stop, and whether
+    it is time to save or to end by rank 0's clock. At the end of an epoch, this callback saves and
+    StopAtEpochEnd stops.
 
     **Ranks:** all. **Cost:** an allreduce of 16 bytes about twice a second.
     """
@@ -53,7 +53,6 @@ class SaveAndStop(keras.callbacks.Callback):
         self._until, self._between = 1, 1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        """Ask the other ranks if it is time; save or stop if they agree."""
         self._until -= 1
         after = self.context.counter.after
         if after.step == self.context.counter.steps:
@@ -81,10 +80,7 @@ class SaveAndStop(keras.callbacks.Callback):
         return interval is not None and self.context.run.steps_before(after) % interval == 0
 
     def ask(self) -> tuple[str, bool]:
-        """Return the reason why all ranks stop, or "", and True if they save.
-
-        **Ranks:** all. **Cost:** an allreduce of 16 bytes.
-        """
+        """Return the reason why all ranks stop, or "", and True if they save. **Ranks:** all."""
         must_stop, time_s = self.context.requests.asked(), time.monotonic()
         if (
             must_stop
@@ -93,6 +89,7 @@ class SaveAndStop(keras.callbacks.Callback):
         ):
             self.context.snapshots.leave()
             must_stop = False
+        # Rank 0's alone, because the ranks' clocks differ, and all must save after the same step
         clock = [0.0, 0.0, 0.0]
         if self.context.run.comm.rank == 0:
             minutes = self.settings.every_minutes
@@ -101,6 +98,7 @@ class SaveAndStop(keras.callbacks.Callback):
                 float(minutes is not None and time_s - self.saved_at >= 60 * minutes),
                 float(self._steps_to_next(time_s)),
             ]
+        # Not on the GPU, because the result is read at once
         with tf.device("/cpu:0"):
             votes = self.context.run.comm.allreduce(
                 tf.constant([float(must_stop), *clock]), "world", "tfcommx/saving"
@@ -114,7 +112,6 @@ class SaveAndStop(keras.callbacks.Callback):
         return ("the time limit" if votes[1] else ""), bool(votes[2])
 
     def _steps_to_next(self, time_s: float) -> int:
-        """Return the steps that take about ASK_SECONDS."""
         step = max(time_s - self.asked_at, 1e-6) / self._between
         return int(np.clip(ASK_SECONDS / step, 1, ASK_STEPS))
 
@@ -153,7 +150,6 @@ class StopAtEpochEnd(keras.callbacks.Callback):
         self.saving = saving
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Ask the other ranks; stop if one was asked to, unless this was the last epoch."""
         stop, _ = self.saving.ask()
         if stop and epoch + 1 < self.saving.context.run.recipe.epochs:
             raise Stopped(Position(epoch + 1), stop)

@@ -97,7 +97,7 @@ class StepCounter(keras.callbacks.Callback):
         self.measured, self._continued = self._continued, 0
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        """Count a step; Keras counts from the start of this process's part of the epoch."""
+        # Keras counts from the start of this process's part of the epoch
         self.position = self.position._replace(step=self._offset + batch)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:

@@ -118,11 +118,10 @@ def train(
 def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
     """Return the checkpoint to resume; warn if the run will replace one.
 
-    Each generation of a supervised run resumes the checkpoint of those before. If that was of the
-    last epoch, only the report is missing.
-
-    **Raises:** ConfigurationError if another resumed run has no epochs left to train.
+    **Raises:** ConfigurationError if the run has no epochs left to train.
     """
+    # A generation of a supervised run, which resumes even after the last epoch, because the report
+    # may be missing
     is_continued = newest_of_run(run.checkpoint) is not None
     resume = resume or is_continued
     saved = checkpoint.last(run.checkpoint)
@@ -142,14 +141,12 @@ def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
 
 
 def first_position(run: Run, saved: checkpoint.Head | None) -> Position:
-    """Return the first step of a run.
-
-    The run resumes at the same fraction of the epoch, because an epoch has another number of steps
-    with another number of ranks or another batch.
-    """
+    """Return the first step of a run."""
     if saved is None:
         return Position(0)
     epoch = saved.epoch + 1
+    # At the same fraction of the epoch, which has another number of steps with another number of
+    # ranks or another batch
     step = scaled_steps(saved.step, run, saved)
     if step != saved.step and run.comm.rank == 0:
         ranks, batch = run.comm.topology.size, run.recipe.batch(run.recipe.phase_of_epoch()[epoch])
@@ -168,17 +165,12 @@ def first_position(run: Run, saved: checkpoint.Head | None) -> Position:
 
 
 def scaled_steps(count: int, run: Run, saved: checkpoint.Head) -> int:
-    """Convert steps of the interrupted epoch into steps of this run with about as many samples.
-
-    Args:
-        count: in [0, saved.steps].
-    """
+    """Convert steps of the interrupted epoch into steps of this run with about as many samples."""
     steps = run.steps_of(saved.epoch + 1)
     return count if saved.steps in (0, steps) else count * steps // saved.steps
 
 
 def print_stop(run: Run, stopped: dict[str, Any]) -> None:
-    """Print on rank 0 the position of the stop, and how to resume the run."""
     if run.comm.rank == 0:
         steps = run.steps_of(stopped["epoch"])
         print(
