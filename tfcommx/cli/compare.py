@@ -137,7 +137,6 @@ def compare(
 
 
 def _check_hosts(hosts: str | None, measured_at: float | None, ranks: int) -> None:
-    """Refuse hosts with another number of ranks than --nodes x --slots."""
     if hosts is None and measured_at is None:
         return
     if hosts is None or measured_at is None:
@@ -158,7 +157,6 @@ def _words(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[float]:
-    """Parse bandwidths, > 0. **Raises:** ConfigurationError."""
     try:
         rates = [float(word) for word in _words(text)]
     except ValueError:
@@ -193,7 +191,7 @@ def _checked(
 def _trainings(
     setup: Setup, changes: Mapping[str, list[str]], seeds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run the missing trainings: all methods with the first seed, then with the next one."""
+    # All methods with the first seed come first, so that an interrupted comparison shows each
     trainings: dict[str, list[dict[str, Any]]] = {name: [] for name in changes}
     for seed in range(seeds):
         for position, (name, method_changes) in enumerate(changes.items(), 1):

@@ -48,11 +48,8 @@ def bare(hosts: tuple[Host, ...]) -> Finding:
 
 
 def exchange(hosts: tuple[Host, ...], engine: str, gpus: int) -> list[Finding]:
-    """Add a megabyte over ranks on every slot; report the time, and the GPUs of the ranks.
-
-    Args:
-        gpus: number of this host's GPUs; they are hidden if a host has more ranks.
-    """
+    """Add a megabyte over ranks on every slot; report the time, and the GPUs of the ranks."""
+    # If a host has more ranks than this one has GPUs, because a GPU serves one rank
     hidden = gpus < max(host.slots for host in hosts)
     env = environment() | ({"CUDA_VISIBLE_DEVICES": "-1"} if hidden else {})
     launch = Launch(hosts, (sys.executable, "-m", "tfcommx.cli.doctor_exchange"), engine)
@@ -116,7 +113,7 @@ def _run(words: list[str], env: dict[str, str]) -> Ended:
 
 
 def _last_words(ended: Ended) -> str:
-    """Return the line of a failed command's output that most likely names the cause."""
+    # The line that most likely names the cause
     if ended.late:
         return f"it had not ended after {LIMIT_SECONDS} s"
     lines = [line.strip() for line in ended.output.splitlines() if line.strip()]

@@ -30,7 +30,7 @@ CODES = "int4"
 SELECTION, DENSITY = "mstopk", 0.01
 # Characters of a tensor's name in a table
 NAME_LENGTH = 40
-REMEDY = "Record it by `horovodrun --timeline-filename` or `tfcommx profile --exchange`."
+KIND = "A file that `horovodrun --timeline-filename` or `tfcommx profile --exchange` wrote"
 
 
 def explain(
@@ -58,7 +58,7 @@ def explain(
 ) -> None:
     """Explain a recorded run: the waits of its messages, and the gain of a better plan."""
     others_s, measured_steps = 0.0, []
-    with reading("A timeline of Horovod, or a step of `tfcommx profile`", run, REMEDY):
+    with reading(KIND, run, "Name one."):
         recorded_by_horovod = is_timeline(run)
     if recorded_by_horovod:
         recording = read_timeline(run)
@@ -66,7 +66,19 @@ def explain(
         early = recording.earliest(typical)
         _show_recording(run, recording, early)
         others_s = typical.exposed_parts.ranks_s
-        write_rows(json_file, map(_step_row, recording.steps))
+        write_rows(
+            json_file,
+            [
+                {
+                    "start_seconds": step.start_s,
+                    "step_seconds": step.step_s,
+                    "exposed_seconds": step.exposed_s,
+                    **{f"exposed_{name}": s for name, s in step.exposed_parts._asdict().items()},
+                    "messages": len(step.messages),
+                }
+                for step in recording.steps
+            ],
+        )
         if links or profile or png or trace:
             topology = Topology(max(1, recording.ranks // max(1, slots)), slots)
             measured_steps = [
@@ -102,7 +114,6 @@ def explain(
 
 
 def _show_recording(run: Path, recording: Recording, early: RecordedStep) -> None:
-    """Print the times of steps, and the waits of the messages in the typical step."""
     steps, typical = recording.steps, recording.typical
     print(f"{run}: {len(steps)} steps of {recording.ranks} ranks.")
     for label, seconds in (
@@ -145,16 +156,6 @@ def _message_row(message: Message, step: RecordedStep) -> dict[str, Any]:
     }
 
 
-def _step_row(step: RecordedStep) -> dict[str, Any]:
-    return {
-        "start_seconds": step.start_s,
-        "step_seconds": step.step_s,
-        "exposed_seconds": step.exposed_s,
-        **{f"exposed_{name}": s for name, s in step.exposed_parts._asdict().items()},
-        "messages": len(step.messages),
-    }
-
-
 def _predicted(step: MeasuredStep, links: Links) -> tuple[Timeline, list[Prediction]]:
     """Simulate the step by its recorded plan, and by the best lossless and lossy plans."""
     from tfcommx.core import Scheme
@@ -176,7 +177,7 @@ def _predicted(step: MeasuredStep, links: Links) -> tuple[Timeline, list[Predict
 
 
 def _bucket_row(number: int, name: str, steps: dict[str, Timeline]) -> dict[str, Any]:
-    """Return travel time and arrival of a bucket, in ms; "-" if another bucket carries it."""
+    # In ms; "-" if another bucket carries it
     row: dict[str, Any] = {"bucket": name[:NAME_LENGTH]}
     for label, timeline in steps.items():
         messages = [s for s in timeline.spans if s.kind == "message" and s.bucket == number]
@@ -207,7 +208,6 @@ def _signed_ms(seconds: float) -> str:
 
 
 def _computed_s(timeline: Timeline) -> float:
-    """Return the time at which the backward pass has ended, in seconds."""
     return max((span.end_s for span in timeline.spans if span.kind == "backward"), default=0.0)
 
 

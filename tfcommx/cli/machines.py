@@ -267,8 +267,7 @@ def _check_settings(file: Path, settings: Mapping[str, Any], also: tuple[str, ..
 
 
 def _of_model(name: str, value: Any, cell: Mapping[str, Any]) -> Any:
-    """Return a setting's value for the cell's model, if it is a mapping from models."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict):  # Otherwise a mapping from models
         return value
     return value[check_name(f"model of {name}", cell.get("model", Settings().model), list(value))]
 

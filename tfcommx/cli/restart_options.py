@@ -76,7 +76,6 @@ class RestartOptions(NamedTuple):
 
     @property
     def wanted(self) -> bool:
-        """True if a supervisor is wanted, because at least one option was given."""
         return any(value is not None for value in self)
 
     def options(self, ranks: int | None, interfaces: tuple[str, ...]) -> SupervisorOptions:

@@ -189,7 +189,6 @@ class Settings:
 
 # Columns of the rows that are printed in a sentence, not in the table
 INTERVAL = ("step_seconds_low", "step_seconds_high")
-# Columns that are in the table only if steps differ
 TENTHS = ("step_seconds_p10", "step_seconds_p90")
 # Largest number of values of a sweep, each of which is a simulation and a row
 MOST_VALUES = 10_000
@@ -285,8 +284,7 @@ show_parameters(simulate, [_settings_file, *_options, *_others])
 
 
 def _with(swept: str, value: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Add the swept setting to a row; `throughput` of one rank next to that of all ranks."""
-    if swept == "throughput":
+    if swept == "throughput":  # Of one rank; the row has that of all ranks
         return {"rank_throughput": value, **row}
     return row if swept in row else {swept: value, **row}
 
@@ -321,10 +319,7 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
 
 
 def _numbers(words: list[str], name: str) -> list[Any]:
-    """Parse numbers; `...` continues the numbers before it, by a factor or by steps.
-
-    They may rise or fall.
-    """
+    """Parse numbers; `...` continues the numbers before it, by a factor or by steps."""
     numbers: list[float] = []
     try:
         for position, word in enumerate(words):
@@ -334,6 +329,7 @@ def _numbers(words: list[str], name: str) -> list[Any]:
             last = _finite(words[position + 1])
             first, second = numbers[-2:]
             factor, step = second / first if first > 0 else 1.0, second - first
+            # Two numbers continue by their factor; three tell a factor from a step
             by_factor = first > 0 and (
                 len(numbers) == 2 or math.isclose(numbers[-3] * factor, first)
             )
@@ -354,9 +350,8 @@ def _numbers(words: list[str], name: str) -> list[Any]:
 
 
 def _finite(word: str) -> float:
-    """Parse a number. **Raises:** ValueError for anything else, also for nan and inf."""
     number = float(word)
-    if not math.isfinite(number):
+    if not math.isfinite(number):  # A continuation to infinity would not end
         raise ValueError(f"{word!r} is no finite number")
     return number
 
@@ -403,7 +398,7 @@ def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
 
 
 def _show(rows: list[dict[str, Any]], best: bool = False) -> None:
-    """Print the rows as a table; with `best`, the row of the highest throughput in bold."""
+    # The percentiles only if steps differ
     varies = any(row[TENTHS[0]] < row[TENTHS[1]] for row in rows)
     hidden = INTERVAL if varies else (*INTERVAL, *TENTHS)
     shown = [
@@ -421,7 +416,6 @@ def _cell(value: Any) -> str:
 
 
 def _show_fastest(rows: list[dict[str, Any]], name: str) -> None:
-    """Print the values with the shortest step, and with the shortest 90th percentile."""
     step, long = (min(rows, key=lambda row: row[key]) for key in ("step_seconds", TENTHS[1]))
     text = f"The shortest step: {name}={step[name]}."
     if long is not step:

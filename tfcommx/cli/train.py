@@ -49,7 +49,6 @@ def launch_train(hosts: list[Host], words: list[str], folder: Path, saves: bool 
 
 
 def train_command(words: list[str]) -> tuple[str, ...]:
-    """Return the command of every rank."""
     if sys.stdout.isatty():  # The ranks' output is a pipe
         words = [*words, "--terminal", os.ttyname(sys.stdout.fileno())]
     # Not its messages about a dead rank, because the launcher names that rank
@@ -61,10 +60,6 @@ def supervise_train(
     restart: RestartOptions, hosts: list[Host], ranks: int | None, words: TrainWords, folder: Path
 ) -> None:
     """Run `tfcommx train` under a supervisor; signals save and end it, as in `launch_train`.
-
-    Args:
-        hosts: hosts of -H; empty: those of the script.
-        words: returns command and options of `tfcommx` in a generation.
 
     **Raises:** LaunchError if the run cannot continue; SystemExit after a user's error.
     """
@@ -167,11 +162,8 @@ def train(
         began = time.monotonic()
 
         def in_generation(number: int) -> list[str]:
-            """Return the words of a generation: later ones have the remaining minutes.
-
-            They resume without --resume, because with it they would load another run's checkpoint
-            if this run was lost before its first save.
-            """
+            # Without --resume for later ones, because with it they would load another run's
+            # checkpoint if this run was lost before its first save
             passed = (time.monotonic() - began) / 60 if number else 0.0
             limit = [] if minutes is None else ["--minutes", str(max(0.0, minutes - passed))]
             return [*words, *["--resume"] * resume, *limit]
@@ -199,7 +191,6 @@ def train(
 
 
 def dry_run_here(recipe: Recipe, folder: Path) -> None:
-    """Carry out a dry run in this process, one of the launcher's."""
     load_tensorflow()
     from tfcommx import is_chief
     from tfcommx.training.dry_run import dry_run
@@ -210,7 +201,7 @@ def dry_run_here(recipe: Recipe, folder: Path) -> None:
 
 
 def train_here(recipe: Recipe, folder: Path, options: dict[str, Any]) -> bool:
-    """Train in this process, one of the launcher's; return True if it has a report to show."""
+    """Train in this process; return True if it has a report to show."""
     load_tensorflow()
     from tfcommx import is_chief
     from tfcommx.training.train import TrainOptions

@@ -51,7 +51,6 @@ class Setup:
     folder: Path
 
     def settings(self, of_method: Sequence[str], seed: int | None = None) -> list[str]:
-        """Return all changes of the recipe for one training of a method."""
         seeds = [] if seed is None else [f"seed={seed}"]
         return [*self.changes, *of_method, f"node_size={self.slots}", *seeds]
 
@@ -66,7 +65,6 @@ class Setup:
 
 
 def trained(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any] | None:
-    """Return a training from its file; None if it has none."""
     file = setup.folder / "trainings" / f"{setup.name(method, settings)}.json"
     if not file.exists():
         return None

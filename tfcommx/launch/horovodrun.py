@@ -72,7 +72,6 @@ class Launch:
         return slots_of(self.hosts)
 
     def host_of(self, rank: int) -> str:
-        """Return the name of the host of a rank."""
         names = [host.name for host in self.hosts for _ in range(host.slots)]
         return names[rank]
 

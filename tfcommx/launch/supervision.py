@@ -52,7 +52,6 @@ class Supervision(NamedTuple):
         return Path(MEMORY) / f"tfcommx-{os.getuid()}-{self.run}-{self.host}"
 
     def handshake(self, protocol: str) -> Handshake:
-        """Return the handshake between ranks and supervisor of this generation."""
         return Handshake(self.secret, protocol, (self.run, str(self.generation)))
 
 

@@ -150,7 +150,6 @@ class ProgressDisplay:
             self._print(line)
 
     def say(self, line: str) -> None:
-        """Show a separate line."""
         if self.shown:
             (self.bar.console if self.bar else self.console).print(line)
 

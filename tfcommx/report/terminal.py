@@ -101,7 +101,6 @@ def read_to_show(folder: Path) -> dict[str, Any]:
 
 
 def show(summary: dict[str, Any], console: Console | None = None) -> None:
-    """Print the tables of the report to the terminal."""
     console = console or terminal_console()
     for table in _tables(summary):
         if table.row_count:
@@ -109,7 +108,16 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
 
 
 def _tables(summary: dict[str, Any]) -> list[Table]:
-    return [_epochs(summary), _phases(summary), _totals(summary), _breakdown(summary)]
+    epochs = (epoch_cells(row, f"{row['test_accuracy']:.4f}") for row in summary["rows"])
+    headings = ("epochs", "size", "batch", "exchange", f"{summary['counted']}/s", "one process")
+    phases = map(phase_cells, phase_rows(summary))
+    title = "phases, without the first step of each"
+    return [
+        table_of(f"{summary.get('name', 'run')}: epochs", epoch_headings(summary), LEFT, epochs),
+        table_of(title, (*headings, "scaling"), LEFT, phases),
+        _totals(summary),
+        _breakdown(summary),
+    ]
 
 
 def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
@@ -128,19 +136,6 @@ def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
         if any(part_seconds):
             table.add_row(meaning, *(f"{seconds:.1f} s" for seconds in part_seconds))
     terminal_console().print(table)
-
-
-def _epochs(summary: dict[str, Any]) -> Table:
-    rows = (epoch_cells(row, f"{row['test_accuracy']:.4f}") for row in summary["rows"])
-    title = f"{summary.get('name', 'run')}: epochs"
-    return table_of(title, epoch_headings(summary), LEFT, rows)
-
-
-def _phases(summary: dict[str, Any]) -> Table:
-    rate = f"{summary['counted']}/s"
-    headings = ("epochs", "size", "batch", "exchange", rate, "one process", "scaling")
-    rows = map(phase_cells, phase_rows(summary))
-    return table_of("phases, without the first step of each", headings, LEFT, rows)
 
 
 def _totals(summary: dict[str, Any]) -> Table:
@@ -184,7 +179,6 @@ def _breakdown(summary: dict[str, Any]) -> Table:
 
 
 def _loader(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return the rows on rank 0's data cache; none if the run had no cache."""
     seen = [row["loader"] for row in rows if row.get("loader")]
     if not seen:
         return []

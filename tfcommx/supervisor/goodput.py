@@ -71,7 +71,6 @@ HEADER += ["how it ended"]
 
 
 def table(generations: Sequence[Generation]) -> str:
-    """Return a line for each generation, under a header."""
     rows = [HEADER, *map(_row, generations)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -105,7 +104,6 @@ def to_json(generations: Sequence[Generation]) -> dict[str, Any]:
 
 
 def write(generations: Sequence[Generation], path: Path) -> None:
-    """Write `to_json` into a file, whose folder is created."""
     write_text(path, json_text(to_json(generations), indent=1) + "\n")
 
 

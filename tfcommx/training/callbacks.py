@@ -32,7 +32,6 @@ class SetLearningRate(keras.callbacks.Callback):
 
 
 def rate_at(run: Run, phase: int, position: Position) -> float:
-    """Return the learning rate of a step of a phase."""
     first, ranks = run.steps[0], run.comm.topology.size
     # The schedule counts in steps of the first phase, and a phase may have another batch
     step = position.step * first / run.steps[phase]

@@ -49,7 +49,6 @@ class Run:
         return self.recipe.batch(self.recipe.phases[phase]) * self.comm.topology.size
 
     def steps_of(self, epoch: int) -> int:
-        """Return the steps of an epoch."""
         return self.steps_before(Position(epoch + 1)) - self.steps_before(Position(epoch))
 
     def steps_before(self, position: Position) -> int:

@@ -89,7 +89,6 @@ class StepCounter(keras.callbacks.Callback):
 
     @property
     def after(self) -> Position:
-        """The step after the last one."""
         return self.position._replace(step=self.position.step + 1)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:

@@ -82,7 +82,6 @@ class Membership:
             self._send(f"needs {json.dumps(sorted(needed))}\n".encode())
 
     def forbid_leaving(self) -> None:
-        """Need all ranks again."""
         if self._send is not None:
             self._send(b"needs all\n")
 
@@ -95,7 +94,6 @@ class Membership:
         return {*self._ended, *self._died}
 
     def any_died(self) -> bool:
-        """Return True if a rank has died."""
         return bool(self._died)
 
     def require_all(self) -> None:

@@ -74,7 +74,6 @@ class ExchangeProgress:
             self._ended[part].assign(number)
 
     def begun(self) -> int:
-        """Return the number of exchanges that have begun."""
         return int(self._begun.numpy())
 
     def waiting(self) -> str:
@@ -159,7 +158,6 @@ class Progress:
         return step, doing, details[:LONGEST]
 
     def _still_there(self) -> list[ExchangeProgress]:
-        """Return the exchanges that still exist, and count their steps."""
         exchanges = []
         for reference in list(self._waits):
             exchange = reference()
@@ -216,7 +214,7 @@ def _is_collective(frame: FrameType) -> bool:
 
 
 def _caller(frames: list[FrameType]) -> str:
-    """Return the caller of a collective: the first function outside of `collectives`."""
+    # The first function outside of `collectives`
     for frame in frames:
         name = frame.f_code.co_filename
         if os.path.dirname(name) != COLLECTIVES and not _is_in(frame, "tensorflow"):
@@ -225,7 +223,7 @@ def _caller(frames: list[FrameType]) -> str:
 
 
 def _where(frames: list[FrameType]) -> str:
-    """Return the user's line that a thread executes, and the function called there."""
+    # The user's line that the thread executes, and the function called there
     for frame in frames:
         code = frame.f_code
         if not any(part in code.co_filename for part in LIBRARIES):

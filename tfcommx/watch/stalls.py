@@ -45,7 +45,6 @@ class Group(NamedTuple):
 
 
 def group_of(rank: int, step: int, doing: str, details: str) -> Group:
-    """Return a group of this rank alone, which begins now."""
     return Group(step, doing, details, 1, [rank], 0.0)
 
 
