@@ -154,8 +154,7 @@ def measure(setup: Setup, method: str, settings: Sequence[str], hosts: str) -> M
     """Measure a method's steps on hosts, unless the folder has them already.
 
     Args:
-        settings: all changes of the recipe.
-        hosts: hosts and slots in the form of `tfcommx train -H`, such as node0:1,node1:1.
+        hosts: as for `tfcommx train -H`, such as node0:1,node1:1.
 
     **Raises:** TrainingError if a rank failed.
     """
@@ -191,11 +190,6 @@ def replaced(
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Replace predicted steps by measured ones.
 
-    Epochs with a density of `warm_up`, which dry runs leave out, stay as predicted.
-
-    Args:
-        predicted: method -> seconds of a step in each epoch.
-
     Returns:
         By method: seconds of a step in each epoch, and predicted over measured seconds of all
         measured epochs. A method without a measured epoch has no ratio.
@@ -210,6 +204,7 @@ def replaced(
         rows = zip(predicted[name], numbers, schemes, strict=True)
         seconds[name], sums = [], [0.0, 0.0]
         for step, number, scheme in rows:
+            # Dry runs leave the epochs with a density of `warm_up` out
             is_measured = scheme == recipe.phases[number].scheme
             seconds[name].append(measured[name].steps[number] if is_measured else step)
             if is_measured:

@@ -93,6 +93,7 @@ def latency_terms(engine: str, ranks: int, group: str) -> float:
         ranks: ranks of the group, >= 2.
         group: "node" or "peers"; NCCL's trees are chains inside a node.
     """
+    # The price of a collective whose every term costs a second, and its bytes nothing
     unit = Link(1.0, 1e-30)
     topology = Topology(1, ranks) if group == "node" else Topology(ranks, 1)
     return engines.get(engine).all_reduce(4 * TINY, topology, Links(unit, unit))
@@ -106,8 +107,7 @@ def calibrate(
     Args:
         sizes: bytes of the vectors, ascending, multiples of 4, >= 4.
         engine_s: seconds of the engine for each collective.
-        least: lower limit of the seconds per byte of a vector, >= 0, because a shaped port that was
-            idle passes a burst, which earlier messages of a training step have used up.
+        least: lower limit of the seconds per byte of a vector, >= 0.
 
     **Ranks:** all. **Cost:** an allreduce of each size for each repeat.
     """
@@ -121,6 +121,8 @@ def calibrate(
             with tf.device(where_carried(comm)):
                 return comm.allreduce(vector, "world", name, counted=False)
 
+        # A shaped port that was idle passes a burst, which the earlier messages of a training step
+        # have used up
         measured.append((size, max(statistics.median(timer(work)) - engine_s, least * size)))
     return Calibration.of(comm.topology.size, measured)
 

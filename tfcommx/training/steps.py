@@ -115,18 +115,12 @@ class Timing(keras.callbacks.Callback):
         begin        arrived              ready      exchanged      end
           |   data      |     compute       | gradients |   update   |
 
-    - `data`: from the start of a step until its batch has arrived.
-    - `compute`: until the last gradient of this rank is ready: forward and backward pass, including
-      the selection and exchange that they hide.
-    - `gradients`: until the last exchanged gradient has arrived: exposed selection and exchange,
-      including the wait for slower ranks.
-    - `update`: the rest of the step.
-    - `first_step`: the whole first step of each `fit` and after each change of scheme, which
+    - `compute` includes the selection and exchange that it hides.
+    - `gradients` is exposed selection and exchange, including the wait for slower ranks.
+    - `first_step` is the whole first step of each `fit` and after each change of scheme, which
       TensorFlow traces and compiles.
-    - `evaluation`, `saving`: as Evaluation and SaveAndStop measure them.
-    - `other`: the rest of the epoch: averaging, comparing, reporting.
-
-    The clock is read inside the step, by `tf.timestamp`.
+    - `evaluation` and `saving` are measured by Evaluation and SaveAndStop.
+    - `other` is the rest of the epoch: averaging, comparing, reporting.
     """
 
     def __init__(self) -> None:

@@ -60,11 +60,10 @@ def train(
         The summary of the whole run, including its parts before a resume, as in `summary.json`.
         `seconds` is wall-clock time without writing the report. `throughput` is the `counted` of
         all ranks (images or word pieces) per second in steps, including tracing and waiting
-        for data, excluding evaluation. Bytes are those of one rank. `rows` has the epochs; times
-        are rank 0's. `snapshots` has the cost of snapshots in memory on rank 0 since this process
-        began. `target` has the epoch and time at which the recipe's target was reached, `stopped`
-        the position and reason of a stop. Until an epoch has ended, no report is written and `rows`
-        is empty.
+        for data, excluding evaluation. Bytes are those of one rank. `rows` has the epochs, none
+        before the first has ended; times are rank 0's. `snapshots` has the cost of snapshots in
+        memory since this process began. `target` has the epoch and time at which the recipe's
+        target was reached, `stopped` the position and reason of a stop.
 
     **Ranks:** all, with the same recipe. **Raises:** ConfigurationError and DataError before the
     first step.
