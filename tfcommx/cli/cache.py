@@ -74,6 +74,7 @@ def warm(
         # Without --hold a private slab of one byte, because the disk level keeps the samples
         no_room = dict(memory=nowhere, memory_bytes=1, partial=True)
         room: dict[str, Any] = dict(memory=memory) if hold else no_room
+        # An unreadable sample is listed at the end, and must not keep the others from being read
         cache = DataCache(samples, seed=seed, store=store, disk=disk, on_error="skip", **room)
         try:
             _fill(cache, comm, hold)
@@ -126,6 +127,7 @@ def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
             typer.echo(f"{path}: {error}")
             continue
         source = read_metadata(path).get("source", "an unknown source")
+        # A folder's name may have bytes that are not UTF-8, which cannot be printed
         typer.echo(
             f"{path}: {filled:,} of {count:,} samples, {used:,} bytes, "
             f"{'in use' if alive else 'of a run that died'}; "

@@ -81,6 +81,7 @@ def explain(
         )
         if links or profile or png or trace:
             topology = Topology(max(1, recording.ranks // max(1, slots)), slots)
+            # As recorded, and with gradients as early as they may have been ready
             measured_steps = [
                 measured_step(recording, recorded, topology) for recorded in (typical, early)
             ]

@@ -20,6 +20,7 @@ from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated
 from tfcommx.core import ConfigurationError, check_name, check_number, check_whole, write_text
 from tfcommx.planner.choose import NOTABLY_FASTER
 from tfcommx.planner.predict import MISSES
+from tfcommx.report import figures
 from tfcommx.report.terminal import show_rows
 
 # Default schemes; both are lossless, and the first is plain Horovod's
@@ -107,8 +108,6 @@ def machines(
         writer.writerows(rows)
         write_text(csv_file, table.getvalue())
     write_rows(json_file, rows)
-    from tfcommx.report import figures
-
     if figure:
         figures.draw_machines(best, figure)
     if map_file:

@@ -28,6 +28,7 @@ from tfcommx.core import (
     write_text,
 )
 from tfcommx.recipes.reader import read_mapping
+from tfcommx.report import timeline as report
 from tfcommx.report.terminal import show_rows
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
 
@@ -158,19 +159,15 @@ class Settings:
         from tfcommx.engines.engine import ring_link
 
         if self.links is not None:
-            return self._as_set(Links.read(self.links))
-        wire = Link(self.inside_alpha, 1e-9 / self.inside_gbytes / self.efficiency, self.gamma)
-        return self._as_set(
-            Links(
+            links = Links.read(self.links)
+        else:
+            wire = Link(self.inside_alpha, 1e-9 / self.inside_gbytes / self.efficiency, self.gamma)
+            links = Links(
                 ring_link(wire, self.slots, self.wiring or EngineSettings().wiring),
                 Link(self.between_alpha, 8e-9 / self.between_gbit / self.efficiency, self.gamma),
                 # The papers price each message by itself
                 fuses=(self.engine or EngineSettings().name) != EngineSettings().name,
             )
-        )
-
-    def _as_set(self, links: Links) -> Links:
-        """Return links with the engine settings of this simulation."""
         buffer = None
         if self.fusion_mbytes is not None:
             buffer = round(check_number("fusion_mbytes", self.fusion_mbytes, ">= 0") * 2**20)
@@ -257,8 +254,6 @@ def simulate(
         rows = [row]
         _show(rows)
     write_rows(json_file, rows)
-    from tfcommx.report import timeline as report
-
     if sweep:
         if png:
             report.draw_sweep(rows, name, png)

@@ -61,6 +61,7 @@ def _panel(
         axes.fill_between(costs, lowest, highest, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.axhline(comparison.wanted(), color="0.6", linewidth=0.8, linestyle=":")
     axes.set(ylabel=comparison.score.text, xscale="log")
+    # A panel may show less than a decade, which would otherwise have one label or none
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())

@@ -186,6 +186,7 @@ def engine_fuses(comm: Comm, timer: Timer) -> bool:
     with tf.device(where_carried(comm)):
         tensor = tf.zeros([TINY])
     together = statistics.median(timer(lambda: many(tensor)))
+    # Unless they are fused, they take WAITING times as long as one
     return together < WAITING / 2 * statistics.median(timer(lambda: one(tensor)))
 
 

@@ -190,7 +190,7 @@ def probe(
     topology.require_even("probing the links")
     timer = functools.partial(_slowest_seconds, comm, repeats=repeats, clock=clock)
     added = seconds_per_byte(residual_device(), max(sizes), repeats, clock)
-    gamma = max(comm.gather_objects(added))
+    gamma = max(comm.gather_objects(added))  # The other ranks wait for the slowest one
     fields: dict[str, Any] = {}
     points: dict[str, list[tuple[float, float, float]]] = {}
     spread: dict[str, float] = {}

@@ -31,7 +31,7 @@ def draw_links(links: Links, points: Mapping[str, Points], by_engine: bool, path
     axes = figure.subplots()
     for kind, colour in (("inside", "tab:blue"), ("between", "tab:orange")):
         link, measured = getattr(links, kind), points[kind]
-        if not measured:
+        if not measured:  # On one node, or with one rank on each
             continue
         sizes = [size for _, size, _ in measured]
         seconds = [seconds for _, _, seconds in measured]

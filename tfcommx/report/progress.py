@@ -55,6 +55,7 @@ class ProgressDisplay:
                 stream = os.fdopen(device, "w") if os.isatty(device) else None
                 width = os.get_terminal_size(device).columns or None
         self.steps, self.epochs, self.shown, self.done = steps, epochs, shown, 0
+        # Brackets and colons in names of the user are no markup
         self.console = Console(
             file=stream or sys.stdout,
             highlight=False,

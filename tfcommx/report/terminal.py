@@ -140,6 +140,7 @@ def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
 
 def _totals(summary: dict[str, Any]) -> Table:
     dense, sent = summary["bytes_between_nodes_dense"], summary["bytes_between_nodes"]
+    # A dense exchange sends more than its gradients, because metrics are sent, too
     saved = (
         f", {dense / sent:.1f} times less than the {bytes_text(dense)} of dense gradients"
         if dense > sent > 0

@@ -42,7 +42,7 @@ def check_traces(work: Callable[..., object], where: str, *shapes: tuple[int, ..
     """Require that a function of float32 tensors is graph code, because steps are traced."""
     try:
         tf.function(work).get_concrete_function(*map(tf.TensorSpec, shapes))
-    except Exception as error:
+    except Exception as error:  # Of any class, because the member is code of others
         raise LawBroken(
             f"A step must be traceable by tf.function, with static shapes. {error} With {where}."
         ) from error
@@ -109,6 +109,7 @@ def take(running: PlanExecutor, gradients: Values) -> Step:
 def check_on_sparse_routes(name: str, **named: Any) -> None:
     """Check the laws for a scheme of these fields, on every sparse route."""
     for route in routes.SPARSE.values():
+        # Two buckets, because the last kernel alone has more than 2000 bytes
         scheme = Scheme(route.name, density=0.1, dense_below=8, bucket_bytes=2000, **named)
         for topology in (*ONE_LEVEL, *TWO_LEVELS):
             plan = plan_of(scheme, topology)
@@ -186,6 +187,7 @@ def check_non_finite(plan: Plan, where: str) -> None:
 
         def source(rank: int, step: int, bad: float = bad) -> Values:
             gradients = whole_numbers(rank, step)
+            # In the second of three steps: there are residuals before it, and a step after it
             if step == 1 and rank == last:
                 for values in gradients.values():
                     values.flat[values.size // 2] = bad

@@ -53,7 +53,7 @@ def check_compression(name: str) -> None:
         repr(name),
         f"{start.shape} and {sizes} came for {shapes}.",
     )
-    if not member.sums(shapes):
+    if not member.sums(shapes):  # The laws would hold, because nothing is compressed
         raise ConfigurationError(
             f"A compression that shortens the gradients of the shapes {shapes} is required. "
             f"Received {name!r}, whose `sums` are empty. Check one with smaller parts."
@@ -64,7 +64,7 @@ def check_compression(name: str) -> None:
         start.shape,
         *shapes,
     )
-    for route in ("allreduce", "asa", "torus"):
+    for route in ("allreduce", "asa", "torus"):  # Of one level and of two
         scheme = Scheme(route, compression=name, bucket_bytes=10**6)
         for topology in (*laws.ONE_LEVEL, *laws.TWO_LEVELS):
             plan = laws.plan_of(scheme, topology)

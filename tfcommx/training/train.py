@@ -192,7 +192,7 @@ def compile_model(model: keras.Model, run: Run, scheme: cx.Scheme) -> keras.opti
         optimizer,
         loss=run.objective.loss(),
         metrics=list(run.objective.metrics()),
-        jit_compile=False,
+        jit_compile=False,  # XLA cannot compile Horovod's collectives
     )
     return optimizer
 
