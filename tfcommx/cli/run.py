@@ -15,7 +15,7 @@ from tfcommx.launch.commands import RemoteHosts, is_local
 from tfcommx.launch.horovodrun import Launch, Running, on_end_signals, search_path
 from tfcommx.launch.hosts import Host, allocation, parse_hosts, ranks_on, read_hostfile
 from tfcommx.launch.rank_output import RankLines
-from tfcommx.supervisor.supervisor import EndAtOnce, StopSignal
+from tfcommx.supervisor.supervisor import StopSignal
 
 # A shell's exit status for a missing command
 NOT_FOUND = 127
@@ -90,7 +90,7 @@ def run(
 
     if not restart.wanted:
         source, available = find_hosts(num_proc, hosts, hostfile)
-        if failure := carry_out(make_launch(ranks_on(available, num_proc, source)), EndAtOnce()):
+        if failure := carry_out(make_launch(ranks_on(available, num_proc, source)), StopSignal()):
             raise failure
         return
     if restart.host_discovery_script and not (hosts or hostfile):  # Not the allocation's hosts
@@ -101,7 +101,7 @@ def run(
         )
     interfaces = tuple(network_interfaces.split(",")) if network_interfaces else ()
     remote = RemoteHosts(ssh_port, ssh_identity_file)
-    restart.supervise(available, source, num_proc, make_launch, EndAtOnce(), remote, interfaces)
+    restart.supervise(available, source, num_proc, make_launch, StopSignal(), remote, interfaces)
 
 
 def find_hosts(

@@ -22,13 +22,13 @@ from tfcommx.cli.parameters import Changes
 from tfcommx.cli.restart_options import RestartOptions
 from tfcommx.cli.run import carry_out
 from tfcommx.core import LaunchError
-from tfcommx.launch.horovodrun import Launch, Running
+from tfcommx.launch.horovodrun import Launch
 from tfcommx.launch.hosts import Host, parse_hosts, ranks_on
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
 from tfcommx.report.dry_run import read_alone, show_dry_run
 from tfcommx.report.terminal import show_run
-from tfcommx.supervisor.supervisor import USER_ERROR
+from tfcommx.supervisor.supervisor import USER_ERROR, StopSignal
 from tfcommx.training.stop_requests import STOP_FILE
 
 # Number of a generation -> command line of `tfcommx`
@@ -75,17 +75,15 @@ def supervise_train(
         raise
 
 
-class LaunchStopper:
+class LaunchStopper(StopSignal):
     """Asks the ranks to save and stop, by the file `stop`, when this process receives a signal.
 
     A second signal, or the first if they do not save, ends them.
     """
 
     def __init__(self, folder: Path, saves: bool = True) -> None:
+        super().__init__()
         self.file, self.saves = folder / STOP_FILE, saves
-        self.running: Running | None = None
-        # The first signal; 0: none
-        self.number = 0
         # The file of an earlier run
         with contextlib.suppress(NotADirectoryError):  # The ranks refuse the folder
             self.file.unlink(missing_ok=True)

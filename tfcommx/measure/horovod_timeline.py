@@ -384,7 +384,17 @@ def measured_step(recording: Recording, step: RecordedStep, topology: Topology) 
                 "`tfcommx profile --exchange`."
             )
     profile = _profile(step, tensors)
-    plan = Plan(tuple(_bucket(message) for message in step.messages), topology)
+    buckets = [
+        Bucket(
+            message.name,
+            tuple(tensor.name for tensor in message.tensors),
+            tuple(tensor.entries for tensor in message.tensors),
+            message.tensors[0].dtype,
+            "allreduce",
+        )
+        for message in step.messages
+    ]
+    plan = Plan(tuple(buckets), topology)
     port = "between" if topology.nodes > 1 else "inside"
     timeline = Timeline(
         _spans(step, profile, port), step.step_s, profile.compute_s, 1, topology.size
@@ -406,16 +416,6 @@ def _profile(step: RecordedStep, tensors: Sequence[Tensor]) -> Profile:
         for tensor in ready
     )
     return Profile("a recorded run", rows, forward_s, compute_s - forward_s, batch=1, steps=1)
-
-
-def _bucket(message: Message) -> Bucket:
-    return Bucket(
-        message.name,
-        tuple(tensor.name for tensor in message.tensors),
-        tuple(tensor.entries for tensor in message.tensors),
-        message.tensors[0].dtype,
-        "allreduce",
-    )
 
 
 def _spans(step: RecordedStep, profile: Profile, port: str) -> tuple[Span, ...]:

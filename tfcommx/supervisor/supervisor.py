@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from tfcommx.core import LaunchError
 from tfcommx.launch.commands import is_local
@@ -43,24 +43,13 @@ POLL_SECONDS = 5.0
 USER_ERROR = 2
 
 
-class StopSignal(Protocol):
-    """Reaction of this process to a signal."""
-
-    # The first signal; 0: none
-    number: int
-    # The launch that is running now
-    running: Running | None
-
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal."""
-        ...
-
-
-class EndAtOnce:
+class StopSignal:
     """Ends the ranks when this process receives a signal; at once after a second signal."""
 
     def __init__(self) -> None:
+        # The first signal; 0: none
         self.number = 0
+        # The launch that is running now
         self.running: Running | None = None
 
     def ask(self, number: int, frame: FrameType | None) -> None:

@@ -62,7 +62,9 @@ class SaveAndStop(keras.callbacks.Callback):
         if stop:
             self._save(after)
             raise Stopped(after, stop)
-        if save or self._due(after):
+        interval = self.settings.every_steps
+        due = interval is not None and self.context.run.steps_before(after) % interval == 0
+        if save or due:
             self._patience.save(lambda: self._save(after))
         self.context.snapshots.after_step(
             after.epoch, after.step, self.context.counter.steps, notes=lambda: self._notes(after)
@@ -74,10 +76,6 @@ class SaveAndStop(keras.callbacks.Callback):
         self._patience.save(lambda: self._save(Position(epoch + 1)))
         # The row was made before the save
         self.context.rows[-1]["seconds"]["saving"] += round(seconds["saving"] - before, 3)
-
-    def _due(self, after: Position) -> bool:
-        interval = self.settings.every_steps
-        return interval is not None and self.context.run.steps_before(after) % interval == 0
 
     def ask(self) -> tuple[str, bool]:
         """Return the reason why all ranks stop, or "", and True if they save. **Ranks:** all."""
@@ -93,10 +91,12 @@ class SaveAndStop(keras.callbacks.Callback):
         clock = [0.0, 0.0, 0.0]
         if self.context.run.comm.rank == 0:
             minutes = self.settings.every_minutes
+            step_s = max(time_s - self.asked_at, 1e-6) / self._between
             clock = [
                 float(self.context.end is not None and time_s >= self.context.end),
                 float(minutes is not None and time_s - self.saved_at >= 60 * minutes),
-                float(self._steps_to_next(time_s)),
+                # Steps until the ranks ask each other again
+                float(int(np.clip(ASK_SECONDS / step_s, 1, ASK_STEPS))),
             ]
         # Not on the GPU, because the result is read at once
         with tf.device("/cpu:0"):
@@ -110,10 +110,6 @@ class SaveAndStop(keras.callbacks.Callback):
             named = [f"{why} on rank {rank}" for rank, why in enumerate(reasons) if why]
             return named[0], True
         return ("the time limit" if votes[1] else ""), bool(votes[2])
-
-    def _steps_to_next(self, time_s: float) -> int:
-        step = max(time_s - self.asked_at, 1e-6) / self._between
-        return int(np.clip(ASK_SECONDS / step, 1, ASK_STEPS))
 
     def _save(self, after: Position) -> None:
         start = time.time()
