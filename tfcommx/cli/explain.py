@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import median_low, quantiles
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from tfcommx import routes
 from tfcommx.cli.parameters import JsonFile, output_file, write_rows
 from tfcommx.cli.plan import advice
-from tfcommx.core import Links, MeasuredStep, Timeline, Topology, reading, write_text
+from tfcommx.core import Links, MeasuredStep, Scheme, Timeline, Topology, reading, write_text
 from tfcommx.measure.horovod_timeline import (
     Message,
     RecordedStep,
@@ -19,11 +20,12 @@ from tfcommx.measure.horovod_timeline import (
     measured_step,
     read_timeline,
 )
+from tfcommx.planner.choose import candidates, on_dense_routes, ranked
+from tfcommx.planner.predict import Interval, Prediction, Setting, interval
 from tfcommx.report import timeline as report
 from tfcommx.report.terminal import show_rows
-
-if TYPE_CHECKING:
-    from tfcommx.planner.predict import Interval, Prediction
+from tfcommx.simulator.assumptions import Assumptions, measured_time
+from tfcommx.simulator.step import simulate
 
 # Wire and selection of the lossy plans that are compared, in addition to lossless ones
 CODES = "int4"
@@ -86,8 +88,6 @@ def explain(
                 measured_step(recording, recorded, topology) for recorded in (typical, early)
             ]
     else:
-        from tfcommx import routes
-
         measured_steps = [MeasuredStep.read(run, routes.read_plan)]
     if not measured_steps:
         print("With --links links.json, which `tfcommx probe` writes, it is compared with plans.")
@@ -159,12 +159,6 @@ def _message_row(message: Message, step: RecordedStep) -> dict[str, Any]:
 
 def _predicted(step: MeasuredStep, links: Links) -> tuple[Timeline, list[Prediction]]:
     """Simulate the step by its recorded plan, and by the best lossless and lossy plans."""
-    from tfcommx.core import Scheme
-    from tfcommx.planner.choose import candidates, on_dense_routes, ranked
-    from tfcommx.planner.predict import Setting
-    from tfcommx.simulator.assumptions import Assumptions, measured_time
-    from tfcommx.simulator.step import simulate
-
     assumptions = Assumptions(measured_time(step.profile))
     simulated = simulate(step.plan, step.profile, links, assumptions)
     setting = Setting(step.profile, step.plan.topology, links, assumptions)
@@ -213,8 +207,6 @@ def _computed_s(timeline: Timeline) -> float:
 
 
 def _show_better(predicted: list[tuple[Timeline, list[Prediction]]]) -> None:
-    from tfcommx.planner.predict import interval
-
     # The step as recorded; the next, if known, has its gradients as early as possible
     recorded, better = predicted[0]
     names = (
@@ -225,9 +217,7 @@ def _show_better(predicted: list[tuple[Timeline, list[Prediction]]]) -> None:
     as_recorded = interval(recorded.compute_s, recorded.exposed_s, better[0].spread)
     rows = [_better_row("as recorded", recorded.step_s, as_recorded, "")]
     for position, (name, prediction) in enumerate(zip(names, better, strict=True)):
-        shorter = [
-            1 - candidates[position].step_s / plain.step_s for plain, candidates in predicted
-        ]
+        shorter = [1 - plans[position].step_s / plain.step_s for plain, plans in predicted]
         low, high = f"{min(shorter):.1%}", f"{max(shorter):.1%}"
         saved = low if low == high else f"{low} to {high}"
         rows.append(_better_row(name, prediction.step_s, prediction.interval, saved))

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tfcommx import routes
 from tfcommx.cli.parameters import JsonFile, output_file, show_parameters, write_rows
 from tfcommx.core import (
     AUTO,
@@ -20,6 +21,7 @@ from tfcommx.core import (
     EngineSettings,
     Link,
     Links,
+    Profile,
     Scheme,
     Topology,
     check_name,
@@ -27,9 +29,15 @@ from tfcommx.core import (
     check_whole,
     write_text,
 )
+from tfcommx.engines.engine import ring_link
+from tfcommx.planner.check import check_scheme
+from tfcommx.planner.choose import candidates
+from tfcommx.planner.predict import Setting
 from tfcommx.recipes.reader import read_mapping
 from tfcommx.report import timeline as report
 from tfcommx.report.terminal import show_rows
+from tfcommx.routes.route import SparseRoute
+from tfcommx.simulator.assumptions import Assumptions, measured_time
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
 
 
@@ -135,9 +143,6 @@ class Settings:
     @property
     def requested_scheme(self) -> Scheme:
         """Scheme of the gradients."""
-        from tfcommx import routes
-        from tfcommx.routes.route import SparseRoute
-
         sparse = self.scheme != AUTO and isinstance(routes.get(self.scheme), SparseRoute)
         selection = self.selection or ("mstopk" if sparse else "all")
         default = 1.0 if selection == "all" else 0.01
@@ -156,8 +161,6 @@ class Settings:
     @property
     def link_prices(self) -> Links:
         """Prices of messages."""
-        from tfcommx.engines.engine import ring_link
-
         if self.links is not None:
             links = Links.read(self.links)
         else:
@@ -353,12 +356,6 @@ def _finite(word: str) -> float:
 
 def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
     """Simulate one step; return its timeline and its row."""
-    from tfcommx.core import Profile
-    from tfcommx.planner.check import check_scheme
-    from tfcommx.planner.choose import candidates
-    from tfcommx.planner.predict import Setting
-    from tfcommx.simulator.assumptions import Assumptions, measured_time
-
     if settings.profile is not None:
         profile = Profile.read(settings.profile)
     else:
