@@ -96,7 +96,10 @@ def run_here(name: str, words: Sequence[str], label: str | None = None) -> int:
     """
     # Before NumPy: threads that verify one step would keep spinning during the next one
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    importlib.import_module("tfcommx.cli.load_quietly")
+    from tfcommx.cli.environment import load_tensorflow, quiet_tensorflow
+
+    quiet_tensorflow()
+    load_tensorflow()
     module = importlib.import_module(f"bench.benchmarks.{name}")
     parser, chief = module.parser(), True
     if BENCHMARKS[name].ranks:

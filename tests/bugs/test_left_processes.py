@@ -215,7 +215,7 @@ def test_trial_launches_queries_and_downloads_end(
 ) -> None:
     leave = f"sleep 300 & echo $! >> {pids}; echo well"
     ended = doctor._run(["sh", "-c", leave], dict(os.environ))
-    assert ended == doctor.LaunchResult(0, "well\n")
+    assert ended == commands.Ended(0, "well\n")
     assert debian.run(["sh", "-c", leave], tmp_path) == "well\n"
     query = tmp_path / "nvidia-smi"
     query.write_text(f"#!/bin/sh\n{leave.replace('well', '8.0, A100')}\n")

@@ -18,11 +18,11 @@ from rich.console import Console
 from tfcommx.cli import doctor
 from tfcommx.cli import doctor as launches
 from tfcommx.cli import doctor_host as host
-from tfcommx.cli.doctor import LaunchResult
 from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding
 from tfcommx.cli.environment import versions
 from tfcommx.core import ConfigurationError
 from tfcommx.kernels.build import Gpu
+from tfcommx.launch.commands import Ended
 
 COMMAND = [sys.executable, "-m", "tfcommx.cli.main"]
 LOCAL = ["versions", "launchers", "host name", "interfaces", "native library", "instructions"]
@@ -67,8 +67,8 @@ FACTS = {"tensorflow": "2.21.0", "devices": "CPU"}
 EXCHANGED = {"ranks": 2, "seconds": 0.004, "gpus": 0, "nccl": False, "native": True}
 
 
-def exchange(status: int = 0, **found: Any) -> LaunchResult:
-    return LaunchResult(status, f"[0]<stdout>:{launches.MARK}{json.dumps(EXCHANGED | found)}\n")
+def exchange(status: int = 0, **found: Any) -> Ended:
+    return Ended(status, f"[0]<stdout>:{launches.MARK}{json.dumps(EXCHANGED | found)}\n")
 
 
 @pytest.mark.parametrize(
@@ -139,13 +139,13 @@ def exchange(status: int = 0, **found: Any) -> LaunchResult:
         (lambda: launches.judge("gloo", exchange(gpus=2, nccl=True), 2)[-1], OK, "2 GPUs"),
         (lambda: launches.judge("gloo", exchange(native=False), 0)[-1], WARNING, "native"),
         (
-            lambda: launches.judge("mpi", LaunchResult(1, "x\nSomeError: no\n"), 0)[0],
+            lambda: launches.judge("mpi", Ended(1, "x\nSomeError: no\n"), 0)[0],
             FAILED,
             "SomeError: no",
         ),
-        (lambda: launches.judge("mpi", LaunchResult(1, ""), 0)[0], FAILED, "Gloo alone is enough"),
+        (lambda: launches.judge("mpi", Ended(1, ""), 0)[0], FAILED, "Gloo alone is enough"),
         (
-            lambda: launches.judge("gloo", LaunchResult(1, "", True), 0)[0],
+            lambda: launches.judge("gloo", Ended(1, "", late=True), 0)[0],
             FAILED,
             "reach each other",
         ),

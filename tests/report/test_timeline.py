@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tfcommx.core import Span, Timeline
-from tfcommx.report.timeline import draw_sweep, draw_text, draw_timeline, trace_events
+from tfcommx.report.timeline import draw_sweep, draw_text, draw_timelines, trace_events
 
 SPANS = (
     Span("host", "load", "batch", 0, 4),
@@ -60,7 +60,7 @@ def test_trace_events_have_every_span_in_microseconds() -> None:
 @pytest.mark.parametrize("empty", [False, True])
 def test_pictures_are_written(tmp_path: Path, empty: bool) -> None:
     timeline = Timeline((), 0.0, 0.0, 1, 1) if empty else TIMELINE
-    draw_timeline(timeline, tmp_path / "step.png", "a step")
+    draw_timelines({"a step": timeline}, tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
     assert draw_text(timeline, 4).count("\n") == (0 if empty else 3)
 

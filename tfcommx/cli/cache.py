@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,7 +70,11 @@ def warm(
     samples, comm = find_source(source, split), init()
     # Because the process must end normally to remove its slab
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with _room(memory, hold) as room:
+    with tempfile.TemporaryDirectory() as nowhere:
+        # Without --hold a private slab of one byte, because the disk level keeps the samples
+        no_room = dict(memory=nowhere, memory_bytes=1, partial=True)
+        room: dict[str, Any] = dict(memory=memory) if hold else no_room
+        # An unreadable sample is listed at the end, and must not keep the others from being read
         cache = DataCache(samples, seed=seed, store=store, disk=disk, on_error="skip", **room)
         try:
             _fill(cache, comm, hold)
@@ -83,16 +85,6 @@ def warm(
             pass
         finally:
             cache.close()
-
-
-@contextlib.contextmanager
-def _room(memory: Path, hold: bool) -> Iterator[dict[str, Any]]:
-    """Yield options of a slab to hold, or of a private slab of one byte."""
-    if hold:
-        yield dict(memory=memory)
-        return
-    with tempfile.TemporaryDirectory() as nowhere:
-        yield dict(memory=nowhere, memory_bytes=1, partial=True)
 
 
 def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
@@ -107,7 +99,7 @@ def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
     unreadable = cache.filler.unreadable
     for message in unreadable.values():
         typer.echo(message, err=True)
-    comm.gather_objects("filled")
+    comm.gather_objects("filled")  # The other ranks of this node have filled their parts
     if cache.slot > 0:
         return
     if hold:
@@ -135,6 +127,7 @@ def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
             typer.echo(f"{path}: {error}")
             continue
         source = read_metadata(path).get("source", "an unknown source")
+        # A folder's name may have bytes that are not UTF-8, which cannot be printed
         typer.echo(
             f"{path}: {filled:,} of {count:,} samples, {used:,} bytes, "
             f"{'in use' if alive else 'of a run that died'}; "

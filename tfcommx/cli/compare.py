@@ -21,13 +21,12 @@ from tfcommx.comparison.step_times import (
     measure,
     meets_in_steps,
     profiles_of,
-    read_links,
     replaced,
     scaled,
     step_seconds,
 )
 from tfcommx.comparison.trainings import Setup, train, trained
-from tfcommx.core import ConfigurationError, Topology, check_number
+from tfcommx.core import NOMINAL, ConfigurationError, Links, Topology, check_number
 from tfcommx.launch.hosts import parse_hosts, slots_of
 from tfcommx.recipes.reader import RecipeError, RecipePart
 from tfcommx.recipes.recipe import Recipe
@@ -116,11 +115,12 @@ def compare(
     steps_of_epochs = {
         name: [epoch["steps"] for epoch in rows[0]["epochs"]] for name, rows in trainings.items()
     }
-    steps = []
+    steps, topology = [], Topology(nodes, slots)
+    prices = NOMINAL if links is None else Links.read(links)
     for rate in sorted({*rates, *([measured_at] if measured_at else [])}):
-        at_rate = Topology(nodes, slots), links_at(rate, read_links(links))
+        at_rate = links_at(rate, prices)
         predicted = {
-            name: step_seconds(recipe, profiles, *at_rate, steps_of_epochs[name])
+            name: step_seconds(recipe, profiles, topology, at_rate, steps_of_epochs[name])
             for name, recipe in recipes.items()
         }
         seconds: Mapping[str, Sequence[float]] = predicted
@@ -137,7 +137,6 @@ def compare(
 
 
 def _check_hosts(hosts: str | None, measured_at: float | None, ranks: int) -> None:
-    """Refuse hosts with another number of ranks than --nodes x --slots."""
     if hosts is None and measured_at is None:
         return
     if hosts is None or measured_at is None:
@@ -158,7 +157,6 @@ def _words(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[float]:
-    """Parse bandwidths, > 0. **Raises:** ConfigurationError."""
     try:
         rates = [float(word) for word in _words(text)]
     except ValueError:
@@ -193,7 +191,7 @@ def _checked(
 def _trainings(
     setup: Setup, changes: Mapping[str, list[str]], seeds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run the missing trainings: all methods with the first seed, then with the next one."""
+    # All methods with the first seed come first, so that an interrupted comparison shows each
     trainings: dict[str, list[dict[str, Any]]] = {name: [] for name in changes}
     for seed in range(seeds):
         for position, (name, method_changes) in enumerate(changes.items(), 1):

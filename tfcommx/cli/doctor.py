@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
+import shutil
 import socket
 import sys
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,9 +21,9 @@ from rich.text import Text
 
 from tfcommx.cli import doctor_host
 from tfcommx.cli.doctor_exchange import MARK
-from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding, find_program
+from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding
 from tfcommx.core import LaunchError
-from tfcommx.launch.commands import GRACE_SECONDS, SSH, run_to_end
+from tfcommx.launch.commands import GRACE_SECONDS, SSH, Ended, run_to_end
 from tfcommx.launch.horovodrun import BINDING, KINDS, Launch, environment, search_path
 from tfcommx.launch.hosts import Host, check_host_name, parse_hosts, slots_of
 
@@ -33,18 +35,10 @@ HOW_TO_LAUNCH = (
 )
 
 
-class LaunchResult(NamedTuple):
-    """Status and output of a command; `late` if it was ended because it took too long."""
-
-    status: int
-    output: str
-    late: bool = False
-
-
 def bare(hosts: tuple[Host, ...]) -> Finding:
     """Start a process on each slot by horovodrun without options."""
     where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-    program = find_program("horovodrun") or "horovodrun"
+    program = shutil.which("horovodrun", path=search_path()) or "horovodrun"
     words = [program, "-np", str(slots_of(hosts)), "-H", where, sys.executable, "-c", "pass"]
     ended = _run(words, {**os.environ, "PATH": search_path()})
     name = "bare horovodrun"
@@ -54,27 +48,26 @@ def bare(hosts: tuple[Host, ...]) -> Finding:
 
 
 def exchange(hosts: tuple[Host, ...], engine: str, gpus: int) -> list[Finding]:
-    """Add a megabyte over ranks on every slot; report the time, and the GPUs of the ranks.
-
-    Args:
-        gpus: number of this host's GPUs; they are hidden if a host has more ranks.
-    """
+    """Add a megabyte over ranks on every slot; report the time, and the GPUs of the ranks."""
+    # If a host has more ranks than this one has GPUs, because a GPU serves one rank
     hidden = gpus < max(host.slots for host in hosts)
     env = environment() | ({"CUDA_VISIBLE_DEVICES": "-1"} if hidden else {})
     launch = Launch(hosts, (sys.executable, "-m", "tfcommx.cli.doctor_exchange"), engine)
     try:
         ended = _run(launch.words(), env)
     except LaunchError as error:
-        ended = LaunchResult(error.status, str(error))
+        ended = Ended(error.status, str(error))
     return judge(engine, ended, 0 if hidden else gpus)
 
 
-def judge(engine: str, ended: LaunchResult, gpus: int) -> list[Finding]:
+def judge(engine: str, ended: Ended, gpus: int) -> list[Finding]:
     """Turn a launch of `tfcommx.cli.doctor_exchange` into findings; each rank should see `gpus`."""
     name = f"exchange, {'Gloo' if engine == 'gloo' else 'MPI'}"
-    result = _marked(ended.output)
-    if ended.status or result is None:
+    # Anywhere in a line, because the launcher marks each line with its rank
+    match = re.search(f"{MARK}(.*)", ended.output)
+    if ended.status or match is None:
         return [Finding(name, FAILED, f"failed: {_last_words(ended)}", _remedy(engine, ended))]
+    result: dict[str, Any] = json.loads(match[1])
     text = f"1 MB over {result['ranks']} ranks in {result['seconds'] * 1e3:.1f} ms"
     findings = [Finding(name, OK, text)]
     if not result["native"]:
@@ -97,37 +90,30 @@ def on_host(host: str) -> list[Finding]:
     path = os.environ.get("PYTHONPATH", "")
     remote = f"cd {shlex.quote(os.getcwd())} && PYTHONPATH={shlex.quote(path)} {shlex.join(words)}"
     ended = _run([*SSH, "--", check_host_name(host, "-H"), remote], environment())
+    # The report begins behind the messages that ssh or a login script may print
     with contextlib.suppress(ValueError, KeyError, IndexError):
         (rows,) = json.loads(ended.output[ended.output.index("{") :])["hosts"].values()
         return [Finding(**row) for row in rows]
-    if ended.status == 255 or ended.late:
+    if ended.status == 255 or ended.late:  # ssh's own status, for a host that it cannot reach
         remedy = f"`ssh {host} true` must work without a password, as horovodrun calls it."
     else:
         remedy = f"tfcommx is required on {host}, at the same path: {sys.executable}, {os.getcwd()}"
     return [Finding("ssh", FAILED, f"{host}: {_last_words(ended)}", remedy)]
 
 
-def _run(words: list[str], env: dict[str, str]) -> LaunchResult:
-    """Run a command; end it with all its children if it takes too long."""
+def _run(words: list[str], env: dict[str, str]) -> Ended:
+    """Run a command; return its errors as a part of its output."""
     try:
         # Grace, because the launcher must end its ranks
         done = run_to_end(words, LIMIT_SECONDS, env, grace=GRACE_SECONDS)
     except OSError as error:
-        return LaunchResult(127, str(error))
-    return LaunchResult(1 if done.late else done.status, done.output + done.errors, done.late)
+        return Ended(127, str(error))
+    # A launcher that handles SIGTERM may end with status 0
+    return Ended(1 if done.late else done.status, done.output + done.errors, late=done.late)
 
 
-def _marked(output: str) -> dict[str, Any] | None:
-    for line in output.splitlines():
-        _, mark, text = line.partition(MARK)
-        if mark:
-            facts: dict[str, Any] = json.loads(text)
-            return facts
-    return None
-
-
-def _last_words(ended: LaunchResult) -> str:
-    """Return the line of a failed command's output that most likely names the cause."""
+def _last_words(ended: Ended) -> str:
+    # The line that most likely names the cause
     if ended.late:
         return f"it had not ended after {LIMIT_SECONDS} s"
     lines = [line.strip() for line in ended.output.splitlines() if line.strip()]
@@ -135,7 +121,7 @@ def _last_words(ended: LaunchResult) -> str:
     return f"status {ended.status}: {' '.join((telling or lines)[:1])[:300]}"
 
 
-def _remedy(engine: str, ended: LaunchResult) -> str:
+def _remedy(engine: str, ended: Ended) -> str:
     if ended.late:
         return (
             "Do the hosts reach each other on all ports? If they have several interfaces, name "
@@ -168,9 +154,7 @@ def doctor(
     """
     report = examine(hosts, launch)
     if as_json:
-        rows = {
-            host: [finding._asdict() for finding in findings] for host, findings in report.items()
-        }
+        rows = {host: [row._asdict() for row in findings] for host, findings in report.items()}
         print(json.dumps({"hosts": rows}))
     else:
         show(report)
@@ -179,13 +163,10 @@ def doctor(
 
 
 def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
-    """Check each host, then start ranks on all of them.
+    """Return the findings of each host, and of launches on several hosts under ALL_HOSTS.
 
     Args:
         hosts: as for `horovodrun -H`; None: this host, with two ranks.
-
-    Returns:
-        Host -> its findings; findings of launches on several hosts under ALL_HOSTS.
 
     **Raises:** ConfigurationError for hosts in another form than horovodrun's.
     """
@@ -210,7 +191,6 @@ def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
 
 
 def same_versions(report: dict[str, list[Finding]]) -> Finding:
-    """Compare the hosts' versions."""
     by_text: dict[str, list[str]] = {}
     for host, findings in report.items():
         for finding in findings:
@@ -224,6 +204,7 @@ def same_versions(report: dict[str, list[Finding]]) -> Finding:
 
 def show(report: dict[str, list[Finding]], console: Console | None = None) -> None:
     """Print a line for each finding, and its remedy below."""
+    # Without wrapping, so that a remedy's command can be copied
     console = console or Console(highlight=False, soft_wrap=True)
     width = max(len(finding.name) for findings in report.values() for finding in findings)
     for host, findings in report.items():

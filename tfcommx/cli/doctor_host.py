@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +19,7 @@ from tfcommx.cli.environment import versions
 from tfcommx.kernels import build, loader
 from tfcommx.kernels.build import Gpu
 from tfcommx.launch.commands import run_to_end
+from tfcommx.launch.horovodrun import search_path
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 HOROVOD = "0.28."
@@ -42,17 +42,17 @@ class Finding(NamedTuple):
 
 def here() -> list[Finding]:
     """Check this host. **Cost:** some tenths of a second; TensorFlow is not loaded."""
-    checks: tuple[Callable[[], Finding], ...] = (
-        lambda: packages(versions(), _requirements()),
-        lambda: launchers({name: find_program(name) for name in ("horovodrun", "mpirun", "srun")}),
-        lambda: host_name(socket.gethostname(), _address),
-        lambda: interfaces(_addresses()),
-        lambda: native_library(loader.facts(), versions()["TensorFlow"]),
-        lambda: instructions(platform.machine(), _cpu_flags()),
-        lambda: gpus(present_gpus(), loader.gpu_architectures()),
-        lambda: shared_memory(*_shared_memory()),
-    )
-    return [check() for check in checks]
+    programs, path = ("horovodrun", "mpirun", "srun"), search_path()
+    return [
+        packages(versions(), _requirements()),
+        launchers({name: shutil.which(name, path=path) for name in programs}),
+        host_name(socket.gethostname(), _address),
+        interfaces(_addresses()),
+        native_library(loader.facts(), versions()["TensorFlow"]),
+        instructions(platform.machine(), _cpu_flags()),
+        gpus(present_gpus(), loader.gpu_architectures()),
+        shared_memory(*_shared_memory()),
+    ]
 
 
 def packages(installed: Mapping[str, str], required: Iterable[str]) -> Finding:
@@ -95,7 +95,7 @@ def launchers(paths: Mapping[str, str | None]) -> Finding:
 
 
 def host_name(name: str, address_of: Callable[[str], str | None]) -> Finding:
-    """Check that this host's own name resolves."""
+    """Check that this host's own name resolves, because Gloo crashes if it does not."""
     address = address_of(name)
     if address is None:
         remedy = f"Gloo needs it, and crashes without. Add a line `127.0.1.1 {name}` to /etc/hosts."
@@ -122,6 +122,7 @@ def native_library(facts: Mapping[str, Any], tensorflow: str) -> Finding:
     if not facts:
         remedy = f"Plain TensorFlow does its work, more slowly. {loader.REBUILD}"
         return Finding(name, WARNING, f"none in {loader.FOLDER}", remedy)
+    # Failed, not a warning, because `loader.library` raises in this case: no rank would start
     if facts.get("tensorflow") != tensorflow:
         details = f"built for TensorFlow {facts.get('tensorflow')}, and {tensorflow} is installed"
         return Finding(name, FAILED, details, loader.another_build())
@@ -174,11 +175,6 @@ def _requirements() -> list[str]:
         return metadata.requires("tfcommx") or []
     except metadata.PackageNotFoundError:  # `versions` reports it
         return []
-
-
-def find_program(name: str) -> str | None:
-    """Find a program as a launch would: in Python's folder, then in PATH."""
-    return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
 
 
 def _address(name: str) -> str | None:

@@ -54,18 +54,16 @@ def quiet_tensorflow() -> None:
 
 
 def load_tensorflow() -> None:
-    """Import TensorFlow without its start-up messages, and without garbage collection.
-
-    The output is filtered, because TensorFlow announces oneDNN at any log level; other output of
-    the import is shown afterwards. Garbage collection is off, because it would take a sixth of the
-    time among the 300,000 objects that the import creates and keeps.
-    """
+    """Import TensorFlow without its start-up messages, and without garbage collection."""
     if "tensorflow" in sys.modules or sys.stderr is None:
         return
     sys.stderr.flush()
     stderr = os.dup(2)
     collecting = gc.isenabled()
+    # Because it would take a sixth of the time among the 300,000 objects that the import creates
+    # and keeps
     gc.disable()
+    # The file descriptor, because TensorFlow announces oneDNN from C++, at any log level
     with tempfile.TemporaryFile() as written:
         os.dup2(written.fileno(), 2)
         try:
@@ -80,14 +78,6 @@ def load_tensorflow() -> None:
             sys.stderr.write(shown)
 
 
-def quiet_horovod() -> None:
-    """Silence Horovod's messages about a dead rank; the launcher names that rank.
-
-    The user's HOROVOD_LOG_LEVEL is kept.
-    """
-    os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
-
-
 # Name -> packages that may provide it; the first installed one counts
 PACKAGES = {
     "tfcommx": ("tfcommx",),
@@ -99,17 +89,12 @@ PACKAGES = {
 
 def versions() -> dict[str, str]:
     """Return the version of each package, or "not installed", and Python's."""
-    installed = {name: _version(packages) for name, packages in PACKAGES.items()}
+    installed = dict.fromkeys(PACKAGES, "not installed")
+    for name, packages in PACKAGES.items():
+        for package in reversed(packages):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                installed[name] = metadata.version(package)
     return {**installed, "Python": platform.python_version()}
-
-
-def _version(packages: tuple[str, ...]) -> str:
-    for package in packages:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return "not installed"
 
 
 def _show(requested: bool) -> None:

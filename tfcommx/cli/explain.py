@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import median_low, quantiles
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from tfcommx import routes
 from tfcommx.cli.parameters import JsonFile, output_file, write_rows
 from tfcommx.cli.plan import advice
-from tfcommx.core import DataError, Links, MeasuredStep, Timeline, Topology, write_text
+from tfcommx.core import Links, MeasuredStep, Scheme, Timeline, Topology, reading, write_text
 from tfcommx.measure.horovod_timeline import (
     Message,
     RecordedStep,
@@ -19,17 +20,19 @@ from tfcommx.measure.horovod_timeline import (
     measured_step,
     read_timeline,
 )
+from tfcommx.planner.choose import candidates, on_dense_routes, ranked
+from tfcommx.planner.predict import Interval, Prediction, Setting, interval
 from tfcommx.report import timeline as report
 from tfcommx.report.terminal import show_rows
-
-if TYPE_CHECKING:
-    from tfcommx.planner.predict import Interval, Prediction
+from tfcommx.simulator.assumptions import Assumptions, measured_time
+from tfcommx.simulator.step import simulate
 
 # Wire and selection of the lossy plans that are compared, in addition to lossless ones
 CODES = "int4"
 SELECTION, DENSITY = "mstopk", 0.01
 # Characters of a tensor's name in a table
 NAME_LENGTH = 40
+KIND = "A file that `horovodrun --timeline-filename` or `tfcommx profile --exchange` wrote"
 
 
 def explain(
@@ -57,21 +60,34 @@ def explain(
 ) -> None:
     """Explain a recorded run: the waits of its messages, and the gain of a better plan."""
     others_s, measured_steps = 0.0, []
-    if _is_timeline(run):
+    with reading(KIND, run, "Name one."):
+        recorded_by_horovod = is_timeline(run)
+    if recorded_by_horovod:
         recording = read_timeline(run)
         typical = recording.typical
         early = recording.earliest(typical)
         _show_recording(run, recording, early)
         others_s = typical.exposed_parts.ranks_s
-        write_rows(json_file, map(_step_row, recording.steps))
+        write_rows(
+            json_file,
+            [
+                {
+                    "start_seconds": step.start_s,
+                    "step_seconds": step.step_s,
+                    "exposed_seconds": step.exposed_s,
+                    **{f"exposed_{name}": s for name, s in step.exposed_parts._asdict().items()},
+                    "messages": len(step.messages),
+                }
+                for step in recording.steps
+            ],
+        )
         if links or profile or png or trace:
             topology = Topology(max(1, recording.ranks // max(1, slots)), slots)
+            # As recorded, and with gradients as early as they may have been ready
             measured_steps = [
                 measured_step(recording, recorded, topology) for recorded in (typical, early)
             ]
     else:
-        from tfcommx import routes
-
         measured_steps = [MeasuredStep.read(run, routes.read_plan)]
     if not measured_steps:
         print("With --links links.json, which `tfcommx probe` writes, it is compared with plans.")
@@ -98,24 +114,14 @@ def explain(
         write_text(trace, report.trace_events(steps))
 
 
-def _is_timeline(run: Path) -> bool:
-    try:
-        return is_timeline(run)
-    except OSError as error:
-        raise DataError(
-            "A file that `horovodrun --timeline-filename` or `tfcommx profile --exchange` wrote is "
-            f"required. Received {run}: {error}."
-        ) from error
-
-
 def _show_recording(run: Path, recording: Recording, early: RecordedStep) -> None:
-    """Print the times of steps, and the waits of the messages in the typical step."""
     steps, typical = recording.steps, recording.typical
     print(f"{run}: {len(steps)} steps of {recording.ranks} ranks.")
     for label, seconds in (
         ("A step takes", [step.step_s for step in steps]),
         ("From the last gradient to the last sum", [step.exposed_s for step in steps]),
     ):
+        # Twice, because `quantiles` refuses a single step
         deciles = quantiles([*seconds, *seconds], n=10, method="inclusive")
         print(
             f"{label}: {1e3 * median_low(seconds):.1f} ms; one in ten less than "
@@ -151,30 +157,12 @@ def _message_row(message: Message, step: RecordedStep) -> dict[str, Any]:
     }
 
 
-def _step_row(step: RecordedStep) -> dict[str, Any]:
-    return {
-        "start_seconds": step.start_s,
-        "step_seconds": step.step_s,
-        "exposed_seconds": step.exposed_s,
-        **{f"exposed_{name}": s for name, s in step.exposed_parts._asdict().items()},
-        "messages": len(step.messages),
-    }
-
-
 def _predicted(step: MeasuredStep, links: Links) -> tuple[Timeline, list[Prediction]]:
     """Simulate the step by its recorded plan, and by the best lossless and lossy plans."""
-    import dataclasses
-
-    from tfcommx.core import Scheme
-    from tfcommx.planner.choose import candidates, on_dense_routes, ranked
-    from tfcommx.planner.predict import Setting
-    from tfcommx.simulator.assumptions import Assumptions, measured_time
-    from tfcommx.simulator.step import simulate
-
     assumptions = Assumptions(measured_time(step.profile))
     simulated = simulate(step.plan, step.profile, links, assumptions)
     setting = Setting(step.profile, step.plan.topology, links, assumptions)
-    lossy = dataclasses.replace(Scheme(), route="allgather", selection=SELECTION, density=DENSITY)
+    lossy = Scheme("allgather", SELECTION, DENSITY)
     sums = on_dense_routes([Scheme(wire=CODES)], setting.topology, messages=False)
     return simulated, [
         candidates(setting)[0],
@@ -184,12 +172,13 @@ def _predicted(step: MeasuredStep, links: Links) -> tuple[Timeline, list[Predict
 
 
 def _bucket_row(number: int, name: str, steps: dict[str, Timeline]) -> dict[str, Any]:
-    """Return travel time and arrival of a bucket, in ms; "-" if another bucket carries it."""
+    # In ms; "-" if another bucket carries it
     row: dict[str, Any] = {"bucket": name[:NAME_LENGTH]}
     for label, timeline in steps.items():
         messages = [s for s in timeline.spans if s.kind == "message" and s.bucket == number]
         on_the_way = 1e3 * sum(span.end_s - span.start_s for span in messages)
         row[f"{label}: on the way"] = on_the_way if messages else "-"
+        # Two columns of one heading need two keys
         there = "there" if label == "recorded" else "there "
         row[there] = 1e3 * messages[-1].end_s if messages else "-"
     return row
@@ -214,13 +203,10 @@ def _signed_ms(seconds: float) -> str:
 
 
 def _computed_s(timeline: Timeline) -> float:
-    """Return the time at which the backward pass has ended, in seconds."""
     return max((span.end_s for span in timeline.spans if span.kind == "backward"), default=0.0)
 
 
 def _show_better(predicted: list[tuple[Timeline, list[Prediction]]]) -> None:
-    from tfcommx.planner.predict import interval
-
     # The step as recorded; the next, if known, has its gradients as early as possible
     recorded, better = predicted[0]
     names = (
@@ -231,9 +217,7 @@ def _show_better(predicted: list[tuple[Timeline, list[Prediction]]]) -> None:
     as_recorded = interval(recorded.compute_s, recorded.exposed_s, better[0].spread)
     rows = [_better_row("as recorded", recorded.step_s, as_recorded, "")]
     for position, (name, prediction) in enumerate(zip(names, better, strict=True)):
-        shorter = [
-            1 - candidates[position].step_s / plain.step_s for plain, candidates in predicted
-        ]
+        shorter = [1 - plans[position].step_s / plain.step_s for plain, plans in predicted]
         low, high = f"{min(shorter):.1%}", f"{max(shorter):.1%}"
         saved = low if low == high else f"{low} to {high}"
         rows.append(_better_row(name, prediction.step_s, prediction.interval, saved))

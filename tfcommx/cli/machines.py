@@ -20,6 +20,7 @@ from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated
 from tfcommx.core import ConfigurationError, check_name, check_number, check_whole, write_text
 from tfcommx.planner.choose import NOTABLY_FASTER
 from tfcommx.planner.predict import MISSES
+from tfcommx.report import figures
 from tfcommx.report.terminal import show_rows
 
 # Default schemes; both are lossless, and the first is plain Horovod's
@@ -107,8 +108,6 @@ def machines(
         writer.writerows(rows)
         write_text(csv_file, table.getvalue())
     write_rows(json_file, rows)
-    from tfcommx.report import figures
-
     if figure:
         figures.draw_machines(best, figure)
     if map_file:
@@ -144,8 +143,6 @@ def read_offers(file: Path) -> Offers:
 def offer_rows(offers: Offers) -> list[dict[str, Any]]:
     """Simulate each scheme on each number of each machine.
 
-    A scheme is left out of cells in which it is impossible, such as on one node.
-
     Returns:
         Rows; `speedup` is over the first scheme of a cell, and between `speedup_low` and
         `speedup_high` if all messages miss their prices alike. `best` is True for the recommended
@@ -164,7 +161,7 @@ def offer_rows(offers: Offers) -> list[dict[str, Any]]:
             settings = Settings(**{**cell, **scheme})
             try:
                 _, step = simulated_step(settings)
-            except ConfigurationError as error:
+            except ConfigurationError as error:  # Such as a scheme of two levels on one node
                 refused.setdefault(name, error)
                 continue
             cell_rows.append(_row(offers, machine, settings, name, step))
@@ -176,16 +173,17 @@ def offer_rows(offers: Offers) -> list[dict[str, Any]]:
     for name, refusal in refused.items():
         if name not in {row["scheme"] for row in rows}:
             raise refusal
-    if not offers.prices:
-        return [{**row, "unbeaten": False} for row in rows]
-    best_ones = [row for row in rows if row["best"]]
-    return [{**row, "unbeaten": row["best"] and not _is_beaten(row, best_ones)} for row in rows]
+    rivals = [row for row in rows if row["best"]] if offers.prices else []
+    return [
+        {**row, "unbeaten": bool(rivals) and row["best"] and not _is_beaten(row, rivals)}
+        for row in rows
+    ]
 
 
 def _best(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the row of the best scheme; a later one must be notably faster."""
     best = None
     for row in rows:
+        # Notably faster, because a difference within the error of predictions recommends nothing
         if best is None or row["step_seconds"] <= NOTABLY_FASTER * best["step_seconds"]:
             best = row
     return best
@@ -230,21 +228,22 @@ def _row(
 
 def _is_beaten(row: Mapping[str, Any], rows: list[dict[str, Any]]) -> bool:
     """Return True if another row is faster and not dearer, or cheaper and not slower."""
-    seconds_and_cost = row["epoch_seconds"], row["epoch_cost"]
-    return any(
-        rival["model"] == row["model"]
-        and (rival["epoch_seconds"], rival["epoch_cost"]) != seconds_and_cost
-        and rival["epoch_seconds"] <= seconds_and_cost[0]
-        and rival["epoch_cost"] <= seconds_and_cost[1]
+    seconds, cost = row["epoch_seconds"], row["epoch_cost"]
+    rivals = [
+        (rival["epoch_seconds"], rival["epoch_cost"])
         for rival in rows
+        if rival["model"] == row["model"]
+    ]
+    return any(
+        rival != (seconds, cost) and rival[0] <= seconds and rival[1] <= cost for rival in rivals
     )
 
 
 def _named(file: Path, content: Mapping[str, Any], key: str) -> dict[str, dict[str, Any]]:
     rows = content.get(key)
     if (
-        not isinstance(rows, dict)
-        or not rows
+        not rows
+        or not isinstance(rows, dict)
         or not all(isinstance(x, dict) for x in rows.values())
     ):
         raise ConfigurationError(
@@ -267,14 +266,12 @@ def _check_settings(file: Path, settings: Mapping[str, Any], also: tuple[str, ..
 
 
 def _of_model(name: str, value: Any, cell: Mapping[str, Any]) -> Any:
-    """Return a setting's value for the cell's model, if it is a mapping from models."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict):  # Otherwise a mapping from models
         return value
     return value[check_name(f"model of {name}", cell.get("model", Settings().model), list(value))]
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    """Print the best row of each cell; unbeaten rows in bold, and with a star."""
     shown = [{"machine": row["machine"], **_cells(row)} for row in rows]
     show_rows(shown, bold=lambda position: rows[position]["unbeaten"])
     if "epoch cost" in shown[0]:

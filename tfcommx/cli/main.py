@@ -116,7 +116,7 @@ def main() -> None:
         tell(error)
         sys.exit(USER_ERROR)
     except OSError as error:
-        if error.errno not in CANNOT_WRITE:
+        if error.errno not in CANNOT_WRITE:  # An error of the program, which needs a traceback
             raise
         file = "" if error.filename is None else f" in {error.filename}"
         tell(TfcommxError(f"Room and rights are required{file}. Received: {error.strerror}."))

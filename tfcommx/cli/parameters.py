@@ -27,14 +27,12 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".eps", ".webp")
 def output_file(*names: str, text: str, picture: bool = False) -> Any:
     """Declare an option for a file that a command writes at its end.
 
-    It is checked before the command begins, because that may take hours.
-
     Args:
         names: names of the option; none: that of the parameter.
-        text: help text.
         picture: True if the ending must be one of PICTURES.
     """
 
+    # Before the command begins, because that may take hours
     def check(path: Path | None) -> Path | None:
         return None if path is None else check_output(path, picture)
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from tfcommx.cli.parameters import JsonFile, output_file, write_rows
 from tfcommx.core import ConfigurationError, Links, Profile, Scheme, Topology, write_text
+from tfcommx.planner import merging
+from tfcommx.planner.check import check_scheme
+from tfcommx.planner.choose import candidates, with_codes
+from tfcommx.planner.predict import Prediction, Setting, what_helps
 from tfcommx.report.terminal import show_rows
+from tfcommx.simulator import models
+from tfcommx.simulator.assumptions import Assumptions, measured_time
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
-
-if TYPE_CHECKING:
-    from tfcommx.planner.predict import Prediction
 
 # Help texts of the options of a model that is given by its name
 GPU_HELP = f"GPU whose published throughput a named model has: {GPU_NAMES}."
@@ -62,10 +65,6 @@ def plan(
 
     With a selection also sums of all entries in 8 and 4 bits, which lose less.
     """
-    from tfcommx.planner.choose import candidates, with_codes
-    from tfcommx.planner.predict import Setting, what_helps
-    from tfcommx.simulator.assumptions import Assumptions, measured_time
-
     profile = profile_of(model, gpu, throughput, batch)
     assumptions = Assumptions(measured_time(profile))
     measured = Links.read(links)
@@ -85,8 +84,6 @@ def plan(
 
 
 def _asked(selection: str, density: float, wire: str, compression: str) -> Scheme:
-    from tfcommx.planner.check import check_scheme
-
     density = 1.0 if selection == "all" else density
     requested = Scheme("auto", selection, density, wire=wire, compression=compression)
     check_scheme(requested, Topology(1, 1))
@@ -98,8 +95,6 @@ def profile_of(model: str, gpu: str, throughput: float | None, batch: int | None
 
     **Raises:** ConfigurationError for a name that is neither, and without any throughput.
     """
-    from tfcommx.simulator import models
-
     if model in models.MODELS:
         return model_profile(model, gpu, throughput, batch)
     if not Path(model).is_file():
@@ -162,8 +157,6 @@ def _words(row: dict[str, Any]) -> str:
 
 def advice(best: Prediction) -> str:
     """Return the line of code for a scheme."""
-    from tfcommx.planner import merging
-
     scheme = best.scheme
     words = [repr(scheme.route)]
     if scheme.selection != "all":

@@ -76,11 +76,9 @@ class RestartOptions(NamedTuple):
 
     @property
     def wanted(self) -> bool:
-        """True if a supervisor is wanted, because at least one option was given."""
         return any(value is not None for value in self)
 
-    def options(self, ranks: int | None, interfaces: tuple[str, ...] = ()) -> SupervisorOptions:
-        """Return the limits of the run. **Raises:** ConfigurationError for values out of range."""
+    def options(self, ranks: int | None, interfaces: tuple[str, ...]) -> SupervisorOptions:
         fewest = self.min_np or min(ranks or 1, self.max_np or ranks or 1)
         return SupervisorOptions(
             fewest=fewest,
@@ -95,10 +93,6 @@ class RestartOptions(NamedTuple):
         )
 
     def source(self, hosts: list[Host], name: str, ranks: int | None) -> HostSource:
-        """Return the source of the hosts: the script if given, otherwise `hosts`.
-
-        **Raises:** ConfigurationError for hosts from two sources, or too few slots.
-        """
         if self.host_discovery_script and hosts:
             raise ConfigurationError(
                 "The hosts must come from one source. Received --host-discovery-script, and "
@@ -111,8 +105,32 @@ class RestartOptions(NamedTuple):
                 "--slots is for hosts of --host-discovery-script. Received none. Write the number "
                 "behind each host: -H node1:4."
             )
-        ranks_on(hosts, ranks or self.min_np or 1, name)
+        ranks_on(hosts, ranks or self.min_np or 1, name)  # Raises for too few slots
         return FixedHosts(hosts, name)
+
+    def supervise(
+        self,
+        hosts: list[Host],
+        name: str,
+        ranks: int | None,
+        make_launch: Callable[[list[Host], int], Launch],
+        stop: StopSignal,
+        remote: RemoteHosts | None = None,
+        interfaces: tuple[str, ...] = (),
+    ) -> None:
+        """Restart a run until it succeeds.
+
+        Args:
+            hosts: from the source `name`; empty: those of the discovery script.
+            ranks: as the user chose; None: by the options.
+
+        **Raises:** ConfigurationError for options out of range, hosts from two sources, or too few
+        slots; LaunchError if the run cannot continue; SystemExit after a signal.
+        """
+        options, source = self.options(ranks, interfaces), self.source(hosts, name, ranks)
+        on_end_signals(stop.ask)
+        supervised = Hosts(source, options, remote or RemoteHosts(), say)
+        Supervisor(supervised, options, make_launch, stop).run()
 
 
 def add_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -123,6 +141,7 @@ def add_options(command: Callable[..., None]) -> Callable[..., None]:
     ['name', 'min_np', 'max_np']
     """
     hints = get_type_hints(command, include_extras=True)
+    # Copied into the signature, because typer reads options from parameters only
     options = inspect.signature(RestartOptions).parameters
     kinds = get_type_hints(RestartOptions, include_extras=True)
     parameters = [
@@ -138,18 +157,3 @@ def add_options(command: Callable[..., None]) -> Callable[..., None]:
     with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
     show_parameters(with_options, parameters)
     return with_options
-
-
-def supervise(
-    source: HostSource,
-    options: SupervisorOptions,
-    remote: RemoteHosts,
-    make_launch: Callable[[list[Host], int], Launch],
-    stop: StopSignal,
-) -> None:
-    """Restart a run until it succeeds.
-
-    **Raises:** LaunchError if it cannot continue; SystemExit after a signal.
-    """
-    on_end_signals(stop.ask)
-    Supervisor(Hosts(source, options, remote, say), options, make_launch, stop).run()

@@ -15,7 +15,7 @@ from tfcommx.launch.commands import RemoteHosts, is_local
 from tfcommx.launch.horovodrun import Launch, Running, on_end_signals, search_path
 from tfcommx.launch.hosts import Host, allocation, parse_hosts, ranks_on, read_hostfile
 from tfcommx.launch.rank_output import RankLines
-from tfcommx.supervisor.supervisor import EndAtOnce
+from tfcommx.supervisor.supervisor import StopSignal
 
 # A shell's exit status for a missing command
 NOT_FOUND = 127
@@ -90,22 +90,18 @@ def run(
 
     if not restart.wanted:
         source, available = find_hosts(num_proc, hosts, hostfile)
-        carry_out(make_launch(ranks_on(available, num_proc, source)))
+        if failure := carry_out(make_launch(ranks_on(available, num_proc, source)), StopSignal()):
+            raise failure
         return
-    if restart.host_discovery_script and not (hosts or hostfile):
+    if restart.host_discovery_script and not (hosts or hostfile):  # Not the allocation's hosts
         source, available = "", []
     else:
         source, available = find_hosts(
             num_proc or restart.max_np or restart.min_np, hosts, hostfile
         )
     interfaces = tuple(network_interfaces.split(",")) if network_interfaces else ()
-    restart_options.supervise(
-        restart.source(available, source, num_proc),
-        restart.options(num_proc, interfaces),
-        RemoteHosts(ssh_port, ssh_identity_file),
-        make_launch,
-        EndAtOnce(),
-    )
+    remote = RemoteHosts(ssh_port, ssh_identity_file)
+    restart.supervise(available, source, num_proc, make_launch, StopSignal(), remote, interfaces)
 
 
 def find_hosts(
@@ -131,19 +127,23 @@ def find_hosts(
     )
 
 
-def carry_out(launch: Launch) -> None:
+def carry_out(launch: Launch, stop: StopSignal, advice: str = "") -> LaunchError | None:
     """Start the ranks and show their output until they end.
 
-    SIGINT (Ctrl-C), SIGTERM or SIGHUP end all ranks; a second signal ends them without the 5 s of
-    grace.
+    Args:
+        stop: receives SIGINT (Ctrl-C), SIGTERM and SIGHUP, in place of horovodrun, which would
+            kill the ranks 5 s after the first.
+        advice: last sentence of the error.
 
-    **Raises:** LaunchError if a rank fails; SystemExit after a signal.
+    Returns:
+        The error of a rank that failed; None if all ranks succeeded.
+
+    **Raises:** LaunchError if no process reads the output; SystemExit after a signal.
     """
-    end, lines = EndAtOnce(), RankLines()
-    running = end.running = Running(launch)
-    on_end_signals(end.ask)
+    lines = RankLines()
+    running = stop.running = Running(launch)
+    on_end_signals(stop.ask)
     status = running.wait(lines)
-    if end.number:
-        sys.exit(128 + end.number)
-    if status:
-        raise running.failed(status, lines)
+    if stop.number:
+        sys.exit(128 + stop.number)
+    return running.failed(status, lines, advice) if status else None

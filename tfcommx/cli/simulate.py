@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tfcommx import routes
 from tfcommx.cli.parameters import JsonFile, output_file, show_parameters, write_rows
 from tfcommx.core import (
     AUTO,
@@ -20,6 +21,7 @@ from tfcommx.core import (
     EngineSettings,
     Link,
     Links,
+    Profile,
     Scheme,
     Topology,
     check_name,
@@ -27,8 +29,15 @@ from tfcommx.core import (
     check_whole,
     write_text,
 )
+from tfcommx.engines.engine import ring_link
+from tfcommx.planner.check import check_scheme
+from tfcommx.planner.choose import candidates
+from tfcommx.planner.predict import Setting
 from tfcommx.recipes.reader import read_mapping
+from tfcommx.report import timeline as report
 from tfcommx.report.terminal import show_rows
+from tfcommx.routes.route import SparseRoute
+from tfcommx.simulator.assumptions import Assumptions, measured_time
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
 
 
@@ -134,9 +143,6 @@ class Settings:
     @property
     def requested_scheme(self) -> Scheme:
         """Scheme of the gradients."""
-        from tfcommx import routes
-        from tfcommx.routes.route import SparseRoute
-
         sparse = self.scheme != AUTO and isinstance(routes.get(self.scheme), SparseRoute)
         selection = self.selection or ("mstopk" if sparse else "all")
         default = 1.0 if selection == "all" else 0.01
@@ -155,22 +161,16 @@ class Settings:
     @property
     def link_prices(self) -> Links:
         """Prices of messages."""
-        from tfcommx.engines.engine import ring_link
-
         if self.links is not None:
-            return self._as_set(Links.read(self.links))
-        wire = Link(self.inside_alpha, 1e-9 / self.inside_gbytes / self.efficiency, self.gamma)
-        return self._as_set(
-            Links(
+            links = Links.read(self.links)
+        else:
+            wire = Link(self.inside_alpha, 1e-9 / self.inside_gbytes / self.efficiency, self.gamma)
+            links = Links(
                 ring_link(wire, self.slots, self.wiring or EngineSettings().wiring),
                 Link(self.between_alpha, 8e-9 / self.between_gbit / self.efficiency, self.gamma),
                 # The papers price each message by itself
                 fuses=(self.engine or EngineSettings().name) != EngineSettings().name,
             )
-        )
-
-    def _as_set(self, links: Links) -> Links:
-        """Return links with the engine settings of this simulation."""
         buffer = None
         if self.fusion_mbytes is not None:
             buffer = round(check_number("fusion_mbytes", self.fusion_mbytes, ">= 0") * 2**20)
@@ -189,7 +189,6 @@ class Settings:
 
 # Columns of the rows that are printed in a sentence, not in the table
 INTERVAL = ("step_seconds_low", "step_seconds_high")
-# Columns that are in the table only if steps differ
 TENTHS = ("step_seconds_p10", "step_seconds_p90")
 # Largest number of values of a sweep, each of which is a simulation and a row
 MOST_VALUES = 10_000
@@ -258,8 +257,6 @@ def simulate(
         rows = [row]
         _show(rows)
     write_rows(json_file, rows)
-    from tfcommx.report import timeline as report
-
     if sweep:
         if png:
             report.draw_sweep(rows, name, png)
@@ -273,7 +270,7 @@ def simulate(
     title = f"{settings.model}, {settings.nodes} x {settings.slots}, {settings.scheme}"
     title += f", {settings.merging}" + f", {settings.wire}" * (settings.wire != PLAIN)
     if png:
-        report.draw_timeline(timeline, png, title)
+        report.draw_timelines({title: timeline}, png)
     if trace:
         write_text(trace, report.trace_events({title: timeline}))
 
@@ -285,8 +282,7 @@ show_parameters(simulate, [_settings_file, *_options, *_others])
 
 
 def _with(swept: str, value: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Add the swept setting to a row; `throughput` of one rank next to that of all ranks."""
-    if swept == "throughput":
+    if swept == "throughput":  # Of one rank; the row has that of all ranks
         return {"rank_throughput": value, **row}
     return row if swept in row else {swept: value, **row}
 
@@ -321,10 +317,7 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
 
 
 def _numbers(words: list[str], name: str) -> list[Any]:
-    """Parse numbers; `...` continues the numbers before it, by a factor or by steps.
-
-    They may rise or fall.
-    """
+    """Parse numbers; `...` continues the numbers before it, by a factor or by steps."""
     numbers: list[float] = []
     try:
         for position, word in enumerate(words):
@@ -334,6 +327,7 @@ def _numbers(words: list[str], name: str) -> list[Any]:
             last = _finite(words[position + 1])
             first, second = numbers[-2:]
             factor, step = second / first if first > 0 else 1.0, second - first
+            # Two numbers continue by their factor; three tell a factor from a step
             by_factor = first > 0 and (
                 len(numbers) == 2 or math.isclose(numbers[-3] * factor, first)
             )
@@ -354,21 +348,14 @@ def _numbers(words: list[str], name: str) -> list[Any]:
 
 
 def _finite(word: str) -> float:
-    """Parse a number. **Raises:** ValueError for anything else, also for nan and inf."""
     number = float(word)
-    if not math.isfinite(number):
+    if not math.isfinite(number):  # A continuation to infinity would not end
         raise ValueError(f"{word!r} is no finite number")
     return number
 
 
 def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
     """Simulate one step; return its timeline and its row."""
-    from tfcommx.core import Profile
-    from tfcommx.planner.check import check_scheme
-    from tfcommx.planner.choose import candidates
-    from tfcommx.planner.predict import Setting
-    from tfcommx.simulator.assumptions import Assumptions, measured_time
-
     if settings.profile is not None:
         profile = Profile.read(settings.profile)
     else:
@@ -403,7 +390,7 @@ def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
 
 
 def _show(rows: list[dict[str, Any]], best: bool = False) -> None:
-    """Print the rows as a table; with `best`, the row of the highest throughput in bold."""
+    # The percentiles only if steps differ
     varies = any(row[TENTHS[0]] < row[TENTHS[1]] for row in rows)
     hidden = INTERVAL if varies else (*INTERVAL, *TENTHS)
     shown = [
@@ -421,7 +408,6 @@ def _cell(value: Any) -> str:
 
 
 def _show_fastest(rows: list[dict[str, Any]], name: str) -> None:
-    """Print the values with the shortest step, and with the shortest 90th percentile."""
     step, long = (min(rows, key=lambda row: row[key]) for key in ("step_seconds", TENTHS[1]))
     text = f"The shortest step: {name}={step[name]}."
     if long is not step:

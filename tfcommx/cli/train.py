@@ -17,19 +17,18 @@ from typing import Annotated, Any
 import typer
 
 from tfcommx.cli import restart_options
-from tfcommx.cli.environment import load_tensorflow, quiet_horovod
+from tfcommx.cli.environment import load_tensorflow
 from tfcommx.cli.parameters import Changes
-from tfcommx.cli.restart_options import RestartOptions, supervise
+from tfcommx.cli.restart_options import RestartOptions
+from tfcommx.cli.run import carry_out
 from tfcommx.core import LaunchError
-from tfcommx.launch.commands import RemoteHosts
-from tfcommx.launch.horovodrun import Launch, Running, on_end_signals
+from tfcommx.launch.horovodrun import Launch
 from tfcommx.launch.hosts import Host, parse_hosts, ranks_on
-from tfcommx.launch.rank_output import RankLines
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
 from tfcommx.report.dry_run import read_alone, show_dry_run
 from tfcommx.report.terminal import show_run
-from tfcommx.supervisor.supervisor import USER_ERROR
+from tfcommx.supervisor.supervisor import USER_ERROR, StopSignal
 from tfcommx.training.stop_requests import STOP_FILE
 
 # Number of a generation -> command line of `tfcommx`
@@ -37,35 +36,23 @@ TrainWords = Callable[[int], list[str]]
 
 
 def launch_train(hosts: list[Host], words: list[str], folder: Path, saves: bool = True) -> None:
-    """Run `tfcommx WORDS...` on several ranks until they end.
-
-    The first SIGINT (Ctrl-C), SIGTERM or SIGHUP asks the ranks to save and stop, by the file `stop`
-    in the run's folder; the second one ends them. It replaces horovodrun's reaction, which would
-    kill them 5 s after the first signal.
-
-    Args:
-        hosts: hosts with a rank on every slot.
-        words: command and options of `tfcommx`; `--terminal` is added on a terminal.
-        saves: True if the ranks save before they stop; otherwise the first signal ends them.
+    """Run `tfcommx WORDS...` on every slot until the ranks end; signals go to a LaunchStopper.
 
     **Raises:** LaunchError if a rank fails; SystemExit after a user's error.
     """
-    running = Running(Launch(tuple(hosts), train_command(words)))
-    stop = LaunchStopper(running, folder, saves)
-    on_end_signals(stop.ask)
-    lines = RankLines()
-    status = running.wait(lines)
-    if stop.number:
-        sys.exit(128 + stop.number)
-    if status:
-        refuse(running, status, lines)
+    advice = "Add --resume to continue from the last checkpoint."
+    launch, stop = Launch(tuple(hosts), train_command(words)), LaunchStopper(folder, saves)
+    if failure := carry_out(launch, stop, advice):
+        if failure.status == USER_ERROR:  # A rank has printed it
+            sys.exit(USER_ERROR)
+        raise LaunchError(str(failure), 1)
 
 
 def train_command(words: list[str]) -> tuple[str, ...]:
-    """Return the command of every rank; messages of Horovod about dead ranks are silenced."""
-    if sys.stdout.isatty():
+    if sys.stdout.isatty():  # The ranks' output is a pipe
         words = [*words, "--terminal", os.ttyname(sys.stdout.fileno())]
-    quiet_horovod()
+    # Not its messages about a dead rank, because the launcher names that rank
+    os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
     return (sys.executable, "-m", "tfcommx.cli.main", *words)
 
 
@@ -74,51 +61,34 @@ def supervise_train(
 ) -> None:
     """Run `tfcommx train` under a supervisor; signals save and end it, as in `launch_train`.
 
-    Args:
-        hosts: hosts of -H; empty: those of the script.
-        words: returns command and options of `tfcommx` in a generation.
-
     **Raises:** LaunchError if the run cannot continue; SystemExit after a user's error.
     """
 
     def make_launch(chosen: list[Host], generation: int) -> Launch:
         return Launch(tuple(chosen), train_command(words(generation)))
 
-    options = restart.options(ranks)
     try:
-        source = restart.source(hosts, "-H", ranks)
-        supervise(source, options, RemoteHosts(), make_launch, LaunchStopper(None, folder))
+        restart.supervise(hosts, "-H", ranks, make_launch, LaunchStopper(folder))
     except LaunchError as error:
         if error.status == USER_ERROR:  # A rank has printed it
             sys.exit(USER_ERROR)
         raise
 
 
-def refuse(running: Running, status: int, lines: RankLines) -> None:
-    """Raise the error of a failed launch.
+class LaunchStopper(StopSignal):
+    """Asks the ranks to save and stop, by the file `stop`, when this process receives a signal.
 
-    **Raises:** LaunchError; SystemExit with status 2 if a rank printed a user error.
+    A second signal, or the first if they do not save, ends them.
     """
-    first = lines.failure()
-    if first and first.status == USER_ERROR:
-        sys.exit(USER_ERROR)
-    advice = "Add --resume to continue from the last checkpoint."
-    raise LaunchError(str(running.failed(status, lines, advice)), 1)
 
-
-class LaunchStopper:
-    """Stops a launch when this process receives a signal."""
-
-    def __init__(self, running: Running | None, folder: Path, saves: bool = True) -> None:
-        self.running, self.file, self.saves = running, folder / STOP_FILE, saves
-        # The first signal; 0: none
-        self.number = 0
+    def __init__(self, folder: Path, saves: bool = True) -> None:
+        super().__init__()
+        self.file, self.saves = folder / STOP_FILE, saves
         # The file of an earlier run
         with contextlib.suppress(NotADirectoryError):  # The ranks refuse the folder
             self.file.unlink(missing_ok=True)
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """Ask the ranks to save and stop; end them at the second signal, or if they do not save."""
         again, self.number = self.number, self.number or number
         if self.running is None:  # A supervisor waits for hosts, and checks `number`
             return
@@ -190,11 +160,8 @@ def train(
         began = time.monotonic()
 
         def in_generation(number: int) -> list[str]:
-            """Return the words of a generation: later ones have the remaining minutes.
-
-            They resume without --resume, because with it they would load another run's checkpoint
-            if this run was lost before its first save.
-            """
+            # Without --resume for later ones, because with it they would load another run's
+            # checkpoint if this run was lost before its first save
             passed = (time.monotonic() - began) / 60 if number else 0.0
             limit = [] if minutes is None else ["--minutes", str(max(0.0, minutes - passed))]
             return [*words, *["--resume"] * resume, *limit]
@@ -222,7 +189,6 @@ def train(
 
 
 def dry_run_here(recipe: Recipe, folder: Path) -> None:
-    """Carry out a dry run in this process, one of the launcher's."""
     load_tensorflow()
     from tfcommx import is_chief
     from tfcommx.training.dry_run import dry_run
@@ -233,7 +199,7 @@ def dry_run_here(recipe: Recipe, folder: Path) -> None:
 
 
 def train_here(recipe: Recipe, folder: Path, options: dict[str, Any]) -> bool:
-    """Train in this process, one of the launcher's; return True if it has a report to show."""
+    """Train in this process; return True if it has a report to show."""
     load_tensorflow()
     from tfcommx import is_chief
     from tfcommx.training.train import TrainOptions

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tfcommx.comparison.rows import Comparison, Curve, Row, Steps
+from tfcommx.comparison.rows import Comparison, Curve
 from tfcommx.comparison.tables import rate_text
 from tfcommx.core import replacing
 
@@ -28,10 +27,16 @@ def draw(comparison: Comparison, path: Path) -> None:
     lines = math.ceil(panels / columns)
     figure = Figure(figsize=(5 * columns, 3.5 * lines + 0.6), layout="constrained")
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    _panel(axes[0], comparison, functools.partial(_by_megabytes, comparison))
+    runs = comparison.trainings.items()
+    sent = {name: [comparison.by_bytes(run) for run in of_method] for name, of_method in runs}
+    _panel(axes[0], comparison, sent, 1e-6)
     axes[0].set(xlabel="MB that a rank sent to other nodes")
     for panel, steps in zip(axes[1:], comparison.steps, strict=False):
-        _panel(panel, comparison, functools.partial(_by_time, comparison, steps))
+        timed = {
+            name: [comparison.by_time(run, steps.seconds[name]) for run in of_method]
+            for name, of_method in runs
+        }
+        _panel(panel, comparison, timed)
         how = "measured" if steps.ratios else "predicted"
         panel.set(xlabel=f"seconds at {rate_text(steps.bandwidth)}, {how}")
     for empty in axes[panels:]:
@@ -42,21 +47,13 @@ def draw(comparison: Comparison, path: Path) -> None:
         figure.savefig(part, dpi=120)
 
 
-def _by_megabytes(comparison: Comparison, name: str, training: Row) -> Curve:
-    curve = comparison.by_bytes(training)
-    return curve._replace(costs=[cost / 1e6 for cost in curve.costs])
-
-
-def _by_time(comparison: Comparison, steps: Steps, name: str, training: Row) -> Curve:
-    return comparison.by_time(training, steps.seconds[name])
-
-
-def _panel(axes: Axes, comparison: Comparison, curve: Callable[[str, Row], Curve]) -> None:
+def _panel(
+    axes: Axes, comparison: Comparison, by_method: dict[str, list[Curve]], unit: float = 1.0
+) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
-    for name, trainings in comparison.trainings.items():
-        curves = [curve(name, training) for training in trainings]
-        costs = _by_epoch(curves, "costs", statistics.fmean)
+    for name, curves in by_method.items():
+        costs = [unit * cost for cost in _by_epoch(curves, "costs", statistics.fmean)]
         (line,) = axes.plot(
             costs, _by_epoch(curves, "scores", statistics.fmean), "o-", markersize=3, label=name
         )
@@ -64,6 +61,7 @@ def _panel(axes: Axes, comparison: Comparison, curve: Callable[[str, Row], Curve
         axes.fill_between(costs, lowest, highest, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.axhline(comparison.wanted(), color="0.6", linewidth=0.8, linestyle=":")
     axes.set(ylabel=comparison.score.text, xscale="log")
+    # A panel may show less than a decade, which would otherwise have one label or none
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())

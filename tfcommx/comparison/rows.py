@@ -161,7 +161,6 @@ class Comparison(NamedTuple):
 
     @property
     def reference(self) -> str:
-        """The method that others are compared with."""
         return REFERENCE if REFERENCE in self.trainings else next(iter(self.trainings))
 
     def scores(self, training: Row) -> list[float]:
@@ -169,7 +168,6 @@ class Comparison(NamedTuple):
         return [self.score.factor * epoch[self.score.key] for epoch in training["epochs"]]
 
     def by_bytes(self, training: Row) -> Curve:
-        """Return the scores over the bytes that a rank has sent to other nodes."""
         sent = [epoch["bytes_between_nodes"] for epoch in training["epochs"]]
         return Curve(sent, self.scores(training))
 
@@ -182,7 +180,6 @@ class Comparison(NamedTuple):
         return Curve(ends, self.scores(training))
 
     def final(self, method: str) -> Spread:
-        """Return the score at the end."""
         spread = over_seeds([self.scores(training)[-1] for training in self.trainings[method]])
         assert spread is not None
         return spread
@@ -210,7 +207,6 @@ class Comparison(NamedTuple):
 
 
 def score_of(training: Row) -> Score:
-    """Return the score by which trainings are compared."""
     return next(score for score in SCORES if score.key in training["epochs"][-1])
 
 
@@ -272,7 +268,6 @@ def time_rows(comparison: Comparison, steps: Steps) -> dict[str, Row]:
 def _at_shares(
     unit: str, shares: Sequence[float], curves: Sequence[Curve], reference_cost: float
 ) -> Row:
-    """Return the mean scores at shares of the reference's total cost."""
     row = {}
     for share in shares:
         # Tolerance, because costs are sums of floats, or counts with some bytes of bookkeeping

@@ -24,7 +24,6 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfcommx import engines, routes
@@ -43,7 +42,6 @@ SELECTION: dict[str, Any] = {"route": "allgather", "selection": "mstopk", "densi
 
 
 def links_at(bandwidth: float, links: Links = NOMINAL) -> Links:
-    """Return links whose port between nodes carries `bandwidth` bits per second."""
     between = links.between
     return links._replace(between=Link(between.alpha_s, 8 / bandwidth, between.gamma_s_per_byte))
 
@@ -54,11 +52,13 @@ def profiles_of(setup: Setup, recipe: Recipe) -> list[Profile]:
     for phase in recipe.phases:
         profiled = {"epochs": phase.epochs, "resolution": phase.resolution, "batch": phase.batch}
         phases = f"phases={json.dumps([{**profiled, 'scheme': SELECTION}])}"
+        # Because a recipe refuses a warm-up of as many epochs as this phase may have
         settings = setup.settings([phases, "learning_rate.warm_up_epochs=0"])
         file = setup.folder / "profiles" / f"{setup.name('phase', settings)}.json"
         if not file.exists():
             words = ["profile", str(setup.recipe), "--steps", str(PROFILED)]
             words += [word for setting in settings for word in ("--set", setting)]
+            # Renamed once it is complete, because an existing file is not measured again
             half = file.with_suffix(".part")
             run_command([*words, "--output", str(half)], file.with_suffix(".log"))
             half.rename(file)
@@ -141,11 +141,6 @@ def scaled(profile: Profile, compute_s: float) -> Profile:
     return dataclasses.replace(profile, variables=rows, **times)
 
 
-def read_links(file: Path | None) -> Links:
-    """Return the links in a file of `tfcommx probe`; the nominal links without a file."""
-    return NOMINAL if file is None else Links.read(file)
-
-
 class MeasuredSteps(NamedTuple):
     """Step times of a method in a dry run, phase by phase."""
 
@@ -159,8 +154,7 @@ def measure(setup: Setup, method: str, settings: Sequence[str], hosts: str) -> M
     """Measure a method's steps on hosts, unless the folder has them already.
 
     Args:
-        settings: all changes of the recipe.
-        hosts: hosts and slots in the form of `tfcommx train -H`, such as node0:1,node1:1.
+        hosts: as for `tfcommx train -H`, such as node0:1,node1:1.
 
     **Raises:** TrainingError if a rank failed.
     """
@@ -196,11 +190,6 @@ def replaced(
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Replace predicted steps by measured ones.
 
-    Epochs with a density of `warm_up`, which dry runs leave out, stay as predicted.
-
-    Args:
-        predicted: method -> seconds of a step in each epoch.
-
     Returns:
         By method: seconds of a step in each epoch, and predicted over measured seconds of all
         measured epochs. A method without a measured epoch has no ratio.
@@ -215,6 +204,7 @@ def replaced(
         rows = zip(predicted[name], numbers, schemes, strict=True)
         seconds[name], sums = [], [0.0, 0.0]
         for step, number, scheme in rows:
+            # Dry runs leave the epochs with a density of `warm_up` out
             is_measured = scheme == recipe.phases[number].scheme
             seconds[name].append(measured[name].steps[number] if is_measured else step)
             if is_measured:

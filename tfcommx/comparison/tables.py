@@ -26,7 +26,6 @@ LOSSES = (1.0, 2.5, 5.0)
 
 
 def show(comparison: Comparison) -> None:
-    """Print everything: one table of scores and bytes, one for each bandwidth, and sentences."""
     console = terminal_console()
     for table in (_methods(comparison), *(_times(comparison, steps) for steps in comparison.steps)):
         console.print(table)
@@ -63,13 +62,9 @@ def seconds_text(seconds: float) -> str:
     >>> seconds_text(0.412), seconds_text(150)
     ('0.41 s', '2 min 30 s')
     """
-    return (
-        time_text(seconds)
-        if seconds >= 60
-        else f"{seconds:.1f} s"
-        if seconds >= 10
-        else f"{seconds:.2f} s"
-    )
+    if seconds >= 60:
+        return time_text(seconds)
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
 
 
 def _how(steps: Steps) -> str:

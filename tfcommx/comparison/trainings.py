@@ -51,7 +51,6 @@ class Setup:
     folder: Path
 
     def settings(self, of_method: Sequence[str], seed: int | None = None) -> list[str]:
-        """Return all changes of the recipe for one training of a method."""
         seeds = [] if seed is None else [f"seed={seed}"]
         return [*self.changes, *of_method, f"node_size={self.slots}", *seeds]
 
@@ -66,7 +65,6 @@ class Setup:
 
 
 def trained(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any] | None:
-    """Return a training from its file; None if it has none."""
     file = setup.folder / "trainings" / f"{setup.name(method, settings)}.json"
     if not file.exists():
         return None
@@ -97,12 +95,12 @@ def train(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any]:
         raise TrainingError(f"Ranks had different weights, or were stopped: {run / LOG}.")
     training = kept(summary) | {"method": method, "settings": list(settings)}
     write_json(training, run.parent / f"{name}.json")
+    # Only now, because an interrupted comparison resumes from it
     shutil.rmtree(run / "checkpoint", ignore_errors=True)
     return training
 
 
 def kept(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a summary that a comparison needs."""
     names = ("parameters", "ranks", "nodes", "seconds", "bytes_between_nodes_dense")
     epochs = [
         {key: row[key] for key in row if key in KEPT or key.startswith("test_")}
@@ -114,7 +112,6 @@ def kept(summary: dict[str, Any]) -> dict[str, Any]:
 def run_command(words: Sequence[str], log: Path) -> None:
     """Run `tfcommx WORDS...` in a separate process, with its output appended to a file.
 
-    A termination signal is forwarded, so that a training saves; then this process ends too.
     **Raises:** TrainingError; SystemExit after a signal.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -126,6 +123,7 @@ def run_command(words: Sequence[str], log: Path) -> None:
             command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True
         )
 
+        # A training saves before it ends
         def hand_on(number: int, frame: FrameType | None) -> None:
             seen.append(number)
             process.send_signal(signal.SIGTERM)

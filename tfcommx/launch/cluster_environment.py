@@ -46,8 +46,8 @@ class ClusterEnvironment(NamedTuple):
 def srun() -> ClusterEnvironment | None:
     """Read the variables that Slurm's srun sets for a task.
 
-    The address is the step's first node; the port follows from the job and the step. If the first
-    rank may run on another node, all nodes are addresses, because the list of nodes is sorted.
+    The address is the step's first node. If the first rank may run on another node, all nodes are
+    addresses, because the list of nodes is sorted.
     """
     if os.environ.get("SLURM_STEP_NUM_TASKS", "1") in ("", "0", "1"):
         return None
@@ -63,6 +63,7 @@ def srun() -> ClusterEnvironment | None:
         _number("srun", "SLURM_STEP_NUM_TASKS"),
         _number("srun", "SLURM_LOCALID"),
         first,
+        # All ranks find the same port without talking, and steps of one node find different ones
         _own_port() or FIRST_PORT + (97 * job + step) % PORTS,
         f"{job}.{step}",
         () if _begins_at_first_node() else tuple(further_nodes),
@@ -148,21 +149,18 @@ def tf_config() -> ClusterEnvironment | None:
 
 def _rank_of_one() -> bool:
     """Return True if RANK fits the single process that WORLD_SIZE states or that is the default."""
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    present = [name for name in ("RANK", "MASTER_ADDR") if os.environ.get(name)]
     # Under a service that sets RANK and MASTER_ADDR alone each process would train alone
-    several = size == "" and bool(rank or os.environ.get("MASTER_ADDR"))
-    if several:
-        present = [name for name in ("RANK", "MASTER_ADDR") if os.environ.get(name)]
+    if present and not os.environ.get("WORLD_SIZE"):
         raise ConfigurationError(
             "WORLD_SIZE, the number of processes, is required beside RANK and MASTER_ADDR. "
             f"Received {' and '.join(present)} alone. Set it, equal on all ranks; to train in one "
             "process, set WORLD_SIZE=1."
         )
-    return rank in ("", "0")
+    return os.environ.get("RANK", "") in ("", "0")
 
 
 def _addresses(tasks: object) -> list[str]:
-    """Return the addresses of the tasks of one type."""
     if not isinstance(tasks, list):
         raise TypeError(f"{tasks!r} is no list")
     return [str(task) for task in tasks]
@@ -178,7 +176,6 @@ def _tf_config_error(received: str) -> ConfigurationError:
 
 
 def _own_port() -> int | None:
-    """Return the user's choice of port, TFCOMMX_PORT; None without it."""
     return _port("a user", "TFCOMMX_PORT") if "TFCOMMX_PORT" in os.environ else None
 
 

@@ -31,7 +31,7 @@ class Ended(NamedTuple):
     # Return code as in `Popen`: < 0 after a signal
     status: int
     output: str
-    errors: str
+    errors: str = ""
     # True if the command exceeded its time limit and was ended with its children
     late: bool = False
 
@@ -45,9 +45,6 @@ def run_to_end(
 ) -> Ended:
     """Run a command without input, in a separate session; return its status and output.
 
-    The output goes to files, because a background process of the command would hold pipes open,
-    and the reader would wait for it even after the command was killed.
-
     Args:
         words: the command; a string is given to the shell.
         seconds: time limit, > 0, after which the command is killed together with its children.
@@ -55,11 +52,10 @@ def run_to_end(
         folder: working folder; None: this process's.
         grace: seconds between SIGTERM to the command and SIGKILL to all, >= 0.
 
-    Returns:
-        Status and output. Bytes of the output that are not UTF-8 are replaced.
-
     **Ranks:** local. **Raises:** OSError if it cannot be started.
     """
+    # Not pipes, because a background process of the command would hold them open, and the reader
+    # would wait for it even after the command was killed
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             words,

@@ -15,8 +15,7 @@ A proof is an HMAC of the other side's challenge and of the message. Messages ar
                             `welcome`               closed
 
 A silent caller does not block the others. A lack of file descriptors or threads does not end the
-listener: it pauses and accepts again. Of too many unproven callers the oldest is closed, not the
-newest, because a partner proves itself within one round trip.
+listener: it pauses and accepts again.
 
 Imports only the standard library, because watchers use it, too.
 """
@@ -69,6 +68,7 @@ class Handshake(NamedTuple):
 
     def hear(self, connection: socket.socket, end: float) -> Caller:
         """Receive a caller's message and proof before `end` (monotonic clock)."""
+        # A new one for each caller, because a proof could otherwise be recorded and sent again
         challenge = os.urandom(16).hex()
         _write(connection, {"protocol": self.protocol, "challenge": challenge})
         heard = _read(connection, end)
@@ -121,7 +121,9 @@ def _read(connection: socket.socket, end: float) -> dict[str, Any]:
     """Read one line, and no byte after it."""
     data = b""
     while not data.endswith(b"\n"):
+        # At least a millisecond, because 0 would make the socket non-blocking
         connection.settimeout(max(end - time.monotonic(), 0.001))
+        # The bytes after the line are for the user of the connection
         waiting = connection.recv(4096, socket.MSG_PEEK)
         data += connection.recv(waiting.find(b"\n") + 1 or len(waiting))
         if not waiting or len(data) > LARGEST_MESSAGE:
@@ -184,6 +186,7 @@ class Entrance:
                 time.sleep(PAUSE_SECONDS)
                 continue
             with self._lock:
+                # Not the newest, because a partner proves itself within one round trip
                 if len(self._unproven) >= self._most:
                     self._send_oldest_away()
                 self._unproven[connection] = None
@@ -208,9 +211,7 @@ class Entrance:
             self._unproven.pop(connection, None)
 
     def _send_oldest_away(self) -> None:
-        """End the oldest unproven connection, if any; its thread closes it."""
-        for connection in self._unproven:
-            del self._unproven[connection]
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            return
+        connection = next(iter(self._unproven))
+        del self._unproven[connection]
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)  # Its thread closes it

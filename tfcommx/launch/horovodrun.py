@@ -29,9 +29,8 @@ from typing import IO
 
 from tfcommx.core import LaunchError
 from tfcommx.launch.hosts import Host, slots_of
-from tfcommx.launch.rank_output import RankLines
+from tfcommx.launch.rank_output import PR_SET_PDEATHSIG, RankLines
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
 KINDS = ("gloo", "mpi")
 # Script that starts each rank, on each host
 RANK_OUTPUT = str(Path(__file__).with_name("rank_output.py"))
@@ -73,7 +72,6 @@ class Launch:
         return slots_of(self.hosts)
 
     def host_of(self, rank: int) -> str:
-        """Return the name of the host of a rank."""
         names = [host.name for host in self.hosts for _ in range(host.slots)]
         return names[rank]
 
@@ -99,7 +97,6 @@ class Launch:
         return [*words, *self.options, *self._command()]
 
     def _command(self) -> tuple[str, ...]:
-        """Return the command, run through rank_output, with LSB_JOBID restored."""
         job = os.environ.get("LSB_JOBID")  # Which horovodrun must not see: environment()
         hidden = ("env", f"LSB_JOBID={job}") if job else ()
         # Because horovodrun does not quote the folder in its `cd` on other hosts, where ranks would
@@ -116,19 +113,17 @@ def search_path() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return horovodrun's environment variables.
-
-    LSB_JOBID is left out, because in a job of LSF horovodrun looks for no network interface, and
-    Gloo fails without one. So are the variables of a rank, because this process may be part of
-    another launch, and horovodrun lets them replace those of the ranks that it starts. Its output
-    is UTF-8, because in an ASCII locale the thread that prints a rank's output would end at the
-    first other character, and all later output would be lost.
-    """
+    """Return horovodrun's environment variables."""
     variables = {
         name: value
         for name, value in os.environ.items()
+        # In a job of LSF horovodrun looks for no network interface, and Gloo fails without one.
+        # This process may be part of another launch, whose variables horovodrun would let replace
+        # those of the ranks that it starts.
         if name != "LSB_JOBID" and not OF_ONE_RANK.fullmatch(name)
     }
+    # UTF-8, because in an ASCII locale the thread that prints a rank's output would end at the
+    # first other character, and all later output would be lost
     return {**variables, "PATH": search_path(), "PYTHONIOENCODING": "utf-8"}
 
 
@@ -140,17 +135,12 @@ def on_end_signals(handle: Callable[[int, FrameType | None], None]) -> None:
 
 
 def _discard_unread_output() -> None:
-    """Redirect unread output to /dev/null, because Python would otherwise end with status 120."""
+    # Otherwise Python would fail to flush at its end, and set the status to 120
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _end_with_parent() -> None:
-    """Request SIGTERM for this process when its parent ends, also by kill -9."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Running:
@@ -164,6 +154,7 @@ class Running:
         self._asked = False
         # Error of writing our output to a pipe whose reader has ended
         self._unread: OSError | None = None
+        prctl = ctypes.CDLL(None).prctl
         self.process = subprocess.Popen(
             launch.words(),
             env=environment() | dict(variables or {}),
@@ -172,16 +163,15 @@ class Running:
             stderr=subprocess.PIPE,
             # Ctrl-C must reach this process only
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            # The ranks end if this process does, also by kill -9
+            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
         )
 
     def terminate(self) -> None:
-        """End all ranks: SIGTERM, and SIGKILL 5 s later; at once when called again.
-
-        The signal goes to the group, because mpirun is a child of horovodrun's process.
-        """
+        """End all ranks: SIGTERM, and SIGKILL 5 s later; at once when called again."""
         number = signal.SIGKILL if self._asked else signal.SIGTERM
         self._asked = True
+        # The group, because mpirun is a child of horovodrun's process
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -227,7 +217,6 @@ class Running:
         return status
 
     def _has_processes(self) -> bool:
-        """Return True while a process of horovodrun's group lives."""
         try:
             os.killpg(self.process.pid, 0)
         except ProcessLookupError:

@@ -38,10 +38,7 @@ def is_host_name(name: object) -> bool:
 
 
 def check_host_name(name: object, source: str) -> str:
-    """Return a host name after checking it.
-
-    **Raises:** ConfigurationError if it is not a host name.
-    """
+    """Return a host name. **Raises:** ConfigurationError if no host can have it."""
     if not is_host_name(name):
         raise ConfigurationError(
             "A host's name must be made of the letters A to Z, digits, `.`, `_` and `-`, begin "
@@ -82,7 +79,6 @@ class Allocation(NamedTuple):
 def merge(names: list[tuple[str, int]], source: str) -> list[Host]:
     """Add the slots of hosts that are named several times; the first mention gives the order.
 
-    All hosts of a launch pass through it.
     **Raises:** ConfigurationError for a name that no host can have.
     """
     slots: dict[str, int] = {}
@@ -139,7 +135,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def _host_of_line(line: str, source: str) -> tuple[str, int]:
-    """Parse a line of a hostfile; return the name and the slots of its host."""
+    # Open MPI allows spaces around the equals sign
     first, *words = re.sub(r"\s*=\s*", "=", line).split()
     name, slots = parse_host(first, source)
     for word in words:
@@ -231,7 +227,6 @@ def allocation() -> Allocation | None:
 
 
 def slots_of(hosts: Iterable[Host]) -> int:
-    """Return the number of ranks that these hosts take."""
     return sum(host.slots for host in hosts)
 
 
@@ -248,8 +243,6 @@ def first_slots(hosts: Iterable[Host], most: int) -> list[Host]:
 def ranks_on(hosts: list[Host], ranks: int | None, source: str) -> list[Host]:
     """Return the first hosts, with as many slots in total as ranks; None: one on each slot.
 
-    Required because Horovod 0.28 starts a rank on every slot of -H and ignores -np.
-
     **Raises:** ConfigurationError if there are too few slots.
 
     >>> ranks_on([Host("node1", 4), Host("node2", 4)], 5, "-H")
@@ -264,4 +257,5 @@ def ranks_on(hosts: list[Host], ranks: int | None, source: str) -> list[Host]:
             f"-np must be at most the number of slots. Received -np {ranks}, and {slots} slots "
             f"from {source}. Give fewer, or name the hosts with more: -H {wider}."
         )
+    # Because Horovod 0.28 starts a rank on every slot of -H and ignores -np
     return first_slots(hosts, ranks)

@@ -12,23 +12,26 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+# Receives the previous hook, which prints the exception, and the arguments of any hook
 Handler = Callable[[Hook, type[BaseException], BaseException, TracebackType | None], object]
 
 
-def handle_uncaught(
-    handle: Callable[[Hook, type[BaseException], BaseException, TracebackType | None], object],
-) -> None:
-    """Call `handle` for an uncaught exception of the main thread.
-
-    Args:
-        handle: receives the previous hook, which prints the exception, followed by the arguments
-            of any hook.
-    """
+def handle_uncaught(handle: Handler) -> None:
+    """Call `handle` for an uncaught exception of the main thread."""
     sys.excepthook = functools.partial(handle, sys.excepthook)
+
+
+def isolated(module: str) -> list[str]:
+    """Return the words that run a module's `main` without the user's environment and packages."""
+    # Because these may run any code when Python starts. Without them `tfcommx` is not found.
+    path = str(Path(__file__).resolve().parents[2])
+    program = f"import sys; sys.path.insert(0, {path!r}); from {module} import main; main()"
+    return [sys.executable, "-I", "-S", "-c", program]
 
 
 class ExitStatus:

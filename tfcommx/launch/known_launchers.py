@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tfcommx.core import ConfigurationError
@@ -107,8 +107,10 @@ def check_alone() -> None:
     **Ranks:** local. **Raises:** ConfigurationError, because each process would train alone, and
     all would save as rank 0.
     """
+    table_names = {row.size for row in LAUNCHERS}
+    unknown = [x for x in sorted(os.environ) if ANY_SIZE.fullmatch(x) and x not in table_names]
     recognised = [row for row in LAUNCHERS if not row.read and not row.horovod]
-    for row in (*recognised, *_without_row(os.environ)):
+    for row in (*recognised, *(KnownLauncher("another launcher", name, "") for name in unknown)):
         size, index = os.environ.get(row.size, ""), os.environ.get(row.rank, "")
         if size:
             several, variable = _count(size) != 1, row.size
@@ -124,14 +126,6 @@ def check_alone() -> None:
                 "MASTER_ADDR and MASTER_PORT; to train in one process, unset the "
                 f"variable{alone}."
             )
-
-
-def _without_row(variables: Mapping[str, str]) -> list[KnownLauncher]:
-    table_names = {row.size for row in LAUNCHERS}
-    names = sorted(
-        name for name in variables if ANY_SIZE.fullmatch(name) and name not in table_names
-    )
-    return [KnownLauncher("another launcher", name, "") for name in names]
 
 
 def _count(text: str) -> int | None:

@@ -122,7 +122,7 @@ def run_name() -> str:
     kind = launcher().kind
     if kind == "none":
         # With the time of its start, because a process number may be reused, also by another
-        # container.
+        # container
         line = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
         return f"{os.getpid()} {line.rpartition(')')[2].split()[19]}"
     if kind not in OF_HOROVOD:

@@ -22,12 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tfcommx.launch.interpreter import isolated
+
 # The folder of the launcher's daemon on this host, and the launch's name
 FOLDER, LAUNCH = "PMIX_SERVER_TMPDIR", "PMIX_NAMESPACE"
 # Extra seconds of ranks that see no missing rank, because the launcher ends all ranks after the
 # first, and the ranks on the host of a missing rank can name it
 LATER_SECONDS = 5.0
-PACKAGES = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
@@ -54,12 +55,7 @@ def limited(rank: int, local_rank: int, size: int, seconds: float) -> Iterator[N
     except (KeyError, OSError):  # Another launcher: the time is limited, but no rank is named
         marks = {}
     job = {"pid": os.getpid(), "size": size, "seconds": seconds, "marks": marks}
-    # Without the user's environment and packages, because they may run any code at the start
-    program = (
-        f"import sys; sys.path.insert(0, {str(PACKAGES)!r}); "
-        "from tfcommx.launch.mpi_start import main; main()"
-    )
-    words = [sys.executable, "-I", "-S", "-c", program, json.dumps(job)]
+    words = [*isolated("tfcommx.launch.mpi_start"), json.dumps(job)]
     watcher = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     try:
         yield

@@ -49,12 +49,7 @@ NOT_FOUND, NOT_EXECUTABLE = 127, 126
 
 
 class Relay:
-    """Copies the output of one of the rank's pipes to this process's output.
-
-    Args:
-        source: file descriptor of the rank's pipe.
-        target: file descriptor of this process.
-    """
+    """Copies the output of one of the rank's pipes to this process's output; both descriptors."""
 
     def __init__(self, source: int, target: int) -> None:
         self.source, self._target = source, target
@@ -73,8 +68,9 @@ class Relay:
         return bool(data)
 
     def finish(self) -> None:
-        """Write the rest of the pipe, bounded because a background process may write forever."""
+        """Write the rest of the pipe."""
         os.set_blocking(self.source, False)
+        # Bounded, because a background process may write forever
         for _ in range(LARGEST_PIPE // READ_BYTES):
             if not self.pass_on():
                 break
@@ -82,7 +78,7 @@ class Relay:
             self._end_line()
 
     def _end_line(self) -> None:
-        """End the last line, because the next rank's mark would otherwise continue it."""
+        # Because the next rank's mark would otherwise continue the line
         if self._within_line:
             self._write(b"\n")
 
@@ -161,8 +157,9 @@ def main() -> None:
         sys.exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
     status = relay(process)
     if status < 0:
+        # This process must leave no core file beside the rank's
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -status != signal.SIGKILL:
+        if -status != signal.SIGKILL:  # Whose handler cannot be set
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     # Not sys.exit, because the thread may hold a lock of the rank's object
@@ -215,7 +212,6 @@ class Failure(NamedTuple):
     status: int
 
     def how(self) -> str:
-        """Return a phrase on how it ended."""
         signals = {128 + number: number.name for number in signal.Signals}
         if self.status in signals:
             return f"was killed by {signals[self.status]}"
@@ -269,7 +265,7 @@ class RankLines:
         """Show a rank's text on stderr, unless another rank has written the same."""
         # Rank 0 leaves its number out of our messages
         same = text.replace(f"tfcommx: rank {rank}: ", "tfcommx: ", 1)
-        if len(self.writers) > LINES_REMEMBERED:
+        if len(self.writers) > LINES_REMEMBERED:  # A run of weeks must not fill the memory
             self.writers.clear()
         if missing := MISSING.match(text):
             self.missing.append(missing[1])
@@ -297,10 +293,7 @@ class RankLines:
         return reports[0] if reports else ""
 
     def launcher_error(self) -> str:
-        """Return the launcher's message, if no rank has started, with a remedy if one is known.
-
-        Its traceback is left out, except the error.
-        """
+        """Return the launcher's message, if no rank has started, with a remedy if one is known."""
         output = without_start_up_messages("".join(self.own))
         if hosts := UNREACHED.findall(output):
             why = "; ".join(f"{host} ({' '.join(text.split())})" for host, text in hosts)
@@ -309,6 +302,7 @@ class RankLines:
                 "return at once and without a password; --ssh-port and --ssh-identity-file say "
                 "how. Without ssh, start the ranks by srun, if this is a Slurm job."
             )
+        # Of a traceback the error alone, because its frames are the launcher's
         before, separator, trace = output.partition(TRACEBACK)
         lines = [line for line in trace.splitlines() if line and not line[0].isspace()]
         return "\n".join([before.strip(), *lines]).strip() if separator else before.strip()

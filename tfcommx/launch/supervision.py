@@ -52,7 +52,6 @@ class Supervision(NamedTuple):
         return Path(MEMORY) / f"tfcommx-{os.getuid()}-{self.run}-{self.host}"
 
     def handshake(self, protocol: str) -> Handshake:
-        """Return the handshake between ranks and supervisor of this generation."""
         return Handshake(self.secret, protocol, (self.run, str(self.generation)))
 
 
@@ -68,10 +67,13 @@ def supervision() -> Supervision | None:
     host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     try:
         addresses, _, port = os.environ["TFCOMMX_SUPERVISOR"].rpartition(":")
+        secret = os.environ["TFCOMMX_SUPERVISOR_SECRET"].strip()
+        if not secret:  # Any process knows the empty one
+            raise ValueError("an empty TFCOMMX_SUPERVISOR_SECRET")
         return Supervision(
             run,
             int(os.environ["TFCOMMX_GENERATION"]),
-            _filled("TFCOMMX_SUPERVISOR_SECRET"),
+            secret,
             tuple((address, int(port)) for address in addresses.split(",")),
             host,
         )
@@ -81,13 +83,6 @@ def supervision() -> Supervision | None:
             "TFCOMMX_GENERATION, TFCOMMX_SUPERVISOR and TFCOMMX_SUPERVISOR_SECRET. Received "
             f"{error}. Unset TFCOMMX_RUN, or start with `tfcommx run`."
         ) from error
-
-
-def _filled(name: str) -> str:
-    """Return a variable. **Raises:** ValueError if it is empty, because any process knows that."""
-    if not (value := os.environ[name].strip()):
-        raise ValueError(f"an empty {name}")
-    return value
 
 
 class SupervisorLink:
@@ -102,19 +97,16 @@ class SupervisorLink:
         handshake, errors = supervised.handshake(PROTOCOL), []
         for address in supervised.places:
             try:
-                connection = socket.create_connection(address, DIAL_SECONDS)
-            except OSError as error:
-                errors.append(f"{address[0]}:{address[1]} ({error})")
-                continue
-            try:
-                handshake.call(
-                    connection, {"rank": 0, "size": size}, time.monotonic() + DIAL_SECONDS
-                )
+                with contextlib.ExitStack() as unless_kept:
+                    connection = socket.create_connection(address, DIAL_SECONDS)
+                    unless_kept.callback(connection.close)
+                    message, end = {"rank": 0, "size": size}, time.monotonic() + DIAL_SECONDS
+                    handshake.call(connection, message, end)
+                    unless_kept.pop_all()
             except NO_PARTNER as error:
-                connection.close()
                 errors.append(f"{address[0]}:{address[1]} ({error})")
                 continue
-            connection.settimeout(None)
+            connection.settimeout(None)  # `_listen` waits for the whole run
             self._connection = connection
             threading.Thread(target=self._listen, name="tfcommx-link", daemon=True).start()
             return

@@ -55,11 +55,8 @@ def engine_at_work(comm: Comm) -> str:
 
 
 def sends_messages(comm: Comm) -> bool:
-    """Return True if messages between two ranks measure the time of a collective's bytes.
-
-    They do not for NCCL, because it sends over other wires, from the GPU's memory. MPI sends from
-    the host's.
-    """
+    """Return True if messages between two ranks measure the time of a collective's bytes."""
+    # NCCL sends over other wires, from the GPU's memory, and MPI's messages from the host's
     return comm.messages.possible and not comm.by_nccl
 
 
@@ -69,13 +66,11 @@ def where_carried(comm: Comm) -> str:
 
 
 def finish(result: Any) -> None:
-    """Wait until tensors exist; a GPU's op or collective may end once it is queued.
-
-    Args:
-        result: any nest; only tensors outside of the host's memory are waited for.
+    """Wait until the tensors of a nest exist.
 
     **Ranks:** local. **Cost:** on a GPU, a copy of one entry of each tensor to the host.
     """
+    # Needed, because a GPU's op or collective may end once it is queued
     for part in tf.nest.flatten(result):
         if isinstance(part, tf.Tensor) and not _in_host_memory(part):
             tf.reshape(part, [-1])[:1].numpy()
@@ -98,6 +93,7 @@ def latency_terms(engine: str, ranks: int, group: str) -> float:
         ranks: ranks of the group, >= 2.
         group: "node" or "peers"; NCCL's trees are chains inside a node.
     """
+    # The price of a collective whose every term costs a second, and its bytes nothing
     unit = Link(1.0, 1e-30)
     topology = Topology(1, ranks) if group == "node" else Topology(ranks, 1)
     return engines.get(engine).all_reduce(4 * TINY, topology, Links(unit, unit))
@@ -111,8 +107,7 @@ def calibrate(
     Args:
         sizes: bytes of the vectors, ascending, multiples of 4, >= 4.
         engine_s: seconds of the engine for each collective.
-        least: lower limit of the seconds per byte of a vector, >= 0, because a shaped port that was
-            idle passes a burst, which earlier messages of a training step have used up.
+        least: lower limit of the seconds per byte of a vector, >= 0.
 
     **Ranks:** all. **Cost:** an allreduce of each size for each repeat.
     """
@@ -126,6 +121,8 @@ def calibrate(
             with tf.device(where_carried(comm)):
                 return comm.allreduce(vector, "world", name, counted=False)
 
+        # A shaped port that was idle passes a burst, which the earlier messages of a training step
+        # have used up
         measured.append((size, max(statistics.median(timer(work)) - engine_s, least * size)))
     return Calibration.of(comm.topology.size, measured)
 
@@ -146,7 +143,7 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
         tensor = tf.zeros([TINY])
 
     def seconds(collective: Callable[[], object]) -> list[float]:
-        """Time several in a row, because the ranks' start times would dominate a single one."""
+        # Several in a row, because the ranks' start times would dominate a single one
 
         def row() -> object:
             with tf.device(where_carried(comm)):
@@ -189,6 +186,7 @@ def engine_fuses(comm: Comm, timer: Timer) -> bool:
     with tf.device(where_carried(comm)):
         tensor = tf.zeros([TINY])
     together = statistics.median(timer(lambda: many(tensor)))
+    # Unless they are fused, they take WAITING times as long as one
     return together < WAITING / 2 * statistics.median(timer(lambda: one(tensor)))
 
 
@@ -220,7 +218,6 @@ def matmul_load() -> Callable[[], object]:
 
 @contextlib.contextmanager
 def _computing(load: Callable[[], object]) -> Iterator[None]:
-    """Run the load in a thread inside the `with` block."""
     ended = threading.Event()
 
     def compute() -> None:

@@ -15,16 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.core import (
-    Bucket,
-    ConfigurationError,
-    MeasuredStep,
-    Piece,
-    Plan,
-    Profile,
-    Span,
-    Timeline,
-)
+from tfcommx.core import ConfigurationError, MeasuredStep, Piece, Plan, Profile, Span, Timeline
 from tfcommx.kernels.traced import stamp
 from tfcommx.measure.profile import WARM_UP, StepTiming, batches_of, statistics_kept, variable_names
 
@@ -36,9 +27,8 @@ def measure_exchange(
 ) -> MeasuredStep:
     """Measure the steps of a model whose gradients travel by a plan; weights are not updated.
 
-    The start of a message is not measured, but assumed: the last gradient of its bucket is ready,
-    and the previous message has ended. Residuals change as in any step; make a new optimizer
-    for training.
+    The start of a message is assumed: the last gradient of its bucket is ready, and the previous
+    message has ended. Residuals change as in any step; make a new optimizer for training.
 
     Args:
         data: batches (inputs, targets) or (inputs, targets, weights), of one shape.
@@ -96,11 +86,7 @@ def _step(
 
 
 def _timeline(
-    forward_s: float,
-    ready: Mapping[str, float],
-    arrived: np.ndarray,
-    plan: Plan,
-    profile: Profile,
+    forward_s: float, ready: Mapping[str, float], arrived: np.ndarray, plan: Plan, profile: Profile
 ) -> Timeline:
     """Turn measured times, in seconds from the start of the step, into spans."""
     spans, before = [Span("compute", "forward", "forward", 0.0, forward_s)], forward_s
@@ -111,7 +97,8 @@ def _timeline(
     busy_until = 0.0
     for number in np.argsort(arrived):
         bucket = plan.buckets[number]
-        start, stop = max(_complete_s(bucket, ready), busy_until), float(arrived[number])
+        complete = max(ready[Piece.of(name).path] for name in bucket.variables)
+        start, stop = max(complete, busy_until), float(arrived[number])
         spans.append(Span(port, "message", bucket.name, min(start, stop), stop, int(number)))
         busy_until, end = stop, max(end, stop)
     step_s = end + profile.update_s
@@ -120,7 +107,3 @@ def _timeline(
         sorted((span for span in spans if span.end_s > span.start_s), key=lambda s: s.start_s)
     )
     return Timeline(done, step_s, profile.compute_s, profile.batch, plan.topology.size)
-
-
-def _complete_s(bucket: Bucket, ready: Mapping[str, float]) -> float:
-    return max(ready[Piece.of(name).path] for name in bucket.variables)

@@ -61,7 +61,6 @@ class Tensor(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Number of entries."""
         return math.prod(self.shape)
 
 
@@ -81,7 +80,6 @@ class Message(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Number of entries of all its tensors."""
         return sum(tensor.entries for tensor in self.tensors)
 
     @property
@@ -126,7 +124,6 @@ class RecordedStep(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step."""
         return self.end_s - self.start_s
 
     @property
@@ -202,11 +199,9 @@ class Recording(NamedTuple):
         return next(step for step in self.steps if step.step_s == middle)
 
     def earliest(self, step: RecordedStep) -> RecordedStep:
-        """Return a step whose tensors are ready at their earliest possible times.
-
-        A tensor that is seen right after a message may have been ready since that message began,
-        because the engine's thread sees no tensor while it waits for its messages, as on CPUs.
-        """
+        """Return a step whose tensors are ready at their earliest possible times."""
+        # On CPUs the engine's thread sees no tensor while it waits for its messages, so that one
+        # that is seen right after a message may have been ready since that message began
         if any(recorded.saw_meanwhile for recorded in self.steps):
             return step
         return RecordedStep(step.start_s, tuple(map(step.made_early, step.messages)))
@@ -226,31 +221,30 @@ def read_timeline(path: Path) -> Recording:
     """
     remedy = "Record it anew: `horovodrun --timeline-filename FILE`."
     with reading("A timeline of Horovod", path, remedy):
-        return _recording(path)
-
-
-def _recording(path: Path) -> Recording:
-    events = _events(path)
-    all_messages = _messages(events)
-    often = _in_every_step(all_messages)
-    steps, before = [], None
-    for messages in _steps(all_messages, often):
-        step = RecordedStep(0.0 if before is None else before, tuple(messages))
-        if before is not None and {t.name for m in messages for t in m.tensors} == often:
-            steps.append(step)
-        before = step.end_s
-    if not steps:
-        raise DataError(
-            f"A timeline of Horovod with two steps or more is required. Received {path}, with "
-            f"{len(all_messages)} messages. Start the run with `horovodrun "
-            "--timeline-filename FILE`."
-        )
-    ranks = {str(event.get("name")) for event in events if event.get("ph") == "X"}
-    return Recording(tuple(steps), max(1, len(ranks)))
+        events = _events(path)
+        all_messages = _messages(events)
+        often = _in_every_step(all_messages)
+        steps, before = [], None
+        for messages in _steps(all_messages, often):
+            step = RecordedStep(0.0 if before is None else before, tuple(messages))
+            # The end of the file may cut a step off
+            if before is not None and {t.name for m in messages for t in m.tensors} == often:
+                steps.append(step)
+            before = step.end_s
+        if not steps:
+            raise DataError(
+                f"A timeline of Horovod with two steps or more is required. Received {path}, with "
+                f"{len(all_messages)} messages. Start the run with `horovodrun "
+                "--timeline-filename FILE`."
+            )
+        # Rank 0 marks the arrival of each rank by an event of its number
+        ranks = {str(event.get("name")) for event in events if event.get("ph") == "X"}
+        return Recording(tuple(steps), max(1, len(ranks)))
 
 
 def _events(path: Path) -> list[Mapping[str, Any]]:
     text = path.read_text(errors="replace")
+    # A killed run has left the list without an end, perhaps in the middle of an event
     for candidate in (text, text[: text.rfind("},") + 1] + "]"):
         try:
             events = json.loads(candidate)
@@ -390,7 +384,17 @@ def measured_step(recording: Recording, step: RecordedStep, topology: Topology) 
                 "`tfcommx profile --exchange`."
             )
     profile = _profile(step, tensors)
-    plan = Plan(tuple(_bucket(message) for message in step.messages), topology)
+    buckets = [
+        Bucket(
+            message.name,
+            tuple(tensor.name for tensor in message.tensors),
+            tuple(tensor.entries for tensor in message.tensors),
+            message.tensors[0].dtype,
+            "allreduce",
+        )
+        for message in step.messages
+    ]
+    plan = Plan(tuple(buckets), topology)
     port = "between" if topology.nodes > 1 else "inside"
     timeline = Timeline(
         _spans(step, profile, port), step.step_s, profile.compute_s, 1, topology.size
@@ -412,16 +416,6 @@ def _profile(step: RecordedStep, tensors: Sequence[Tensor]) -> Profile:
         for tensor in ready
     )
     return Profile("a recorded run", rows, forward_s, compute_s - forward_s, batch=1, steps=1)
-
-
-def _bucket(message: Message) -> Bucket:
-    return Bucket(
-        message.name,
-        tuple(tensor.name for tensor in message.tensors),
-        tuple(tensor.entries for tensor in message.tensors),
-        message.tensors[0].dtype,
-        "allreduce",
-    )
 
 
 def _spans(step: RecordedStep, profile: Profile, port: str) -> tuple[Span, ...]:

@@ -61,22 +61,25 @@ def seconds_per_byte(
     Args:
         device: "/cpu:0", or TensorFlow's name of a GPU.
         size: bytes of the vectors on the CPU, a multiple of 4, >= 4.
-        repeats: number of additions, >= 1. On the CPU the fastest counts.
+        repeats: number of additions, >= 1.
 
     **Ranks:** local. **Cost:** `repeats` additions, or on a GPU `repeats` + 1 times 34, and 32 MB
     of its memory.
     """
-    if device == "/cpu:0":
-        return _on_host(size, repeats, clock)
-    return on_device(device, BYTES_ON_GPU, repeats, clock)
+    if device != "/cpu:0":
+        return on_device(device, BYTES_ON_GPU, repeats, clock)
+    total, summand, best = np.zeros(size // 4, np.float32), np.ones(size // 4, np.float32), math.inf
+    for _ in range(repeats):
+        start = clock()
+        np.add(total, summand, out=total)
+        best = min(best, clock() - start)
+    return max(best, 0.0) / (4 * len(total))
 
 
 def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) -> float:
     """Return the seconds per byte of TensorFlow's addition on a device.
 
-    They are the difference of a row of additions and a single one. Both read an entry of the result
-    on the host, because a launch ends before the addition does. Medians count, because a GPU's
-    clock and the host's other work may lengthen or shorten single times.
+    They are the difference of a row of additions and a single one.
 
     Args:
         device: TensorFlow's name of the device.
@@ -90,6 +93,7 @@ def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) 
             with tf.device(device):
                 for _ in range(additions):  # In place, and therefore in sequence
                     total.assign_add(summand)
+                # An entry, which the host reads, because a launch ends before the addition does
                 return total.read_value()[:1]
 
         traced: Callable[[], tf.Tensor] = tf.function(add, autograph=False)
@@ -101,19 +105,12 @@ def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) 
             start = clock()
             work().numpy()
             times.append(clock() - start)
-        return statistics.median(times[1:])  # Without the first, which is traced
+        # Not the fastest, because a GPU's clock may also shorten single times; without the first,
+        # which is traced
+        return statistics.median(times[1:])
 
     longer = seconds(row(1 + ADDITIONS)) - seconds(row(1))
     return max(longer, 0.0) / (ADDITIONS * size)
-
-
-def _on_host(size: int, repeats: int, clock: Callable[[], float]) -> float:
-    total, summand, best = np.zeros(size // 4, np.float32), np.ones(size // 4, np.float32), math.inf
-    for _ in range(repeats):
-        start = clock()
-        np.add(total, summand, out=total)
-        best = min(best, clock() - start)
-    return max(best, 0.0) / (4 * len(total))
 
 
 # Bytes from each rank: 1 KB to 16 MB
@@ -172,9 +169,8 @@ def probe(
 
     Args:
         sizes: bytes that each rank sends, multiples of 4, >= 4.
-        repeats: repeats of each size, >= 1. The median of messages and allreduces counts, because
-            disturbances of the probe also occur in training. For blocks and additions, the fastest
-            counts.
+        repeats: repeats of each size, >= 1. The median of messages and allreduces counts; for
+            blocks and additions, the fastest.
         blocks: bytes of the pipeline's blocks to try, multiples of 4, >= 4; the vector has half the
             bytes of the largest of `sizes`.
         steady: messages are repeated until this many bytes have passed through a port.
@@ -194,12 +190,13 @@ def probe(
     topology.require_even("probing the links")
     timer = functools.partial(_slowest_seconds, comm, repeats=repeats, clock=clock)
     added = seconds_per_byte(residual_device(), max(sizes), repeats, clock)
-    gamma = max(comm.gather_objects(added))
+    gamma = max(comm.gather_objects(added))  # The other ranks wait for the slowest one
     fields: dict[str, Any] = {}
     points: dict[str, list[tuple[float, float, float]]] = {}
     spread: dict[str, float] = {}
     for kind, group, together in (("inside", "node", 1), ("between", "peers", topology.slots)):
         timed = _time(comm, group, sizes, together, timer, steady)
+        # Not the fastest, because disturbances of the probe also occur in training
         points[kind] = [(terms, size, statistics.median(times)) for terms, size, times in timed]
         if not timed:
             fields[kind] = getattr(NOMINAL, kind)
@@ -232,10 +229,6 @@ def probe(
 def fastest_message(comm: Comm, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds of the fastest of several messages of WATCHED bytes between nodes.
 
-    The fastest separates network and machine, where the median of `probe` does not, because a
-    slower network lengthens all messages. Other work on a machine lengthens some, up to 30 times if
-    it takes a processor from a rank, and shortens none.
-
     Args:
         comm: this rank's view of the others, on two nodes or more.
 
@@ -247,16 +240,16 @@ def fastest_message(comm: Comm, clock: Callable[[], float] = time.perf_counter) 
     timer = functools.partial(_slowest_seconds, comm, repeats=WATCHED_TIMES, clock=clock)
     slots = comm.topology.slots
     (row,) = _time(comm, "peers", [WATCHED], slots, timer, WATCHED_STEADY)
+    # Not the median, because a slower network lengthens all messages, and other work on a machine
+    # only some, up to 30 times if it takes a processor from a rank
     return min(row[2])
 
 
 def _at_full_rate(links: Links, points: dict[str, list[tuple[float, float, float]]]) -> Links:
-    """Return the links with the rates of their fastest messages that no shaper's burst shortens.
-
-    Two ranks of Gloo mostly send the long messages of an all-gather one after the other. Probably
-    a rank's notice that it receives waits behind its own message. The segments of an allreduce do
-    not wait, so the fit to all messages is too slow for them, up to twice.
-    """
+    """Return the links with the rates of their fastest messages that no shaper's burst shortens."""
+    # Two ranks of Gloo mostly send the long messages of an all-gather one after the other. Probably
+    # a rank's notice that it receives waits behind its own message. The segments of an allreduce do
+    # not wait, so the fit to all messages is too slow for them, up to twice.
     for kind, timed in points.items():
         link = getattr(links, kind)
         rates = [time_s / size for _, size, time_s in timed if size >= STEADY / MOST]
@@ -266,7 +259,6 @@ def _at_full_rate(links: Links, points: dict[str, list[tuple[float, float, float
 
 
 def _ring_seconds_per_byte(engine: str, topology: Topology, links: Links) -> float:
-    """Return the seconds per byte of a vector that a ring of all ranks reduces."""
     hop = engines.get(engine).flat_ring(topology, links)
     return 2 * (topology.size - 1) / topology.size * hop.beta_s_per_byte
 
@@ -291,7 +283,6 @@ def _under_load(
     timer: Timer,
     spread: dict[str, float],
 ) -> dict[str, float]:
-    """Time a message of medium size while all ranks compute; return {} without a load."""
     if load is None:
         return {}
     size = sorted(sizes)[len(sizes) // 2]
@@ -304,12 +295,7 @@ def _under_load(
 
 
 def _time(
-    comm: Comm,
-    group: str,
-    sizes: Sequence[int],
-    together: int,
-    timer: Timer,
-    steady: int,
+    comm: Comm, group: str, sizes: Sequence[int], together: int, timer: Timer, steady: int
 ) -> list[tuple[float, float, list[float]]]:
     """Return (latency terms, bytes received through one port, seconds of each repeat) by size."""
     members = comm.members(group)

@@ -33,13 +33,11 @@ WARM_UP = 2
 
 
 class MeasuredProfile(NamedTuple):
-    """A profile, and the times of steps with and without its stamps."""
+    """A profile, and the time of steps without its stamps."""
 
     profile: Profile
-    # Median seconds of forward and backward pass without stamps
+    # Median seconds of forward and backward pass without stamps, measured alternately
     plain_s: float
-    # Median seconds with stamps, measured alternately
-    stamped_s: float
 
 
 def profile(
@@ -112,7 +110,6 @@ class StepTiming:
         self._stamped = _step(model, self._connected, stamps=True)
         self._plain = _step(model, self._connected, stamps=False)
         self._rows: list[np.ndarray] = []
-        self._stamped_s: list[float] = []
         self._plain_s: list[float] = []
 
     def step(self) -> None:
@@ -121,7 +118,6 @@ class StepTiming:
         with statistics_kept(self._model):
             start = time.perf_counter()
             stamps = self._stamped(*batch).numpy() - start
-            self._stamped_s.append(time.perf_counter() - start)
             start = time.perf_counter()
             self._plain(*batch).numpy()
             self._plain_s.append(time.perf_counter() - start)
@@ -138,12 +134,8 @@ class StepTiming:
         names = [all_names[position] for position in self._connected]
         fields = _profile(model, names, variables, rows, update_s, select)
         samples = int(tf.nest.flatten(batches[0][0])[0].shape[0])
-        density_or_none = density if rule else None
-        return MeasuredProfile(
-            Profile(batch=samples, steps=len(rows), density=density_or_none, **fields),
-            statistics.median(self._plain_s[WARM_UP:]),
-            statistics.median(self._stamped_s[WARM_UP:]),
-        )
+        fields |= {"batch": samples, "steps": len(rows), "density": density if rule else None}
+        return MeasuredProfile(Profile(**fields), statistics.median(self._plain_s[WARM_UP:]))
 
 
 @contextlib.contextmanager
@@ -182,7 +174,6 @@ def batches_of(data: Iterable[Any], count: int) -> list[tuple[Any, Any, Any]]:
 
 
 def _tensors(batch: Any) -> tuple[Any, Any, Any]:
-    """Return inputs, targets and weights of a batch as tensors."""
     parts = keras.utils.unpack_x_y_sample_weight(batch)
     inputs, targets, weights = tf.nest.map_structure(
         lambda part: None if part is None else tf.convert_to_tensor(part), parts
@@ -271,7 +262,7 @@ def _profile(
 
 
 def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> float:
-    """Time a copy of the optimizer on copies of the variables."""
+    # On copies, because the model must not change
     original = model.optimizer
     # Classes of the user, because Keras does not know their names; without the wrapper's
     classes = {

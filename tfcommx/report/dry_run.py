@@ -9,14 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from tfcommx.core import reading
-from tfcommx.report.summary import (
-    ReportError,
-    bytes_text,
-    plural,
-    size_text,
-    time_text,
-    write_json,
-)
+from tfcommx.report.summary import ReportError, bytes_text, plural, size_text, time_text, write_json
 from tfcommx.report.terminal import table_of, terminal_console
 
 FILE = "dry_run.json"

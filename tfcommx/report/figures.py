@@ -23,7 +23,7 @@ def draw_links(links: Links, points: Mapping[str, Points], by_engine: bool, path
 
     Args:
         points: "inside", "between" -> latency terms, bytes and seconds of every size.
-        by_engine: whether the measured times include the engine's.
+        by_engine: True if the measured times include the engine's.
     """
     from matplotlib.figure import Figure
 
@@ -31,7 +31,7 @@ def draw_links(links: Links, points: Mapping[str, Points], by_engine: bool, path
     axes = figure.subplots()
     for kind, colour in (("inside", "tab:blue"), ("between", "tab:orange")):
         link, measured = getattr(links, kind), points[kind]
-        if not measured:
+        if not measured:  # On one node, or with one rank on each
             continue
         sizes = [size for _, size, _ in measured]
         seconds = [seconds for _, _, seconds in measured]
@@ -142,6 +142,7 @@ def draw_map(rows: Sequence[Row], path: Path) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
         for number, scheme in enumerate(schemes[1:]):
             values = [speedups.get((model, machine, scheme, rate), []) for rate in rates]
+            # A machine with other rates, or on which the scheme is impossible
             if not all(values):
                 axes.set_visible(False)
                 break

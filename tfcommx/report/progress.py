@@ -7,7 +7,6 @@ import itertools
 import os
 import sys
 import time
-from types import TracebackType
 from typing import IO, Any
 
 from rich.console import Console
@@ -32,12 +31,11 @@ class ProgressDisplay:
     """One bar over all steps of a run on a terminal; elsewhere one plain line per epoch.
 
     Args:
-        steps: the number of steps of the whole run, >= 1.
-        epochs: the number of epochs of the whole run, >= 1.
-        shown: whether anything is shown; True on rank 0 only.
+        steps: of the whole run, >= 1.
+        epochs: of the whole run, >= 1.
+        shown: True on rank 0 only.
         stream: the output stream; None: stdout.
-        terminal: device file of a terminal, to which the bar is written if stdout is no terminal,
-            because under horovodrun stdout is a pipe. Used only if it is a writable terminal.
+        terminal: device file of a terminal, to which the bar is written if stdout is no terminal.
     """
 
     def __init__(
@@ -49,6 +47,7 @@ class ProgressDisplay:
         terminal: str | None = None,
     ) -> None:
         width = None
+        # Under horovodrun stdout is a pipe
         if shown and stream is None and terminal and not sys.stdout.isatty():
             # Without such a device, or without the right to open it: plain lines
             with contextlib.suppress(OSError):
@@ -56,6 +55,7 @@ class ProgressDisplay:
                 stream = os.fdopen(device, "w") if os.isatty(device) else None
                 width = os.get_terminal_size(device).columns or None
         self.steps, self.epochs, self.shown, self.done = steps, epochs, shown, 0
+        # Brackets and colons in names of the user are no markup
         self.console = Console(
             file=stream or sys.stdout,
             highlight=False,
@@ -84,12 +84,7 @@ class ProgressDisplay:
             self.bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.bar:
             self.bar.stop()
 
@@ -126,7 +121,7 @@ class ProgressDisplay:
         return next((text for text in reversed(texts) if len(text) <= room), texts[0])
 
     def _print(self, line: str) -> None:
-        """Print a line with the remaining time, extrapolated from the steps so far."""
+        # The remaining time is extrapolated from the steps so far
         self.last_line = time.monotonic()
         elapsed = self.last_line - self.started
         remaining = elapsed / self.done * (self.steps - self.done) if self.done else 0.0
@@ -150,7 +145,6 @@ class ProgressDisplay:
             self._print(line)
 
     def say(self, line: str) -> None:
-        """Show a separate line."""
         if self.shown:
             (self.bar.console if self.bar else self.console).print(line)
 

@@ -13,7 +13,7 @@ from tfcommx.core import DataError, json_text, reading, write_text
 FILE = "summary.json"
 # What to do about a missing or damaged summary
 REMEDY = "Give the folder of a run, or train again to write it anew."
-# The parts of an epoch, as training.steps.Timing measures them, in the order of the stacked bars.
+# The parts of an epoch, as training.steps.Timing measures them
 PARTS = {
     "data": "waiting for data",
     "compute": "forward and backward pass",
@@ -139,9 +139,8 @@ def seconds_by_part(rows: list[dict[str, Any]]) -> dict[str, float]:
 def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each phase with a finished epoch, as in the paper's table 4.
 
-    Throughput counts steps and waiting for data, but not first steps, because these trace. Scaling
-    efficiency is the throughput divided by that of one process times the number of processes; None
-    if the throughput of one process was not measured.
+    Scaling efficiency is the throughput divided by that of one process times the number of
+    processes; None if the throughput of one process was not measured.
 
     **Source:** Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
     Clusters" (2021), section 5.6, table 4.
@@ -151,6 +150,7 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
         rows = [row for row in summary["rows"] if row["phase"] == phase]
         samples = busy = processes = 0.0
         for row in rows:  # A process that resumed the run may have had other ranks and batches
+            # Without first steps, because these trace
             samples += (row["steps"] - row["first_steps"]) * row["global_batch"]
             seconds = sum(row["seconds"][kind] for kind in STEADY)
             busy += seconds
@@ -174,7 +174,6 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def phase_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return epochs, size, batch, exchange, throughput, that of one process, and efficiency."""
     alone = row["alone"]
     return (
         f"{row['epochs']}",
@@ -188,13 +187,11 @@ def phase_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def epoch_headings(summary: dict[str, Any]) -> tuple[str, ...]:
-    """Return the headings of `epoch_cells`."""
     rate = f"{summary['counted']}/s"
     return ("epoch", "size", "exchange", "loss", "train", "test", rate, "seconds")
 
 
 def epoch_cells(row: dict[str, Any], test: str) -> tuple[str, ...]:
-    """Return the cells of an epoch's row in a table; `test` are its scores."""
     return (
         f"{row['epoch']}",
         size_text(row),
@@ -239,9 +236,8 @@ def time_text(seconds: float) -> str:
     minutes, remainder = divmod(round(seconds), 60)
     if minutes == 0:
         return f"{remainder} s"
-    return (
-        f"{minutes} min {remainder} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-    )
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest} min" if hours else f"{minutes} min {remainder} s"
 
 
 def write_json(contents: dict[str, Any], path: Path) -> None:

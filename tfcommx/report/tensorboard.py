@@ -9,14 +9,7 @@ from typing import Any
 from tfcommx.report.summary import more_scores
 
 # Fields of an epoch's row that become scalars
-SCALARS = (
-    "loss",
-    "train_accuracy",
-    "test_accuracy",
-    "throughput",
-    "resolution",
-    "density",
-)
+SCALARS = ("loss", "train_accuracy", "test_accuracy", "throughput", "resolution", "density")
 # Seconds between two points of the curves over steps
 STEP_SECONDS = 1.0
 
@@ -28,7 +21,7 @@ class TensorBoardEvents:
     """
 
     def __init__(self, folder: Path) -> None:
-        import tensorflow as tf
+        import tensorflow as tf  # Here, so that `tfcommx report` is quick
 
         self.writer = tf.summary.create_file_writer(str(folder))
         self.written_at = 0.0

@@ -39,12 +39,10 @@ LEFT = ("exchange",)
 
 
 def terminal_console() -> Console:
-    """Return a console for tables: as wide as the terminal, or WIDE without one.
-
-    It prints brackets and colons as they are, because names of the user may have them: rich would
-    take `[spot]` for a style, and raise for `[/data]`.
-    """
+    """Return a console for tables: as wide as the terminal, or WIDE without one."""
     width = None if sys.stdout.isatty() else WIDE
+    # Names of the user may have brackets and colons: rich would take `[spot]` for a style, and
+    # raise for `[/data]`
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
@@ -98,12 +96,11 @@ def read_to_show(folder: Path) -> dict[str, Any]:
     """Read a run's summary. **Raises:** ReportError if it is none, or no table can show it."""
     with reading("The summary of a run", folder / FILE, REMEDY, ReportError):
         summary = read(folder)
-        _tables(summary)
+        _tables(summary)  # So that a damaged row is an error that names the file
     return summary
 
 
 def show(summary: dict[str, Any], console: Console | None = None) -> None:
-    """Print the tables of the report to the terminal."""
     console = console or terminal_console()
     for table in _tables(summary):
         if table.row_count:
@@ -111,7 +108,16 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
 
 
 def _tables(summary: dict[str, Any]) -> list[Table]:
-    return [_epochs(summary), _phases(summary), _totals(summary), _breakdown(summary)]
+    epochs = (epoch_cells(row, f"{row['test_accuracy']:.4f}") for row in summary["rows"])
+    headings = ("epochs", "size", "batch", "exchange", f"{summary['counted']}/s", "one process")
+    phases = map(phase_cells, phase_rows(summary))
+    title = "phases, without the first step of each"
+    return [
+        table_of(f"{summary.get('name', 'run')}: epochs", epoch_headings(summary), LEFT, epochs),
+        table_of(title, (*headings, "scaling"), LEFT, phases),
+        _totals(summary),
+        _breakdown(summary),
+    ]
 
 
 def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
@@ -132,21 +138,9 @@ def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
     terminal_console().print(table)
 
 
-def _epochs(summary: dict[str, Any]) -> Table:
-    rows = (epoch_cells(row, f"{row['test_accuracy']:.4f}") for row in summary["rows"])
-    title = f"{summary.get('name', 'run')}: epochs"
-    return table_of(title, epoch_headings(summary), LEFT, rows)
-
-
-def _phases(summary: dict[str, Any]) -> Table:
-    rate = f"{summary['counted']}/s"
-    headings = ("epochs", "size", "batch", "exchange", rate, "one process", "scaling")
-    rows = map(phase_cells, phase_rows(summary))
-    return table_of("phases, without the first step of each", headings, LEFT, rows)
-
-
 def _totals(summary: dict[str, Any]) -> Table:
     dense, sent = summary["bytes_between_nodes_dense"], summary["bytes_between_nodes"]
+    # A dense exchange sends more than its gradients, because metrics are sent, too
     saved = (
         f", {dense / sent:.1f} times less than the {bytes_text(dense)} of dense gradients"
         if dense > sent > 0
@@ -186,29 +180,18 @@ def _breakdown(summary: dict[str, Any]) -> Table:
 
 
 def _loader(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return the rows on rank 0's data cache; none if the run had no cache."""
     seen = [row["loader"] for row in rows if row.get("loader")]
     if not seen:
         return []
     samples = sum(part["samples"] for part in seen) or 1
+    # Weighted, because epochs of a resumed run may have fewer samples
     shares = {
         level: sum(part[f"hit_{level}"] * part["samples"] for part in seen) / samples
         for level in ("memory", "disk", "source")
     }
     waited = sum(part["loader_wait_seconds"] for part in seen)
-    strange = {
-        name: int(sum(part[name] for part in seen))
-        for name in ("unreadable", "repaired", "overflow")
-    }
-    return [
-        (
-            "images came from",
-            ", ".join(
-                [
-                    *(f"{level} {100 * share:.1f} %" for level, share in shares.items()),
-                    *(f"{count} {name}" for name, count in strange.items() if count),
-                ]
-            ),
-        ),
-        ("waited for images", f"{waited:.2f} s"),
-    ]
+    parts = [f"{level} {100 * share:.1f} %" for level, share in shares.items()]
+    for name in ("unreadable", "repaired", "overflow"):  # Shown only if there are any
+        if count := int(sum(part[name] for part in seen)):
+            parts.append(f"{count} {name}")
+    return [("images came from", ", ".join(parts)), ("waited for images", f"{waited:.2f} s")]

@@ -63,7 +63,6 @@ def _lanes(timeline: Timeline) -> list[str]:
 
 
 def _cells(spans: list[Span], step_s: float, width: int) -> str:
-    """Return a character for each of `width` equal parts of the step."""
     if step_s <= 0:
         return " " * width
     cell = step_s / width
@@ -80,14 +79,10 @@ def _cells(spans: list[Span], step_s: float, width: int) -> str:
 
 
 def _sign(part: Counter[str], cell: float) -> str:
+    # Tolerance, because a cell is a sum of rounded parts
     if sum(part.values()) < cell / 2 * (1 - 1e-9):
         return " "
     return max(part, key=lambda sign: part[sign])
-
-
-def draw_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
-    """Draw the same lanes as a picture."""
-    draw_timelines({title: timeline}, path)
 
 
 def draw_timelines(timelines: dict[str, Timeline], path: Path) -> None:
@@ -100,7 +95,7 @@ def draw_timelines(timelines: dict[str, Timeline], path: Path) -> None:
     longest = max(timeline.step_s for timeline in timelines.values())
     for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
         _draw_lanes(axes, timeline, title, longest)
-    if all(map(_lanes, timelines.values())):
+    if all(map(_lanes, timelines.values())):  # A step without spans has no legend
         legend = max((axes.get_legend_handles_labels() for axes in panels), key=lambda h: len(h[1]))
         figure.legend(*legend, loc="outside lower center", ncols=len(COLOURS), fontsize=8)
     with replacing(path) as part:
@@ -166,7 +161,6 @@ def _track(span: Span) -> str:
 
 
 def _named(kind: str, name: str, process: int, thread: int) -> dict[str, Any]:
-    """Return the event that names a process or a thread."""
     args = {"name": name}
     return {"name": f"{kind}_name", "ph": "M", "pid": process, "tid": thread, "args": args}
 

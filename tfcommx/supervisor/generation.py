@@ -102,6 +102,7 @@ class Ending(NamedTuple):
 
     def silent(self, launch: Launch) -> dict[int, str]:
         """Return silent rank -> its host; empty if a host does not answer, or after a pause."""
+        # A rank that was cut off reports the ranks that work
         reports = [text for text in self.reports if CUT_OFF not in text] or self.reports
         ranks = sorted({int(rank) for text in reports for rank in SILENT.findall(text)})
         host_by_rank = {rank: launch.host_of(rank) for rank in ranks if rank < launch.size}
@@ -149,6 +150,8 @@ class Deaths:
             return generation.ended - generation.began >= START_SECONDS
         if generation.steps is None:
             return False
+        # Rank 0 may have died before it reported its last steps, so that the next generation seems
+        # to get further at the same step
         unsaid = (generation.steps_per_second or 0.0) * REPORT_SECONDS
         self._unsaid = max(self._unsaid, unsaid)
         before, self._furthest = self._furthest, max(self._furthest, generation.steps)
@@ -198,18 +201,17 @@ class RankZeroListener:
         local: bool,
     ) -> None:
         self._heard = heard
-        self._handshake = Handshake(run_secret.secret, PROTOCOL, (run_secret.run, str(generation)))
-        self._listening, places = listen(interfaces, local)
+        # The generation is a part of the proof, because a rank of an earlier one may still live
+        handshake = Handshake(run_secret.secret, PROTOCOL, (run_secret.run, str(generation)))
+        listening, places = listen(interfaces, local)
         self._rank_0: socket.socket | None = None
         self.variables = {
             "TFCOMMX_RUN": run_secret.run,
             "TFCOMMX_GENERATION": str(generation),
-            "TFCOMMX_SUPERVISOR": f"{','.join(places)}:{self._listening.getsockname()[1]}",
+            "TFCOMMX_SUPERVISOR": f"{','.join(places)}:{listening.getsockname()[1]}",
             "TFCOMMX_SUPERVISOR_SECRET": run_secret.secret,
         }
-        self._entrance = Entrance(
-            self._listening, self._handshake, HANDSHAKE_SECONDS, self._hear, CALLERS
-        )
+        self._entrance = Entrance(listening, handshake, HANDSHAKE_SECONDS, self._hear, CALLERS)
 
     def pause(self, reason: str) -> bool:
         """Ask the ranks to save and end; return True if the request was sent to rank 0."""
@@ -223,7 +225,6 @@ class RankZeroListener:
         return True
 
     def close(self) -> None:
-        """Stop listening; the generation has ended."""
         self._entrance.close()
         if self._rank_0 is not None:
             with contextlib.suppress(OSError):
@@ -288,7 +289,6 @@ class Generation:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return slots_of(self.hosts)
 
     def hear(self, message: dict[str, Any], time_now: float) -> str:
@@ -319,7 +319,7 @@ class Generation:
         return ""
 
     def _count(self, total: int, time_now: float) -> str:
-        if total <= self.began_at_step:
+        if total <= self.began_at_step:  # No step of this generation yet
             return ""
         first = self.steps is None
         if first:

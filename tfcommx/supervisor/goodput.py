@@ -28,7 +28,6 @@ class Goodput(NamedTuple):
     seconds: float
 
     def in_words(self) -> str:
-        """Return the goodput as a sentence."""
         seconds = f"{_share(self.training_seconds, self.seconds)} of {self.seconds:.0f} s"
         if not self.steps_taken:
             return f"Nothing is known of the steps; the run took {self.seconds:.0f} s."
@@ -54,41 +53,27 @@ def goodput(generations: Sequence[Generation]) -> Goodput:
 
 
 def _row(generation: Generation) -> list[str]:
-    source = (
-        "-"
-        if generation.resumed is None
-        else f"{generation.resumed.source}, {generation.resumed.total}"
-    )
+    resumed, has_steps = generation.resumed, generation.steps is not None
     return [
         str(generation.number),
         str(generation.ranks),
         in_words(generation.hosts),
-        source,
-        "-" if generation.steps is None else str(generation.steps),
+        f"{resumed.source}, {resumed.total}" if resumed else "-",
+        str(generation.steps) if has_steps else "-",
         f"{generation.ended - generation.began:.1f}",
-        "-" if generation.steps is None else f"{generation.training_seconds:.1f}",
+        f"{generation.training_seconds:.1f}" if has_steps else "-",
         generation.how,
     ]
 
 
-HEADER = [
-    "generation",
-    "ranks",
-    "hosts",
-    "continues from",
-    "to step",
-    "seconds",
-    "training",
-    "how it ended",
-]
+HEADER = ["generation", "ranks", "hosts", "continues from", "to step", "seconds", "training"]
+HEADER += ["how it ended"]
 
 
 def table(generations: Sequence[Generation]) -> str:
-    """Return a line for each generation, under a header."""
     rows = [HEADER, *map(_row, generations)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join(lines)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def to_json(generations: Sequence[Generation]) -> dict[str, Any]:
@@ -119,8 +104,6 @@ def to_json(generations: Sequence[Generation]) -> dict[str, Any]:
 
 
 def write(generations: Sequence[Generation], path: Path) -> None:
-    """Write `to_json` into a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json_text(to_json(generations), indent=1) + "\n")
 
 
@@ -143,7 +126,6 @@ class Price(NamedTuple):
         return self.seconds * self.before / (self.after - self.before)
 
     def in_words(self) -> str:
-        """Return the price as a sentence."""
         return (
             f"A restart costs {self.seconds:.1f} s, as the last one; {self.before:.3g} batches/s "
             f"now, {self.after:.3g} predicted (linear in ranks): it pays after "
@@ -152,11 +134,7 @@ class Price(NamedTuple):
 
 
 def price(generations: Sequence[Generation], ranks: int) -> Price | None:
-    """Return the price of starting the last generation again on more ranks.
-
-    Returns:
-        The price; None before the rate of the last generation is known.
-    """
+    """Return the price of starting the last generation on more ranks; None before it is known."""
     last, before = generations[-1], generations[-2:-1]
     rate = last.steps_per_second
     if rate is None or last.training_seconds < RATE_SECONDS:
@@ -165,9 +143,7 @@ def price(generations: Sequence[Generation], ranks: int) -> Price | None:
 
 
 def pause_before(generation: Generation, before: Generation | None = None) -> float:
-    """Return the seconds without a step before a generation's first step.
-
-    They begin with the last known step of the previous generation, or the start of the ranks.
-    """
+    """Return the seconds without a step before a generation's first step."""
+    # Since the last known step, because the time to notice the loss is a part of the pause
     since = before.last_step_at if before and before.steps is not None else generation.began
     return generation.first_step_at - since

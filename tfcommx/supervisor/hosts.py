@@ -52,7 +52,6 @@ class SupervisorOptions:
     interfaces: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.most is not None and self.most < self.fewest:
             raise ConfigurationError(
                 "--max-np must be at least --min-np. Received "
@@ -91,7 +90,6 @@ class FixedHosts:
         self.name, self._hosts = name, list(hosts)
 
     def hosts(self) -> list[Host]:
-        """Return the hosts with their slots."""
         return list(self._hosts)
 
 
@@ -161,6 +159,7 @@ class Cooldown:
         """Leave a host out; return the seconds, >= `at_least`."""
         shortest, longest = self._range
         before = self._times.get(host, 0)
+        # At most 2^30, because a power of a float beyond its range raises an error
         seconds = max(at_least, min(longest, shortest * 2.0 ** min(before, 30)))
         self._times[host] = before + 1
         self._until[host] = self._clock() + seconds
@@ -168,6 +167,7 @@ class Cooldown:
 
     def allowed(self, named: Collection[str]) -> set[str]:
         """Return the subset of the hosts named by discovery that may be used."""
+        # A host that was absent from the list, and is named again, has probably been repaired
         for host in self._unnamed & set(named):
             self._until.pop(host, None)
         self._unnamed = {host for host in self._until if host not in named}
@@ -277,6 +277,7 @@ class Hosts:
 
     def answering(self, hosts: Collection[str], command: Sequence[str] = ("true",)) -> set[str]:
         """Return the hosts that carry out a command; always including this host."""
+        # Without ssh to this host, which horovodrun does not need either
         remote_hosts = [host for host in hosts if not is_local(host)]
         return {*hosts} - {*remote_hosts} | set(self.remote.run(remote_hosts, command))
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from tfcommx.core import LaunchError
 from tfcommx.launch.commands import is_local
@@ -43,35 +43,22 @@ POLL_SECONDS = 5.0
 USER_ERROR = 2
 
 
-class StopSignal(Protocol):
-    """Reaction of this process to a signal."""
-
-    # The first signal; 0: none
-    number: int
-    # The launch that is running now
-    running: Running | None
-
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal."""
-        ...
-
-
-class EndAtOnce:
+class StopSignal:
     """Ends the ranks when this process receives a signal; at once after a second signal."""
 
     def __init__(self) -> None:
+        # The first signal; 0: none
         self.number = 0
+        # The launch that is running now
         self.running: Running | None = None
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal, and end the ranks."""
         self.number = self.number or number
         if self.running:
             self.running.terminate()
 
 
 def say(text: str) -> None:
-    """Print a line for the user."""
     print(f"tfcommx: {text}", file=sys.stderr, flush=True)
 
 
@@ -112,7 +99,6 @@ class Supervisor:
             self._clean_up()
 
     def _generation_ended_well(self) -> bool:
-        """Carry out one generation; return True if it ended with status 0."""
         launch = self._make_launch(self._wait_for_hosts(), len(self.generations))
         if self._stop.number:
             sys.exit(128 + self._stop.number)
@@ -143,7 +129,6 @@ class Supervisor:
     def _carry_out(
         self, generation: Generation, launch: Launch, lines: RankLines
     ) -> tuple[Running, int]:
-        """Start the ranks and show their output until all have ended; return the status."""
         local = all(is_local(host.name) for host in launch.hosts)
         wake, ended = threading.Event(), threading.Event()
         epochs: list[int] = []
@@ -168,6 +153,7 @@ class Supervisor:
                 minutes = (time.monotonic() - generation.began) / 60
                 due |= self._options.grow_every is not None and minutes >= self._options.grow_every
                 why = self._why_to_grow(generation) if due and not ended.is_set() else ""
+                # Asked again, because `_why_to_grow` runs a script and commands on hosts
                 if why and not ended.is_set():
                     generation.asked_to_pause = link.pause("growth")
                 if generation.asked_to_pause:
@@ -190,8 +176,8 @@ class Supervisor:
             link.close()
 
     def _end_the_rest(self, generation: Generation, lines: RankLines) -> None:
-        """End ranks that continue after another one has failed."""
-        # horovodrun waits for them, and on other hosts only the watch would end them
+        # After a failure horovodrun waits for the other ranks, and on other hosts only the watch
+        # would end them
         while not generation.ended:
             time.sleep(1)
             endings = lines.endings
@@ -224,7 +210,7 @@ class Supervisor:
         generation.how = ending.what_was_lost(running.launch)
         if ending.first and not ending.paused and self._status is None:
             self._status = ending.first.status
-        if ending.first and ending.first.status == USER_ERROR:
+        if ending.first and ending.first.status == USER_ERROR:  # The next one would end like it
             raise running.failed(status, lines)
         failed = not ending.paused and not ending.dead
         if failed and self._deaths.add(generation):
@@ -236,6 +222,7 @@ class Supervisor:
         silent = {host for host in ending.silent(running.launch).values() if not is_local(host)}
         for host in sorted(ending.dead):
             self._hosts.leave_out(host)
+        # Only the second time, because a host that answers may have lost a link for some seconds
         for host in sorted(silent & self._suspected):
             self._hosts.leave_out(host)
         self._suspected = silent
@@ -262,7 +249,7 @@ class Supervisor:
     # --- growth ----------------------------------------------------------------------------
 
     def _why_to_grow(self, generation: Generation) -> str:
-        """Return the price of a restart on more hosts, as text; empty if it does not pay."""
+        # Empty if a restart does not pay
         if generation.number == self._options.reset_limit:
             return ""
         hosts = place(self._hosts.offered(), generation.hosts, self._options.most)
@@ -271,6 +258,7 @@ class Supervisor:
             return ""
         restart_price = price(self.generations, ranks)
         lasted = time.monotonic() - self.generations[0].began
+        # The rest of the run is assumed to be as long as the run so far
         if restart_price is None or restart_price.pays_after > lasted:
             return ""
         new = {host.name for host in hosts} - {host.name for host in generation.hosts}
@@ -303,7 +291,6 @@ class Supervisor:
 
 
 def start_line(generation: Generation) -> str:
-    """Return the line that announces the hosts of a generation."""
     ranks = f"{generation.ranks} rank{'s' * (generation.ranks > 1)}"
     line = f"Generation {generation.number} starts on {ranks}: {in_words(generation.hosts)}."
     if len({host.slots for host in generation.hosts}) > 1:

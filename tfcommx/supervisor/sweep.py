@@ -50,6 +50,7 @@ def find_processes(run: str, generation: str | None = None, ranks: str = "") -> 
 def end_processes(run: str, generation: str | None = None, ranks: str = "") -> list[int]:
     """Kill a run's processes; return those that still exist after `END_SECONDS`."""
     deadline = time.monotonic() + END_SECONDS
+    # Repeatedly, because a process may have started another one before it was killed
     while pids := find_processes(run, generation, ranks):
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -58,12 +59,6 @@ def end_processes(run: str, generation: str | None = None, ranks: str = "") -> l
             break
         time.sleep(0.02)
     return pids
-
-
-def remove_memory(run: str) -> None:
-    """Remove the run's folders in shared memory."""
-    for path in MEMORY.glob(f"tfcommx-{os.getuid()}-{run}-*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_stale_memory() -> None:
@@ -97,7 +92,8 @@ def sweep(run: str, generation: str | None = None, ranks: str = "") -> list[int]
     """End the processes; without a generation remove the memory files, too."""
     survivors = end_processes(run, generation, ranks)
     if generation is None:
-        remove_memory(run)
+        for path in MEMORY.glob(f"tfcommx-{os.getuid()}-{run}-*"):
+            shutil.rmtree(path, ignore_errors=True)
     remove_stale_memory()
     return survivors
 

@@ -42,7 +42,7 @@ def check_traces(work: Callable[..., object], where: str, *shapes: tuple[int, ..
     """Require that a function of float32 tensors is graph code, because steps are traced."""
     try:
         tf.function(work).get_concrete_function(*map(tf.TensorSpec, shapes))
-    except Exception as error:
+    except Exception as error:  # Of any class, because the member is code of others
         raise LawBroken(
             f"A step must be traceable by tf.function, with static shapes. {error} With {where}."
         ) from error
@@ -93,36 +93,34 @@ def play(plan: Plan, source: Source, steps: int = 3) -> list[list[Step]]:
 
 
 def take(running: PlanExecutor, gradients: Values) -> Step:
-    """Take one step."""
     result = running.exchange({path: tf.constant(value) for path, value in gradients.items()})
     state = running.export()
-    residuals = state.residuals
+    # A variable that is sent whole has no residual
     zeros = {path: np.zeros(math.prod(shape), np.float32) for path, shape in SHAPES.items()}
     return Step(
         gradients,
         {path: value.numpy() for path, value in result.items()},
-        zeros | residuals,
+        zeros | state.residuals,
         state,
         np.array(running.comm.traffic()),
     )
 
 
 def check_on_sparse_routes(name: str, **named: Any) -> None:
-    """Check the laws for a scheme, on every sparse route, on one node and on several.
-
-    Args:
-        name: of the member, for messages.
-        named: fields of the scheme: its selection, and others that differ from the default.
-    """
+    """Check the laws for a scheme of these fields, on every sparse route."""
     for route in routes.SPARSE.values():
+        # Two buckets, because the last kernel alone has more than 2000 bytes
         scheme = Scheme(route.name, density=0.1, dense_below=8, bucket_bytes=2000, **named)
         for topology in (*ONE_LEVEL, *TWO_LEVELS):
             plan = plan_of(scheme, topology)
             where = f"{name} on {route.name!r}, {topology.nodes} x {topology.slots} ranks"
+            # Sums of whole numbers are exact, so that nothing may be lost; agreement is harder for
+            # numbers whose sums depend on the order
             logs = play(plan, whole_numbers)
             check_conservation(logs, where)
             check_agreement(play(plan, normal_numbers), where)
             check_count(plan, logs, where)
+        # Of the last topology, on two levels, because each of these takes seconds
         check_non_finite(plan, where)
         check_continues(plan, where)
 
@@ -143,12 +141,14 @@ def check_conservation(logs: list[list[Step]], where: str, tolerance: float = 0.
             expected = sum(log[step].came[path].ravel() for log in logs) + before[path]
             residuals = sum(log[step].kept[path] for log in logs)
             off = np.abs(logs[0][step].result[path].ravel() + residuals - expected)
+            # Not `off > allowed`, because NaN is off, too
+            wrong = ~(off <= tolerance * np.abs(expected).max())
             require(
-                bool((off <= tolerance * np.abs(expected).max()).all()),
+                not wrong.any(),
                 "The sum of sent values and residuals must equal the sum of the inputs.",
                 where,
-                f"{np.count_nonzero(off > tolerance * np.abs(expected).max())} entries of {path!r} "
-                f"are off in step {step + 1}, by up to {np.nanmax(off):g}.",
+                f"{np.count_nonzero(wrong)} entries of {path!r} are off in step {step + 1}, by up "
+                f"to {np.nanmax(off):g}.",
             )
             before[path] = residuals
 
@@ -187,6 +187,7 @@ def check_non_finite(plan: Plan, where: str) -> None:
 
         def source(rank: int, step: int, bad: float = bad) -> Values:
             gradients = whole_numbers(rank, step)
+            # In the second of three steps: there are residuals before it, and a step after it
             if step == 1 and rank == last:
                 for values in gradients.values():
                     values.flat[values.size // 2] = bad

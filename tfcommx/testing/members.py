@@ -53,7 +53,7 @@ def check_compression(name: str) -> None:
         repr(name),
         f"{start.shape} and {sizes} came for {shapes}.",
     )
-    if not member.sums(shapes):
+    if not member.sums(shapes):  # The laws would hold, because nothing is compressed
         raise ConfigurationError(
             f"A compression that shortens the gradients of the shapes {shapes} is required. "
             f"Received {name!r}, whose `sums` are empty. Check one with smaller parts."
@@ -64,7 +64,7 @@ def check_compression(name: str) -> None:
         start.shape,
         *shapes,
     )
-    for route in ("allreduce", "asa", "torus"):
+    for route in ("allreduce", "asa", "torus"):  # Of one level and of two
         scheme = Scheme(route, compression=name, bucket_bytes=10**6)
         for topology in (*laws.ONE_LEVEL, *laws.TWO_LEVELS):
             plan = laws.plan_of(scheme, topology)
@@ -134,7 +134,6 @@ def check_rule(name: str) -> None:
 
 
 def _check_choice(name: str) -> None:
-    """Check the entries chosen from single vectors."""
     rule, numbers = selection.rule(name), np.random.default_rng(0)
     laws.check_traces(lambda vector: rule.select(vector, 10, seed=5)[:2], repr(name), (100,))
     for size, k in ((1, 1), (10, 10), (1000, 1), (1000, 100), (70_000, 700)):
@@ -196,22 +195,18 @@ def check_strategy(asked: str | Strategy, steps: int = 4) -> None:
             )
         start = [variable.numpy() for variable in _variables()]
         require(
-            not any(map(np.array_equal, first, start)) and all(map(_is_finite, first)),
+            not any(map(np.array_equal, first, start))
+            and all(np.isfinite(weights).all() for weights in first),
             "Steps must move the weights, and leave them finite.",
             where,
             "They did not.",
         )
 
 
-def _is_finite(weights: np.ndarray) -> bool:
-    return bool(np.isfinite(weights).all())
-
-
 def _weights_after(steps: int, strategy: Strategy, comm: Comm) -> list[np.ndarray]:
     mixin = UpdatesShards if strategy.shards_weights else ExchangesGradients
     optimizer, weights = copy_with(mixin, keras.optimizers.SGD(0.1, momentum=0.5)), _variables()
-    settings = ExchangeSettings(strategy=strategy)
-    optimizer.exchanger = Exchanger(comm, Scheme(), settings)
+    optimizer.exchanger = Exchanger(comm, Scheme(), ExchangeSettings(strategy=strategy))
     for step in range(steps):
         gradients = laws.normal_numbers(comm.rank, step)
         optimizer.apply([tf.constant(gradients[path]) for path in laws.SHAPES], weights)
@@ -247,10 +242,10 @@ def check_wire(name: str) -> None:
 
 
 def _check_buffers(name: str, k: int, size: int) -> None:
-    """Check the content and length of single buffers, and the entries read from several."""
     where = f"{name!r}, {k} of {size} entries"
     numbers, written = np.random.default_rng(0), []
     for number in range(BUFFERS):
+        # Of many magnitudes, because a format may round by the largest entry
         random = (numbers.normal(size=k) * 10.0 ** numbers.integers(-5, 6, k)).astype(np.float32)
         if number == 1:
             random[numbers.integers(k)] = np.nan
@@ -287,10 +282,8 @@ def _check_rounded(name: str, entries: Sparse, where: str) -> Sparse:
     """Check the rounded values of a buffer and their rounding error; return the rounded entries."""
     sparse, error = codec.rounded(entries, name)
     values, sent = np.asarray(entries.values), np.asarray(sparse.values)
-    remainder, finite = (
-        np.zeros_like(values) if error is None else np.asarray(error),
-        np.isfinite(values),
-    )
+    remainder = np.zeros_like(values) if error is None else np.asarray(error)
+    finite = np.isfinite(values)
     require(
         np.array_equal((sent + remainder)[finite], values[finite]),
         "The written values plus their residuals must equal the input exactly.",

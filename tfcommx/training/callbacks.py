@@ -16,100 +16,79 @@ from tfcommx.training.run import Run
 from tfcommx.training.steps import Position
 
 
-class SetLearningRate(keras.callbacks.Callback):
-    """Sets the learning rate of every step from the recipe.
-
-    It is a callback and not a Keras schedule, because a saved optimizer must load without tfcommx.
-    """
+class RunCallback(keras.callbacks.Callback):
+    """A callback of a run; takes the state that it shares with the run's others."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__()
         self.context = context
 
+
+class SetLearningRate(RunCallback):
+    """Sets the learning rate of every step from the recipe."""
+
+    # Not a Keras schedule, because a saved optimizer must load without tfcommx
     def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        """Set the rate of the step that begins."""
         counter = self.context.counter
         rate = rate_at(self.context.run, counter.phase, counter.position)
         self.model.optimizer.learning_rate = rate
 
 
 def rate_at(run: Run, phase: int, position: Position) -> float:
-    """Return the learning rate of a step of a phase.
-
-    The schedule counts in steps of the first phase. If a phase has another batch, its
-    step number is scaled to steps of the first phase.
-    """
     first, ranks = run.steps[0], run.comm.topology.size
+    # The schedule counts in steps of the first phase, and a phase may have another batch
     step = position.step * first / run.steps[phase]
     return run.recipe.rate(position.epoch, step, first, ranks)
 
 
-class InformAuto(keras.callbacks.Callback):
+class InformAuto(RunCallback):
     """Tells the scheme "auto" how many steps share a scheme; runs before SwitchScheme."""
 
-    def __init__(self, context: RunContext) -> None:
-        super().__init__()
-        self.run = context.run
-
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Set the expected run of the scheme; the first step of a new scheme makes its plan."""
         accumulated = steps_of_update(self.model.optimizer)
-        exchanger_of(self.model).requested.expected_run = self.run.expected_run(epoch, accumulated)
+        expected = self.context.run.expected_run(epoch, accumulated)
+        exchanger_of(self.model).requested.expected_run = expected
 
 
 class Consolidate(keras.callbacks.Callback):
-    """Makes the weights whole and equal at each epoch's end, if the strategy lets them drift.
+    """Makes the weights whole and equal at each epoch's end, if the strategy lets them drift."""
 
-    BroadcastState does it too, but only in the first phase of a run.
-
-    **Ranks:** all.
-    """
-
+    # BroadcastState does it too, but only in the first phase of a run
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Consolidate the weights."""
         consolidate(self.model.optimizer)
 
 
-class Evaluation(keras.callbacks.Callback):
+class Evaluation(RunCallback):
     """Evaluates the model on the test samples at each epoch's end, at the phase's resolution.
 
-    Every rank evaluates its own part of the test set; the scores cover all parts.
-
-    **Ranks:** all.
+    **Ranks:** all; each evaluates its own part of the test set, and the scores cover all parts.
     """
-
-    def __init__(self, context: RunContext) -> None:
-        super().__init__()
-        self.run, self.timing = context.run, context.timing
 
     def start_phase(self, model: keras.Model, phase: Phase) -> None:
         """Evaluate at this phase's batch and resolution from now on."""
-        self.test = self.run.data.test(self.run.recipe.batch(phase), phase.resolution)
+        run = self.context.run
+        self.test = run.data.test(run.recipe.batch(phase), phase.resolution)
         # A new scorer, traced for the new resolution
-        self.score = self.run.objective.scorer(model)
+        self.score = run.objective.scorer(model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         start = time.time()
-        scores = self.score(self.test, self.run.comm.gather_objects)
+        scores = self.score(self.test, self.context.run.comm.gather_objects)
         if logs is not None:
             logs.update(scores)
-        self.timing.seconds["evaluation"] += time.time() - start
+        self.context.timing.seconds["evaluation"] += time.time() - start
 
 
-class EpochHistory(keras.callbacks.Callback):
+class EpochHistory(RunCallback):
     """Adds a row of numbers per epoch; reads the logs of the callbacks before it."""
-
-    def __init__(self, context: RunContext) -> None:
-        super().__init__()
-        self.context, self.schemes = context, context.run.recipe.scheme_of_epoch()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         self.context.rows.append(self.row(epoch, logs or {}))
 
     def row(self, epoch: int, logs: dict[str, Any]) -> dict[str, Any]:
-        """Return the numbers of an epoch that has just ended."""
         context, run = self.context, self.context.run
-        scheme, seconds = self.schemes[epoch], context.timing.epoch_seconds()
+        scheme = run.recipe.scheme_of_epoch()[epoch]
+        seconds = context.timing.epoch_seconds()
         phase, steps = context.counter.phase, context.counter.measured
         loader = run.data.report(epoch)
         return {
@@ -139,12 +118,8 @@ class EpochHistory(keras.callbacks.Callback):
         }
 
 
-class ShowProgress(keras.callbacks.Callback):
+class ShowProgress(RunCallback):
     """Shows progress on rank 0; runs after the callbacks that measure it."""
-
-    def __init__(self, context: RunContext) -> None:
-        super().__init__()
-        self.context = context
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
         context, logs = self.context, logs or {}

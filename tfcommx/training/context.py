@@ -65,8 +65,6 @@ class RunContext:
     def clock(self) -> float:
         """Return the seconds of the run so far, without evaluation and saving.
 
-        Opening the data set, building the model and tracing count.
-
         **Source:** DAWNBench's rules for ImageNet, as its organisers explained in issues 9, 12 and
         21 of github.com/stanford-futuredata/dawn-bench-entries.
         """

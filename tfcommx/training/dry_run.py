@@ -30,10 +30,9 @@ STEPS = 5
 def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str, Any]:
     """Take a few steps of every phase, and write `dry_run.json`.
 
-    The times exclude waiting for data, evaluation and saving, because the batches are made up. The
-    data set is opened only for its size, shapes and types. Epochs with a `warm_up` density are not
-    run; they are predicted like the phase's others. With "auto", the trial of a real run precedes
-    the timed steps; its choice is not kept, but measured links are.
+    The times exclude waiting for data, evaluation and saving. Epochs with a `warm_up` density are
+    predicted like the phase's others. With "auto", the trial of a real run precedes the timed
+    steps; its choice is not kept, but measured links are.
 
     Args:
         steps: number to time in each phase, >= 1, after one that traces.
@@ -75,9 +74,9 @@ def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str
 
 
 def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int) -> dict[str, Any]:
-    """Take the steps of one phase; return its row of the report."""
     phase, start = run.recipe.phases[number], time.monotonic()
-    model.make_train_function(force=True)
+    model.make_train_function(force=True)  # As `fit_phases` does
+    # The data set is opened only for its size, shapes and types
     spec = run.samples_of(FitCall(number, range(1))).element_spec
     batch_size = run.global_batch(number) // run.comm.topology.size
     batch = made_up(spec, run.objective.outputs, batch_size, phase.resolution)
@@ -114,12 +113,10 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
 
 
 def expected_run(run: Run, number: int, accumulated: int = 1) -> ExpectedRun:
-    """Return the expected run of a phase after its `warm_up`, for "auto".
-
-    The choice is not kept, because a real run measures with its own batches.
-    """
+    """Return the expected run of a phase after its `warm_up`, for "auto"."""
     phase, begin = run.recipe.phases[number], sum(run.phases[:number])
     begin += min(len(phase.warm_up), phase.epochs - 1)
+    # The choice is not kept, because a real run measures with its own batches
     return run.expected_run(begin, accumulated)._replace(keeps_choice=False)
 
 
@@ -132,11 +129,11 @@ def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> A
     ([2, 4, 4, 1], 'int64')
 
     Args:
-        spec: element spec of the dataset.
         outputs: classes, or words of the vocabulary.
-        batch: of one rank; in word pieces for sentences, which are integer rows of unknown length.
+        batch: of one rank; in word pieces for sentences.
         resolution: of the phase; replaces unknown sizes.
     """
+    # Integer rows of unknown length
     sentences = any(
         part.dtype.is_integer and part.shape.as_list()[1:] == [None]
         for part in tf.nest.flatten(spec)

@@ -35,12 +35,9 @@ def measure_recipe(recipe: Recipe, steps: int) -> MeasuredProfile:
 
 
 def measure_recipe_exchange(recipe: Recipe, steps: int) -> MeasuredStep:
-    """Measure a step of a recipe's first phase with its exchange; return this rank's means.
+    """Measure `steps` steps of a recipe's first phase with its exchange; return this rank's means.
 
     The exchange follows the plan of the phase's scheme; for "auto" it is plain Horovod's.
-
-    Args:
-        steps: number to measure, >= 1.
 
     **Ranks:** all, two or more, with the same recipe. **Cost:** as `measure_exchange`.
     **Raises:** ConfigurationError on one rank; ConfigurationError and DataError as training does.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from pydantic import BaseModel
 
@@ -48,29 +49,22 @@ class Run:
         return self.recipe.batch(self.recipe.phases[phase]) * self.comm.topology.size
 
     def steps_of(self, epoch: int) -> int:
-        """Return the steps of an epoch."""
         return self.steps_before(Position(epoch + 1)) - self.steps_before(Position(epoch))
 
     def steps_before(self, position: Position) -> int:
         """Return the steps of the whole run before a position."""
-        ended = [
-            steps
-            for steps, epochs in zip(self.steps, self.phases, strict=True)
-            for _ in range(epochs)
-        ]
-        return sum(ended[: position.epoch]) + position.step
+        counts = np.repeat(self.steps, self.phases)
+        return int(counts[: position.epoch].sum()) + position.step
 
     def expected_run(self, epoch: int, accumulated: int = 1) -> ExpectedRun:
         """Return the run of steps that share the scheme of an epoch, for "auto".
-
-        A resumed run finds or makes the same choice, because the result is the same for each of
-        these epochs.
 
         Args:
             epoch: in [0, epochs of the run).
             accumulated: steps per update of the weights, >= 1.
         """
         schemes, phases = self.recipe.scheme_of_epoch(), self.recipe.phase_of_epoch()
+        # From the first of these epochs, so that a resumed run finds or makes the same choice
         first = end = epoch
         while first and schemes[first - 1] == schemes[epoch]:
             first -= 1
@@ -99,7 +93,6 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        """Folder of the checkpoint."""
         return self.folder / "checkpoint"
 
 
@@ -155,11 +148,11 @@ def _require_writable(comm: Comm, folder: Path) -> None:
 def _require_equal(comm: Comm, kind: str, name: str, values: dict[str, str], remedy: str) -> None:
     """Compare facts over the ranks. **Ranks:** all. **Raises:** ConfigurationError, on all."""
     comm.comparisons.state(Facts(kind, name, values, remedy))
-    comm.gather_objects(None)
+    comm.gather_objects(None)  # Compares them
 
 
 def _settings(value: Any, name: str = "") -> dict[str, str]:
-    """Return name -> value of the settings in a part of a recipe that all ranks must share."""
+    # Name -> value of the settings that all ranks must share
     above = f"{name}." if name else ""
     if isinstance(value, BaseModel):
         below = [(f"{above}{key}", part) for key, part in value]

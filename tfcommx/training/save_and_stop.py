@@ -37,9 +37,9 @@ class Stopped(Exception):
 class SaveAndStop(keras.callbacks.Callback):
     """Saves the state that a run needs to resume, and stops it if any rank is asked to.
 
-    All ranks save after the same step, because about twice a second they ask each other whether one
-    of them was asked to stop, and whether it is time to save or to end by rank 0's clock. At the
-    end of an epoch, this callback saves and StopAtEpochEnd stops.
+    About twice a second the ranks ask each other whether one of them was asked to stop, and whether
+    it is time to save or to end by rank 0's clock. At the end of an epoch, this callback saves and
+    StopAtEpochEnd stops.
 
     **Ranks:** all. **Cost:** an allreduce of 16 bytes about twice a second.
     """
@@ -53,7 +53,6 @@ class SaveAndStop(keras.callbacks.Callback):
         self._until, self._between = 1, 1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        """Ask the other ranks if it is time; save or stop if they agree."""
         self._until -= 1
         after = self.context.counter.after
         if after.step == self.context.counter.steps:
@@ -63,7 +62,9 @@ class SaveAndStop(keras.callbacks.Callback):
         if stop:
             self._save(after)
             raise Stopped(after, stop)
-        if save or self._due(after):
+        interval = self.settings.every_steps
+        due = interval is not None and self.context.run.steps_before(after) % interval == 0
+        if save or due:
             self._patience.save(lambda: self._save(after))
         self.context.snapshots.after_step(
             after.epoch, after.step, self.context.counter.steps, notes=lambda: self._notes(after)
@@ -76,15 +77,8 @@ class SaveAndStop(keras.callbacks.Callback):
         # The row was made before the save
         self.context.rows[-1]["seconds"]["saving"] += round(seconds["saving"] - before, 3)
 
-    def _due(self, after: Position) -> bool:
-        interval = self.settings.every_steps
-        return interval is not None and self.context.run.steps_before(after) % interval == 0
-
     def ask(self) -> tuple[str, bool]:
-        """Return the reason why all ranks stop, or "", and True if they save.
-
-        **Ranks:** all. **Cost:** an allreduce of 16 bytes.
-        """
+        """Return the reason why all ranks stop, or "", and True if they save. **Ranks:** all."""
         must_stop, time_s = self.context.requests.asked(), time.monotonic()
         if (
             must_stop
@@ -93,14 +87,18 @@ class SaveAndStop(keras.callbacks.Callback):
         ):
             self.context.snapshots.leave()
             must_stop = False
+        # Rank 0's alone, because the ranks' clocks differ, and all must save after the same step
         clock = [0.0, 0.0, 0.0]
         if self.context.run.comm.rank == 0:
             minutes = self.settings.every_minutes
+            step_s = max(time_s - self.asked_at, 1e-6) / self._between
             clock = [
                 float(self.context.end is not None and time_s >= self.context.end),
                 float(minutes is not None and time_s - self.saved_at >= 60 * minutes),
-                float(self._steps_to_next(time_s)),
+                # Steps until the ranks ask each other again
+                float(int(np.clip(ASK_SECONDS / step_s, 1, ASK_STEPS))),
             ]
+        # Not on the GPU, because the result is read at once
         with tf.device("/cpu:0"):
             votes = self.context.run.comm.allreduce(
                 tf.constant([float(must_stop), *clock]), "world", "tfcommx/saving"
@@ -112,11 +110,6 @@ class SaveAndStop(keras.callbacks.Callback):
             named = [f"{why} on rank {rank}" for rank, why in enumerate(reasons) if why]
             return named[0], True
         return ("the time limit" if votes[1] else ""), bool(votes[2])
-
-    def _steps_to_next(self, time_s: float) -> int:
-        """Return the steps that take about ASK_SECONDS."""
-        step = max(time_s - self.asked_at, 1e-6) / self._between
-        return int(np.clip(ASK_SECONDS / step, 1, ASK_STEPS))
 
     def _save(self, after: Position) -> None:
         start = time.time()
@@ -153,7 +146,6 @@ class StopAtEpochEnd(keras.callbacks.Callback):
         self.saving = saving
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Ask the other ranks; stop if one was asked to, unless this was the last epoch."""
         stop, _ = self.saving.ask()
         if stop and epoch + 1 < self.saving.context.run.recipe.epochs:
             raise Stopped(Position(epoch + 1), stop)

@@ -89,7 +89,6 @@ class StepCounter(keras.callbacks.Callback):
 
     @property
     def after(self) -> Position:
-        """The step after the last one."""
         return self.position._replace(step=self.position.step + 1)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
@@ -97,7 +96,7 @@ class StepCounter(keras.callbacks.Callback):
         self.measured, self._continued = self._continued, 0
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        """Count a step; Keras counts from the start of this process's part of the epoch."""
+        # Keras counts from the start of this process's part of the epoch
         self.position = self.position._replace(step=self._offset + batch)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
@@ -116,18 +115,12 @@ class Timing(keras.callbacks.Callback):
         begin        arrived              ready      exchanged      end
           |   data      |     compute       | gradients |   update   |
 
-    - `data`: from the start of a step until its batch has arrived.
-    - `compute`: until the last gradient of this rank is ready: forward and backward pass, including
-      the selection and exchange that they hide.
-    - `gradients`: until the last exchanged gradient has arrived: exposed selection and exchange,
-      including the wait for slower ranks.
-    - `update`: the rest of the step.
-    - `first_step`: the whole first step of each `fit` and after each change of scheme, which
+    - `compute` includes the selection and exchange that it hides.
+    - `gradients` is exposed selection and exchange, including the wait for slower ranks.
+    - `first_step` is the whole first step of each `fit` and after each change of scheme, which
       TensorFlow traces and compiles.
-    - `evaluation`, `saving`: as Evaluation and SaveAndStop measure them.
-    - `other`: the rest of the epoch: averaging, comparing, reporting.
-
-    The clock is read inside the step, by `tf.timestamp`.
+    - `evaluation` and `saving` are measured by Evaluation and SaveAndStop.
+    - `other` is the rest of the epoch: averaging, comparing, reporting.
     """
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 # mpirun forwards SIGUSR1 to the ranks, and ends them for SIGTERM
@@ -17,9 +17,6 @@ STOP_FILE = "stop"
 
 class StopRequests:
     """Catches the first signal inside its `with` block; a second one has its usual effect.
-
-    Ignored signals stay ignored: a shell's script starts a background job with SIGINT ignored, so
-    that Ctrl-C ends the script's other commands alone.
 
     Args:
         folder: folder of the run, whose file `stop` counts as a signal; None except on rank 0.
@@ -38,16 +35,13 @@ class StopRequests:
             self._before = {
                 number: signal.signal(number, self._catch)
                 for number in SIGNALS
+                # A shell's script starts a background job with SIGINT ignored, so that Ctrl-C ends
+                # the script's other commands alone
                 if signal.getsignal(number) is not signal.SIG_IGN
             }
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._restore()
 
     def asked(self) -> bool:

@@ -60,11 +60,10 @@ def train(
         The summary of the whole run, including its parts before a resume, as in `summary.json`.
         `seconds` is wall-clock time without writing the report. `throughput` is the `counted` of
         all ranks (images or word pieces) per second in steps, including tracing and waiting
-        for data, excluding evaluation. Bytes are those of one rank. `rows` has the epochs; times
-        are rank 0's. `snapshots` has the cost of snapshots in memory on rank 0 since this process
-        began. `target` has the epoch and time at which the recipe's target was reached, `stopped`
-        the position and reason of a stop. Until an epoch has ended, no report is written and `rows`
-        is empty.
+        for data, excluding evaluation. Bytes are those of one rank. `rows` has the epochs, none
+        before the first has ended; times are rank 0's. `snapshots` has the cost of snapshots in
+        memory since this process began. `target` has the epoch and time at which the recipe's
+        target was reached, `stopped` the position and reason of a stop.
 
     **Ranks:** all, with the same recipe. **Raises:** ConfigurationError and DataError before the
     first step.
@@ -118,11 +117,10 @@ def train(
 def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
     """Return the checkpoint to resume; warn if the run will replace one.
 
-    Each generation of a supervised run resumes the checkpoint of those before. If that was of the
-    last epoch, only the report is missing.
-
-    **Raises:** ConfigurationError if another resumed run has no epochs left to train.
+    **Raises:** ConfigurationError if the run has no epochs left to train.
     """
+    # A generation of a supervised run, which resumes even after the last epoch, because the report
+    # may be missing
     is_continued = newest_of_run(run.checkpoint) is not None
     resume = resume or is_continued
     saved = checkpoint.last(run.checkpoint)
@@ -142,14 +140,12 @@ def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
 
 
 def first_position(run: Run, saved: checkpoint.Head | None) -> Position:
-    """Return the first step of a run.
-
-    The run resumes at the same fraction of the epoch, because an epoch has another number of steps
-    with another number of ranks or another batch.
-    """
+    """Return the first step of a run."""
     if saved is None:
         return Position(0)
     epoch = saved.epoch + 1
+    # At the same fraction of the epoch, which has another number of steps with another number of
+    # ranks or another batch
     step = scaled_steps(saved.step, run, saved)
     if step != saved.step and run.comm.rank == 0:
         ranks, batch = run.comm.topology.size, run.recipe.batch(run.recipe.phase_of_epoch()[epoch])
@@ -168,17 +164,12 @@ def first_position(run: Run, saved: checkpoint.Head | None) -> Position:
 
 
 def scaled_steps(count: int, run: Run, saved: checkpoint.Head) -> int:
-    """Convert steps of the interrupted epoch into steps of this run with about as many samples.
-
-    Args:
-        count: in [0, saved.steps].
-    """
+    """Convert steps of the interrupted epoch into steps of this run with about as many samples."""
     steps = run.steps_of(saved.epoch + 1)
     return count if saved.steps in (0, steps) else count * steps // saved.steps
 
 
 def print_stop(run: Run, stopped: dict[str, Any]) -> None:
-    """Print on rank 0 the position of the stop, and how to resume the run."""
     if run.comm.rank == 0:
         steps = run.steps_of(stopped["epoch"])
         print(
@@ -201,7 +192,7 @@ def compile_model(model: keras.Model, run: Run, scheme: cx.Scheme) -> keras.opti
         optimizer,
         loss=run.objective.loss(),
         metrics=list(run.objective.metrics()),
-        jit_compile=False,
+        jit_compile=False,  # XLA cannot compile Horovod's collectives
     )
     return optimizer
 

@@ -39,12 +39,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from tfcommx.kernels import loader
-from tfcommx.launch.interpreter import Hook, end_at_once, handle_uncaught
+from tfcommx.launch.interpreter import Hook, end_at_once, handle_uncaught, isolated
 from tfcommx.watch.membership import Membership
 from tfcommx.watch.protocol import MISSING, neighbours
 from tfcommx.watch.stalls import CAUSES
@@ -68,8 +67,6 @@ GONE = "Horovod has been shut down"
 # Last line of a rank that ends because a stall has reached its limit
 WAITING = MISSING.replace("ranks are missing", "ranks wait for each other")
 LOOPBACK = "127.0.0.1"
-# The folder that holds the package
-PACKAGES = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
@@ -99,17 +96,14 @@ def addresses(interfaces: list[str]) -> list[str]:
 def listen(interfaces: list[str], one_host: bool) -> tuple[socket.socket, list[str]]:
     """Return a listening socket, and the addresses at which partners reach it, best first.
 
-    It listens no wider than required: on the loopback if all are on this host; on one address if
-    this host, or the named interfaces, have no other.
-
     Args:
         interfaces: network interfaces that the ranks were launched on; empty: any.
         one_host: True if all partners are on this host.
     """
     reachable = [LOOPBACK] if one_host else addresses(interfaces)
-    return socket.create_server(
-        (reachable[0] if len(reachable) <= 2 else "", 0), backlog=64
-    ), reachable
+    # No wider than required: on one address if there is no other besides the loopback
+    address = reachable[0] if len(reachable) <= 2 else ""
+    return socket.create_server((address, 0), backlog=64), reachable
 
 
 class Limits(NamedTuple):
@@ -188,11 +182,9 @@ def start(
 
 
 def responds(row: dict[str, Any]) -> bool:
-    """Return True if a rank's watcher accepts connections, as it does while the rank runs.
-
-    **Cost:** one connection.
-    """
-    for address in row["addresses"][:-1] or row["addresses"]:  # The last is the loopback
+    """Return True if a rank's watcher accepts connections, as it does while the rank runs."""
+    # Not the last, the loopback, where another process of this host may have the same port
+    for address in row["addresses"][:-1] or row["addresses"]:
         with contextlib.suppress(OSError):
             socket.create_connection((address, row["port"]), DIAL_SECONDS).close()
             return True
@@ -217,13 +209,8 @@ def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socke
     """Start the watcher's process; return the socket connected to it."""
     to_watcher, watcher_end = socket.socketpair()
     fds = [watcher_end.fileno(), listening.fileno()]
-    # Without the user's environment and packages, because they may run any code at the start
-    program = (
-        f"import sys; sys.path.insert(0, {str(PACKAGES)!r}); "
-        "from tfcommx.watch.watcher import main; main()"
-    )
     subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", program, *map(str, fds)],
+        [*isolated("tfcommx.watch.watcher"), *map(str, fds)],
         pass_fds=fds,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -231,6 +218,7 @@ def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socke
     watcher_end.close()
     listening.close()
     to_watcher.sendall(json.dumps(job).encode() + b"\n")
+    # Native, because no Python runs in a process that Gloo aborts
     tell_of_terminate = loader.plain_function("tfcommx_tell_of_terminate")
     if tell_of_terminate is not None:
         tell_of_terminate(to_watcher.fileno())
@@ -245,25 +233,26 @@ def _wait(to_watcher: socket.socket, comm: Watched, failed: threading.Event) -> 
         to_watcher.makefile(encoding="utf-8", errors="replace") as lines,
     ):
         for line in lines:
-            kind, _, text = line.strip().partition(" ")
-            if kind not in ("stall", "gone"):
-                break
-            if kind == "gone":
-                comm.membership.mark_gone(*json.loads(text))
+            event, _, content = line.strip().partition(" ")
+            if event == "gone":
+                comm.membership.mark_gone(*json.loads(content))
+            elif event == "stall":
+                log.warning("Log of rank %d: %s", comm.rank, content)
             else:
-                log.warning("Log of rank %d: %s", comm.rank, text)
-            kind, text = "lost", "the watcher of this rank, a separate process, has ended."
+                kind, text = event, content
+                break
+    # A rank that has failed has printed its traceback, which is the cause
     if not failed.is_set():
         message = MISSING if kind == "lost" else WAITING
         sys.stderr.write(message.format(rank=comm.rank, text=text))
         sys.stderr.flush()
+    # The rank that failed ends before the others, so that the launcher names it
     time.sleep(LAUNCHER_SECONDS / 2 if failed.is_set() else LAUNCHER_SECONDS)
     end_at_once(1)
 
 
 def _cause_first(text: str) -> str:
-    """Return an error's text in one line, its last line first."""
-    # TensorFlow puts the cause after the stack, before `[[nodes]]`
+    # Its last line first, because TensorFlow puts the cause after the stack, before `[[nodes]]`
     lines = [
         " ".join(line.split())
         for line in text.splitlines()

@@ -52,13 +52,13 @@ class Membership:
     def find_dead(self) -> None:
         """Probe for unreported dead ranks, in a thread, once a rank has left.
 
-        Called while waiting for a rank. **Cost:** one connection for each rank every FIND_SECONDS;
-        none before the first departure, or without a watch.
+        **Cost:** one connection for each rank every FIND_SECONDS; none before the first departure.
         """
         responds = self._responds
         if responds is None or not self.gone() or time.monotonic() < self._look_at:
             return
         self._look_at = math.inf
+        # A thread, because the caller waits for a rank, and a dead host takes seconds to refuse
         threading.Thread(
             target=self._look, args=(responds,), name="tfcommx-find", daemon=True
         ).start()
@@ -82,7 +82,6 @@ class Membership:
             self._send(f"needs {json.dumps(sorted(needed))}\n".encode())
 
     def forbid_leaving(self) -> None:
-        """Need all ranks again."""
         if self._send is not None:
             self._send(b"needs all\n")
 
@@ -95,7 +94,6 @@ class Membership:
         return {*self._ended, *self._died}
 
     def any_died(self) -> bool:
-        """Return True if a rank has died."""
         return bool(self._died)
 
     def require_all(self) -> None:

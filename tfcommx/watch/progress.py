@@ -53,6 +53,7 @@ class ExchangeProgress:
 
     def __init__(self, parts: Sequence[str], counted: bool, queued: bool = False) -> None:
         self.parts, self.counted, self._queued = parts, counted, queued
+        # On the host, because the thread must read them while the GPU waits in a collective
         with untraced(), tf.device("/cpu:0"):
             self._begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="begun")
             self._ended = [
@@ -73,7 +74,6 @@ class ExchangeProgress:
             self._ended[part].assign(number)
 
     def begun(self) -> int:
-        """Return the number of exchanges that have begun."""
         return int(self._begun.numpy())
 
     def waiting(self) -> str:
@@ -158,7 +158,6 @@ class Progress:
         return step, doing, details[:LONGEST]
 
     def _still_there(self) -> list[ExchangeProgress]:
-        """Return the exchanges that still exist, and count their steps."""
         exchanges = []
         for reference in list(self._waits):
             exchange = reference()
@@ -185,7 +184,7 @@ class Progress:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Return the frames of a thread, the innermost first."""
+    # The innermost first
     frames = []
     while frame is not None:
         frames.append(frame)
@@ -210,13 +209,12 @@ def _in_fit(frames: list[FrameType]) -> bool:
 
 
 def _is_collective(frame: FrameType) -> bool:
-    """Return True for a frame of a waiting function of Horovod or Comm."""
     in_comm = frame.f_code.co_filename == os.path.join(COLLECTIVES, "horovod.py")
     return in_comm or _is_in(frame, "horovod")
 
 
 def _caller(frames: list[FrameType]) -> str:
-    """Return the caller of a collective: the first function outside of `collectives`."""
+    # The first function outside of `collectives`
     for frame in frames:
         name = frame.f_code.co_filename
         if os.path.dirname(name) != COLLECTIVES and not _is_in(frame, "tensorflow"):
@@ -225,7 +223,7 @@ def _caller(frames: list[FrameType]) -> str:
 
 
 def _where(frames: list[FrameType]) -> str:
-    """Return the user's line that a thread executes, and the function called there."""
+    # The user's line that the thread executes, and the function called there
     for frame in frames:
         code = frame.f_code
         if not any(part in code.co_filename for part in LIBRARIES):

@@ -81,8 +81,9 @@ def neighbours(rank: int, size: int) -> list[int]:
     >>> neighbours(0, 2), neighbours(1, 100), neighbours(99, 100)
     ([1], [0, 2, 5, 6, 7, 8], [0, 24, 98])
     """
-    above = [(rank - 1) // CHILDREN] if rank else []
-    return sorted({*above, *children(rank, size), (rank - 1) % size, (rank + 1) % size} - {rank})
+    ring = {(rank - 1) % size, (rank + 1) % size}
+    above = parent(rank) or 0  # For rank 0 itself, which has no parent
+    return sorted({above, *children(rank, size), *ring} - {rank})
 
 
 # Seconds from the first sign until the rank is told
@@ -121,13 +122,12 @@ class Alarm:
         self._first_at = self._cause_at = math.inf
 
     def add(self, reported: dict[int, Missing], time_now: float) -> dict[int, Missing]:
-        """Record missing ranks; return the new ones: none once the rank was told.
-
-        Of more than NAMES the aborted ranks are left out first, because they are not the cause.
-        """
+        """Record missing ranks; return the new ones: none once the rank was told."""
         if self.told:
             return {}
+        # The known ones first, and with their first event
         candidates = {**self.lost, **reported, **self.lost}
+        # Aborted ranks are not the cause, so that of more than NAMES they are left out
         in_order = sorted(candidates, key=lambda rank: candidates[rank][1] == ABORTED)
         named = {rank: candidates[rank] for rank in in_order[:NAMES]}
         added = {rank: row for rank, row in named.items() if rank not in self.lost}
@@ -144,8 +144,8 @@ class Alarm:
         return not self.told and time_now >= tell_at
 
     def set_told(self, time_now: float, stopped: bool) -> None:
-        """Record that the rank was told, and when to kill it: at once if its process is stopped."""
         self.told = True
+        # A stopped process can say no last words
         self.kill_at = time_now + (0 if stopped else LAST_WORDS_SECONDS)
 
     def sentence(self, ranks: Collection[int]) -> str:
@@ -268,10 +268,6 @@ class WatchProtocol:
         if self.alarm.lost:
             self.outbox.append((peer, f"lost {json.dumps(self.alarm.lost)}"))
 
-    def disconnected(self, peer: int) -> None:
-        """Record that the connection to a neighbour never worked."""
-        self.neighbours[peer].connected = False
-
     def broken(self, peer: int, event: str, time_now: float) -> None:
         """Record that a neighbour's connection has ended; `event` describes how, for messages."""
         neighbour = self.neighbours[peer]
@@ -357,7 +353,11 @@ class WatchProtocol:
             neighbour.heard = min(time_now, neighbour.heard + late)
         if not self.stopped:
             self._say_to_all(".")
-        self._report_silent(time_now)
+        if any(
+            not neighbour.leaving and time_now - neighbour.heard > self.limit
+            for neighbour in self.neighbours.values()
+        ):
+            self._report_silent(time_now)
         if self.stalls.on and not self.alarm.told:
             self._tell_what_ranks_do(time_now)
 
@@ -369,30 +369,15 @@ class WatchProtocol:
     # --- the alarm ----------------------------------------------------------------------
 
     def _report_silent(self, time_now: float) -> None:
-        """Report the neighbours that have been silent for too long."""
-        if any(
-            not neighbour.leaving and time_now - neighbour.heard > self.limit
-            for neighbour in self.neighbours.values()
-        ):
-            for peer in self._silent(time_now):
-                self._report_missing(peer, self._silence(peer, time_now), time_now)
-
-    def _silent(self, time_now: float) -> list[int]:
-        """Return the neighbours that have been silent for half the limit."""
-        return [
-            peer
-            for peer, neighbour in self.neighbours.items()
-            if not neighbour.leaving and time_now - neighbour.heard > self.limit / 2
-        ]
-
-    def _silence(self, peer: int, time_now: float) -> str:
-        neighbour = self.neighbours[peer]
-        never = (
-            ""
-            if neighbour.connected
-            else ", and no connection: does a firewall close the ports between the hosts?"
-        )
-        return f"no response for {time_now - neighbour.heard:.0f} s{never}"
+        # Half the limit, because ranks that died together should be named together
+        for peer, neighbour in self.neighbours.items():
+            silent_s = time_now - neighbour.heard
+            if neighbour.leaving or silent_s <= self.limit / 2:
+                continue
+            event = f"no response for {silent_s:.0f} s"
+            if not neighbour.connected:
+                event += ", and no connection: does a firewall close the ports between the hosts?"
+            self._report_missing(peer, event, time_now)
 
     def _report_missing(self, peer: int, event: str, time_now: float) -> None:
         self._learn_missing({peer: (self.neighbours[peer].host, event, self.rank)}, None, time_now)
@@ -404,9 +389,8 @@ class WatchProtocol:
         first = not self.alarm.lost
         if new := self.alarm.add(self._set_departed_aside(reported, source), time_now):
             self._pass_on(f"lost {json.dumps(new)}", source)
-            # Ranks that died together with the first are named with it
-            for peer in self._silent(time_now) if first else ():
-                self._report_missing(peer, self._silence(peer, time_now), time_now)
+            if first:
+                self._report_silent(time_now)
 
     def _set_departed_aside(
         self, reported: dict[int, Missing], source: int | None
@@ -426,7 +410,7 @@ class WatchProtocol:
         return {rank: row for rank, row in relevant.items() if rank in needed}
 
     def _leave(self, rank: int, event: str, source: int | None) -> None:
-        """Record a rank that has ended in order before the others, and forward it."""
+        # Once, because neighbours of a ring would forward it to each other without end
         if rank not in self.left:
             self.left[rank] = True
             self.to_rank.append(f"gone {json.dumps([rank, event, True])}")
@@ -439,7 +423,6 @@ class WatchProtocol:
     # --- the end ------------------------------------------------------------------------
 
     def _see_whether_all_ended(self) -> None:
-        """Tell the parent, once, that all ranks from here down have ended."""
         if not self.leaving or not all(
             self.neighbours[child].ended or self._is_gone(child) for child in self.children
         ):
@@ -468,7 +451,9 @@ class WatchProtocol:
             if self.left.get(child) is False:
                 continue
             groups += later(neighbour.groups, time_now - neighbour.groups_at)
-        groups = merge(groups)
+        groups = merge(
+            groups
+        )  # Before they are sent, because messages must not grow with the ranks
         if self.parent is not None:
             self.outbox.append((self.parent, f"at {json.dumps(groups)}"))
             return

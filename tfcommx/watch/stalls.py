@@ -17,14 +17,7 @@ GROUPS = 8
 EXAMPLES = 3
 # Activities of a rank
 WAITS, COMPUTES, PYTHON, LEFT, ENDED, SERVES, UNKNOWN, OTHERS = DOINGS = (
-    "waits",
-    "computes",
-    "python",
-    "left",
-    "ended",
-    "serves",
-    "unknown",
-    "others",
+    *("waits", "computes", "python", "left", "ended", "serves", "unknown", "others"),
 )
 CAUSES = (
     "Usual causes: ranks take unequal numbers of steps (give `steps_per_epoch`, or equally many "
@@ -52,7 +45,6 @@ class Group(NamedTuple):
 
 
 def group_of(rank: int, step: int, doing: str, details: str) -> Group:
-    """Return a group of this rank alone, which begins now."""
     return Group(step, doing, details, 1, [rank], 0.0)
 
 
@@ -74,11 +66,11 @@ def merge(groups: Sequence[Group]) -> list[Group]:
     """
     merged: dict[tuple[int, str, str], Group] = {}
     for group in groups:
+        # The source lines of ranks that do not wait differ, and one example is enough
         key = (group.step, group.doing, group.what if group.doing == WAITS else "")
         merged[key] = _both(merged[key], group) if key in merged else group
-    waiting = sorted((entry for entry in merged.values() if entry.doing == WAITS), key=_seconds)[
-        ::-1
-    ]
+    waiting = sorted((entry for entry in merged.values() if entry.doing == WAITS), key=_seconds)
+    waiting.reverse()  # The longest first
     not_waiting = sorted(entry for entry in merged.values() if entry.doing not in (WAITS, OTHERS))
     overflow = [entry for entry in merged.values() if entry.doing == OTHERS]
     places = GROUPS - 1
@@ -106,8 +98,6 @@ def _both(first: Group, second: Group) -> Group:
 def describe(groups: Sequence[Group]) -> str:
     """Return a report of the longest wait, the other ranks' activities, and the usual causes.
 
-    Processes that serve the others are left out, because no rank waits for them in a collective.
-
     >>> print(describe([group_of(1, 117, LEFT, "train.py:31 in <module>"),
     ...                 Group(118, WAITS, "the exchange of bucket 2", 3, [0, 2, 3], 62.0)]))
     Ranks 0, 2, 3 have waited 62 s in the exchange of bucket 2 at step 118, and all ranks are \
@@ -118,6 +108,7 @@ cx.callbacks.AgreeOnStop() after it); a part of the script that only some ranks 
     """
     waiting = [group for group in groups if group.doing == WAITS]
     longest = max(waiting, key=_seconds)
+    # No rank waits in a collective for a process that serves the others
     remaining = [group for group in groups if group is not longest and group.doing != SERVES]
     waits = f"{longest.seconds:.0f} s in {longest.what} at step {longest.step}"
     sentences = [
@@ -163,10 +154,7 @@ class StallWatch:
         self._report_at, self._reported = seconds, False
 
     def look(self, groups: Sequence[Group]) -> tuple[str, str]:
-        """Return ("stall", a report), ("end", the reason), or ("", "").
-
-        A wait is reported once, a later one only if it is twice as long.
-        """
+        """Return ("stall", a report), ("end", the reason), or ("", "")."""
         longest = max((group.seconds for group in groups if group.doing == WAITS), default=0.0)
         if self.limit is not None and longest >= self.limit:
             return "end", f"{describe(groups)} The limit of {self.limit:g} s has been reached."
@@ -176,6 +164,7 @@ class StallWatch:
             self._reported = False
         elif longest >= self._report_at and not self._reported:
             self._reported = True
+            # A later wait is reported only if it is twice as long
             self._report_at = 2 * self._report_at
             return "stall", describe(groups)
         return "", ""

@@ -107,6 +107,7 @@ class Watcher:
                     return
 
     def in_loop(self, work: Callable[[], None]) -> None:
+        # The loop alone changes the watcher's state, so that no lock is needed
         self.from_threads.put(work)
         self.wake.send(b"w")
 
@@ -118,7 +119,7 @@ class Watcher:
     def let_in(self, caller: Caller) -> None:
         peer = caller.said
         try:
-            if peer not in self.places or peer in self.rests:
+            if peer not in self.places or peer in self.rests:  # No neighbour, or connected already
                 raise ValueError(peer)
             caller.answer(self.member.rank)
         except (OSError, TypeError, ValueError):
@@ -128,14 +129,15 @@ class Watcher:
 
     def connected(self, peer: int, link: socket.socket) -> None:
         link.setblocking(False)
+        # Beats are 2 bytes, which TCP would otherwise hold back until the last one is acknowledged
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.links[peer], self.rests[peer] = link, b""
         self.select.register(link, selectors.EVENT_READ, lambda link: self.hear(peer))
         self.member.connected(peer, time.monotonic())
 
     def forget(self, peer: int) -> None:
-        """Connect again, because the other side may have replaced the connection by another."""
-        self.member.disconnected(peer)
+        # The other side may have replaced the connection by another
+        self.member.neighbours[peer].connected = False
         self.rests.pop(peer)
         if peer in self.dialled:
             self.dialled.remove(peer)
@@ -197,7 +199,9 @@ class Watcher:
         for line in lines:
             self.member.rank_says(line.decode(errors="replace"), time.monotonic())
         if b"bye" in lines:
-            _close_stderr()
+            # The launcher waits for the end of stderr, and this process may outlive its rank
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), 2)
         if not data:
             self.select.unregister(to_rank)
             self.member.rank_is_gone(time.monotonic())
@@ -244,12 +248,6 @@ def _state_of(pid: int) -> str:
             return file.read().rpartition(")")[2].split()[0]
     except OSError:
         return ""
-
-
-def _close_stderr() -> None:
-    """Close the launcher's stderr, because the launcher waits for its end."""
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
 
 
 def main() -> None:
