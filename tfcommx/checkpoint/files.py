@@ -115,29 +115,17 @@ def write_head(head: Head, folder: Path) -> None:
 
 
 def model_name(save: int) -> str:
-    """Return the name of a save's model.
-
-    >>> model_name(3)
-    'model-0003.keras'
-    """
+    """Return the name of a save's model, such as model-0003.keras."""
     return f"model-{save:04d}.keras"
 
 
 def memory_model_name(save: int) -> str:
-    """Return the name of the model of a save in memory.
-
-    >>> memory_model_name(3)
-    'model-0003.npz'
-    """
+    """Return the name of the model of a save in memory, such as model-0003.npz."""
     return f"model-{save:04d}.npz"
 
 
 def residuals_name(save: int, rank: int) -> str:
-    """Return the name of a rank's file of a save.
-
-    >>> residuals_name(3, 0)
-    'residuals-0003-rank-0000.npz'
-    """
+    """Return the name of a rank's file of a save, such as residuals-0003-rank-0000.npz."""
     return f"residuals-{save:04d}-rank-{rank:04d}.npz"
 
 

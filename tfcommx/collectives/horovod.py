@@ -124,21 +124,6 @@ def without_mpi() -> Iterator[None]:
         yield
 
 
-def settings_on_gpus(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables for Horovod if NCCL carries the collectives.
-
-    >>> settings_on_gpus({"HOROVOD_CYCLE_TIME": "5"})
-    {}
-
-    Args:
-        variables: variables of the environment; the user's settings have priority. The cycle is
-            not set with autotune, which would not tune it.
-    """
-    if {"HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"} & variables.keys():
-        return {}
-    return {"HOROVOD_CYCLE_TIME": CYCLE_ON_GPUS}
-
-
 def nccl_carries(hvd: ModuleType) -> bool:
     """Return True if NCCL carries collectives of tensors on this process's GPU."""
     return bool(hvd.nccl_built() and tf.config.list_logical_devices("GPU"))
@@ -211,7 +196,9 @@ class HorovodComm(Comm):
                 "an initialised Horovod. Call tfcommx.init() instead of hvd.init()."
             )
         self.by_nccl = nccl_carries(hvd)
-        settings = settings_on_gpus(os.environ) if self.by_nccl else {}
+        # The user's settings have priority; autotune would not tune a cycle that is set
+        is_set = not {"HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"}.isdisjoint(os.environ)
+        settings = {"HOROVOD_CYCLE_TIME": CYCLE_ON_GPUS} if self.by_nccl and not is_set else {}
         with (
             without_mpi() if launch.kind == "none" else contextlib.nullcontext(),
             environment(settings),

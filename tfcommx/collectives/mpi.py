@@ -125,17 +125,15 @@ class MpiPointToPoint:
         # Tag -> messages that have begun to arrive: source, array and request of each
         self._arriving: dict[int, list[tuple[int, np.ndarray, Any]]] = {}
         self._timeout = message_timeout(WATCHED_SECONDS if watched else TIMEOUT_SECONDS)
-        if lasting:
-            self._end_the_launch_after_an_exception()
 
-    def _end_the_launch_after_an_exception(self) -> None:
         def report_and_end(report: Hook, *failure: Any) -> None:
             report(*failure)
             sys.stderr.write(f"tfcommx: rank {self._world.rank} gives up and ends the launch.\n")
             sys.stderr.flush()
             self._world.Abort(1)
 
-        handle_uncaught(report_and_end)
+        if lasting:
+            handle_uncaught(report_and_end)
 
     def send(self, array: np.ndarray, target: int, tag: int) -> Request:
         with self._counting:

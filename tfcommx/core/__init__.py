@@ -26,12 +26,7 @@ from tfcommx.core.files import json_text, local_path, reading, replacing, write_
 from tfcommx.core.links import NOMINAL, Calibration, EngineSettings, Link, Links, Traffic
 from tfcommx.core.plan import OPERATIONS, Plan, first_difference
 from tfcommx.core.profile import Layer, LayerTable, Profile, VariableProfile
-from tfcommx.core.scheme import (
-    AUTO,
-    MPI_LAUNCH,
-    NO_COMPRESSION,
-    Scheme,
-)
+from tfcommx.core.scheme import AUTO, MPI_LAUNCH, NO_COMPRESSION, Scheme
 from tfcommx.core.timeline import RESOURCES, MeasuredStep, Span, Timeline
 from tfcommx.core.topology import GROUPS, Topology
 from tfcommx.core.wire_formats import (

@@ -156,10 +156,7 @@ def dense_code_words(entries: int, wire: str) -> tuple[int, int]:
 INDEX_WORDS: dict[str, Callable[[int, int], tuple[int, int]]] = {
     "pair": lambda k, size: (0, k),
     "block16": lambda k, size: (-(-size // BLOCK), (k + 1) // 2),
-    "elias": lambda k, size: (
-        -(-bitmap_bits(k, size) // 32),
-        -(-k * low_bits(k, size) // 32),
-    ),
+    "elias": lambda k, size: (-(-bitmap_bits(k, size) // 32), -(-k * low_bits(k, size) // 32)),
 }
 
 

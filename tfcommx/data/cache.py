@@ -213,7 +213,6 @@ class DataCache:
         return order.parts(self.source.count, slots, self.options.seed)[self.node]
 
     def _threads(self) -> int:
-        """Return the number of threads that read and decode in this process."""
         processors = len(os.sched_getaffinity(0))
         # Bound by the launcher: the other processes of the node then have other processors
         bound = processors < (os.cpu_count() or processors)

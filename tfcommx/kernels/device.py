@@ -183,7 +183,6 @@ def _low_bits(device: str) -> dict[str, np.ndarray]:
 
 
 def _updates(device: str) -> dict[str, np.ndarray]:
-    """Update weights by LARS."""
     results: dict[str, Any] = {}
     with tf.device(device):
         for nesterov in (False, True):

@@ -190,7 +190,6 @@ def _check_peers(scheme: Scheme) -> None:
 
 
 def _check_cluster(route: Route, topology: Topology, messages: bool) -> None:
-    """Check that the nodes and the launch can carry a route out."""
     if route.levels == 2:
         topology.require_even(f"the two-level route {route.name!r}")
     if route.messages and not messages:

@@ -45,6 +45,8 @@ from tfcommx.routes.compressed import vectors
 from tfcommx.routes.messages import MessageOptions
 from tfcommx.simulator.assumptions import IDEAL, Assumptions
 
+log = logging.getLogger("tfcommx")
+
 
 def balance(costs: Sequence[float], ranks: int) -> list[int]:
     """Return the rank of each item: the longest first, each to the rank that has least so far.
@@ -247,12 +249,6 @@ def fragments_of_buckets(plan: Plan, count: int) -> list[Plan]:
     return [dataclasses.replace(plan, buckets=tuple(part)) for part in parts]
 
 
-log = logging.getLogger("tfcommx")
-
-
-__all__ = ["Gradient", "make_plan"]
-
-
 def make_plan(
     gradients: Sequence[Gradient],
     schemes: Mapping[str, Scheme],
@@ -338,7 +334,6 @@ def _check_schemes(
 
 
 def _check_times(schemes: Mapping[str, Scheme], profile: Profile | None) -> None:
-    """Refuse a merging that depends on times if these are unknown."""
     for pattern, scheme in schemes.items():
         if merging.get(scheme.merging).needs_times and (profile is None or not profile.timed):
             by_size = [name for name, solver in merging.MERGINGS.items() if not solver.needs_times]
@@ -359,7 +354,6 @@ def _merged(
     cluster: tuple[Topology, Links, Assumptions],
     profile: Profile | None,
 ) -> list[list[Member]]:
-    """Decide which gradients of a stream travel together."""
     compresses = stream.compression != NO_COMPRESSION
     topology, links, assumptions = cluster
 

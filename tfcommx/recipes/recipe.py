@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 def _scheme(value: Any) -> Scheme:
-    """Build a Scheme from a mapping, with its own checks."""
     if not isinstance(value, Mapping):
         raise ValueError(
             f"A mapping such as {{route: hitopk, selection: mstopk, density: 0.05}} is required. "
