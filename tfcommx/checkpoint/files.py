@@ -130,11 +130,7 @@ def residuals_name(save: int, rank: int) -> str:
 
 
 def remove_other_saves(folder: Path, saves: Collection[int], rank: int, ranks: int) -> None:
-    """Delete this rank's files of all saves except those in `saves`; keep files with other names.
-
-    Files of ranks that no longer exist, from an earlier run with more ranks, are divided among the
-    ranks.
-    """
+    """Delete this rank's files of all saves except `saves`; keep files with other names."""
     for old in folder.iterdir():
         match, half = _OURS.fullmatch(old.name), _HALF.fullmatch(old.name)
         if match and int(match[1] or match[2]) not in saves:
@@ -143,6 +139,7 @@ def remove_other_saves(folder: Path, saves: Collection[int], rank: int, ranks: i
             writer = int(half[1] or 0)
         else:
             continue
+        # Files of ranks that no longer exist, from an earlier run with more, are divided, too
         if writer % ranks == rank:
             old.unlink(missing_ok=True)
 

@@ -39,12 +39,9 @@ def last(folder: str | Path) -> Head | None:
 
 
 def _folder(folder: str | Path) -> Path:
-    """Return the folder of a checkpoint.
-
-    **Raises:** CheckpointError for a file, which a program would otherwise take for a folder
-    without a checkpoint, and train anew.
-    """
+    """Return the folder of a checkpoint. **Raises:** CheckpointError for a file."""
     path = local_path("folder", folder)
+    # A program would otherwise take it for a folder without a checkpoint, and train anew
     if path.is_file():
         raise CheckpointError(
             f"`folder` must be the folder of a checkpoint. Received the file {path}. Give its "

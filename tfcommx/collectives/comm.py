@@ -108,12 +108,10 @@ class Comm(abc.ABC):
 
     @contextlib.contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Name the collectives inside after `name`, and after no other scope.
-
-        Horovod identifies a tensor in a graph by its name. Surrounding scopes may differ between
-        ranks, because Keras numbers its optimizers: an optimizer that only some ranks make would
-        make all ranks wait.
-        """
+        """Name the collectives inside after `name`, and after no other scope."""
+        # Horovod identifies a tensor in a graph by its name. Surrounding scopes may differ between
+        # ranks, because Keras numbers its optimizers: an optimizer that only some ranks make would
+        # make all ranks wait
         before, self._open_scope.name = self._open_scope.name, name
         try:
             # TensorFlow does not change a name that ends in a slash; it numbers equal names inside

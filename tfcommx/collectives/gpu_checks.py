@@ -27,15 +27,13 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 def of(number: int) -> str:
     """Return an identity of a GPU, which is equal for processes of a host that see the same GPU.
 
-    It is the UUID from CUDA's driver, because a launcher that confines each process to its own GPUs
-    may number all of them 0. Without the driver, it is the number and the variable that lists the
-    visible GPUs.
-
     Args:
         number: number of the GPU among those that this process sees, >= 0.
 
     **Ranks:** local. **Cost:** none on the GPU; no context is created.
     """
+    # Not the number, because a launcher that confines each process to its own GPUs may number all
+    # of them 0. Without CUDA's driver, the variable that lists the visible GPUs tells them apart
     if uuid := _uuid(number):
         return f"the GPU {uuid}"
     seen = next((f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ), "")

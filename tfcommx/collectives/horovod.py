@@ -70,9 +70,6 @@ def import_horovod() -> tuple[ModuleType, ModuleType]:
 def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:
     """Serve the rendezvous of ranks under Gloo, as horovodrun would.
 
-    It replaces horovodrun's server, which listens at all addresses, accepts values of any
-    size, and reveals the files in its working directory by HEAD.
-
     Args:
         slots: host -> number of its ranks, in rank order.
         address: address of this host at which all ranks reach it.
@@ -84,6 +81,8 @@ def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:
     from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
+    # Not horovodrun's own server, because that listens at all addresses, accepts values of any
+    # size, and reveals the files in its working directory by HEAD
     size = sum(slots.values())
     # Each of Gloo's ranks writes an address of less than 256 bytes for each of the others
     largest = 65536 + 256 * size

@@ -77,10 +77,8 @@ class Calibration:
 
     @staticmethod
     def of(ranks: int, measured: Sequence[tuple[int, float]]) -> Calibration:
-        """Make a calibration from measured times; none exceeds the time of a longer vector.
-
-        A longer vector's shorter time counts for both, because disturbances only lengthen times.
-        """
+        """Make a calibration from measured times; none exceeds the time of a longer vector."""
+        # A longer vector's shorter time counts for both, because disturbances only lengthen times
         sizes = [size for size, _ in measured]
         backwards = [max(time_s, 0.0) for _, time_s in reversed(measured)]
         seconds = list(itertools.accumulate(backwards, min))[::-1]
@@ -237,9 +235,6 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     >>> round(alpha, 9), round(beta, 9)
     (0.5, 0.001)
 
-    It minimizes the squared relative error, in which small messages count as much as large ones,
-    because alpha would otherwise vanish in beta's noise.
-
     Args:
         points: (latency terms, bytes, seconds) of each measurement.
 
@@ -254,6 +249,8 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
             "A fit of alpha and beta needs times > 0 of two or more sizes. Received "
             f"{list(points)}."
         )
+    # The relative error, in which small messages count as much as large ones, because alpha would
+    # otherwise vanish in beta's noise
     rows = np.stack([latencies, sizes], axis=1) / seconds[:, None]
     alpha, beta = np.linalg.lstsq(rows, np.ones(len(seconds)), rcond=None)[0]
     if alpha < 0:  # Fit without latency

@@ -93,11 +93,8 @@ def joined_at_exit(work: Callable[P, T]) -> Callable[P, T]:
 
 
 def weak_method(owner: object, work: Callable[..., Any]) -> Callable[..., Any]:
-    """Bind `work` to `owner` by a weak reference, and wrap it as `joined_at_exit` does.
-
-    The reference is weak because TensorFlow never drops the functions that it has received, and
-    would keep `owner` alive.
-    """
+    """Bind `work` to `owner` by a weak reference, and wrap it as `joined_at_exit` does."""
+    # TensorFlow never drops the functions that it has received, and would keep `owner` alive
     reference = weakref.ref(owner)
 
     def call(*args: Any) -> Any:

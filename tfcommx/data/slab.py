@@ -224,8 +224,7 @@ class Slab:
         """Close the slab; the last process of the node removes the slab and frees its memory.
 
         May be called twice. Mappings and views of `get` stay valid, but once the slab is removed
-        all samples are absent and all pixels 0. A forked child only closes its descriptor, because
-        the slab belongs to its parent.
+        all samples are absent and all pixels 0.
         """
         if self.file < 0:
             return

@@ -124,10 +124,8 @@ def try_exclusive_lock(file: int) -> bool:
 
 
 def free_memory(file: int) -> None:
-    """Free the memory of a slab except its header.
-
-    Needed because a remaining mapping, as TensorFlow may have, would keep all of it.
-    """
+    """Free the memory of a slab except its header."""
+    # A remaining mapping, as TensorFlow may have, would keep all of it after the removal
     length = os.fstat(file).st_size - PAGE
     # If this fails, the memory is freed with the last mapping
     ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(length))

@@ -63,11 +63,8 @@ class Allreduce(PeerRoute, ListRoute):
     def run_list(
         self, parts: list[Tensor], bucket: Bucket, comm: Comm, average: bool
     ) -> list[Tensor]:
-        """Return the sum or average of each tensor over all ranks.
-
-        This is never slower than plain Horovod, because the engine merges the tensors itself.
-        **Ranks:** all.
-        """
+        """Return the sum or average of each tensor over all ranks. **Ranks:** all."""
+        # Never slower than plain Horovod, because the engine merges the tensors itself
         return comm.allreduce_list(parts, bucket.name, average)
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:

@@ -137,11 +137,9 @@ def carry_out(
 def own_transfers(
     schedule: Schedule, operation: str, positions: int, entries: int, block: int, position: int
 ) -> tuple[Transfer, ...]:
-    """Return the transfers of one position, cut into messages of at most a block.
-
-    They are cut because two long messages in opposite directions of a link wait for each other in
-    Open MPI's TCP, while short ones use both directions.
-    """
+    """Return the transfers of one position, cut into messages of at most a block."""
+    # Cut, because two long messages in opposite directions of a link wait for each other in Open
+    # MPI's TCP, while short ones use both directions
     return tuple(
         transfer._replace(start=start, stop=min(start + block, transfer.stop))
         for transfer in schedule(operation, positions, entries, block)

@@ -130,11 +130,9 @@ def _gif_pixels(data: bytes) -> int:
 
 
 def _with_opaque_frame(data: bytes) -> bytes:
-    """Return a GIF whose first frame is opaque, and at the corner of the screen.
-
-    TensorFlow decodes transparent pixels as black, and not as the colour that the file has for
-    them, as it does in PNGs and Pillow in both. It cuts a frame that begins elsewhere.
-    """
+    """Return a GIF whose first frame is opaque, and at the corner of the screen."""
+    # TensorFlow decodes transparent pixels as black, and not as the colour that the file has for
+    # them, as it does in PNGs and Pillow in both. It cuts a frame that begins elsewhere
     changed = bytearray(data)
     for at in _gif_blocks(data):
         if data[at] == GIF_FRAME:
