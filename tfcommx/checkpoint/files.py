@@ -47,8 +47,8 @@ class Head(NamedTuple):
 def read_heads(folder: Path) -> list[Head | None]:
     """Return the contents of checkpoint.json on each rank; None for a rank that sees no file.
 
-    **Ranks:** all. **Raises:** CheckpointError, on all, if a file is damaged, or if the ranks name
-    different folders.
+    **Ranks:** all. **Raises:** on all, CheckpointError if a file is damaged, ConfigurationError if
+    the ranks name different folders.
     """
     own_head = _read_head(folder / HEAD)
     seen = fields_of(own_head) if isinstance(own_head, Head) else own_head

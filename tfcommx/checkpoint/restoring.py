@@ -88,9 +88,9 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     a warning.
 
     **Raises:** FileNotFoundError that names the missing file, if no older save is complete;
-    CheckpointError that names a damaged file, for a file in place of the folder, for a model that
-    is not built, or lacks variables or optimizers of the checkpoint, and if the ranks name
-    different folders.
+    CheckpointError that names a damaged file, for a file in place of the folder, and for a model
+    that is not built, or lacks variables or optimizers of the checkpoint; ConfigurationError if the
+    ranks name different folders.
     """
     checkpoint = newest(_folder(folder))
     if checkpoint is None:
