@@ -44,9 +44,6 @@ def partner(rank: int, hosts: Sequence[str]) -> int | None:
 
     >>> [partner(rank, ["red", "red", "blue", "blue"]) for rank in range(4)]
     [2, 3, 0, 1]
-
-    Args:
-        hosts: host of each rank; the ranks of a host are consecutive.
     """
     names = list(dict.fromkeys(hosts))
     if len(names) == 1:

@@ -124,6 +124,8 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
     if files:  # A rank without files receives its seeds from BroadcastState
         for generator, seed in zip(seed_generators(model), files[0][0].seeds, strict=False):
             generator.state.assign(seed)
+    # Built before the weights are loaded, because Keras skips the state of an optimizer without
+    # variables
     for index, optimizer in enumerate(optimizers):
         records = [file[index] for file in files]
         variables = _known_variables(optimizer, model, records, roots[index], folder)

@@ -191,6 +191,7 @@ def save(
         if _speaks_for_node(comm):
             write_head(head, folder)
 
+    # checkpoint.json names the save only when every rank has written its files
     for stage in (write, name):
         problems = comm.gather_objects(_problem_of(stage, model, folder))
         if any(problems):

@@ -341,7 +341,7 @@ class Snapshots:
         if not ready and not leaves:
             return
         if leaves and self._writing is not None:
-            self._writing.wait()
+            self._writing.wait()  # On all ranks, so that the next vote finds all ready
             ready, _ = self._vote()
         if self._due or leaves:
             ranks, noted = self._comm.topology.size, notes() | self.notes()

@@ -27,9 +27,6 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 def of(number: int) -> str:
     """Return an identity of a GPU, which is equal for processes of a host that see the same GPU.
 
-    Args:
-        number: number of the GPU among those that this process sees, >= 0.
-
     **Ranks:** local. **Cost:** none on the GPU; no context is created.
     """
     # Not the number, because a launcher that confines each process to its own GPUs may number all

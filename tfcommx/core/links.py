@@ -161,11 +161,8 @@ class Links(NamedTuple):
             fields.get("spread", 0.0),
             _calibration(fields.get("calibration", {"ranks": 0, "points": ()})),
         )
-        numbers = [*dataclasses.astuple(links.inside), *dataclasses.astuple(links.between)]
-        non_negative = [links.engine_s, links.contention, links.spread]
         if (
-            not all(math.isfinite(number) for number in [*numbers, *non_negative])
-            or min(non_negative) < 0
+            not all(0 <= n < math.inf for n in (links.engine_s, links.contention, links.spread))
             or not isinstance(links.block_bytes, int)
             or links.block_bytes < 8
             or not isinstance(links.fuses, bool)

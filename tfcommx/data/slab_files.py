@@ -152,10 +152,7 @@ def open_or_create(
 ) -> tuple[int, bool]:
     """Open the slab at `path`, or create it, with its shared lock; return (file, is it new).
 
-    Args:
-        path: path of the file, ending with `.slab`.
-        count: number of samples of the data set, >= 0.
-        length: function that returns the bytes of a new file, or raises; it may add to `metadata`.
+    The arguments are those of `Slab`; `length` may add to `metadata`.
 
     **Raises:** SlabError if another user's file is at `path`.
     """

@@ -139,6 +139,7 @@ def _codes(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
     nearest = tf.minimum(nearest, largest_step(largest))
     steps = tf.where(most < largest * 2.0**-126, tf.zeros_like(most), nearest)
     codes = tf.clip_by_value(tf.math.divide_no_nan(clean, steps), -largest, largest)
+    # The lowest code, which stands for no multiple, is NaN
     return steps, tf.where(finite, tf.cast(tf.round(codes), tf.int32), -int(largest) - 1)
 
 

@@ -54,10 +54,6 @@ def balance(costs: Sequence[float], ranks: int) -> list[int]:
     >>> balance([6, 4, 3, 1], ranks=2)
     [0, 1, 1, 0]
 
-    Args:
-        costs: of the items, > 0.
-        ranks: >= 1; of those that have equally little the first.
-
     **Source:** Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): the rank that has most
     has at most 4/3 of its load in the best partition.
     """
@@ -183,10 +179,6 @@ def fragment_of(entries: Mapping[str, int], count: int) -> dict[str, int]:
     >>> fragment_of({"a": 6, "b": 4, "c": 3}, 2)
     {'a': 0, 'b': 1, 'c': 1}
 
-    Args:
-        entries: variable path -> its entries, >= 1, in any order.
-        count: of fragments, >= 1.
-
     **Raises:** PlanError for fewer variables than fragments.
     """
     if len(entries) < count:
@@ -201,12 +193,7 @@ def fragment_of(entries: Mapping[str, int], count: int) -> dict[str, int]:
 def plan_in_fragments(
     gradients: Sequence[Gradient], count: int, make: Callable[[Sequence[Gradient]], Plan]
 ) -> Plan:
-    """Make a plan of which no bucket has variables of two fragments.
-
-    Args:
-        gradients: in forward order.
-        count: of fragments, >= 1.
-        make: makes the plan of some of the gradients.
+    """Make a plan of which no bucket has variables of two of the `count` fragments.
 
     **Raises:** PlanError for fewer variables than fragments, and as `make` does.
     """

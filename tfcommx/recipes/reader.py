@@ -266,10 +266,7 @@ def member_of(
 
 
 def change(tree: dict[str, Any], setting: str) -> None:
-    """Apply a setting such as `a.0.b=value` to the tree.
-
-    Args:
-        setting: keys and positions joined by dots, `=`, and the new value as YAML.
+    """Apply a setting such as `a.0.b=value`, whose value is YAML, to the tree.
 
     **Raises:** RecipeError if the tree has no such field, or the value is not YAML.
     """
@@ -295,11 +292,7 @@ def change(tree: dict[str, Any], setting: str) -> None:
 
 
 def error_lines(error: ValidationError, prefix: str = "") -> list[str]:
-    """Return a line `field: requirement. Received ...` for each wrong setting.
-
-    Args:
-        prefix: field of the part that was validated; empty: the whole recipe.
-    """
+    """Return a line `field: requirement. Received ...` for each wrong setting below `prefix`."""
     lines: list[str] = []
     for detail in error.errors():
         keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"])

@@ -34,12 +34,6 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[T
 
     Parts are cut into blocks, at the same entries in every round, so that a block can be sent on
     while the rest of its part arrives.
-
-    Args:
-        operation: broadcast (from position 0), reduce (to position 0) or allreduce.
-        positions: ranks that take part, >= 1.
-        entries: length of the vector.
-        block: entries of a block, >= 1.
     """
     # Number of positions that swap; each of the others depends on one of these
     core = 1 << (positions.bit_length() - 1)

@@ -57,7 +57,8 @@ class Transfer(NamedTuple):
     add: bool
 
 
-# (operation, positions, entries, entries of a block) -> transfers, rounds ascending
+# (operation, positions, entries, entries of a block) -> transfers, rounds ascending. A broadcast is
+# from position 0, a reduce to position 0
 Schedule = Callable[[str, int, int, int], list[Transfer]]
 
 

@@ -29,14 +29,7 @@ from tfcommx.routes.route import slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int) -> list[Transfer]:
-    """Return the transfers of all blocks, as drawn above.
-
-    Args:
-        operation: broadcast (from position 0), reduce (to position 0) or allreduce.
-        positions: ranks in the chain, >= 1.
-        entries: length of the vector; the last block may be shorter.
-        block: entries of a block, >= 1.
-    """
+    """Return the transfers of all blocks, as drawn above; the last block may be shorter."""
     transfers: list[Transfer] = []
     for number, start in enumerate(range(0, entries, block)):
         stop = min(start + block, entries)

@@ -139,8 +139,6 @@ def simulate(
     """Return the timeline of a step.
 
     Args:
-        plan: the buckets, and the topology.
-        profile: a profile of the same model on one rank.
         quantile: quantile of the step times under varying rates of ports, in [0, 1]: 0.5 is the
             median; one step in ten is longer than the one at 0.9.
 

@@ -38,7 +38,7 @@ def check_head(data: bytes, max_pixels: int) -> None:
     **Raises:** SampleError.
     """
     if data.startswith(PNG) and len(data) > 24:
-        check_pixels(_big(data, 16), _big(data, 20), max_pixels)
+        check_pixels(*struct.unpack_from(">II", data, 16), max_pixels)
         if data[24] > 8:
             raise SampleError(
                 f"a PNG of at most 8 bits a channel is required; this one has {data[24]}, of which "
@@ -157,10 +157,6 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     if kind == b"VP8 ":
         return _little(data, 26, 2) % 2**14, _little(data, 28, 2) % 2**14
     return 0, 0
-
-
-def _big(data: bytes, at: int) -> int:
-    return int.from_bytes(data[at : at + 4], "big")
 
 
 def _little(data: bytes, at: int, size: int = 4) -> int:
