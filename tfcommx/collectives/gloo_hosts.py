@@ -7,11 +7,6 @@ Horovod's static process sets follow from the hosts, and must be given when it s
     rank 0   PUT /tfcommx_hosts/all  ["node0", "node1"]     -->
     rank r   GET /tfcommx_hosts/all                         <--
 
-Answers are read up to a limit, as JSON, and used only if they are names of hosts, because the store
-is Horovod's: an HTTP server without authentication, to which any program that reaches its port can
-write. Horovod's own client would unpickle answers, which can run any code of their sender, and
-would use the proxy of `http_proxy`.
-
 It needs neither TensorFlow nor Horovod.
 """
 
@@ -126,6 +121,11 @@ def _checked(answer: bytes, key: str, size: int) -> list[str]:
 
 class Store:
     """Horovod's key-value store, over HTTP without a proxy."""
+
+    # An HTTP server without authentication, to which any program that reaches its port can write.
+    # Therefore answers are read up to a limit, as JSON, and used only if they are names of hosts.
+    # Horovod's own client would unpickle answers, which can run any code of their sender, and would
+    # use the proxy of `http_proxy`
 
     def __init__(self, address: str, port: str) -> None:
         self.address, self.port = address, int(port)

@@ -1,9 +1,5 @@
 """Decode images, shrink them to the size at which they are kept, and pack them into records.
 
-The headers of image files are checked before decoding, because a file of some hundred kilobytes can
-decode to gigabytes, and some files decode without an error to pixels that are not those of the
-image.
-
 A record is one decoded sample as bytes, in a slab and in messages between nodes.
 
     64 bytes of header: sample, label, bytes, height, width, channels, CRC, zeros | pixels | zeros
@@ -242,6 +238,8 @@ def decode(
         return shrink(data, store)
     if not data:
         raise SampleError("the file is empty")
+    # A file of some hundred kilobytes can decode to gigabytes, and some files decode without an
+    # error to pixels that are not those of the image
     check_head(data, max_pixels)
     return shrink(_decoded(data, channels, store, max_pixels), store)
 
