@@ -25,10 +25,16 @@ from tfcommx.routes.messages import MessageOptions
 from tfcommx.routes.torus import TorusOptions
 
 
-@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), "0.1"])
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), "0.1", True])
 def test_density_outside_its_range_is_refused(density: object) -> None:
     with pytest.raises(PlanError, match=rf"density={density!r}(?!\.\d)"):
         Scheme(route="hitopk", selection="mstopk", density=density)
+
+
+def test_a_truth_value_is_no_norm() -> None:
+    """`clip_norm: true` in a recipe once clipped to a norm of 1."""
+    with pytest.raises(PlanError, match="clip_norm=True"):
+        Scheme("hitopk", "mstopk", 0.1, clip_norm=True)
 
 
 def test_rule_all_refuses_a_density() -> None:

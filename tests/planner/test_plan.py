@@ -19,7 +19,7 @@ from tfcommx.core import (
     VariableProfile,
 )
 from tfcommx.planner import merging
-from tfcommx.planner.check import DenseWay, SparseWay, Ways, check_scheme
+from tfcommx.planner.check import DenseWay, SparseWay, Ways, check_scheme, require_coverage
 from tfcommx.planner.merging.merging import Prices
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.planner.prices import default_bucket_bytes
@@ -226,6 +226,17 @@ def test_the_ways_of_a_scheme() -> None:
     dense = Scheme("asa", compression="powersgd/4")
     assert check_scheme(dense, Topology(2, 2)) == Ways(None, DenseWay(asa, "plain", "powersgd/4"))
     assert check_scheme(Scheme("auto"), Topology(2, 2)) is None
+
+
+def test_a_plan_of_other_variables_or_sizes_is_refused() -> None:
+    """A plan of a wider layer with the same name once failed in a reshape of TensorFlow."""
+    gradients = [Gradient("w", (8, 8), "float32"), Gradient("v", (64, 8), "float32")]
+    plan = make_plan(gradients, {"*": SPARSE}, Topology(2, 2), largest=300)  # "v" in two pieces
+    require_coverage(plan, {"w": 64, "v": 512})
+    with pytest.raises(PlanError, match=r"512\b.*'v'.*256"):
+        require_coverage(plan, {"w": 64, "v": 256})
+    with pytest.raises(PlanError, match="'v' is only"):
+        require_coverage(plan, {"w": 64})
 
 
 @pytest.mark.parametrize("route", ["torus", "hitopk"])

@@ -42,8 +42,9 @@ class Checkpoint(keras.callbacks.Callback):
     **Ranks:** all. **Cost:** rank 0 writes the model, each rank its residuals (4 bytes per entry
     that it selects from, or sends in 16 or fewer bits). For snapshots, see Snapshots.
     **Raises:** CheckpointError, before the first step, for a model that Keras cannot serialize,
-    for a damaged checkpoint.json, for a folder that a rank cannot write to or another run saves
-    into, for an address such as gs://bucket/run, and for different arguments on the ranks.
+    for a damaged checkpoint.json, and for a folder that a rank cannot write to or another run saves
+    into; ConfigurationError for an address such as gs://bucket/run, and for different arguments on
+    the ranks.
     """
 
     def __init__(self, folder: str | Path, keep: int = 1, memory_every: int | None = None) -> None:

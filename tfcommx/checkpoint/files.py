@@ -47,8 +47,8 @@ class Head(NamedTuple):
 def read_heads(folder: Path) -> list[Head | None]:
     """Return the contents of checkpoint.json on each rank; None for a rank that sees no file.
 
-    **Ranks:** all. **Raises:** CheckpointError, on all, if a file is damaged, or if the ranks name
-    different folders.
+    **Ranks:** all. **Raises:** on all, CheckpointError if a file is damaged, ConfigurationError if
+    the ranks name different folders.
     """
     own_head = _read_head(folder / HEAD)
     seen = fields_of(own_head) if isinstance(own_head, Head) else own_head
@@ -115,38 +115,22 @@ def write_head(head: Head, folder: Path) -> None:
 
 
 def model_name(save: int) -> str:
-    """Return the name of a save's model.
-
-    >>> model_name(3)
-    'model-0003.keras'
-    """
+    """Return the name of a save's model, such as model-0003.keras."""
     return f"model-{save:04d}.keras"
 
 
 def memory_model_name(save: int) -> str:
-    """Return the name of the model of a save in memory.
-
-    >>> memory_model_name(3)
-    'model-0003.npz'
-    """
+    """Return the name of the model of a save in memory, such as model-0003.npz."""
     return f"model-{save:04d}.npz"
 
 
 def residuals_name(save: int, rank: int) -> str:
-    """Return the name of a rank's file of a save.
-
-    >>> residuals_name(3, 0)
-    'residuals-0003-rank-0000.npz'
-    """
+    """Return the name of a rank's file of a save, such as residuals-0003-rank-0000.npz."""
     return f"residuals-{save:04d}-rank-{rank:04d}.npz"
 
 
 def remove_other_saves(folder: Path, saves: Collection[int], rank: int, ranks: int) -> None:
-    """Delete this rank's files of all saves except those in `saves`; keep files with other names.
-
-    Files of ranks that no longer exist, from an earlier run with more ranks, are divided among the
-    ranks.
-    """
+    """Delete this rank's files of all saves except `saves`; keep files with other names."""
     for old in folder.iterdir():
         match, half = _OURS.fullmatch(old.name), _HALF.fullmatch(old.name)
         if match and int(match[1] or match[2]) not in saves:
@@ -155,6 +139,7 @@ def remove_other_saves(folder: Path, saves: Collection[int], rank: int, ranks: i
             writer = int(half[1] or 0)
         else:
             continue
+        # Files of ranks that no longer exist, from an earlier run with more, are divided, too
         if writer % ranks == rank:
             old.unlink(missing_ok=True)
 

@@ -5,10 +5,8 @@
 Rank 0, and the first rank of each node with a separate folder, hold a flock on that file until the
 process ends, or `fit` does. The kernel drops it when the process dies, and so does the server of an
 NFS folder (for a dead host when its lease ends, after about 90 s), so the lock file of a dead run
-blocks no restart. A later generation of the same supervised run replaces the held lock file by a
-new one, because a host that cannot be reached may still run the previous generation; that
-generation detects this at its next save, and may not save again. On a file system without locks
-every run does so, and the earlier run ends.
+blocks no restart. On a file system without locks every run replaces the lock file by a new one,
+and the earlier run ends.
 """
 
 from __future__ import annotations
@@ -95,6 +93,8 @@ def take(folder: Path, owner: Owner) -> None:
             holder = _read(path)
             if holder is not None and _is_same(owner, holder):
                 return  # Another rank of this run holds it, in a folder that both see
+            # A host that cannot be reached may still run an earlier generation of this run, which
+            # detects the new file at its next save, and may not save again
             if holder is not None and _may_replace(owner, holder):
                 _replace(folder, owner)
                 return

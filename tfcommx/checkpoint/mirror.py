@@ -12,11 +12,10 @@ After the loss of any one host all files of the last complete snapshot are on th
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from tfcommx.checkpoint.place import SnapshotFolder, check_file_name
 from tfcommx.launch.handshake import NO_PARTNER, Caller, Entrance, Handshake
@@ -45,9 +44,6 @@ def partner(rank: int, hosts: Sequence[str]) -> int | None:
 
     >>> [partner(rank, ["red", "red", "blue", "blue"]) for rank in range(4)]
     [2, 3, 0, 1]
-
-    Args:
-        hosts: host of each rank; the ranks of a host are consecutive.
     """
     names = list(dict.fromkeys(hosts))
     if len(names) == 1:
@@ -119,17 +115,15 @@ class Mirrors:
         connection.settimeout(WAIT_SECONDS)
         for name, size in files:
             with self.place.writing(name) as file:
-                _copy(connection, file.fileno(), size)
+                _copy(connection, file, size)
         self.place.keep(set(message["keep"]), int(message["rank"]))
         connection.sendall(b"1", socket.MSG_NOSIGNAL)
 
 
-def _copy(connection: socket.socket, file: int, size: int) -> None:
+def _copy(connection: socket.socket, file: IO[bytes], size: int) -> None:
     while size:
         piece = connection.recv(min(size, PIECE))
         if not piece:
             raise ConnectionError("the sender has gone")
         size -= len(piece)
-        view = memoryview(piece)
-        while view:
-            view = view[os.write(file, view) :]
+        file.write(piece)

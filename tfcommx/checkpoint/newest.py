@@ -65,8 +65,6 @@ def read_inherited(
 def newest_whole(folder: Path, head: Head | None) -> Head | None:
     """Return a head, or the head of the newest complete older save if a file cannot be read.
 
-    Without a complete older save the head is returned, because loading it raises the error.
-
     **Ranks:** all. **Cost:** if older saves exist, every file of the newest is read once.
     """
     if head is None or not head.older:
@@ -97,7 +95,7 @@ def _look(folder: Path, head: Head) -> Head:
                 )
             return candidate._replace(older=head.older[number:])
         first = first or reason
-    return head
+    return head  # Loading it raises the error
 
 
 # Key of a head's notes: the supervised run that has saved it

@@ -95,11 +95,7 @@ class SnapshotFolder:
             os.close(folder)
 
     def held(self) -> dict[int, Held]:
-        """Return the intact files, by the number of the save; delete damaged files.
-
-        Damaged files are deleted because another host may send a copy. **Cost:** every file is
-        read once.
-        """
+        """Return the intact files, by the number of the save. **Cost:** reads every file once."""
         names: dict[int, dict[str, int]] = {}
         heads: dict[int, Head] = {}
         for path in self._files():
@@ -112,7 +108,7 @@ class SnapshotFolder:
                 if match[3]:
                     heads[number] = read_head(path)
             except CheckpointError:
-                path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)  # Makes room for a copy, which another host may send
                 continue
             names.setdefault(number, {})[path.name] = path.stat().st_size
         return {number: Held(head, names[number]) for number, head in heads.items()}

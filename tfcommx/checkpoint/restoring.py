@@ -39,12 +39,9 @@ def last(folder: str | Path) -> Head | None:
 
 
 def _folder(folder: str | Path) -> Path:
-    """Return the folder of a checkpoint.
-
-    **Raises:** CheckpointError for a file, which a program would otherwise take for a folder
-    without a checkpoint, and train anew.
-    """
+    """Return the folder of a checkpoint. **Raises:** CheckpointError for a file."""
     path = local_path("folder", folder)
+    # A program would otherwise take it for a folder without a checkpoint, and train anew
     if path.is_file():
         raise CheckpointError(
             f"`folder` must be the folder of a checkpoint. Received the file {path}. Give its "
@@ -91,9 +88,9 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     a warning.
 
     **Raises:** FileNotFoundError that names the missing file, if no older save is complete;
-    CheckpointError that names a damaged file, for a file in place of the folder, for a model that
-    is not built, or lacks variables or optimizers of the checkpoint, and if the ranks name
-    different folders.
+    CheckpointError that names a damaged file, for a file in place of the folder, and for a model
+    that is not built, or lacks variables or optimizers of the checkpoint; ConfigurationError if the
+    ranks name different folders.
     """
     checkpoint = newest(_folder(folder))
     if checkpoint is None:
@@ -127,6 +124,8 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
     if files:  # A rank without files receives its seeds from BroadcastState
         for generator, seed in zip(seed_generators(model), files[0][0].seeds, strict=False):
             generator.state.assign(seed)
+    # Built before the weights are loaded, because Keras skips the state of an optimizer without
+    # variables
     for index, optimizer in enumerate(optimizers):
         records = [file[index] for file in files]
         variables = _known_variables(optimizer, model, records, roots[index], folder)

@@ -156,7 +156,8 @@ def save(
     remaining rank writes the checkpoint, with the centre as weights.
     **Raises:** SaveError, on all ranks, if one of them cannot write, as on a full disk, or if
     another run saves into the folder. The previous save is intact, and the partial one is removed.
-    CheckpointError if the ranks name different folders, or an address such as gs://bucket/run.
+    CheckpointError for a damaged checkpoint.json; ConfigurationError if the ranks name different
+    folders, or an address such as gs://bucket/run.
     """
     comm, folder = process.current(), local_path("folder", folder)
     if trains_alone(model):
@@ -190,6 +191,7 @@ def save(
         if _speaks_for_node(comm):
             write_head(head, folder)
 
+    # checkpoint.json names the save only when every rank has written its files
     for stage in (write, name):
         problems = comm.gather_objects(_problem_of(stage, model, folder))
         if any(problems):

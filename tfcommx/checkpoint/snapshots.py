@@ -57,13 +57,6 @@ class SnapshotCost:
     # Bytes of this rank's last snapshot, without its mirror
     bytes: int = 0
 
-    def add(self, copy_seconds: float, write_seconds: float, size: int) -> None:
-        """Add a snapshot."""
-        self.count += 1
-        self.copy_seconds += copy_seconds
-        self.write_seconds += write_seconds
-        self.bytes = size
-
     def summary(self) -> dict[str, Any]:
         """Return count, bytes, and mean seconds per snapshot, as JSON values."""
         count = self.count or 1
@@ -348,7 +341,7 @@ class Snapshots:
         if not ready and not leaves:
             return
         if leaves and self._writing is not None:
-            self._writing.wait()
+            self._writing.wait()  # On all ranks, so that the next vote finds all ready
             ready, _ = self._vote()
         if self._due or leaves:
             ranks, noted = self._comm.topology.size, notes() | self.notes()
@@ -412,7 +405,10 @@ class Snapshots:
         if failed:
             return
         self._whole = writing.save
-        self.cost.add(self._copying, writing.seconds, writing.bytes)
+        self.cost.count += 1
+        self.cost.copy_seconds += self._copying
+        self.cost.write_seconds += writing.seconds
+        self.cost.bytes = writing.bytes
         if self._link is not None:
             seconds = round(writing.seconds, 3)
             facts = {"total": self.total, "seconds": seconds, "bytes": writing.bytes}

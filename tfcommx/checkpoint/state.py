@@ -37,11 +37,8 @@ REMEDY = (
 
 
 def wide(array: np.ndarray) -> np.ndarray:
-    """Return an array of a type that NumPy's files can hold: float32 in place of bfloat16.
-
-    Integers stay, because float64 does not hold all 64 bits.
-    """
-    if array.dtype.kind in "biu":
+    """Return an array of a type that NumPy's files can hold: float32 in place of bfloat16."""
+    if array.dtype.kind in "biu":  # float64 does not hold all 64 bits
         return array
     return array.astype(np.promote_types(array.dtype, np.float32))
 

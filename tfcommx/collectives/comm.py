@@ -4,12 +4,6 @@ Every collective takes a group (`world`, `node` or `peers`) and a name that is e
 and not in flight twice. All members call it, with equal dtype and shape. In a group of one rank it
 returns its input. Each call counts the bytes that the collective's ring sends for its buffer.
 
-Other members of a Comm, by lifetime:
-
-    the launch     rank, topology, local_rank, local_size
-    the process    messages (between two ranks), membership, progress, trials, comparisons
-    a collective   the scope of its name
-
 To add a library, write a subclass of `Comm` in a separate file, with the abstract methods, whose
 names begin with `_`. `collectives/horovod.py` is used in training, `collectives/threads.py` in
 tests; tests/laws run every route on the latter.
@@ -114,12 +108,10 @@ class Comm(abc.ABC):
 
     @contextlib.contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Name the collectives inside after `name`, and after no other scope.
-
-        Horovod identifies a tensor in a graph by its name. Surrounding scopes may differ between
-        ranks, because Keras numbers its optimizers: an optimizer that only some ranks make would
-        make all ranks wait.
-        """
+        """Name the collectives inside after `name`, and after no other scope."""
+        # Horovod identifies a tensor in a graph by its name. Surrounding scopes may differ between
+        # ranks, because Keras numbers its optimizers: an optimizer that only some ranks make would
+        # make all ranks wait
         before, self._open_scope.name = self._open_scope.name, name
         try:
             # TensorFlow does not change a name that ends in a slash; it numbers equal names inside
@@ -135,15 +127,7 @@ class Comm(abc.ABC):
     def allreduce(
         self, tensor: tf.Tensor, group: str, name: str, counted: bool = True
     ) -> tf.Tensor:
-        """Sum over the group; `counted` as traffic.
-
-        Args:
-            tensor: any shape that is known while tracing.
-            group: world, node or peers.
-            name: equal on all members.
-
-        Returns:
-            The sum, on every member; same dtype and shape.
+        """Return the sum over the group, of the same dtype and shape; `counted` as traffic.
 
         **Ranks:** all members. **Cost:** sends 2 (p - 1)/p of the buffer.
         **Raises:** PlanError for an unknown shape and for more than 2^31 - 1 entries, as all
@@ -229,11 +213,7 @@ class Comm(abc.ABC):
     ) -> tf.Tensor:
         """Return the tensor of rank `root` on every rank of the world.
 
-        Args:
-            tensor: of equal dtype and shape on all ranks.
-            root: the rank whose tensor counts.
-            name: equal on all ranks.
-            counted: True if it is part of the training steps, and therefore of their traffic.
+        It is `counted` if it is part of the training steps, and therefore of their traffic.
 
         **Ranks:** all. **Cost:** every other rank receives it once, as along a chain.
         """

@@ -1,14 +1,11 @@
 """Every rank's host, before Horovod starts under Gloo, through the store of its rendezvous.
 
+Horovod's static process sets follow from the hosts, and must be given when it starts.
+
     rank r   PUT /tfcommx_hosts/r    "node1"                --> store of horovodrun, or of rank 0
     rank 0   GET /tfcommx_hosts/0, 1, ...                   <--
     rank 0   PUT /tfcommx_hosts/all  ["node0", "node1"]     -->
     rank r   GET /tfcommx_hosts/all                         <--
-
-Answers are read up to a limit, as JSON, and used only if they are names of hosts, because the store
-is Horovod's: an HTTP server without authentication, to which any program that reaches its port can
-write. Horovod's own client would unpickle answers, which can run any code of their sender, and
-would use the proxy of `http_proxy`.
 
 It needs neither TensorFlow nor Horovod.
 """
@@ -43,10 +40,6 @@ NO_STORE = (OSError, http.client.HTTPException)
 def gloo_hosts(launch: Launcher) -> list[str]:
     """Return every rank's host, in rank order, through the store of a Gloo launch.
 
-    They are needed before Horovod starts, because its static process sets must be the same on every
-    rank. Rank 0 reads the name of each rank and writes the list for all, because p squared reads
-    would take 11 s at 128 ranks: the store, a single Python process, needs 0.65 ms for each.
-
     **Ranks:** all.
     **Raises:** LaunchError that names the first missing rank after RENDEZVOUS_SECONDS, the content
     of the store in place of a rank's host, or a store that has ended.
@@ -59,6 +52,8 @@ def gloo_hosts(launch: Launcher) -> list[str]:
     # Failure of the last request, such as a refused connection
     reason, written = "", False
     answered = time.monotonic()
+    # Rank 0 reads the name of each rank and writes the list for all, because p squared reads would
+    # take 11 s at 128 ranks: the store, a single Python process, needs 0.65 ms for each
     while len(hosts) < launch.size:
         late = time.monotonic() > deadline
         if not written:
@@ -126,6 +121,11 @@ def _checked(answer: bytes, key: str, size: int) -> list[str]:
 
 class Store:
     """Horovod's key-value store, over HTTP without a proxy."""
+
+    # An HTTP server without authentication, to which any program that reaches its port can write.
+    # Therefore answers are read up to a limit, as JSON, and used only if they are names of hosts.
+    # Horovod's own client would unpickle answers, which can run any code of their sender, and would
+    # use the proxy of `http_proxy`
 
     def __init__(self, address: str, port: str) -> None:
         self.address, self.port = address, int(port)

@@ -27,15 +27,10 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 def of(number: int) -> str:
     """Return an identity of a GPU, which is equal for processes of a host that see the same GPU.
 
-    It is the UUID from CUDA's driver, because a launcher that confines each process to its own GPUs
-    may number all of them 0. Without the driver, it is the number and the variable that lists the
-    visible GPUs.
-
-    Args:
-        number: number of the GPU among those that this process sees, >= 0.
-
     **Ranks:** local. **Cost:** none on the GPU; no context is created.
     """
+    # Not the number, because a launcher that confines each process to its own GPUs may number all
+    # of them 0. Without CUDA's driver, the variable that lists the visible GPUs tells them apart
     if uuid := _uuid(number):
         return f"the GPU {uuid}"
     seen = next((f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ), "")
@@ -106,12 +101,6 @@ def keep_one_gpu(local_rank: int) -> RankGpu:
 def check_gpus(comm: Comm, own_gpu: RankGpu) -> list[RankGpu]:
     """Refuse ranks that keep the same GPU of a host, and GPUs without code that was built for them.
 
-    A GPU that the native library was not built for is refused, not left to plain TensorFlow with a
-    warning, because a Horovod user who has launched on GPUs expects their speed: a whole run that
-    selects on processors would cost many times as much, and one warning is lost in the output of
-    many ranks. Horovod's sums would be wrong on it, too, because set-up builds Horovod for the same
-    GPUs.
-
     Returns:
         The GPUs of all ranks, in rank order.
 
@@ -130,6 +119,9 @@ def check_gpus(comm: Comm, own_gpu: RankGpu) -> list[RankGpu]:
                 f"keep {gpu.identity}. Launch at most as many processes on this host as it has "
                 "GPUs, or bind another GPU to each."
             )
+    # Refused, not left to plain TensorFlow with a warning, because a user who has launched on GPUs
+    # expects their speed, and one warning is lost in the output of many ranks. Horovod's sums would
+    # be wrong on such a GPU, too, because set-up builds Horovod for the same GPUs
     for rank, gpu in enumerate(everyone):
         if gpu.architecture and gpu.built is not None and not covers(gpu.built, gpu.architecture):
             advice = build_advice(gpu.architecture for gpu in everyone if gpu.architecture)
@@ -143,10 +135,6 @@ def check_gpus(comm: Comm, own_gpu: RankGpu) -> list[RankGpu]:
 
 def check_fused_sum(comm: Comm, everyone: Sequence[RankGpu], device: str = "/gpu:0") -> None:
     """Add several tensors in one collective on the GPUs, and refuse a wrong sum.
-
-    Horovod copies the tensors of a group into one buffer, and out of it, by its own CUDA kernel. On
-    a GPU that it was not built for, the launch fails and every sum of several tensors is arbitrary
-    memory, because Horovod does not check the launch.
 
     **Ranks:** all; the same error on all.
     **Cost:** none unless Horovod adds on the GPU of every rank; then one allreduce of 5 kB and one
@@ -176,12 +164,10 @@ def check_fused_sum(comm: Comm, everyone: Sequence[RankGpu], device: str = "/gpu
 def wrong_sum(comm: Comm, device: str) -> str:
     """Add tensors of several lengths over all ranks; return the error of the sums, or "".
 
-    Sums are exact in float32 for up to 5000 ranks, because rank r adds r + i + j to entry i of
-    tensor j. The correct sums are computed on the host, because a result could get freed memory of
-    a GPU that held them.
-
     **Ranks:** all. **Cost:** waits for one allreduce.
     """
+    # Exact in float32 for up to 5000 ranks: rank r adds r + i + j to entry i of tensor j. The right
+    # sums are computed on the host, because a result could get freed memory of a GPU that held them
     size = comm.topology.size
     entries = [np.arange(length, dtype=np.float32) + j for j, length in enumerate(LENGTHS)]
     try:

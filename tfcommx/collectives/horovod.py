@@ -70,9 +70,6 @@ def import_horovod() -> tuple[ModuleType, ModuleType]:
 def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:
     """Serve the rendezvous of ranks under Gloo, as horovodrun would.
 
-    It replaces horovodrun's server, which listens at all addresses, accepts values of any
-    size, and reveals the files in its working directory by HEAD.
-
     Args:
         slots: host -> number of its ranks, in rank order.
         address: address of this host at which all ranks reach it.
@@ -84,6 +81,8 @@ def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:
     from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
+    # Not horovodrun's own server, because that listens at all addresses, accepts values of any
+    # size, and reveals the files in its working directory by HEAD
     size = sum(slots.values())
     # Each of Gloo's ranks writes an address of less than 256 bytes for each of the others
     largest = 65536 + 256 * size
@@ -122,21 +121,6 @@ def without_mpi() -> Iterator[None]:
     check_alone()
     with environment(dict.fromkeys(("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"), "gloo")):
         yield
-
-
-def settings_on_gpus(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables for Horovod if NCCL carries the collectives.
-
-    >>> settings_on_gpus({"HOROVOD_CYCLE_TIME": "5"})
-    {}
-
-    Args:
-        variables: variables of the environment; the user's settings have priority. The cycle is
-            not set with autotune, which would not tune it.
-    """
-    if {"HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"} & variables.keys():
-        return {}
-    return {"HOROVOD_CYCLE_TIME": CYCLE_ON_GPUS}
 
 
 def nccl_carries(hvd: ModuleType) -> bool:
@@ -211,7 +195,9 @@ class HorovodComm(Comm):
                 "an initialised Horovod. Call tfcommx.init() instead of hvd.init()."
             )
         self.by_nccl = nccl_carries(hvd)
-        settings = settings_on_gpus(os.environ) if self.by_nccl else {}
+        # The user's settings have priority; autotune would not tune a cycle that is set
+        is_set = not {"HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"}.isdisjoint(os.environ)
+        settings = {"HOROVOD_CYCLE_TIME": CYCLE_ON_GPUS} if self.by_nccl and not is_set else {}
         with (
             without_mpi() if launch.kind == "none" else contextlib.nullcontext(),
             environment(settings),

@@ -94,11 +94,7 @@ class Messages:
     ) -> tf.Tensor:
         """Run `work(array, messages)` on the host, eagerly or as part of a graph.
 
-        In traced code the calls run in the order in which they were traced, also from one `tf.cond`
-        to the next, because each call changes a variable and TensorFlow orders such ops. This is
-        the order of the plan, equal on every rank. Without it, all threads of one rank could wait
-        in one bucket while another's wait in the next one, or receive the messages of another
-        optimizer.
+        In traced code the calls run in the order in which they were traced: that of the plan.
 
         Args:
             work: takes the tensor as an array, and this rank's PointToPoint; returns an array of
@@ -116,6 +112,9 @@ class Messages:
         if tf.executing_eagerly():
             return tf.constant(call(tensor.numpy()))
         with tf.device("/cpu:0"):
+            # Each call changes a variable, because TensorFlow keeps the order of such ops, also
+            # from one `tf.cond` to the next. Otherwise all threads of one rank could wait in one
+            # bucket while another's wait in the next, or receive the messages of another optimizer
             with tf.control_dependencies([self._calls.assign_add(1)]):
                 result = tf.numpy_function(
                     call, [tensor], tensor.dtype, name=name.replace("/", "_")

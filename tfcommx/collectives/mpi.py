@@ -91,15 +91,9 @@ def _gather(communicator: Any, item: T) -> list[T]:
 class MpiPointToPoint:
     """Non-blocking messages on a separate communicator, which keeps them apart from Horovod's.
 
-    Horovod's background thread may use MPI at the same time, because mpi4py starts MPI with full
-    thread support.
-
-    With `lasting`, an uncaught exception ends the launch from then on, because the other ranks may
-    be waiting for this one's messages, and Horovod's orderly shutdown would wait for them.
-
     Args:
-        lasting: True if all ranks take part until the end; False: the others continue without one
-            that fails or dies.
+        lasting: True if all ranks take part until the end; an uncaught exception then ends the
+            launch. False: the others continue without one that fails or dies.
         with_centre: True if they reach the process that holds a centre; all such messages share a
             communicator.
 
@@ -110,6 +104,7 @@ class MpiPointToPoint:
     def __init__(self, watched: bool, lasting: bool = True, with_centre: bool = False) -> None:
         from mpi4py import MPI
 
+        # Because Horovod's background thread may use MPI at the same time
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise LaunchError(
                 "Messages beside Horovod need MPI with MPI_THREAD_MULTIPLE. Received less. "
@@ -125,17 +120,17 @@ class MpiPointToPoint:
         # Tag -> messages that have begun to arrive: source, array and request of each
         self._arriving: dict[int, list[tuple[int, np.ndarray, Any]]] = {}
         self._timeout = message_timeout(WATCHED_SECONDS if watched else TIMEOUT_SECONDS)
-        if lasting:
-            self._end_the_launch_after_an_exception()
 
-    def _end_the_launch_after_an_exception(self) -> None:
         def report_and_end(report: Hook, *failure: Any) -> None:
             report(*failure)
             sys.stderr.write(f"tfcommx: rank {self._world.rank} gives up and ends the launch.\n")
             sys.stderr.flush()
             self._world.Abort(1)
 
-        handle_uncaught(report_and_end)
+        # The other ranks may be waiting for this one's messages, and Horovod's orderly shutdown
+        # would wait for them
+        if lasting:
+            handle_uncaught(report_and_end)
 
     def send(self, array: np.ndarray, target: int, tag: int) -> Request:
         with self._counting:
@@ -178,10 +173,7 @@ class MpiPointToPoint:
         return bool(request[0].Test())
 
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:
-        """Receive a message that has arrived from any rank; None if there is none.
-
-        It never waits, because a rank that dies while it sends leaves a message that never ends.
-        """
+        """Receive a message that has arrived from any rank; None if there is none."""
         status, arriving = self._mpi.Status(), self._arriving.setdefault(tag, [])
         message = self._world.Improbe(self._mpi.ANY_SOURCE, tag, status)
         if message is not None:
@@ -190,7 +182,8 @@ class MpiPointToPoint:
             arriving.append((status.Get_source(), array, request))
         waits_for: set[int] = set()
         for position, (source, array, request) in enumerate(arriving):
-            # Messages of a rank are received in their order
+            # Messages of a rank are received in their order. Tested and not awaited, because a rank
+            # that dies while it sends leaves a message that never ends
             if source not in waits_for and request.Test():
                 del arriving[position]
                 return source, array

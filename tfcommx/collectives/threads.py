@@ -44,6 +44,8 @@ class _Meeting:
                 lambda: len(room) == len(ranks),
                 lambda: f"ranks {sorted(set(ranks) - set(room))} in {label!r}",
             )
+            # All ranks hold the room by now; kept here, it would keep the tensors of all turns
+            self.rooms.pop((ranks, turn), None)
         labels = {text for text, _ in room.values()}
         if len(labels) > 1:
             raise RuntimeError(f"Ranks {ranks} met in different collectives: {sorted(labels)}.")

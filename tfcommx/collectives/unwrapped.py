@@ -85,12 +85,10 @@ class UnwrappedOptimizers:
         self._thread: threading.Thread | None = None
 
     def watch(self) -> None:
-        """Record steps from now on, also of optimizers that were made before.
-
-        The thread does not use the garbage collector's lists (gc.get_objects, gc.get_referrers) to
-        find optimizers, because these include unfinished objects of other threads, which ended
-        ranks by a SystemError and by a segmentation fault.
-        """
+        """Record steps from now on, also of optimizers that were made before."""
+        # The thread does not find optimizers by the garbage collector's lists (gc.get_objects,
+        # gc.get_referrers), because these include unfinished objects of other threads, which ended
+        # ranks by a SystemError and by a segmentation fault
         from tfcommx.keras_internals import surround_steps  # Loads Keras
 
         global _watching

@@ -26,12 +26,7 @@ from tfcommx.core.files import json_text, local_path, reading, replacing, write_
 from tfcommx.core.links import NOMINAL, Calibration, EngineSettings, Link, Links, Traffic
 from tfcommx.core.plan import OPERATIONS, Plan, first_difference
 from tfcommx.core.profile import Layer, LayerTable, Profile, VariableProfile
-from tfcommx.core.scheme import (
-    AUTO,
-    MPI_LAUNCH,
-    NO_COMPRESSION,
-    Scheme,
-)
+from tfcommx.core.scheme import AUTO, MPI_LAUNCH, NO_COMPRESSION, Scheme
 from tfcommx.core.timeline import RESOURCES, MeasuredStep, Span, Timeline
 from tfcommx.core.topology import GROUPS, Topology
 from tfcommx.core.wire_formats import (
@@ -45,62 +40,3 @@ from tfcommx.core.wire_formats import (
     VALUE_DTYPES,
     WIRES,
 )
-
-__all__ = [
-    "AUTO",
-    "DENSE_CODES",
-    "DENSE_WIRES",
-    "ENTRY_BYTES",
-    "GROUPS",
-    "LARGEST",
-    "MPI_LAUNCH",
-    "NARROW",
-    "NOISY",
-    "NOMINAL",
-    "NO_COMPRESSION",
-    "OPERATIONS",
-    "PLAIN",
-    "RESOURCES",
-    "SPARSE_WIRES",
-    "VALUE_DTYPES",
-    "WIRES",
-    "Bucket",
-    "Calibration",
-    "CheckpointError",
-    "ConfigurationError",
-    "DataError",
-    "EngineSettings",
-    "LaunchError",
-    "Layer",
-    "LayerTable",
-    "Link",
-    "Links",
-    "MeasuredStep",
-    "NoOptions",
-    "Piece",
-    "Plan",
-    "PlanError",
-    "Profile",
-    "RankLostError",
-    "RouteOptions",
-    "Scheme",
-    "Span",
-    "Sparse",
-    "TfcommxError",
-    "Timeline",
-    "Topology",
-    "Traffic",
-    "VariableProfile",
-    "check_name",
-    "check_number",
-    "check_whole",
-    "first_difference",
-    "is_member",
-    "json_text",
-    "load_member",
-    "local_path",
-    "reading",
-    "replacing",
-    "require_equal",
-    "write_text",
-]

@@ -51,11 +51,8 @@ def all_reduce(total_bytes: float, ranks: int, link: Link) -> float:
 
 
 def ring_traffic(sent: float, group: str, topology: Topology) -> Traffic:
-    """Split the bytes that a rank sends around a group's ring by their destination.
-
-    As the mean over the ranks, 1 / slots of the bytes leave the node, because the world's ring, in
-    rank order, leaves each node once.
-    """
+    """Split the bytes that a rank sends around a group's ring by their destination, as the mean."""
+    # The world's ring, in rank order, leaves each node once
     shares = {"node": 0.0, "peers": 1.0, "world": topology.nodes / topology.size}
     leaves = shares[group] if topology.nodes > 1 else 0.0
     return Traffic(sent - sent * leaves, sent * leaves)

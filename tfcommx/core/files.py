@@ -76,12 +76,11 @@ def reading(
     ...     [][0]
     Traceback (most recent call last):
     tfcommx.core.errors.DataError: A plan is required in plan.json. Received IndexError: ...
-
-    All exceptions are caught except those that end a process, because parsers of NumPy, zip and
-    JSON raise a dozen classes for files that were truncated or changed.
     """
     try:
         yield
+    # Any class, because parsers of NumPy, zip and JSON raise a dozen classes for files that were
+    # truncated or changed
     except Exception as problem:
         if isinstance(problem, error) and str(path) in str(problem):
             raise
@@ -94,14 +93,13 @@ def reading(
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path to write to; rename it to `path` once it is complete and on the disk.
 
-    The folder is created. If writing fails, as on a full disk, an existing file is unchanged. The
-    temporary name is random, because two processes may write the same file, and has the suffix of
-    `path`.
+    The folder is created. If writing fails, as on a full disk, an existing file is unchanged.
 
     **Cost:** waits until the disk has the file. **Raises:** OSError.
     """
     path = Path(os.path.realpath(path))  # A symbolic link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A random name, because two processes may write the same file
     part = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
     try:
         yield part
@@ -160,9 +158,6 @@ def _sync(path: Path) -> None:
 def open_private(path: Path) -> int:
     """Create or open a folder that only this user can enter; return its descriptor.
 
-    An existing folder in shared memory or in /tmp is checked, because another user who knows its
-    name may have created it, and its owner can read, replace and redirect all files in it.
-
     **Raises:** PermissionError for a link, a folder of another user, or one that others can enter;
     OSError.
     """
@@ -174,6 +169,8 @@ def open_private(path: Path) -> int:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise PermissionError(f"{path} must be a folder. It is a link, or a file.") from error
         raise
+    # In shared memory or /tmp another user who knows the name may have created the folder, and its
+    # owner can read, replace and redirect all files in it
     status = os.fstat(opened)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         os.close(opened)
@@ -188,14 +185,14 @@ def open_private(path: Path) -> int:
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
     """Open a file of this user; return its descriptor.
 
-    A link is not followed, and a pipe does not block. The descriptor is checked and not the path,
-    because the file at the path could be replaced meanwhile.
+    A link is not followed, and a pipe does not block.
 
     **Raises:** OSError if it cannot be opened; PermissionError, with the reason, if it is another
     user's, or another user could open it.
     """
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        # The descriptor and not the path, because the file at the path could be replaced meanwhile
         if reason := _why_foreign(os.fstat(file)):
             raise PermissionError(errno.EPERM, reason, str(path))
     except BaseException:

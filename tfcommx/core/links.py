@@ -77,10 +77,8 @@ class Calibration:
 
     @staticmethod
     def of(ranks: int, measured: Sequence[tuple[int, float]]) -> Calibration:
-        """Make a calibration from measured times; none exceeds the time of a longer vector.
-
-        A longer vector's shorter time counts for both, because disturbances only lengthen times.
-        """
+        """Make a calibration from measured times; none exceeds the time of a longer vector."""
+        # A longer vector's shorter time counts for both, because disturbances only lengthen times
         sizes = [size for size, _ in measured]
         backwards = [max(time_s, 0.0) for _, time_s in reversed(measured)]
         seconds = list(itertools.accumulate(backwards, min))[::-1]
@@ -163,11 +161,8 @@ class Links(NamedTuple):
             fields.get("spread", 0.0),
             _calibration(fields.get("calibration", {"ranks": 0, "points": ()})),
         )
-        numbers = [*dataclasses.astuple(links.inside), *dataclasses.astuple(links.between)]
-        non_negative = [links.engine_s, links.contention, links.spread]
         if (
-            not all(math.isfinite(number) for number in [*numbers, *non_negative])
-            or min(non_negative) < 0
+            not all(0 <= n < math.inf for n in (links.engine_s, links.contention, links.spread))
             or not isinstance(links.block_bytes, int)
             or links.block_bytes < 8
             or not isinstance(links.fuses, bool)
@@ -237,9 +232,6 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     >>> round(alpha, 9), round(beta, 9)
     (0.5, 0.001)
 
-    It minimizes the squared relative error, in which small messages count as much as large ones,
-    because alpha would otherwise vanish in beta's noise.
-
     Args:
         points: (latency terms, bytes, seconds) of each measurement.
 
@@ -254,6 +246,8 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
             "A fit of alpha and beta needs times > 0 of two or more sizes. Received "
             f"{list(points)}."
         )
+    # The relative error, in which small messages count as much as large ones, because alpha would
+    # otherwise vanish in beta's noise
     rows = np.stack([latencies, sizes], axis=1) / seconds[:, None]
     alpha, beta = np.linalg.lstsq(rows, np.ones(len(seconds)), rcond=None)[0]
     if alpha < 0:  # Fit without latency

@@ -24,6 +24,11 @@ DGC_WARM_UP = (0.25, 0.063, 0.015, 0.004)
 MPI_LAUNCH = "tfcommx run --mpi ... (or horovodrun --mpi, or mpirun)"
 
 
+def _is_number(value: object) -> bool:
+    # A truth value is none: `density: true` would be 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How gradients travel: a user's request, for all variables or those that match a pattern.
@@ -100,7 +105,7 @@ class Scheme:
         budget = self.budget
         if budget is None:
             return
-        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
+        if not _is_number(budget) or not 0 < budget <= 1:
             raise PlanError(
                 "`budget` is a share of the bytes that plain Horovod sends between nodes, in (0, "
                 f"1], or None. Received budget={budget!r}. 0.15 leaves room for 4 bits an entry."
@@ -123,7 +128,7 @@ class Scheme:
             )
 
     def _check_density(self) -> None:
-        if not isinstance(self.density, int | float) or not 0 < self.density <= 1:
+        if not _is_number(self.density) or not 0 < self.density <= 1:
             raise PlanError(
                 f"`density` must be in (0, 1]. Received density={self.density!r}. Use 1 to send "
                 "everything."
@@ -154,14 +159,12 @@ class Scheme:
             )
 
     def _check_momentum_and_clipping(self) -> None:
-        if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise PlanError(
                 f"`momentum` must be in [0, 1). Received momentum={self.momentum!r}. 0.9 is "
                 "usual, 0 is none."
             )
-        if self.clip_norm is not None and (
-            not isinstance(self.clip_norm, int | float) or not self.clip_norm > 0
-        ):
+        if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
             raise PlanError(
                 f"`clip_norm` must be > 0. Received clip_norm={self.clip_norm!r}. Leave it out "
                 "to clip nothing."

@@ -106,12 +106,8 @@ def low_bits(k: int, size: int) -> int:
 
     >>> low_bits(1000, 100_000), low_bits(60, 100), low_bits(0, 100)
     (6, 0, 0)
-
-    Args:
-        k: entries, >= 0. It exceeds `size` only in prices, which may ask for an entry of an empty
-            vector.
-        size: length of the vector, >= 0.
     """
+    # k exceeds `size` only in prices, which may ask for an entry of an empty vector
     return (size // k).bit_length() - 1 if 0 < k <= size else 0
 
 
@@ -129,10 +125,6 @@ def code_words(k: int, dtype: str) -> tuple[int, int]:
 
     >>> code_words(1000, "int4")
     (16, 125)
-
-    Args:
-        k: values, >= 0.
-        dtype: one of CODE_BITS.
     """
     blocks = -(-k // CODE_BLOCK)
     return (blocks + 1) // 2, -(-k * CODE_BITS[dtype] // 32)
@@ -143,10 +135,6 @@ def dense_code_words(entries: int, wire: str) -> tuple[int, int]:
 
     >>> dense_code_words(1000, "int1")
     (4, 32)
-
-    Args:
-        entries: number of entries of the shard, >= 0.
-        wire: one of DENSE_CODES.
     """
     blocks = -(-entries // DENSE_CODE_BLOCK)
     return (blocks + 1) // 2, blocks * DENSE_CODE_BLOCK * DENSE_CODES[wire] // 32
@@ -156,10 +144,7 @@ def dense_code_words(entries: int, wire: str) -> tuple[int, int]:
 INDEX_WORDS: dict[str, Callable[[int, int], tuple[int, int]]] = {
     "pair": lambda k, size: (0, k),
     "block16": lambda k, size: (-(-size // BLOCK), (k + 1) // 2),
-    "elias": lambda k, size: (
-        -(-bitmap_bits(k, size) // 32),
-        -(-k * low_bits(k, size) // 32),
-    ),
+    "elias": lambda k, size: (-(-bitmap_bits(k, size) // 32), -(-k * low_bits(k, size) // 32)),
 }
 
 
@@ -172,11 +157,6 @@ def wire_words(k: int, size: int, wire: str) -> tuple[int, int, int]:
     ((4, 2, 2), (0, 3, 3))
     >>> wire_words(1000, 100_000, "elias/int8")
     (81, 188, 266)
-
-    Args:
-        k: entries in the buffer, >= 0.
-        size: length of the vector that the entries were selected from, >= 0.
-        wire: one of SPARSE_FORMATS.
     """
     indices, values = SPARSE_FORMATS[wire]
     coded = values in CODE_BITS

@@ -213,7 +213,6 @@ class DataCache:
         return order.parts(self.source.count, slots, self.options.seed)[self.node]
 
     def _threads(self) -> int:
-        """Return the number of threads that read and decode in this process."""
         processors = len(os.sched_getaffinity(0))
         # Bound by the launcher: the other processes of the node then have other processors
         bound = processors < (os.cpu_count() or processors)
@@ -236,7 +235,7 @@ class DataCache:
         """Return the batches of some epochs, one epoch after the other, as a `tf.data.Dataset`.
 
         Loading runs ahead in the background, by up to 64 MB or three batches. Autotuning of tf.data
-        is disabled (`autotune.enabled` is False), as `tfcommx.data.pipeline` explains. Stages that
+        is disabled (`autotune.enabled` is False), because it delays the end of `fit`. Stages that
         you add therefore need numbers, `map(..., num_parallel_calls=4)` and `prefetch(2)`, not
         AUTOTUNE.
 

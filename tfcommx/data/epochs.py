@@ -38,10 +38,7 @@ class EpochStats:
         return waited, served
 
     def recorded(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Return a dataset of (images, labels) from (images, labels, epoch), and record its use.
-
-        The seconds are NaN under `enable_op_determinism`, because that has no clock.
-        """
+        """Return a dataset of (images, labels) from (images, labels, epoch), and record its use."""
         import tensorflow as tf
 
         clock = tf.timestamp if _has_clock() else lambda: tf.constant(math.nan, tf.float64)

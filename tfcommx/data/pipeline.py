@@ -1,16 +1,5 @@
 """Input pipelines that end with their consumer: no autotuning, no calls after Python's end.
 
-Python functions that TensorFlow's threads call are wrapped (`joined_at_exit`), because a thread
-that called Python after Python's end would hang there. Its tf.data pipeline would wait for it, and
-the process would never end.
-
-Prefetch depths are fixed (`without_autotune`), because autotuning can delay the release of an
-iterator. tf.data tunes in a thread of each iterator, which sleeps for up to a minute between two
-checks. A release of the iterator, as at the end of `fit` and `evaluate`, waits for that thread.
-TensorFlow 2.21 wakes the thread before it sets the flag that ends it, so that the thread may check
-too early and sleep again. All other ranks wait in their next exchange: 10 to 50 s at a change of
-phase.
-
 Without autotuning tf.data adds no parallelism: a stage runs in the training thread, unless it has
 `num_parallel_calls` or is followed by a `prefetch`. Both need a number, because the queue of
 AUTOTUNE then has no limit.
@@ -40,6 +29,11 @@ def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Disable tf.data's autotuning for a dataset, whose stages then need explicit numbers."""
     import tensorflow as tf
 
+    # tf.data tunes in a thread of each iterator, which sleeps for up to a minute between two
+    # checks. A release of the iterator, as at the end of `fit` and `evaluate`, waits for that
+    # thread. TensorFlow 2.21 wakes the thread before it sets the flag that ends it, so that the
+    # thread may check too early and sleep again. All other ranks wait in their next exchange: 10 to
+    # 50 s at a change of phase
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
@@ -75,6 +69,8 @@ def joined_at_exit(work: Callable[P, T]) -> Callable[P, T]:
     Later calls raise RuntimeError.
     """
 
+    # A thread that called Python after Python's end would hang there. Its tf.data pipeline would
+    # wait for it, and the process would never end
     @functools.wraps(work)
     def call(*args: P.args, **options: P.kwargs) -> T:
         global _inside
@@ -93,11 +89,8 @@ def joined_at_exit(work: Callable[P, T]) -> Callable[P, T]:
 
 
 def weak_method(owner: object, work: Callable[..., Any]) -> Callable[..., Any]:
-    """Bind `work` to `owner` by a weak reference, and wrap it as `joined_at_exit` does.
-
-    The reference is weak because TensorFlow never drops the functions that it has received, and
-    would keep `owner` alive.
-    """
+    """Bind `work` to `owner` by a weak reference, and wrap it as `joined_at_exit` does."""
+    # TensorFlow never drops the functions that it has received, and would keep `owner` alive
     reference = weakref.ref(owner)
 
     def call(*args: Any) -> Any:

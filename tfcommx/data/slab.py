@@ -3,12 +3,9 @@
     page of header | index: int64 byte offset per sample (0 absent, -1 unreadable) | records at
     multiples of 64 bytes
 
-A record is written with pwrite, because that reports a full file system as an error, where a store
-through the mapping would be a fatal signal. (ops/kernels/fill_cpu.cc explains how the native fill
-writes.) A complete record is published by one aligned 8-byte store of its offset. Samples need no
-locks, because two processes that write the same sample write the same bytes twice, and a process
-killed during a write has published nothing. Only the allocation of space holds a lock, for two
-microseconds, and checks again that the sample is absent. The lock is released if its holder dies.
+Samples need no locks, because two processes that write the same sample write the same bytes twice,
+and a process killed during a write has published nothing. Only the allocation of space holds a
+lock, for two microseconds, which is released if its holder dies.
 """
 
 from __future__ import annotations
@@ -116,6 +113,8 @@ class Slab:
         """Write a record; False if the file system is full."""
         pixels = np.ascontiguousarray(pixels)
         head = record_head(sample, label, pixels)
+        # Not through the mapping, where a full file system would be a fatal signal in place of an
+        # error (ops/kernels/fill_cpu.cc explains how the native fill writes)
         try:  # without a copy of the pixels
             return os.pwritev(self.file, [head, pixels.data], at) == RECORD + pixels.nbytes
         except OSError:
@@ -136,7 +135,7 @@ class Slab:
         if at is None or not self._write(sample, label, pixels, at):
             self.full = True
             return False
-        self.index[sample] = at
+        self.index[sample] = at  # One aligned store of 8 bytes publishes the complete record
         return True
 
     def holes(self) -> list[tuple[int, int]]:
@@ -224,8 +223,7 @@ class Slab:
         """Close the slab; the last process of the node removes the slab and frees its memory.
 
         May be called twice. Mappings and views of `get` stay valid, but once the slab is removed
-        all samples are absent and all pixels 0. A forked child only closes its descriptor, because
-        the slab belongs to its parent.
+        all samples are absent and all pixels 0.
         """
         if self.file < 0:
             return

@@ -124,10 +124,8 @@ def try_exclusive_lock(file: int) -> bool:
 
 
 def free_memory(file: int) -> None:
-    """Free the memory of a slab except its header.
-
-    Needed because a remaining mapping, as TensorFlow may have, would keep all of it.
-    """
+    """Free the memory of a slab except its header."""
+    # A remaining mapping, as TensorFlow may have, would keep all of it after the removal
     length = os.fstat(file).st_size - PAGE
     # If this fails, the memory is freed with the last mapping
     ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(length))
@@ -154,10 +152,7 @@ def open_or_create(
 ) -> tuple[int, bool]:
     """Open the slab at `path`, or create it, with its shared lock; return (file, is it new).
 
-    Args:
-        path: path of the file, ending with `.slab`.
-        count: number of samples of the data set, >= 0.
-        length: function that returns the bytes of a new file, or raises; it may add to `metadata`.
+    The arguments are those of `Slab`; `length` may add to `metadata`.
 
     **Raises:** SlabError if another user's file is at `path`.
     """

@@ -132,9 +132,6 @@ def parse_list(text: str) -> list[int]:
 def default_architectures(listed: Iterable[int], present: Iterable[Gpu]) -> list[int]:
     """Choose the default architectures, ascending: those of this machine's GPUs, or else all.
 
-    All generations are Turing and the first architecture of each major version, because its machine
-    code also runs on the later ones of that version. Each costs about 15 seconds of one core.
-
     Args:
         present: GPUs of the machine that builds. For a GPU that the toolkit does not support, the
             highest architecture below it is chosen.
@@ -147,6 +144,8 @@ def default_architectures(listed: Iterable[int], present: Iterable[Gpu]) -> list
     }
     if chosen:
         return sorted(chosen)
+    # Turing, and the first architecture of each major version, because its machine code also runs
+    # on the later ones of that version. Each costs about 15 seconds of one core
     first_of_version: dict[int, int] = {}
     for number in supported:
         if number not in EMBEDDED:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -39,9 +38,6 @@ def compare_with_cpu(device: str) -> None:
 
     Every kernel that changes gradients, residuals or weights is compared once, with each type and
     rule that has separate code on a GPU, because drivers and GPUs differ.
-
-    Args:
-        device: TensorFlow's name of the device, such as "/gpu:0".
 
     **Ranks:** local.
     **Cost:** 0.4 s of processor time if the device is the CPU, most of it for a selection from 12.6
@@ -183,7 +179,6 @@ def _low_bits(device: str) -> dict[str, np.ndarray]:
 
 
 def _updates(device: str) -> dict[str, np.ndarray]:
-    """Update weights by LARS."""
     results: dict[str, Any] = {}
     with tf.device(device):
         for nesterov in (False, True):
@@ -198,13 +193,12 @@ def _updates(device: str) -> dict[str, np.ndarray]:
                 0.9,
                 nesterov,
             )
-            results |= dict(_numbered(f"weights by LARS, nesterov={nesterov}", weights))
-            results |= dict(_numbered(f"momentum by LARS, nesterov={nesterov}", momenta))
+            for name, variables in (("weights", weights), ("momentum", momenta)):
+                results |= {
+                    f"{name} by LARS, nesterov={nesterov}, part {number}": variable
+                    for number, variable in enumerate(variables)
+                }
         return _arrays(results)
-
-
-def _numbered(name: str, variables: list[tf.Variable]) -> Iterator[tuple[str, tf.Variable]]:
-    return ((f"{name}, part {number}", variable) for number, variable in enumerate(variables))
 
 
 def _many_strips(device: str) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfcommx.core.wire_formats import DENSE_CODE_BLOCK, DENSE_CODES, dense_code_words
 from tfcommx.kernels import loader
-from tfcommx.kernels.wire_codes import pack, unpack
+from tfcommx.kernels.wire_codes import largest_step, pack, unpack
 
 # Largest multiple of a step that a code represents
 LARGEST = {"int8": 127, "int4": 7, "int2": 3, "int1": 1}
@@ -84,12 +84,7 @@ def add_and_write(
     if ops is None:
         return add_and_write_definition(words, residual, wire, entries, start, real)
     return ops.tfcommx_low_bits_add(
-        words=words,
-        residual=residual.handle,
-        type=wire,
-        entries=entries,
-        start=start,
-        real=real,
+        words=words, residual=residual.handle, type=wire, entries=entries, start=start, real=real
     )
 
 
@@ -200,17 +195,10 @@ def _steps(values: tf.Tensor, counts: tf.Tensor, wire: str) -> tf.Tensor:
         size = terms * tf.math.divide_no_nan(float(DENSE_CODE_BLOCK), counts)
         step = size * (0.625 if wire == "int2" else 1.0)
     nearest = tf.cast(tf.cast(step, tf.bfloat16), tf.float32)
-    return tf.where(size < 2.0**-100, 0.0, tf.minimum(nearest, _most(largest)))
-
-
-def _most(largest: int) -> float:
-    """Return the largest step, with the bits of a bfloat16, of which this multiple is finite."""
-    bits = np.float32(np.finfo(np.float32).max / np.float32(largest)).view(np.uint32)
-    return float(np.uint32(bits & 0xFFFF0000).view(np.float32))
+    return tf.where(size < 2.0**-100, 0.0, tf.minimum(nearest, largest_step(largest)))
 
 
 def _codes(values: tf.Tensor, steps: tf.Tensor, wire: str) -> tf.Tensor:
-    """Return the int32 code of each value."""
     if wire in ("int8", "int4"):
         return tf.cast(tf.round(values * tf.math.divide_no_nan(1.0, steps)), tf.int32)
     negative = tf.cast(tf.bitcast(values, tf.int32) < 0, tf.int32)
@@ -220,7 +208,6 @@ def _codes(values: tf.Tensor, steps: tf.Tensor, wire: str) -> tf.Tensor:
 
 
 def _values(codes: tf.Tensor, steps: tf.Tensor, wire: str) -> tf.Tensor:
-    """Return the values of codes, float32."""
     if wire in ("int8", "int4"):
         spare = 32 - DENSE_CODES[wire]  # Shifted left and back, which extends the sign
         numbers = tf.bitwise.right_shift(tf.bitwise.left_shift(codes, spare), spare)

@@ -27,13 +27,11 @@ def length(vector: tf.Tensor) -> Any:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Leave the graph that is being traced, as `tf.init_scope` does, also for variables.
+    """Leave the graph that is being traced, as `tf.init_scope` does, also for variables."""
 
-    A `tf.function` whose first trace makes a variable is traced again, because the first trace
-    contains its initializer. It does so even for variables made outside in `tf.init_scope`, which
-    need no second trace, and a large model would take twice as long to start.
-    """
-
+    # A `tf.function` whose first trace makes a variable is traced again, because the first trace
+    # contains its initializer. It does so even for variables made outside in `tf.init_scope`, which
+    # need no second trace, and a large model would take twice as long to start
     def make(next_creator: Callable[..., tf.Variable], **options: Any) -> tf.Variable:
         return next_creator(**{**options, "experimental_enable_variable_lifting": False})
 
@@ -47,10 +45,6 @@ def after(number: tf.Tensor, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     >>> int(after(tf.constant(7, tf.int64), [tf.ones([2])]))
     7
 
-    A GPU's op ends for TensorFlow once it is queued, and so does a collective of Horovod's with
-    HOROVOD_ENABLE_ASYNC_COMPLETION. An entry that was copied to the host follows all earlier work
-    in the GPU's queue.
-
     Args:
         number: int64 or float64 [], >= 1.
         tensors: numbers or bools, of any shapes that are known while tracing.
@@ -61,6 +55,9 @@ def after(number: tf.Tensor, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     if not entries:
         with tf.control_dependencies([tf.group(*tensors)]), tf.device("/cpu:0"):
             return tf.identity(number)
+    # A GPU's op ends for TensorFlow once it is queued, and so does a collective of Horovod's with
+    # HOROVOD_ENABLE_ASYNC_COMPLETION. An entry that was copied to the host follows all earlier work
+    # in the GPU's queue
     with tf.control_dependencies([tf.group(*tensors)]):
         entry = tf.reshape(entries[0], [-1])[0]
     with tf.device("/cpu:0"):
@@ -94,10 +91,8 @@ def stamp(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def stamp_definition(entry: tf.Tensor) -> tf.Tensor:
-    """Define `stamp` in plain TensorFlow.
-
-    It does not use tf.timestamp, because automatic control dependencies would chain stateful ops.
-    """
+    """Define `stamp` in plain TensorFlow."""
+    # Not by tf.timestamp, because automatic control dependencies would chain stateful ops
     time_s = tf.numpy_function(
         lambda _: np.float64(time.perf_counter()),
         [tf.cast(entry, tf.float32)],

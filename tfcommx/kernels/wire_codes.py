@@ -6,6 +6,7 @@ few bits into int32 words, beginning with the lowest bit.
 
 from __future__ import annotations
 
+import numpy as np
 import tensorflow as tf
 
 from tfcommx.core.wire_formats import CODE_BITS, CODE_BLOCK, code_words
@@ -134,15 +135,18 @@ def _codes(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
     finite = tf.math.is_finite(parts)
     clean = tf.where(finite, parts, tf.zeros_like(parts))
     most = tf.reduce_max(tf.abs(clean), axis=1, keepdims=True)
-    # Largest step with a finite largest * step
-    limit = tf.bitcast(
-        tf.bitwise.bitwise_and(tf.bitcast(tf.constant(tf.float32.max / largest), tf.int32), -65536),
-        tf.float32,
-    )
-    nearest = tf.minimum(tf.cast(tf.cast(most / largest, tf.bfloat16), tf.float32), limit)
+    nearest = tf.cast(tf.cast(most / largest, tf.bfloat16), tf.float32)
+    nearest = tf.minimum(nearest, largest_step(largest))
     steps = tf.where(most < largest * 2.0**-126, tf.zeros_like(most), nearest)
     codes = tf.clip_by_value(tf.math.divide_no_nan(clean, steps), -largest, largest)
+    # The lowest code, which stands for no multiple, is NaN
     return steps, tf.where(finite, tf.cast(tf.round(codes), tf.int32), -int(largest) - 1)
+
+
+def largest_step(multiple: float) -> float:
+    """Return the largest step, with the bits of a bfloat16, of which this multiple is finite."""
+    bits = np.float32(np.finfo(np.float32).max / np.float32(multiple)).view(np.uint32)
+    return float(np.uint32(bits & 0xFFFF0000).view(np.float32))
 
 
 def _values(steps: tf.Tensor, codes: tf.Tensor, dtype: str) -> tf.Tensor:

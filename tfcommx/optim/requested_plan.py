@@ -223,7 +223,10 @@ class RequestedPlan:
         **Raises:** PlanError for a given plan of other variables.
         """
         if self._given_plan:
-            require_coverage(self._given_plan, set(self._names.of(variables)))
+            gradients = self._asked(variables).gradients
+            require_coverage(
+                self._given_plan, {gradient.path: gradient.entries for gradient in gradients}
+            )
             return self._given_plan
         to_root = self._settings.strategy.reduces_to_root
         return self._asked(variables).plan(auto_as_plain(self.schemes), to_root)

@@ -62,8 +62,6 @@ def least_lossy(auto: Scheme, sent: SentBytes, has_momentum: bool = False) -> li
     [('asa', 'int4')]
 
     Args:
-        auto: with a budget.
-        sent: the gradients that it is for, and a cluster of several nodes.
         has_momentum: gradients go through a momentum, with which 2 and 1 bits diverge.
 
     Returns:
@@ -126,10 +124,6 @@ def fewer_bytes(plan: Plan, gradients: Sequence[Gradient]) -> str | None:
     """Name the low-bit sum by which a plan's selected variables send fewer bytes and lose less.
 
     Each node gathers the selected entries of all, so bytes grow with the number of nodes.
-
-    Args:
-        plan: of any variables of these.
-        gradients: in forward order.
 
     Returns:
         A few sentences, or None: nothing is selected, or it sends no more than 4 bits an entry.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from tfcommx import compression, routes, selection
@@ -11,6 +13,7 @@ from tfcommx.core import (
     NARROW,
     NO_COMPRESSION,
     PLAIN,
+    Piece,
     Plan,
     PlanError,
     Scheme,
@@ -78,14 +81,27 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> W
     return ways
 
 
-def require_coverage(plan: Plan, names: set[str]) -> None:
-    """Refuse a plan unless it is for exactly these variables. **Raises:** PlanError."""
-    if plan.paths != names:
-        extra = sorted(plan.paths ^ names)[0]
+def require_coverage(plan: Plan, entries: Mapping[str, int]) -> None:
+    """Refuse a plan unless it is for exactly these variables, path -> entries.
+
+    **Raises:** PlanError.
+    """
+    planned: Counter[str] = Counter()
+    for bucket in plan.buckets:
+        for name, size in zip(bucket.variables, bucket.sizes, strict=False):
+            planned[Piece.of(name).path] += size
+    if plan.paths != entries.keys():
+        extra = sorted(plan.paths ^ entries.keys())[0]
         raise PlanError(
             f"The plan must cover exactly the variables with gradients. {extra!r} is only in "
             f"{'the plan' if extra in plan.paths else 'the model'}. Make the plan from this model."
         )
+    for path, count in entries.items():
+        if planned[path] != count:
+            raise PlanError(
+                f"The plan must have the sizes of the model's variables. Received {planned[path]} "
+                f"entries of {path!r}, which has {count}. Make the plan from this model."
+            )
 
 
 def _ways(scheme: Scheme) -> Ways:
@@ -190,7 +206,6 @@ def _check_peers(scheme: Scheme) -> None:
 
 
 def _check_cluster(route: Route, topology: Topology, messages: bool) -> None:
-    """Check that the nodes and the launch can carry a route out."""
     if route.levels == 2:
         topology.require_even(f"the two-level route {route.name!r}")
     if route.messages and not messages:

@@ -45,16 +45,14 @@ from tfcommx.routes.compressed import vectors
 from tfcommx.routes.messages import MessageOptions
 from tfcommx.simulator.assumptions import IDEAL, Assumptions
 
+log = logging.getLogger("tfcommx")
+
 
 def balance(costs: Sequence[float], ranks: int) -> list[int]:
     """Return the rank of each item: the longest first, each to the rank that has least so far.
 
     >>> balance([6, 4, 3, 1], ranks=2)
     [0, 1, 1, 0]
-
-    Args:
-        costs: of the items, > 0.
-        ranks: >= 1; of those that have equally little the first.
 
     **Source:** Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): the rank that has most
     has at most 4/3 of its load in the best partition.
@@ -181,10 +179,6 @@ def fragment_of(entries: Mapping[str, int], count: int) -> dict[str, int]:
     >>> fragment_of({"a": 6, "b": 4, "c": 3}, 2)
     {'a': 0, 'b': 1, 'c': 1}
 
-    Args:
-        entries: variable path -> its entries, >= 1, in any order.
-        count: of fragments, >= 1.
-
     **Raises:** PlanError for fewer variables than fragments.
     """
     if len(entries) < count:
@@ -199,12 +193,7 @@ def fragment_of(entries: Mapping[str, int], count: int) -> dict[str, int]:
 def plan_in_fragments(
     gradients: Sequence[Gradient], count: int, make: Callable[[Sequence[Gradient]], Plan]
 ) -> Plan:
-    """Make a plan of which no bucket has variables of two fragments.
-
-    Args:
-        gradients: in forward order.
-        count: of fragments, >= 1.
-        make: makes the plan of some of the gradients.
+    """Make a plan of which no bucket has variables of two of the `count` fragments.
 
     **Raises:** PlanError for fewer variables than fragments, and as `make` does.
     """
@@ -245,12 +234,6 @@ def fragments_of_buckets(plan: Plan, count: int) -> list[Plan]:
             )
         parts[fragments.pop()].append(bucket)
     return [dataclasses.replace(plan, buckets=tuple(part)) for part in parts]
-
-
-log = logging.getLogger("tfcommx")
-
-
-__all__ = ["Gradient", "make_plan"]
 
 
 def make_plan(
@@ -338,7 +321,6 @@ def _check_schemes(
 
 
 def _check_times(schemes: Mapping[str, Scheme], profile: Profile | None) -> None:
-    """Refuse a merging that depends on times if these are unknown."""
     for pattern, scheme in schemes.items():
         if merging.get(scheme.merging).needs_times and (profile is None or not profile.timed):
             by_size = [name for name, solver in merging.MERGINGS.items() if not solver.needs_times]
@@ -359,7 +341,6 @@ def _merged(
     cluster: tuple[Topology, Links, Assumptions],
     profile: Profile | None,
 ) -> list[list[Member]]:
-    """Decide which gradients of a stream travel together."""
     compresses = stream.compression != NO_COMPRESSION
     topology, links, assumptions = cluster
 

@@ -151,10 +151,8 @@ class Prediction(NamedTuple):
         return interval(slowest_s, self.step_s - slowest_s, self.spread)
 
     def may_beat(self, other: Prediction) -> bool:
-        """Return True if this step may be the shorter one, given the errors of predictions.
-
-        Only the exposed exchange counts, because both have the same computing.
-        """
+        """Return True if this step may be the shorter one, given the errors of predictions."""
+        # Only the exposed exchange counts, because both have the same computing
         least = interval(0.0, self.timeline.exposed_s, self.spread).low
         return least <= interval(0.0, other.timeline.exposed_s, other.spread).high
 

@@ -10,8 +10,8 @@ and `010` is 8.
     yes, on, 010, 1_000, 10:00        refused: YAML 1.1 and 1.2, and people, read them differently
     anything else                     text
 
-Repeated keys, aliases, and tags other than those of these values are refused. Aliases are refused
-because nine lines of them can stand for a billion values. A merge key (`<<`) is plain text.
+Repeated keys, aliases, and tags other than those of these values are refused. A merge key (`<<`) is
+plain text.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.next_event()
+        # Nine lines of aliases can stand for a billion values
         if self.check_event(yaml.AliasEvent):
             raise _error(event, f"write *{event.anchor} out: aliases are refused")
         self.depth += 1
@@ -266,10 +267,7 @@ def member_of(
 
 
 def change(tree: dict[str, Any], setting: str) -> None:
-    """Apply a setting such as `a.0.b=value` to the tree.
-
-    Args:
-        setting: keys and positions joined by dots, `=`, and the new value as YAML.
+    """Apply a setting such as `a.0.b=value`, whose value is YAML, to the tree.
 
     **Raises:** RecipeError if the tree has no such field, or the value is not YAML.
     """
@@ -295,11 +293,7 @@ def change(tree: dict[str, Any], setting: str) -> None:
 
 
 def error_lines(error: ValidationError, prefix: str = "") -> list[str]:
-    """Return a line `field: requirement. Received ...` for each wrong setting.
-
-    Args:
-        prefix: field of the part that was validated; empty: the whole recipe.
-    """
+    """Return a line `field: requirement. Received ...` for each wrong setting below `prefix`."""
     lines: list[str] = []
     for detail in error.errors():
         keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"])

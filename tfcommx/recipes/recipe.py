@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 def _scheme(value: Any) -> Scheme:
-    """Build a Scheme from a mapping, with its own checks."""
     if not isinstance(value, Mapping):
         raise ValueError(
             f"A mapping such as {{route: hitopk, selection: mstopk, density: 0.05}} is required. "
@@ -232,9 +231,6 @@ class Recipe(RecipePart):
     def rate(self, epoch: int, step: float, steps_per_epoch: int, ranks: int) -> float:
         """Return the learning rate of a step.
 
-        The whole run is counted in steps of the first phase, because phases may differ in batch and
-        therefore in steps per epoch.
-
         Args:
             epoch: epoch of the whole run, in [0, epochs).
             step: step of the epoch, in [0, steps_per_epoch). In a phase with another number of
@@ -243,6 +239,8 @@ class Recipe(RecipePart):
             ranks: number of ranks, >= 1.
         """
         phase = self.phase_of_epoch()[epoch]
+        # Counted in steps of the first phase, because phases may differ in batch and therefore in
+        # steps per epoch
         steps, step = self.epochs * steps_per_epoch, epoch * steps_per_epoch + step
         rate = self.learning_rate.at(step, steps_per_epoch, steps, self.batch(phase) * ranks)
         return phase.learning_rate_factor * rate

@@ -2,10 +2,8 @@
 
 In float16, as with Horovod's `Compression.fp16`, half the bytes are sent, and each addition rounds
 to 11 bits, because the engine adds in float16. Each rank's own rounding error stays in its
-residual; that of the engine's partial sums is lost. Entries are divided by a power of two, at least
-p, before they are written, because sums must not overflow; a finite number beyond 65504 is sent as
-65504, and the rest stays in the residual. The engines cannot add bfloat16. Routes that add in
-float32: `asa`, and `torus` in bfloat16.
+residual; that of the engine's partial sums is lost. The engines cannot add bfloat16. Routes that
+add in float32: `asa`, and `torus` in bfloat16.
 """
 
 from __future__ import annotations
@@ -53,6 +51,8 @@ class Allreduce(PeerRoute, ListRoute):
 
         **Ranks:** all of the group.
         """
+        # A power of two, at least p, divides the entries, because sums must not overflow; a finite
+        # number beyond 65504 is sent as 65504, and the rest stays in the residual
         scale = own * formats.sum_scale(bucket.wire, len(comm.members(group)))
         written = codec.write_dense(flat, bucket.wire, 0, scale, 1 / own)
         return self.run_in_group(written, bucket, comm, group)
@@ -63,11 +63,8 @@ class Allreduce(PeerRoute, ListRoute):
     def run_list(
         self, parts: list[Tensor], bucket: Bucket, comm: Comm, average: bool
     ) -> list[Tensor]:
-        """Return the sum or average of each tensor over all ranks.
-
-        This is never slower than plain Horovod, because the engine merges the tensors itself.
-        **Ranks:** all.
-        """
+        """Return the sum or average of each tensor over all ranks. **Ranks:** all."""
+        # Never slower than plain Horovod, because the engine merges the tensors itself
         return comm.allreduce_list(parts, bucket.name, average)
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:

@@ -34,12 +34,6 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[T
 
     Parts are cut into blocks, at the same entries in every round, so that a block can be sent on
     while the rest of its part arrives.
-
-    Args:
-        operation: broadcast (from position 0), reduce (to position 0) or allreduce.
-        positions: ranks that take part, >= 1.
-        entries: length of the vector.
-        block: entries of a block, >= 1.
     """
     # Number of positions that swap; each of the others depends on one of these
     core = 1 << (positions.bit_length() - 1)
@@ -47,13 +41,8 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[T
     halves, collects, gathers = _swaps(core, cut)
     last = core.bit_length() - 2
     scatters = [
-        Transfer(
-            last - transfer.round,
-            transfer.target,
-            transfer.source,
-            transfer.start,
-            transfer.stop,
-            False,
+        transfer._replace(
+            round=last - transfer.round, source=transfer.target, target=transfer.source
         )
         for transfer in gathers
     ]
@@ -82,10 +71,8 @@ def _swaps(core: int, cut: list[int]) -> tuple[list[Transfer], list[Transfer], l
         # `first`: the first of the `reach` parts that the position holds after this step
         peer, first = position ^ reach, position & -reach
         first_of_peer = peer & -reach
-        kept_part, given_part = (
-            (cut[first], cut[first + reach]),
-            (cut[first_of_peer], cut[first_of_peer + reach]),
-        )
+        kept_part = cut[first], cut[first + reach]
+        given_part = cut[first_of_peer], cut[first_of_peer + reach]
         halves.append(Transfer(step, position, peer, *given_part, True))
         collects.append(Transfer(back, position, peer, *kept_part, False))
         if position % (2 * reach) == reach:
@@ -98,13 +85,8 @@ def _in_blocks(
 ) -> list[Transfer]:
     """Cut each transfer into blocks inside parts, and add `first_round` to its round."""
     return [
-        Transfer(
-            first_round + transfer.round,
-            transfer.source,
-            transfer.target,
-            start,
-            min(start + block, stop),
-            transfer.add,
+        transfer._replace(
+            round=first_round + transfer.round, start=start, stop=min(start + block, stop)
         )
         for transfer in phase
         for first, stop in itertools.pairwise(cut)

@@ -66,9 +66,7 @@ class CompressedRoute(Route):
     def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
         """Return the price of the sums, which run one after another."""
         return self._total(
-            lambda vector, on: self._route.seconds(vector, on, links),
-            bucket,
-            topology,
+            lambda vector, on: self._route.seconds(vector, on, links), bucket, topology
         )
 
     def stages(self, bucket: Bucket, topology: Topology, links: Links) -> list[Stage]:

@@ -20,22 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tfcommx import engines
-from tfcommx.core import (
-    Bucket,
-    Links,
-    RouteOptions,
-    Topology,
-    Traffic,
-    check_name,
-)
-from tfcommx.routes.route import (
-    SELECT,
-    Select,
-    SparseRoute,
-    Stage,
-    Tensor,
-    slot_part,
-)
+from tfcommx.core import Bucket, Links, RouteOptions, Topology, Traffic, check_name
+from tfcommx.routes.route import SELECT, Select, SparseRoute, Stage, Tensor, slot_part
 from tfcommx.wire import formats
 
 if TYPE_CHECKING:

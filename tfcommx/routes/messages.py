@@ -57,7 +57,8 @@ class Transfer(NamedTuple):
     add: bool
 
 
-# (operation, positions, entries, entries of a block) -> transfers, rounds ascending
+# (operation, positions, entries, entries of a block) -> transfers, rounds ascending. A broadcast is
+# from position 0, a reduce to position 0
 Schedule = Callable[[str, int, int, int], list[Transfer]]
 
 
@@ -88,10 +89,6 @@ class Participants(NamedTuple):
         """Begin to receive "from" a position, or to send "to" it, and return the request."""
         begin = self.point_to_point.receive if way == "from" else self.point_to_point.send
         return begin(buffer, self.rank_at(position), self.tag)
-
-    def wait_any(self, requests: list[Any]) -> int:
-        """Wait until one of the requests is done; return its position in the list."""
-        return self.point_to_point.wait_any(requests)
 
 
 # (the transfers of one position, the vector that they change, the participants)
@@ -141,11 +138,9 @@ def carry_out(
 def own_transfers(
     schedule: Schedule, operation: str, positions: int, entries: int, block: int, position: int
 ) -> tuple[Transfer, ...]:
-    """Return the transfers of one position, cut into messages of at most a block.
-
-    They are cut because two long messages in opposite directions of a link wait for each other in
-    Open MPI's TCP, while short ones use both directions.
-    """
+    """Return the transfers of one position, cut into messages of at most a block."""
+    # Cut, because two long messages in opposite directions of a link wait for each other in Open
+    # MPI's TCP, while short ones use both directions
     return tuple(
         transfer._replace(start=start, stop=min(start + block, transfer.stop))
         for transfer in schedule(operation, positions, entries, block)
@@ -227,8 +222,11 @@ class _Queues:
         """Start every transfer whose data exist, up to WINDOW in each direction."""
         for (way, peer), queue in self.waiting.items():
             line = self.under_way[way, peer]
-            while queue and len(line) < WINDOW and (way == "from" or self._is_ready(queue[0])):
-                transfer = queue.popleft()
+            while queue and len(line) < WINDOW:
+                transfer = queue[0]
+                if way == "to" and self.turn[transfer] > self.applied[transfer.start]:
+                    break
+                queue.popleft()
                 part = self.vector[transfer.start : transfer.stop]
                 buffer = np.empty_like(part) if way == "from" else part.copy()
                 request = self.participants.start(way, buffer, peer)
@@ -239,7 +237,7 @@ class _Queues:
         fronts = [line for line in self.under_way.values() if line]
         if not fronts:
             return False
-        done = self.participants.wait_any([line[0].request for line in fronts])
+        done = self.participants.point_to_point.wait_any([line[0].request for line in fronts])
         _, transfer, buffer = fronts[done].popleft()
         if transfer.target == self.position:
             self.early[transfer.start, self.turn[transfer]] = transfer, buffer
@@ -247,9 +245,6 @@ class _Queues:
                 _apply(*ready, self.vector)
                 self.applied[transfer.start] += 1
         return True
-
-    def _is_ready(self, transfer: Transfer) -> bool:
-        return self.turn[transfer] <= self.applied[transfer.start]
 
 
 def _apply(transfer: Transfer, buffer: np.ndarray[Any, Any], vector: np.ndarray[Any, Any]) -> None:
@@ -313,8 +308,7 @@ class MessageRoute(PeerRoute[MessageOptions]):
     def run_in_group(
         self, flat: Tensor, bucket: Bucket[MessageOptions], comm: Comm, group: str
     ) -> Tensor:
-        collective = bucket.options.collective
-        return self._by_messages(collective, flat, bucket, comm, group)
+        return self._by_messages(bucket.options.collective, flat, bucket, comm, group)
 
     def broadcast(self, flat: Tensor, bucket: Bucket[MessageOptions], comm: Comm) -> Tensor:
         """Return rank 0's `flat` on every rank, by messages. **Ranks:** all."""
@@ -342,8 +336,7 @@ class MessageRoute(PeerRoute[MessageOptions]):
 
     def wire_bytes(self, bucket: Bucket[MessageOptions], topology: Topology) -> Traffic:
         """Count the bytes of messages that one rank sends in a step, as the mean."""
-        collective = bucket.options.collective
-        return self._traffic(collective, bucket, topology)
+        return self._traffic(bucket.options.collective, bucket, topology)
 
     def broadcast_bytes(self, bucket: Bucket[MessageOptions], topology: Topology) -> Traffic:
         """Count the bytes of messages that one rank sends in a broadcast, as the mean."""
@@ -362,9 +355,8 @@ class MessageRoute(PeerRoute[MessageOptions]):
 
     def port_bytes(self, bucket: Bucket[MessageOptions], topology: Topology) -> float:
         """Count the bytes through the busiest port of a node, in its busier direction."""
-        collective = bucket.options.collective
         ports: Counter[tuple[str, int]] = Counter()
-        for source, target, amount in self._messages(collective, bucket, topology):
+        for source, target, amount in self._messages(bucket.options.collective, bucket, topology):
             if source != target:
                 ports["out", source] += amount
                 ports["in", target] += amount

@@ -29,14 +29,7 @@ from tfcommx.routes.route import slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int) -> list[Transfer]:
-    """Return the transfers of all blocks, as drawn above.
-
-    Args:
-        operation: broadcast (from position 0), reduce (to position 0) or allreduce.
-        positions: ranks in the chain, >= 1.
-        entries: length of the vector; the last block may be shorter.
-        block: entries of a block, >= 1.
-    """
+    """Return the transfers of all blocks, as drawn above; the last block may be shorter."""
     transfers: list[Transfer] = []
     for number, start in enumerate(range(0, entries, block)):
         stop = min(start + block, entries)
@@ -63,19 +56,16 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[T
 
 
 def seconds(bucket: Bucket[MessageOptions], topology: Topology, links: Links) -> float:
-    """Return the price: 2 (p - 1)/p of the blocks pass each port, after the first one's hops.
-
-    Table 1 of the paper has 2 (p - 1 + n/b) messages through the port of a position in the middle
-    of its one chain, with the latency of each. Here latencies overlap, because a direction has
-    several messages under way (`messages.WINDOW`).
-    """
+    """Return the price: 2 (p - 1)/p of the blocks pass each port, after the first one's hops."""
     ranks, total = topology.size, bucket.padded_bytes
     if ranks == 1 or total == 0:
         return 0.0
     link = slowest_link(topology, links)
     block = min(bucket.options.block_bytes, total)
     travels = block * link.beta_s_per_byte
-    # Seconds of a block at one position, in and out
+    # Seconds of a block at one position, in and out. Table 1 of the paper has 2 (p - 1 + n/b)
+    # messages through the port of a position in the middle of its one chain, with the latency of
+    # each. Here latencies overlap, because a direction has several messages under way
     turn = 2 * max(travels, link.alpha_s / WINDOW) + block * link.gamma_s_per_byte
     return (ranks - 1) * (total / (ranks * block) * turn + 2 * (link.alpha_s + travels))
 

@@ -81,11 +81,8 @@ class Route(abc.ABC, Generic[Options]):
         return bucket
 
     def padding(self, size: int, wire: str, topology: Topology) -> int:
-        """Count the zeros that must follow `size` entries so that the route can cut equal shards.
-
-        In 16 or fewer bits the number of ranks counts, because peers also cut a slot's shard among
-        themselves.
-        """
+        """Count the zeros that must follow `size` entries, so that equal shards can be cut."""
+        # In fewer bits the number of ranks counts, because peers also cut a slot's shard
         shards = "ranks" if self.shards == "slots" and wire in NARROW else self.shards
         return -size % {"none": 1, "slots": topology.slots, "ranks": topology.size}[shards]
 
@@ -110,11 +107,9 @@ class Route(abc.ABC, Generic[Options]):
         return cost.broadcast_traffic(bucket.padded_bytes, topology)
 
     def port_bytes(self, bucket: Bucket[Options], topology: Topology) -> float:
-        """Count the bytes of a step through the busiest port of a node, in its busier direction.
-
-        This default is the mean over the nodes, because rings and alltoalls load all nodes alike if
-        these have equally many slots.
-        """
+        """Count the bytes of a step through the busiest port of a node, in its busier direction."""
+        # The mean over the nodes, because rings and alltoalls load all nodes alike if these have
+        # equally many slots
         return self.wire_bytes(bucket, topology).between * topology.size / topology.nodes
 
     @abc.abstractmethod

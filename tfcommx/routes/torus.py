@@ -43,12 +43,7 @@ if TYPE_CHECKING:
     from tfcommx.collectives.comm import Comm
     from tfcommx.wire.codec import Codec
 
-_PEERS: tuple[PeerRoute, ...] = (
-    allreduce.ROUTE,
-    pipeline.ROUTE,
-    tree.ROUTE,
-    bidirectional.ROUTE,
-)
+_PEERS: tuple[PeerRoute, ...] = (allreduce.ROUTE, pipeline.ROUTE, tree.ROUTE, bidirectional.ROUTE)
 # Routes that can sum among peers, by name.
 PEER_ROUTES: dict[str, PeerRoute] = {route.name: route for route in _PEERS}
 

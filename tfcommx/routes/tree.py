@@ -21,14 +21,7 @@ from tfcommx.routes.route import slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int = 0) -> list[Transfer]:
-    """Return the transfers of all rounds, as drawn above.
-
-    Args:
-        operation: broadcast (from position 0), reduce (to position 0) or allreduce.
-        positions: ranks in the tree, >= 1.
-        entries: length of the vector.
-        block: not used: the vector is not cut.
-    """
+    """Return the transfers of all rounds, as drawn above; the vector is not cut into blocks."""
     steps = (positions - 1).bit_length()
     down = [
         Transfer(step, position, position + reach, 0, entries, False)

@@ -1,12 +1,4 @@
-"""The rules of selection: which k entries of a gradient are sent.
-
-all         every entry: the identity of the family
-exact       the k largest magnitudes; of equal ones the lowest indices
-mstopk      all above a band that holds the k-th largest magnitude, and a random run of it
-dgc         of those that reach a sampled threshold, the k largest
-random      k entries, every choice equally likely; a baseline that the other rules must beat
-threshold   entries whose magnitude reaches a fixed threshold
-"""
+"""The rules of selection: which k entries of a gradient are sent; the package has their table."""
 
 from __future__ import annotations
 
@@ -25,16 +17,7 @@ class All:
     """Every entry, whatever its magnitude."""
 
     def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
-        """Choose all n entries of the gradient.
-
-        Args:
-            gradient: float [n].
-            k: n.
-            seed: not used.
-
-        **Cost:** one pass at most.
-        **Raises:** PlanError if k is not n.
-        """
+        """Choose all n entries. **Cost:** one pass at most. **Raises:** PlanError if k is not n."""
         size = traced.length(gradient)
         if isinstance(size, int) and isinstance(k, int) and k != size:
             raise PlanError(
@@ -69,8 +52,6 @@ class NativeSelector:
 
 
 EXACT = NativeSelector("exact")
-
-
 MSTOPK = NativeSelector("mstopk")
 
 
@@ -133,7 +114,7 @@ DGC = Dgc()
 
 @dataclass(frozen=True)
 class Random:
-    """Any k entries, whatever their magnitudes."""
+    """Any k entries, every choice equally likely: a baseline that the other rules must beat."""
 
     def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
         """Choose k entries of float [n] at random, NaN and Inf first.

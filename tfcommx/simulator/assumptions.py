@@ -183,15 +183,10 @@ HALVINGS = 60
 
 
 def slowest_rate(nodes: int, assumptions: Assumptions, quantile: float = 0.5) -> float:
-    """Return the rate of the slowest port in a step over the links' rate.
+    """Return the rate of the slowest port in a step, at a quantile of steps, over the links' rate.
 
     >>> slowest_rate(1, Assumptions(jitter=0.5)), slowest_rate(4, Assumptions(slow_port=0.4))
     (0.75, 0.4)
-
-    Args:
-        nodes: the number of nodes, >= 1.
-        assumptions: their `slow_port` and `jitter` are used.
-        quantile: quantile of the steps, from fastest to slowest ports, in [0, 1].
     """
     slow, jitter = assumptions.slow_port, assumptions.jitter
     if not jitter:

@@ -139,8 +139,6 @@ def simulate(
     """Return the timeline of a step.
 
     Args:
-        plan: the buckets, and the topology.
-        profile: a profile of the same model on one rank.
         quantile: quantile of the step times under varying rates of ports, in [0, 1]: 0.5 is the
             median; one step in ten is longer than the one at 0.9.
 
@@ -169,8 +167,6 @@ class _Task(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A task that occupies its resource."""
-
     start: float
     task: _Task
 
@@ -260,13 +256,7 @@ class _Step:
         self._ask(engine, 0, stage.seconds, span, after, now_s)
 
     def _ask(
-        self,
-        resource: str,
-        priority: int,
-        seconds: float,
-        span: Span,
-        after: _After,
-        now_s: float,
+        self, resource: str, priority: int, seconds: float, span: Span, after: _After, now_s: float
     ) -> None:
         task = _Task(priority, next(self.number), seconds, span, after)
         heapq.heappush(self.waiting[resource], task)
@@ -383,5 +373,4 @@ class _Step:
 
 
 def _drawing_order(span: Span) -> tuple[float, int]:
-    """Return the sort key of a span: its start, then the lane of its resource."""
     return span.start_s, RESOURCES.index(span.resource)

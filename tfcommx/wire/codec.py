@@ -27,8 +27,7 @@ def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
     The rounding error belongs in the residual at the same indices. Nothing is lost, because
     `value == rounded + error` holds exactly (except differences below 1e-38, which the processor
     may flush to zero). NaN and Inf are unchanged, or become NaN in codes, and have no error. A
-    finite value beyond float16 is clipped to its largest, 65504; from 2**29 up to 2**15, and from
-    2**39 up to 0, because float32 cannot hold its exact difference to a larger number.
+    finite value beyond float16 is clipped, as `kernels.dense.write` does.
 
     Args:
         sparse: values float32 [k].
@@ -168,9 +167,6 @@ class Codec:
 class RoundingCodec(Codec):
     """Writes a dense vector in 16 bits; a residual keeps the rounding error.
 
-    The bits of bfloat16 travel as float16, because Horovod has no bfloat16 and NCCL has no 16-bit
-    integers.
-
     Args:
         residual: of this rank: float32, as long as its part of the vector.
         factor: multiplies the result of `read_dense`.
@@ -183,10 +179,8 @@ class RoundingCodec(Codec):
     def write_dense(
         self, entries: tf.Tensor, dtype: str, start: int, scale: float, reach: float
     ) -> tf.Tensor:
-        """Write entries plus their residual, which then keeps the rounding error.
-
-        See `kernels.dense.write`; `start` is the position of the first entry in the residual.
-        """
+        """Write entries plus their residual, from `start` on, as `kernels.dense.write` does."""
+        # bfloat16's bits as float16, because Horovod has no bfloat16 and NCCL no 16-bit integers
         return dense_kernel.write(entries, self._residual, dtype, start, scale, reach)
 
     def read_dense(self, written: tf.Tensor, dtype: str, into: tf.DType, scale: float) -> tf.Tensor:
@@ -215,11 +209,8 @@ class CodesCodec(Codec):
     def write_dense(
         self, entries: tf.Tensor, dtype: str, start: int, scale: float, reach: float
     ) -> tf.Tensor:
-        """Write shards of entries plus their residual, which then keeps the rounding error.
-
-        See `kernels.low_bits.write`. It needs no scale, because the steps are bfloat16, which has
-        the range of float32.
-        """
+        """Write shards of entries plus their residual, as `kernels.low_bits.write` does."""
+        # Without the scale, because the steps are bfloat16, which has the range of float32
         return low_bits_kernel.write(entries, self._residual, dtype, self._entries, self._real)
 
     def add_and_write_dense(

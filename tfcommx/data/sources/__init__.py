@@ -48,8 +48,8 @@ def find_source(text: str | os.PathLike[str], split: str = "train") -> Source:
             data set, such as `imagenette/160px-v2`. A text that begins with `/`, `.` or `~` is a
             path.
 
-    **Raises:** DataError if there is no such folder or data set, or no readable sample in it, and
-    for an address such as gs://bucket/folder.
+    **Raises:** DataError if there is no such folder or data set, or no readable sample in it;
+    ConfigurationError for an address such as gs://bucket/folder.
     """
     from tfcommx.data.sources.folder import Folder, check_folder
     from tfcommx.data.sources.tfrecord import imagenet, tfds

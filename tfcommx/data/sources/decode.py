@@ -1,9 +1,5 @@
 """Decode images, shrink them to the size at which they are kept, and pack them into records.
 
-The headers of image files are checked before decoding, because a file of some hundred kilobytes can
-decode to gigabytes, and some files decode without an error to pixels that are not those of the
-image.
-
 A record is one decoded sample as bytes, in a slab and in messages between nodes.
 
     64 bytes of header: sample, label, bytes, height, width, channels, CRC, zeros | pixels | zeros
@@ -38,7 +34,7 @@ def check_head(data: bytes, max_pixels: int) -> None:
     **Raises:** SampleError.
     """
     if data.startswith(PNG) and len(data) > 24:
-        check_pixels(_big(data, 16), _big(data, 20), max_pixels)
+        check_pixels(*struct.unpack_from(">II", data, 16), max_pixels)
         if data[24] > 8:
             raise SampleError(
                 f"a PNG of at most 8 bits a channel is required; this one has {data[24]}, of which "
@@ -130,11 +126,9 @@ def _gif_pixels(data: bytes) -> int:
 
 
 def _with_opaque_frame(data: bytes) -> bytes:
-    """Return a GIF whose first frame is opaque, and at the corner of the screen.
-
-    TensorFlow decodes transparent pixels as black, and not as the colour that the file has for
-    them, as it does in PNGs and Pillow in both. It cuts a frame that begins elsewhere.
-    """
+    """Return a GIF whose first frame is opaque, and at the corner of the screen."""
+    # TensorFlow decodes transparent pixels as black, and not as the colour that the file has for
+    # them, as it does in PNGs and Pillow in both. It cuts a frame that begins elsewhere
     changed = bytearray(data)
     for at in _gif_blocks(data):
         if data[at] == GIF_FRAME:
@@ -159,10 +153,6 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     if kind == b"VP8 ":
         return _little(data, 26, 2) % 2**14, _little(data, 28, 2) % 2**14
     return 0, 0
-
-
-def _big(data: bytes, at: int) -> int:
-    return int.from_bytes(data[at : at + 4], "big")
 
 
 def _little(data: bytes, at: int, size: int = 4) -> int:
@@ -248,6 +238,8 @@ def decode(
         return shrink(data, store)
     if not data:
         raise SampleError("the file is empty")
+    # A file of some hundred kilobytes can decode to gigabytes, and some files decode without an
+    # error to pixels that are not those of the image
     check_head(data, max_pixels)
     return shrink(_decoded(data, channels, store, max_pixels), store)
 

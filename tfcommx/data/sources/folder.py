@@ -63,10 +63,7 @@ def _is_junk(name: str, junk: set[str]) -> bool:
 
 
 def _images(top: Path, passed_over: Counter[str]) -> list[tuple[str, os.stat_result]]:
-    """Return the paths and file attributes of the images below a folder, in alphabetical order.
-
-    Linked folders are followed, each once.
-    """
+    """Return the paths and file attributes of the images below a folder, in alphabetical order."""
     images, visited = [], set()
     for folder, below, files in os.walk(top, onerror=_refuse, followlinks=True):
         facts = _facts(folder)
@@ -205,11 +202,9 @@ class Folder:
         self.key = key_of((*facts, *self._sampled_contents()))
 
     def _sampled_contents(self) -> list[str]:
-        """Return digests of the ends of 64 files, evenly spaced.
-
-        They tell folders apart whose times are equal: files of one tick of the clock, and those of
-        images of file systems that keep no times of the inode.
-        """
+        """Return digests of the ends of 64 files, evenly spaced."""
+        # They tell folders apart whose times are equal: files of one tick of the clock, and those
+        # of images of file systems that keep no times of the inode
         step = max(1, self.count // 64)
         return [_digest_of_ends(path) for path, _ in self._files[::step][:64]]
 

@@ -54,6 +54,7 @@ class Prices:
     @property
     def startup_s(self) -> float:
         """Seconds of a message without its entries: the papers' alpha."""
+        # Extrapolated from one and two entries, because some routes price a message of none at 0
         return max(2 * self.message_s(1) - self.message_s(2), 0.0)
 
 

@@ -100,13 +100,7 @@ class _Bounded:
 
 
 class _Bounds:
-    """The least cost of the gradients after a position, over all groupings.
-
-    The step ends with the port, after all remaining messages, and it ends with the last message,
-    after the backward pass, its delay and all remaining selections. So it is no shorter than any
-    mean of both, and the smallest mean over all groupings is a sum over groups: one dynamic program
-    for each weight.
-    """
+    """The least cost of the gradients after a position, over all groupings."""
 
     def __init__(self, profile: Profile, prices: Prices) -> None:
         self.ready, self.beside = ready_times(profile), prices.selection_on == "beside"
@@ -119,6 +113,10 @@ class _Bounds:
         self.weights = np.ones(1) if self.beside else np.linspace(0, 1, WEIGHTS)
         self.rest = self._rest()
 
+    # The step ends with the port, after all remaining messages, and it ends with the last message,
+    # after the backward pass, its delay and all remaining selections. So it is no shorter than any
+    # mean of both, and the smallest mean over all groupings is a sum over groups: one dynamic
+    # program for each weight
     def _rest(self) -> Floats:
         count, port = len(self.ready), self.weights[:, None]
         bounds = np.zeros((len(self.weights), count + 1))

@@ -145,7 +145,6 @@ class Translation:
         return score
 
     def _bleu(self, translations: dict[int, str]) -> float:
-        """Return BLEU, in [0, 100], of translations by the numbers of their pairs."""
         references = [self.data.references[number] for number in translations]
         return float(sacrebleu().corpus_bleu([*translations.values()], [references]).score)
 

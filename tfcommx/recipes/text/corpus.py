@@ -127,9 +127,10 @@ def starts_of(words: Path) -> Path:
 
 
 def _open(folder: Path) -> Corpus:
+    remedy = f"Delete the folder {folder}: it is made anew."
+
     def sentences(language: str) -> Sentences:
         path = folder / f"{language}.npy"
-        remedy = f"Delete the folder {folder}: it is made anew."
         with reading("A file of encoded sentences", path, remedy, DataError):
             words = np.load(path, mmap_mode="r")
             _require(words.dtype == np.int32 and words.ndim == 1, "no int32 [n]")
@@ -144,7 +145,7 @@ def _open(folder: Path) -> Corpus:
         return Sentences(words, starts)
 
     source, target = sentences("source"), sentences("target")
-    path, remedy = folder / "target_starts.npy", f"Delete {folder}: it is made anew."
+    path = folder / "target_starts.npy"
     with reading("A file of encoded sentences", path, remedy, DataError):
         _require(len(source) == len(target), f"{len(target)} sentences, and {len(source)} sources")
     return Corpus(source, target)

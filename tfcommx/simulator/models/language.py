@@ -47,10 +47,7 @@ def bert_large(words: int = 128) -> LayerTable:
 def _bert(name: str, blocks: int, width: int, words: int) -> LayerTable:
     tables = (("words", BERT_VOCABULARY), ("positions", POSITIONS), ("segments", SEGMENTS))
     shapes = tuple((kind, (length, width)) for kind, length in tables)
-    layers = [
-        Layer("embedding", 0, shapes),
-        normalization("embedding/norm", width, width * words),
-    ]
+    layers = [Layer("embedding", 0, shapes), normalization("embedding/norm", width, width * words)]
     for number in range(1, blocks + 1):
         layers += _block(f"block{number}", width, words)
     layers += [
