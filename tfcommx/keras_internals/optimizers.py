@@ -45,7 +45,9 @@ def mix_into(mixin: type, optimizer: keras.optimizers.Optimizer) -> None:
 
 def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return the optimizer inside a LossScaleOptimizer; any other optimizer itself."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
+    # By class, because a user's optimizer may have an attribute of this name, as Lookahead has
+    scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return optimizer.inner_optimizer if scales_loss else optimizer
 
 
 def copy_with(
@@ -158,19 +160,18 @@ def plain_copy(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimi
 
 def copy_state(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer) -> None:
     """Copy an optimizer's state into its copy, if the original was built."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is not None and not optimizer.built:
-        copy_state(copy.inner_optimizer, inner)
-        return
+    inner = inner_optimizer(optimizer)
     if not optimizer.built:
+        if inner is not optimizer:
+            copy_state(copy.inner_optimizer, inner)
         return
     # The outer optimizer builds the inner one, because otherwise Keras lists other variables
     copy.build(optimizer._trainable_variables)
     pairs = [(unlisted(copy)[name], value) for name, value in unlisted(optimizer).items()]
     sharded = inner_optimizer(copy)
     if hasattr(sharded, "import_state"):
-        sharded.import_state(inner_optimizer(optimizer))
-        if inner is not None:
+        sharded.import_state(inner)
+        if inner is not optimizer:
             pairs += zip(copy._variables, optimizer._variables, strict=True)
     else:
         pairs += zip(copy.variables, optimizer.variables, strict=True)
