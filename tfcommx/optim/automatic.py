@@ -391,9 +391,7 @@ def links_of(
     if comm.topology.uneven:
         return None
     cluster = cluster or _cluster(comm)
-    kept = None
-    if not again:
-        kept = _on_rank_0(comm, lambda: read("links", cluster))
+    kept = None if again else _on_rank_0(comm, lambda: read("links", cluster))
     if kept is not None:
         try:
             links = Links.from_dict(kept)
