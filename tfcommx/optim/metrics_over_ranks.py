@@ -17,11 +17,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.keras_internals import SumState, metrics_in, sums_in
+from tfcommx.keras_internals import metrics_in, sums_in
 
 log = logging.getLogger("tfcommx")
 
 Results = dict[str, np.ndarray]
+# For each variable of a metric its value after a reset; None: a constant, the same on all ranks
+Starts = list[np.ndarray | None]
 
 # Reasons for a mean in place of the value over all samples
 _NOT_A_SUM = (
@@ -58,12 +60,12 @@ class MetricState(NamedTuple):
         return cls(flat, variables, values, results)
 
     @property
-    def sums(self) -> list[list[SumState] | None]:
-        """Facts about the variables of each metric; None if they cannot be added."""
-        initial = map(sums_in, self.metrics)
+    def starts(self) -> list[Starts | None]:
+        """The start values of each metric's sums; None if they cannot be added."""
+        # Some metrics make variables late, which these values lack
         return [
-            states if states is not None and len(states) == len(values) else None
-            for states, values in zip(initial, self.values, strict=True)
+            starts if starts is not None and len(starts) == len(values) else None
+            for starts, values in zip(map(sums_in, self.metrics), self.values, strict=True)
         ]
 
     def results_with(self, values: list[list[np.ndarray]]) -> Results:
@@ -174,8 +176,8 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
     comm = process.current()
     if comm.topology.size == 1:
         return numbers
-    sums = {prefix: state.sums for prefix, state in states.items()}
-    own_forms = {prefix: _forms_of(state, sums[prefix]) for prefix, state in states.items()}
+    starts = {prefix: state.starts for prefix, state in states.items()}
+    own_forms = {prefix: _forms_of(state, starts[prefix]) for prefix, state in states.items()}
     explained = [
         name for prefix, state in states.items() for name in _explained(prefix, state, numbers)
     ]
@@ -193,9 +195,9 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
         leads |= dict.fromkeys(report.forms, rank)
     prefixes = sorted(leads)
     forms = {prefix: _common_forms(prefix, reports) for prefix in prefixes}
-    totals = _add(states, sums, forms)
+    totals = _add(states, starts, forms)
     combined = {
-        prefix: _combine(states[prefix], sums[prefix], forms[prefix], totals[prefix])
+        prefix: _combine(states[prefix], starts[prefix], forms[prefix], totals[prefix])
         for prefix in prefixes
         if leads[prefix] == comm.rank
     }
@@ -209,15 +211,15 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
     return _choose(reports, results, not_sums, warned)
 
 
-def _forms_of(state: MetricState, sums: list[list[SumState] | None]) -> list[tuple[Any, ...]]:
+def _forms_of(state: MetricState, starts: list[Starts | None]) -> list[tuple[Any, ...]]:
     """Return the fields of the metrics' forms: ranks exchange no named tuples."""
     return [
         (
             metric.name,
             tuple(value.shape for value in values),
-            None if parts is None else tuple(part.start is not None for part in parts),
+            None if parts is None else tuple(start is not None for start in parts),
         )
-        for metric, values, parts in zip(state.metrics, state.values, sums, strict=True)
+        for metric, values, parts in zip(state.metrics, state.values, starts, strict=True)
     ]
 
 
@@ -251,7 +253,7 @@ def _common_forms(prefix: str, reports: list[_Report]) -> list[_Form]:
 
 def _add(
     states: Mapping[str, MetricState],
-    sums: Mapping[str, list[list[SumState] | None]],
+    starts: Mapping[str, list[Starts | None]],
     forms: Mapping[str, list[_Form]],
 ) -> dict[str, list[list[np.ndarray]]]:
     """Add over the ranks the increase of each variable since its reset, in float64.
@@ -267,10 +269,10 @@ def _add(
                     continue
                 shapes.append(form.shapes[number])
                 if prefix in states:
-                    parts = sums[prefix][position]
+                    parts = starts[prefix][position]
                     assert parts is not None, "a form adds only variables that are sums"
                     value = states[prefix].values[position][number].astype(np.float64)
-                    increases.append(np.ravel(value - parts[number].start))
+                    increases.append(np.ravel(value - parts[number]))
                 else:
                     increases.append(np.zeros(int(np.prod(shapes[-1]))))
     if not shapes:
@@ -289,14 +291,14 @@ def _add(
 
 def _combine(
     state: MetricState,
-    sums: list[list[SumState] | None],
+    starts: list[Starts | None],
     forms: list[_Form],
     totals: list[list[np.ndarray]],
 ) -> tuple[Results, list[str]]:
     """Return the results from the sums of all ranks, and the names of those not from sums alone."""
     values, not_added = [], []
     for metric, local, parts, form, added in zip(
-        state.metrics, state.values, sums, forms, totals, strict=True
+        state.metrics, state.values, starts, forms, totals, strict=True
     ):
         combined = local
         if parts is not None and form.adds is not None:
@@ -330,14 +332,14 @@ def _combine(
 
 
 def _with_sums(
-    local: list[np.ndarray], parts: list[SumState], added: list[np.ndarray]
+    local: list[np.ndarray], starts: Starts, added: list[np.ndarray]
 ) -> list[np.ndarray]:
     """Return a metric's values with the sums of all ranks, in the dtypes of its variables."""
     remaining = iter(added)
     with np.errstate(over="ignore"):
         return [
-            value if part.start is None else (part.start + next(remaining)).astype(value.dtype)
-            for value, part in zip(local, parts, strict=True)
+            value if start is None else (start + next(remaining)).astype(value.dtype)
+            for value, start in zip(local, starts, strict=True)
         ]
 
 

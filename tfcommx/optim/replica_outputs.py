@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.keras_internals import call_alike, calls_recorded, constants_of, loss_of
+from tfcommx.keras_internals import bytes_of, call_alike, calls_recorded, constants_of, loss_of
 
 log = logging.getLogger("tfcommx")
 
@@ -224,8 +224,7 @@ def _digest(value: object) -> str:
         if tf.is_tensor(part) and not hasattr(part, "numpy"):
             return ""
         array = np.asarray(part)
-        content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-        digest.update(f"{array.dtype} {array.shape}".encode() + content)
+        digest.update(f"{array.dtype} {array.shape}".encode() + bytes_of(array))
     return digest.hexdigest()
 
 
