@@ -75,10 +75,7 @@ class StepAhead(Strategy):
         object.__setattr__(self, "coefficient", coefficient)
 
     def check(self, plan: Plan) -> None:
-        """Refuse buckets without a residual of updates, and nodes that differ between buckets.
-
-        **Raises:** PlanError.
-        """
+        """Refuse residuals of other than updates, and nodes that differ between buckets."""
         super().check(plan)
         if plan.operation != "average":
             raise PlanError(
@@ -151,13 +148,14 @@ class StepAheadRun(StrategyRun):
                     path: tf.Variable(tf.zeros_like(weight), trainable=False, name="tfcommx_agreed")
                     for path, weight in weights.items()
                 }
-        tf.cond(self._consolidated.read_value(), self._take_agreed, lambda: None)
+
+        def take_agreed() -> None:
+            for path, weight in weights.items():
+                self._agreed[path].assign(weight)
+
+        tf.cond(self._consolidated.read_value(), take_agreed, lambda: None)
         self._began = {path: weight.read_value() for path, weight in weights.items()}
         return self._agreed
-
-    def _take_agreed(self) -> None:
-        for path, weight in self._weights.items():
-            self._agreed[path].assign(weight)
 
     @tf.autograph.experimental.do_not_convert
     def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -192,6 +190,7 @@ class StepAheadRun(StrategyRun):
             update = weight.read_value() - decayed[path]
             if path in factors:
                 update *= factors[path]
+            # Weight decay, which Keras applied before, belongs to the node's update as well
             updates[path] = update + (decayed[path] - began[path])
         means = self.executor.exchange(updates)
         ahead = self._unsent(updates)
@@ -220,7 +219,6 @@ class StepAheadRun(StrategyRun):
         return join(unsent, like)
 
     def consolidate(self) -> None:
-        """Set the variables to the agreed weights. Local."""
         if not bool(self._consolidated.numpy()):
             for path, weight in self._weights.items():
                 weight.assign(self._agreed[path])

@@ -133,10 +133,7 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
         return self.fragments
 
     def check(self, plan: Plan) -> None:
-        """Refuse buckets that cannot carry weights or rounds, or that span two fragments.
-
-        **Raises:** ConfigurationError.
-        """
+        """Refuse buckets that cannot carry weights or rounds, or that span two fragments."""
         super().check(plan)
         fragments_of_buckets(plan, self.fragments)
         for bucket in plan.buckets if self.overlap else ():
@@ -338,15 +335,14 @@ class WeightAveragingRun(StrategyRun):
         """Exchange a fragment's weights or updates; return the start weights of its next round."""
         starts = self._starts
         sent = {path: tf.convert_to_tensor(weight) for path, weight in weights.items()}
-        done: dict[str, tf.Tensor]
         if starts is not None and self._options.sends == "updates":
             sent = {path: value - starts[path] for path, value in sent.items()}
-            done = self.executor.exchange(sent, fragment)
-            return {path: starts.move(path, value) for path, value in done.items()}
-        done = self.executor.exchange(sent, fragment)
+            means: dict[str, tf.Tensor] = self.executor.exchange(sent, fragment)
+            return {path: starts.move(path, value) for path, value in means.items()}
+        averages: dict[str, tf.Tensor] = self.executor.exchange(sent, fragment)
         if starts is not None:
-            starts.set(done)
-        return done
+            starts.set(averages)
+        return averages
 
     def _average_state(self) -> None:
         """Keep, average or reset the optimizer's state, by the option `momentum`."""
@@ -362,7 +358,6 @@ class WeightAveragingRun(StrategyRun):
             slot.assign(total / tf.cast(comm.topology.size, total.dtype))
 
     def consolidate(self) -> None:
-        """Average the fragments that were not averaged after the last step."""
         steps = int(self._steps.numpy())
         if self._rounds is not None:
             self._rounds.finish_now()
@@ -383,9 +378,7 @@ class WeightAveragingRun(StrategyRun):
         return steps * self.executor.dense_bytes_of_a_step()
 
     def common_state(self) -> CommonState:
-        """Return the outer optimizer's state, by variable."""
         return self._kept if self._starts is None else self._starts.state()
 
     def continue_from(self, state: CommonState) -> None:
-        """Load the outer optimizer's state."""
         self._kept = dict(state)

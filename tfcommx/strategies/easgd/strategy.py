@@ -117,19 +117,8 @@ server='thread')
         check_name("statistics", self.statistics, STATISTICS)
         check_name("server", self.server, SERVERS)
 
-    def moving_rate(self, ranks: int) -> float:
-        """Return alpha for a number of ranks: `alpha` if set, else beta / ranks.
-
-        >>> ElasticAveraging().moving_rate(3)
-        0.3
-        """
-        return self.beta / ranks if self.alpha is None else self.alpha
-
     def check(self, plan: Plan) -> None:
-        """Refuse a plan that differs from plain Horovod: no gradients are exchanged.
-
-        **Raises:** ConfigurationError.
-        """
+        """Refuse a plan that differs from plain Horovod: no gradients are exchanged."""
         for bucket in plan.buckets:
             exchanges_differently = bucket.selection != "all" or bucket.momentum or bucket.clip_norm
             if exchanges_differently or bucket.route != "allreduce" or bucket.wire != "plain":
@@ -150,23 +139,20 @@ server='thread')
         **Raises:** ConfigurationError without an MPI launch, and for "extra_rank" without one whose
         last process is `tfcommx centre`'s.
         """
-        comm, alpha = executor.comm, self.moving_rate(executor.comm.topology.size)
+        comm, ranks = executor.comm, executor.comm.topology.size
+        alpha = self.beta / ranks if self.alpha is None else self.alpha
         if not comm.messages.possible:
             raise ConfigurationError(
                 "Elastic averaging sends messages between two ranks, which need an MPI launch: "
                 f"{MPI_LAUNCH} --mpi-args=--enable-recovery. Received a Gloo launch."
             )
-        if (
-            self.server == "extra_rank"
-            and comm.messages.centre_rank is None
-            and comm.topology.size > 1
-        ):
+        if self.server == "extra_rank" and comm.messages.centre_rank is None and ranks > 1:
             raise ConfigurationError(
                 "server='extra_rank' needs a launch whose last process holds the centre: "
-                f"{CENTRE_LAUNCH}. Received one of {comm.topology.size} ranks that all train."
+                f"{CENTRE_LAUNCH}. Received one of {ranks} ranks that all train."
             )
         limit = STABLE_BLOCKING if self.blocking else STABLE_DELAYED
-        if comm.topology.size > 1 and alpha > limit and comm.rank == CHIEF:
+        if ranks > 1 and alpha > limit and comm.rank == CHIEF:
             log.warning(
                 "alpha = %g is more than %.3g, up to which a %s exchange is stable%s. Lower alpha "
                 "(or beta, which is alpha times the number of ranks).",
@@ -223,7 +209,6 @@ class ElasticRun(StrategyRun):
     executor: PlanExecutor
 
     def __init__(self, executor: PlanExecutor, options: ElasticAveraging, alpha: float) -> None:
-        """Prepare the steps; the exchange begins with the first one, at the moving rate `alpha`."""
         super().__init__(executor)
         self._comm, self._options, self._alpha = executor.comm, options, alpha
         # The ranks that hold the centre, each a range of it
@@ -265,7 +250,6 @@ class ElasticRun(StrategyRun):
             tf.cond(sends, self._send, lambda: None)
 
     def weights_are_equal(self) -> bool:
-        """Return False: the weights differ until the training ends."""
         return False
 
     # --- the exchange, in the graph -----------------------------------------------------

@@ -240,10 +240,7 @@ class Shards:
         return self.variables[position].value
 
     def gather(self, slots: Slots, comm: Comm, group: str) -> WholeSlots:
-        """Return the state of all ranks' optimizers, by whole variable, on rank 0.
-
-        **Ranks:** all, outside of traced code. **Cost:** an all-gather.
-        """
+        """Return all ranks' state, by whole variable, on rank 0, by all-gathers. **Ranks:** all."""
         whole: WholeSlots = {}
         for name in sorted(slots):
             whole[name] = {}

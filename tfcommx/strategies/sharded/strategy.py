@@ -84,7 +84,7 @@ def pull_times(
 
     **Raises:** PlanError for a profile of other variables, or without times.
     """
-    rows = profile.variables[::-1]
+    rows = profile.variables[::-1]  # Gradients are ready in backward order
     pairs = itertools.zip_longest([tuple(w.shape) for w in weights], [row.shape for row in rows])
     differs = next((pair for pair in pairs if pair[0] != pair[1]), None)
     if differs or not profile.timed:
@@ -237,10 +237,9 @@ class ShardedRun(StrategyRun):
     """The run of `Sharded` on one plan."""
 
     executor: PlanExecutor
-
     shards: Shards
 
-    def __init__(self, executor: PlanExecutor, group: str = "world") -> None:
+    def __init__(self, executor: PlanExecutor, group: str) -> None:
         super().__init__(executor)
         self.group = group
 
@@ -388,7 +387,6 @@ class ShardedRun(StrategyRun):
             shards.current.assign(True)
 
     def consolidate(self) -> None:
-        """Pull, if the weights lack the last update."""
         if not bool(self.shards.current.numpy()):
             self.pull("consolidate")
 
