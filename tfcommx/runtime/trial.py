@@ -343,7 +343,7 @@ class TrialExecutor:
         return {path: np.array(part) for path, part in residuals.items() if part.any()}
 
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Record the step's learning rate, for all plans: one that waits keeps a residual."""
+        # Also for plans whose turn it is not, because they keep a residual
         for executor in self._active():
             executor.follow_rate(rate)
 
@@ -356,29 +356,26 @@ class TrialExecutor:
         return [executor.plan for executor in self._active()]
 
     def dense_bytes_between_nodes(self) -> float:
-        """Return the bytes plain Horovod would have sent between nodes for the steps so far."""
         return sum(executor.dense_bytes_between_nodes() for executor in self.executors)
 
     def export(self, variables: Set[str] | None = None) -> GradientState:
-        """Return a copy of this rank's state, of all plans that take turns, or of the chosen."""
         parts = [executor.export(variables) for executor in self._active()]
         unsent = GradientState(self.unsent())
         return sum(parts, unsent if variables is None else unsent.of(variables))
 
     def load(self, state: GradientState) -> GradientState:
-        """Add residuals to the next gradients; no plan here takes velocities.
-
-        **Ranks:** all, outside of traced code, and before the first step is traced.
-        """
-        state_of_plan, paths = state.of(self.plan.paths), self.plan.paths
-        self._expect_unsent(state_of_plan.residuals)
+        paths = self.plan.paths
+        own_state = state.of(paths)
+        # Added to the next gradients, because each plan has its turn in some steps only. Before the
+        # first step is traced, which then contains the variables
+        self._expect_unsent(own_state.residuals)
         for executor in self.executors:
-            executor.load(GradientState(rates=state_of_plan.rates))
-        remaining = without(state.residuals, paths), without(state.rates, paths)
-        return replace(state, residuals=remaining[0], rates=remaining[1])
+            executor.load(GradientState(rates=own_state.rates))
+        # No plan here takes velocities
+        residuals, rates = without(state.residuals, paths), without(state.rates, paths)
+        return replace(state, residuals=residuals, rates=rates)
 
     def clear(self, variables: Set[str]) -> None:
-        """Forget the residuals of these variables. Outside of traced code."""
         for executor in self._active():
             executor.clear(variables)
         for path in variables & self._unsent.keys():
