@@ -5,8 +5,7 @@
 
 The wrapped optimizer is an instance of a subclass that carries its base's name and module and adds
 nothing to its variables or its config. So a saved model holds the plain optimizer and loads with
-and without tfcommx. Arguments of Horovod's DistributedOptimizer are refused, with their
-replacement.
+and without tfcommx.
 """
 
 from __future__ import annotations
@@ -128,12 +127,8 @@ def DistributedOptimizer(
     ...     keras.optimizers.SGD(0.1), strategy=cx.strategies.Rebroadcast(every=100)
     ... )
 
-    By default, `Scheme("auto")`, the first steps are a trial: plain Horovod and the two plans that
-    are predicted to be fastest take turns, and the fastest stays. All of it is in the graph of one
-    step: nothing is traced again, and the steps count as training. Plain Horovod stays unless
-    another plan is clearly faster. Rank 0 keeps the choice on its disk, and the next run begins
-    with it. docs/explanation/planner.md says what predictions depend on, how long a trial takes,
-    and when there is none.
+    By default, `Scheme("auto")`, the first steps are a trial, in which plain Horovod and the two
+    plans with the fastest predictions take turns: docs/explanation/planner.md.
 
     Args:
         optimizer: any Keras optimizer; its state, if it has some, is copied.
@@ -151,13 +146,9 @@ def DistributedOptimizer(
         plan: a plan made before, in place of one from the scheme and the arguments below.
         links: the cost of messages on this cluster, or its file, which `tfcommx probe` wrote;
             None: nominal links, or those that "auto" measures.
-        strategy: who updates the weights. "synchronous": every rank applies the gradients. "root":
-            rank 0 alone, which then broadcasts the weights. "rebroadcast": every rank, and every
-            few steps rank 0's weights are broadcast. "sharded": each rank 1/p of the weights, which
-            all then pull. "weight_averaging": every rank its own gradients; weights are averaged.
-            "elastic_averaging": every rank alone, pulled towards a centre. "step_ahead": every
-            node at weights that contain its own unsent updates. Or an instance, with other
-            options.
+        strategy: who updates the weights: "synchronous", "root", "rebroadcast", "sharded",
+            "weight_averaging", "elastic_averaging" or "step_ahead"
+            (docs/how-to/update-strategies.md), or an instance, with other options.
         check_replicas_every: steps, >= 1, after which the ranks compare weights, learning rate and
             step count, the first step among them; None: never. A difference ends all ranks with an
             error that names the difference, the ranks, and the usual cause.

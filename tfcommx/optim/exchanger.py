@@ -25,6 +25,7 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.core import NOMINAL, ConfigurationError, Plan, Scheme
 from tfcommx.keras_internals import SendsMomentum, traced_batch
 from tfcommx.kernels.traced import untraced
+from tfcommx.optim.broadcast import average_variables
 from tfcommx.optim.requested_plan import (
     ByVariable,
     ExchangeSettings,
@@ -303,12 +304,8 @@ class Exchanger:
         if not averages or self.ranks == 1 or not self.settings.strategy.updates_apart:
             return
         # The mean of the ranks' moving averages is the moving average of their mean weights: both
-        # are sums with the same factors. In float64, in which equal ones stay equal to the bit
-        parts = [tf.reshape(tf.cast(average, tf.float64), [-1]) for average in averages]
-        total = self.comm.allreduce(tf.concat(parts, axis=0), "world", "tfcommx/averages")
-        means = tf.split(total / self.ranks, [part.shape[0] for part in parts])
-        for average, mean in zip(averages, means, strict=True):
-            average.assign(tf.cast(tf.reshape(mean, average.shape), average.dtype))
+        # are sums with the same factors
+        average_variables(averages, self.comm, "tfcommx/averages")
 
     def common_state(self) -> CommonState:
         """Return the strategy's state between steps, equal on all ranks, by variable."""

@@ -270,9 +270,10 @@ def _add(
                 shapes.append(form.shapes[number])
                 if prefix in states:
                     parts = starts[prefix][position]
-                    assert parts is not None, "a form adds only variables that are sums"
+                    start = None if parts is None else parts[number]
+                    assert start is not None, "a form adds only variables that are sums"
                     value = states[prefix].values[position][number].astype(np.float64)
-                    increases.append(np.ravel(value - parts[number]))
+                    increases.append(np.ravel(value - start))
                 else:
                     increases.append(np.zeros(int(np.prod(shapes[-1]))))
     if not shapes:

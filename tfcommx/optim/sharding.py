@@ -97,10 +97,12 @@ class Sharding:
         **Ranks:** all, outside of traced code.
         """
         # Attribute -> shape and dtype of each array; None: this rank has loaded no state
-        own_forms = self._loaded and {
-            name: [None if array is None else (array.shape, array.dtype.name) for array in arrays]
-            for name, arrays in sorted(self._loaded.items())
-        }
+        own_forms: dict[str, list[tuple[tuple[int, ...], str] | None]] | None = None
+        if self._loaded is not None:
+            own_forms = {
+                name: [None if part is None else (part.shape, part.dtype.name) for part in arrays]
+                for name, arrays in sorted(self._loaded.items())
+            }
         forms = self.comm.gather_objects(own_forms)[root]
         if forms is not None:
             state: WholeState = {}

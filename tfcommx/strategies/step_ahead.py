@@ -46,13 +46,11 @@ class StepAhead(Strategy):
     """Compute each node's gradients at the agreed weights plus the node's own unsent updates.
 
     Between steps the model's variables differ between nodes; at the end of an epoch, before an
-    evaluation and before a checkpoint they become the agreed weights (cx.consolidate), at which the
-    next step then computes its gradients. Assign to the variables only after that, because an
-    assignment between other steps is lost.
+    evaluation and before a checkpoint they become the agreed weights (cx.consolidate). Assign to
+    the variables only after that, because an assignment between other steps is lost.
 
     Variables on a sparse route take part. Others, such as biases, have the agreed weights; their
-    updates are averaged. Updates of Keras's Adam and AdamW, without amsgrad, are corrected for the
-    noise of one node's second moments; those of other optimizers are taken as they are.
+    updates are averaged. Updates of Keras's Adam and AdamW, without amsgrad, are corrected.
 
     >>> StepAhead()
     StepAhead(coefficient=1.0)

@@ -7,11 +7,8 @@
     overlap = 1                  arrives             a           b           a
 
 Every step it is AWAGD; every few steps local SGD; with an outer optimizer it is DiLoCo, and with
-fragments and an overlap Streaming DiLoCo. Averaging the weights after an update that is linear
-in the gradient (SGD, also with momentum) equals synchronous training, to float32 rounding, if
-`every` is 1: the average of w - r g_i is w - r times the average of g_i, and likewise for the
-velocities. It does not with clipping, or with Adam and other rules that are not linear, and never
-with `every` above 1. (Weight decay is allowed because it reads the weights, which are equal.)
+fragments and an overlap Streaming DiLoCo. With an update that is linear in the gradient (SGD, also
+with momentum) and `every` = 1 it equals synchronous training, to float32 rounding.
 
 A fragment f of F has its round after the steps whose number, counted since all weights were equal,
 leaves a remainder of (f + 1) every / F when divided by `every`; with F = 1 all variables every
@@ -25,8 +22,7 @@ A rank's updates during the overlap, w - snapshot, stay in its weights, and the 
 them, so each update is sent once. `outer_optimizer` moves the start weights.
 
 **Source:** Ma, Mao, Taylor, "Theano-MPI: a Theano-based Distributed Training Framework" (2016),
-section on AWAGD (average weights after gradient descent) and SUBGD (sum of updates before gradient
-descent; it is `op="sum"` with the strategy "synchronous", or with sends="updates" here).
+section on AWAGD (average weights after gradient descent).
 Douillard et al., "DiLoCo" (2023), and "Streaming DiLoCo with Overlapping Communication" (2025),
 section 2. We choose a fragment by size, not by layer. They mix start weights and w, half and half,
 which drops half of the updates of the steps that a round overlaps.

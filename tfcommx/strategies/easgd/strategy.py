@@ -48,7 +48,10 @@ from tfcommx.strategies.strategy import Strategy, StrategyRun, Update
 
 log = logging.getLogger("tfcommx")
 
-# Alpha up to which a delayed force is stable while learning rate x curvature is at most 1
+# Alpha up to which a delayed force is stable while learning rate x curvature is at most 1. It is
+# computed from the weights of d steps ago. Per direction of curvature h, with
+# r = 1 - (1 - learning rate x h)^d, it is stable if alpha <= (4 - 2r)/(4 - r): the paper's
+# condition for round-robin exchanges, with r in place of its learning rate. For r <= 1 that is 2/3
 STABLE_DELAYED = 2 / 3
 # A blocking exchange is stable up to here, at any learning rate at which the rank alone is
 STABLE_BLOCKING = 1.0
@@ -66,21 +69,9 @@ class ElasticAveraging(Strategy):
     ElasticAveraging(every=4, beta=0.9, alpha=None, blocking=False, statistics='average', \
 server='thread')
 
-    It needs messages, and ranks that may end while others continue: `tfcommx run --mpi
-    --mpi-args=--enable-recovery ...`. Without `--enable-recovery` Open MPI ends all ranks if one
-    dies.
-
-    If a rank ends or dies, the others continue to train; if a server dies, all end and name it.
-    With "sharded" every rank is a server. With "extra_rank" no rank that trains is one, so each may
-    die.
-
-    The force is computed from the weights of d steps ago. Per direction of curvature h, with
-    r = 1 - (1 - learning rate x h)^d, it is stable if alpha <= (4 - 2r)/(4 - r): the paper's
-    condition for round-robin exchanges, with r in place of its learning rate. For r up to 1
-    that is alpha <= 2/3. A blocking exchange is stable for alpha <= 1. A larger alpha causes a
-    warning.
-
-    Weights that are not finite are not sent: the centre leaves them out, with a warning.
+    It needs an MPI launch: `tfcommx run --mpi --mpi-args=--enable-recovery ...`. If a rank ends or
+    dies, the others continue to train; if a server dies, all end and name it. An alpha that may be
+    unstable causes a warning. Weights that are not finite are not sent, with a warning.
 
     **Ranks:** all, with equal options. **Cost:** 8 bytes an entry per exchange (16 in float64),
     all of them through the server's link; on the server a thread that makes four passes over the
