@@ -1,7 +1,7 @@
 """Exchange: the interface between the mixins of optimizers and an optimizer's exchanger.
 
-This package imports no exchange, so the classes are protocols. Their implementations say what the
-members do.
+This package imports no exchange, so the classes are protocols. The members are documented in their
+implementations.
 """
 
 from __future__ import annotations

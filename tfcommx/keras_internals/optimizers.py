@@ -53,10 +53,7 @@ def copy_with(
 ) -> keras.optimizers.Optimizer:
     """Copy an optimizer, without its state, as an instance of the subclass with the mixin.
 
-    Args:
-        mixin: goes before the optimizer's class.
-        changed: constructor arguments that replace those of its config.
-
+    `changed` has constructor arguments that replace those of its config.
     **Raises:** ConfigurationError if the optimizer cannot be made from its own config.
     """
     cls = wrapped_class(optimizer.__class__, mixin)

@@ -167,11 +167,10 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
 
     Args:
         states: prefix of names ("", "val_") -> state of the metrics. A rank may lack one.
-        numbers: this rank's.
         warned: names of which the user has been warned; those of this call are added.
 
     **Ranks:** all, outside of traced code. **Cost:** an allreduce of the sums in float64, and two
-    exchanges of the numbers. Logs a warning on rank 0 for a number that is no result of sums.
+    exchanges of the numbers.
     """
     comm = process.current()
     if comm.topology.size == 1:

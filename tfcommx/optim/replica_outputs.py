@@ -44,10 +44,10 @@ class Result(NamedTuple):
 def batch_and_again(iterator: Iterator[Any], count: int) -> tuple[Any | None, Iterator[Any]]:
     """Take the first of the next `count` batches; return it, and an iterator that yields them all.
 
-    The iterator's element spec is the original's: no step is traced again. The batch is None, and
-    the iterator the original, if it is none of tf.data, has no batch, or elements other than
-    tensors.
+    The batch is None, and the iterator the original, if it is none of tf.data, has no batch, or
+    elements other than tensors.
     """
+    # With the original's element spec, so that no step is traced again
     spec = getattr(iterator, "element_spec", None)
     supported = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
     if not isinstance(iterator, tf.data.Iterator) or not all(

@@ -88,22 +88,9 @@ def clip_before_accumulation(
 ) -> list[tf.Tensor]:
     """Scale a rank's gradients together so that their result over the ranks has about this norm.
 
-    The limit of one rank is norm / sqrt(ranks) for "sum", because squared norms of independent
-    gradients add up, and norm * sqrt(ranks) for "average", which divides by the number of ranks
-    afterwards. If the joint norm is NaN or infinite, the gradients stay unchanged.
-
     >>> (clipped,) = clip_before_accumulation([tf.constant([3.0, 4.0])], norm=1.0, ranks=4)
     >>> print(clipped.numpy().round(3))
     [0.3 0.4]
-
-    Args:
-        gradients: float, any shapes.
-        norm: the largest norm of the sum (or average) over the ranks, > 0.
-        ranks: number of ranks, >= 1.
-        operation: "sum" or "average" over the ranks.
-
-    Returns:
-        The gradients, scaled by one factor in (0, 1], with their shapes and dtypes.
 
     **Ranks:** local. **Cost:** two passes; no gradient is returned before the last one exists.
     **Raises:** ConfigurationError for a norm or a number of ranks out of range.
@@ -114,8 +101,10 @@ def clip_before_accumulation(
         raise ConfigurationError(
             f"Clipping needs norm > 0 and ranks >= 1. Received norm={norm}, ranks={ranks}."
         )
+    # Squared norms of independent gradients add up; an average divides by their number after that
     limit = norm * ranks ** (0.5 if operation == "average" else -0.5)
     length = tf.linalg.global_norm([tf.cast(gradient, tf.float32) for gradient in gradients])
+    # Unchanged if NaN or Inf is among them, which must reach every rank
     scale = tf.where(tf.math.is_finite(length) & (length > limit), limit / length, 1.0)
 
     def scaled(gradient: tf.Tensor) -> tf.Tensor:

@@ -144,7 +144,7 @@ def variable_sizes(plan: Plan) -> dict[str, int]:
 class Executor(Protocol):
     """Exchanges the gradients of a set of variables; keeps their state between steps.
 
-    `executor.PlanExecutor` says what the members do.
+    The members are documented in `executor.PlanExecutor`.
     """
 
     comm: Comm

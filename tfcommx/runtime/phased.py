@@ -50,9 +50,7 @@ class MomentumExecutor:
         Args:
             momenta: plan of the variables that send their momentum.
             others: plan of the variables that never do; None: all variables do.
-            learning: the phase in which gradients are exchanged first; None: momenta are exchanged
-                from the first step.
-            comm: of this rank.
+            learning: None: momenta are exchanged from the first step.
 
         **Ranks:** all, outside of traced code, with equal plans. **Raises:** as PlanExecutor.
         """

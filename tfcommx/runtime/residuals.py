@@ -33,8 +33,6 @@ from tfcommx.runtime.rates import HighestRate
 def send_with_residual(gradient: tf.Tensor, residual: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Return gradient plus residual in the gradient's dtype, and its rounding error.
 
-    Where the sum is NaN or infinite the residual does not change.
-
     >>> sent, residual = send_with_residual(tf.constant([2.0, 4.0]), tf.constant([1.0, 0.0]))
     >>> sent.numpy().tolist(), residual.numpy().tolist()
     ([3.0, 4.0], [0.0, 0.0])
@@ -43,6 +41,7 @@ def send_with_residual(gradient: tf.Tensor, residual: tf.Tensor) -> tuple[tf.Ten
     total = tf.cast(gradient, wide) + tf.cast(residual, wide)
     sent = tf.cast(total, gradient.dtype)
     rounding_error = tf.cast(total - tf.cast(sent, wide), tf.float32)
+    # NaN and Inf never enter a residual
     return sent, tf.where(tf.math.is_finite(sent), rounding_error, residual)
 
 

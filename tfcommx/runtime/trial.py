@@ -104,14 +104,12 @@ class TrialRounds:
             self.order = self.remaining[shift:] + self.remaining[:shift]
 
     def mean(self, plan: int) -> float | None:
-        """Return the mean seconds of a plan's steps, without the slowest; None if none counts.
-
-        The slowest step is left out because other work on the machine makes steps slower, never
-        faster; a plan that stalls more than once still shows it.
-        """
+        """Return the mean seconds of a plan's steps, without the slowest; None if none counts."""
         return statistics.fmean(self._kept(plan)) if self._seconds[plan] else None
 
     def _kept(self, plan: int) -> list[float]:
+        # Without the slowest, because other work on the machine makes steps slower, never faster; a
+        # plan that stalls more than once still shows it
         taken = sorted(self._seconds[plan])
         return taken[:-1] or taken
 
@@ -130,9 +128,8 @@ class TrialRounds:
         return best if candidate <= CLEARLY * plain and plain - candidate > error else 0
 
     def _standard_error(self, plan: int) -> float:
-        """Return the standard error of the mean; LEAST_ROUNDS leave at least two steps."""
         # Includes differences between rounds: a trial on a machine whose speed changes is
-        # inconclusive, and plain Horovod stays
+        # inconclusive, and plain Horovod stays. LEAST_ROUNDS leave at least two steps
         seconds = self._kept(plan)
         return statistics.stdev(seconds) / math.sqrt(len(seconds))
 
@@ -155,12 +152,10 @@ class TrialExecutor:
         """Get ready for all plans.
 
         Args:
-            plans: two or more for the same variables, without momentum; the first, plain Horovod's
-                unless a budget rules it out, stays if no other is clearly faster.
-            comm: of this rank.
+            plans: two or more for the same variables, without momentum; the first stays if no other
+                is clearly faster.
             decided: is called on every rank, once, when it is clear which plan stays.
-            steps: of the trial, at most, >= LEAST_ROUNDS * len(plans); those that wait for another
-                trial do not count.
+            steps: of the trial, at most, >= LEAST_ROUNDS * len(plans).
 
         **Ranks:** all, outside of traced code, with equal plans. **Raises:** as PlanExecutor.
         """

@@ -103,13 +103,8 @@ class OuterOptimizer:
 class StartWeights:
     """The start weights of a round, each with the outer optimizer that moves it, if any.
 
-    Args:
-        weights: variable path -> variable.
-        outer: None: a round sets the start weights.
-        kept: states of some of these variables from an earlier run or a checkpoint.
-
-    Local; also in traced code. **Cost:** memory for one copy of the weights, and for the
-    optimizer's state; both equal on all ranks.
+    `kept` has states of some of these variables from an earlier run or a checkpoint. Local; also in
+    traced code. **Cost:** memory for one copy of the weights, and for the optimizer's state.
     """
 
     def __init__(

@@ -166,12 +166,8 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
 class OverlappedRounds:
     """One round after another, each of a fragment, in a thread.
 
-    Args:
-        starts: start weights of the same variables.
-        fragments: plans whose variables are parts of them.
-        exchange: exchanges a fragment and moves its start weights. **Ranks:** all.
-
-    **Cost:** memory for one copy of the weights.
+    `exchange` exchanges a fragment and moves its start weights. **Cost:** memory for one copy of
+    the weights.
     """
 
     def __init__(

@@ -368,8 +368,7 @@ class ElasticRun(StrategyRun):
         Returns:
             Their averages over the ranks, or this rank's own if they are not averaged.
 
-        **Ranks:** all that still train, outside of traced code. From then on a rank that ends
-        without a message makes the others end, as in every training.
+        **Ranks:** all that still train, outside of traced code.
         """
         own_statistics = np.zeros(0) if statistics is None else statistics
         if self._worker is None:
@@ -381,6 +380,7 @@ class ElasticRun(StrategyRun):
         self._trains = False
         for path, value in self._by_variable(centre).items():
             self._weights[path].assign(tf.cast(value, self._weights[path].dtype))
+        # From here on a rank that ends without a message makes the others end
         self._comm.membership.forbid_leaving()
         return averages if self._options.statistics == "average" else own_statistics
 

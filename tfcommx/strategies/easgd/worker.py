@@ -47,12 +47,7 @@ EMPTY = np.zeros(0)
 
 
 class EasgdWorker:
-    """A worker's side of the exchange.
-
-    Args:
-        rank: the worker's, for messages to the user.
-        parts: the ranges of the centre and their servers; together all of it, in order.
-    """
+    """A worker's side of the exchange; `parts` are the ranges of the centre, in order."""
 
     def __init__(
         self,
@@ -130,14 +125,12 @@ class EasgdWorker:
     def end(self, statistics: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Wait until all workers have ended; return the centre and the average statistics.
 
-        Args:
-            statistics: float64, equally many on all workers; the first server averages them.
-
         **Raises:** RuntimeError if a server's rank has ended, and for unequal lengths.
         """
         if self.waits:
             self.take()  # Dropped: the centre replaces these weights
         statistics = np.ascontiguousarray(statistics, np.float64)
+        # The first server alone averages them
         none = [EMPTY] * (len(self._parts) - 1)
         centre, averages = self._ask(DONE, [statistics, *none], CENTRE, STATISTICS)
         average = averages[0].view(np.float64)

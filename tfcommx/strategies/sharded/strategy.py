@@ -344,24 +344,20 @@ class ShardedRun(StrategyRun):
     def begin(self, inputs: Sequence[tf.Tensor]) -> None:
         """Pull at the beginning of a step's function, and defer the pull that would end the step.
 
-        Args:
-            inputs: of the step; without inputs, in a call without data, nothing is pulled.
-
         **Ranks:** all. **Cost:** the all-gathers; the forward pass of each layer waits only for
         the one with its weights and those before it.
         """
         self.shards.pulls_first = True
+        # In the last call of an iterator, which has no data, nothing may be pulled
         with tf.control_dependencies(list(inputs)):
             self.shards.take_from_weights()
         self.pull("begin", inputs)
 
     @tf.autograph.experimental.do_not_convert
     def pull(self, label: str, after: Sequence[tf.Tensor] = ()) -> None:
-        """Set the weights to the shards of all ranks, batch by batch.
+        """Set the weights to the shards of all ranks, batch by batch, once `after` exists.
 
-        Args:
-            label: names the collectives; unique among the pulls of a function.
-            after: tensors that must exist before the pull starts.
+        `label` names the collectives, and must be unique among the pulls of a function.
 
         **Ranks:** all. **Cost:** (p - 1)/p of the weights received, one all-gather a batch.
         """

@@ -93,14 +93,7 @@ def lay_out_whole(
 
 
 class WholeShards(Shards):
-    """This rank's variables: copies with the shapes and paths of the weights.
-
-    Args:
-        pulls, pushes: as `lay_out_whole` returns them.
-        weights: by path, in forward order.
-        rank: this rank's position in the group that shares them.
-        known_as: the optimizer's paths of the weights, which need not be unique.
-    """
+    """This rank's variables: copies with the shapes and paths of the weights."""
 
     def __init__(
         self,
@@ -110,6 +103,7 @@ class WholeShards(Shards):
         rank: int,
         known_as: Sequence[str],
     ) -> None:
+        # The optimizer's paths of the weights, which need not be unique
         self._known_as = dict(zip(weights, known_as, strict=True))
         paths = {path for segment in pulls for path, _, _ in segment.parts_of(rank)}
         self._pushes, self._names = list(pushes), [path for path in weights if path in paths]
