@@ -308,6 +308,7 @@ def _on_rank_0(comm: Comm, work: Callable[[], T]) -> T:
         str(error) if isinstance(error, PlanError) else f"Rank 0 failed: {error!r}."
     )
     value, message = comm.gather_objects((value, message))[0]
+    # Raised after the gather, in which the other ranks wait
     if message is not None:
         raise error or PlanError(message)
     result: T = value

@@ -227,6 +227,7 @@ def _wrap(
     if inner is not optimizer:
         wrapped = copy_with(AgreedLossScale, optimizer, inner_optimizer=wrapped)
         wrapped.exchanger, exchanger.guard.loss_scale = exchanger, "agreed"
+    # Last, because it builds the copy, which asks the exchanger for its shards
     copy_state(wrapped, optimizer)
     return wrapped
 

@@ -146,6 +146,7 @@ class Exchanger:
                 f"{self.settings.strategy}. Leave SwitchScheme out."
             )
         self.consolidate()
+        # Ends all runs; the next step plans by the new schemes, and takes their state over
         self.load(self.export(), self.common_state())
         self.requested.replace(schemes)
 
@@ -345,6 +346,7 @@ class Exchanger:
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
         result = run.exchange(dict(zip(names, gradients, strict=True)))
+        # Those of shards are in the order of the shards, which the optimizer was built for
         return list(result.values()) if self.sharding else [result[name] for name in names]
 
     @tf.autograph.experimental.do_not_convert

@@ -63,6 +63,7 @@ def _look_into(cls: type) -> Callable[[Any], Iterable[Any]] | None:
     if issubclass(cls, Mapping):
         return lambda holder: holder.values() if len(holder) <= _MOST_PARTS else ()
     if issubclass(cls, Set):
+        # The order of a set differs between processes
         return lambda holder: sorted(holder, key=lambda part: str(getattr(part, "name", "")))
     if issubclass(cls, list | tuple | deque):
         return lambda holder: holder if len(holder) <= _MOST_PARTS else ()

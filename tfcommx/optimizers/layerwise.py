@@ -100,6 +100,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         nonzero = (weight_norms > 0) & (update_norms > 0)
         decays = tf.constant([self.decay_of(positions[i]) for i in included], tf.float32)
         ratios = tf.where(nonzero, formula(weight_norms, update_norms, decays), 1.0)
+        # In the order of `positions`; the appended 1 is the ratio of excluded variables
         order = [
             included.index(i) if i in included else len(included) for i in range(len(positions))
         ]
