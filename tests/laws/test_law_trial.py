@@ -80,7 +80,7 @@ def test_nothing_is_lost_whichever_plan_stays(
 
 def bytes_kept(running: TrialExecutor) -> int:
     """Return the bytes of all that this rank keeps for all plans, and outside of them."""
-    states = [one for running in running.executors for one in running._store.states.values()]
+    states = [one for running in running.executors for one in running.states.values()]
     residuals = [one.residual for one in states if one.residual is not None]
     return sum(4 * int(tf.size(one)) for one in (*residuals, *running._unsent.values()))
 

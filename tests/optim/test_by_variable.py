@@ -11,8 +11,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfcommx.optim.by_variable import ByVariable
-from tfcommx.optim.requested_plan import AGREED_NAMES, VariableNames
+from tfcommx.optim.requested_plan import AGREED_NAMES, ByVariable, VariableNames
 
 
 @pytest.mark.parametrize("make", [keras.Variable, tf.Variable])

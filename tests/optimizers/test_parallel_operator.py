@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import ConfigurationError, Link, Links, PlanError, Topology
 from tfcommx.kernels.lars import squared_norms
-from tfcommx.optim.result_bytes import pack, size_bytes, unpack
 from tfcommx.optimizers.parallel_operator import ParallelOperator
-from tfcommx.optimizers.parallel_shares import Choice, SharesPlanner
+from tfcommx.optimizers.parallel_shares import Choice, SharesPlanner, pack, size_bytes, unpack
 
 UNEVEN = Topology(2, 3, (("red", 3), ("blue", 1)))
 TOPOLOGIES = [Topology(1, 1), Topology(1, 2), Topology(3, 1), Topology(2, 2), UNEVEN]

@@ -20,10 +20,9 @@ log = logging.getLogger("tfcommx")
 class AgreeOnStop(keras.callbacks.Callback):
     """Stop on all ranks, after the same step, if a callback on any rank stops the training.
 
-    For TerminateOnNaN, EarlyStopping, or callbacks of the user. Without it the other ranks would
-    wait forever for the stopped rank. It must be the last in the list, because it reads the
-    decision of the callbacks before it. Not needed if all ranks decide alike, as EarlyStopping does
-    with metrics of AverageMetrics.
+    For TerminateOnNaN, or callbacks of the user; the other ranks would wait forever for the stopped
+    rank. It must be the last in the list, because it reads the decision of the callbacks before it.
+    Not needed if all ranks decide alike, as EarlyStopping does with metrics of AverageMetrics.
 
     >>> import keras
     >>> import tfcommx as cx
@@ -50,16 +49,13 @@ class AgreeOnStop(keras.callbacks.Callback):
         self.alone = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Reset the state of the previous run."""
         self.calls, self.wanted, self.alone = 0, False, trains_alone(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Vote every few steps."""
         self.calls += 1
         self._agree(self.calls % self.every == 0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Vote with the other ranks."""
         self._agree(True)
 
     def _agree(self, ask: bool) -> None:
@@ -72,6 +68,7 @@ class AgreeOnStop(keras.callbacks.Callback):
                     tf.constant([float(self.wanted)]), "world", "tfcommx/stop"
                 )
             self.wanted = bool(votes[0] > 0)
+        # A rank that wants to stop continues until the vote, because the others wait for it
         self.model.stop_training = ask and self.wanted
 
 
@@ -105,7 +102,6 @@ class CompareReplicas(keras.callbacks.Callback):
             )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Compare the weights."""
         self._compare(f"epoch {epoch}")
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from tfcommx.callbacks.average import EpochMetrics
+from tfcommx.callbacks.average import AverageMetrics
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, check_whole
@@ -59,39 +59,24 @@ _HELD: weakref.WeakKeyDictionary[keras.Model, weakref.WeakSet[keras.optimizers.O
 
 
 class BroadcastState(keras.callbacks.Callback):
-    """Start all ranks from the same point: weights, optimizer state, names, loss scale; no XLA.
+    """Start all ranks from the same point: weights, optimizers' state, names, loss scale; no XLA.
 
-    Seeds, as of dropout, are derived from those of rank `root`, and differ between the ranks,
-    because ranks that drop the same entries learn less from a batch.
-
-    Layers that Keras builds only in the first training step, such as layers without an input shape,
-    are broadcast after that step, with all other state: the step used gradients from different
-    weights, but afterwards all ranks have rank `root`'s. To begin with the same weights, or with
-    weights that only one rank has loaded, build the model before `fit`.
+    Put it first (docs/how-to/callbacks.md). Seeds, as of dropout, are derived from those of rank
+    `root`, and differ between the ranks. Accumulated sums of gradients and residuals do not change:
+    they belong to each rank. Layers that the first training step builds are broadcast after it.
 
     With a strategy that leaves weights incomplete or unequal between steps, it completes them
-    before each evaluation and at each epoch's end, before callbacks behind it save them; with
-    "sharded", the pulls overlap the forward pass during `fit`.
+    before each evaluation and at each epoch's end; with "sharded", the pulls overlap the forward
+    pass during `fit`. With ElasticAveraging all ranks have the centre at the end of `fit`.
 
     At each epoch's end it replaces the metrics by their values over the samples of all ranks, so
-    that callbacks behind it in the list (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) decide
-    alike on all ranks. Put it first; it cannot detect AverageMetrics, because Keras shows no
-    callback the others.
+    that callbacks behind it (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) decide alike on all
+    ranks.
 
-    With ElasticAveraging each rank keeps its metrics, ranks may take unequal numbers of steps, and
-    at the end of `fit` each waits for the others, and all have the centre. A model with layers that
-    only the first step builds is refused.
-
-    Variables are paired by position, so it compares the models of the ranks: the names given by the
-    user, classes, settings, vocabularies. Then each rank calls the model once on rank `root`'s
-    first batch, in inference mode, and outputs and loss are compared, because the state of a layer
-    outside of variables, such as a constant of random numbers, may differ under equal weights.
-    Layers that derive constants from their weights, such as Normalization, derive them again.
-
-    Accumulated sums of gradients and residuals do not change: they belong to each rank. Further
-    wrapped optimizers of the model, such as the second one of a GAN, are treated like that of
-    `compile`: attributes of the model or of its layers, also in dicts, lists and objects of the
-    user. A warning names an optimizer that takes steps and is held elsewhere.
+    It compares the models of the ranks: the names given by the user, classes, settings,
+    vocabularies. Then each rank calls the model once on rank `root`'s first batch, in inference
+    mode, and outputs and loss are compared, because the state of a layer outside of variables, such
+    as a constant of random numbers, may differ under equal weights.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState()]
@@ -118,9 +103,13 @@ class BroadcastState(keras.callbacks.Callback):
         # True once an epoch has begun in this run
         self.begun = False
         # Metrics over the samples of all ranks
-        self.metrics = EpochMetrics()
+        self.metrics = AverageMetrics()
         # Optimizers that the model does not hold -> their steps before this run; maxsize once named
         self._elsewhere: dict[keras.optimizers.Optimizer, int] = {}
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        self.metrics.set_model(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Compare steps, epochs and models of all ranks, and broadcast built models."""
@@ -168,7 +157,7 @@ class BroadcastState(keras.callbacks.Callback):
         self._arm_guards(not self.unbuilt)
         if all(map(all, builts)):
             self._begin_steps_with_pulls()
-        self.metrics.begin_run(self.model)
+        self.metrics.on_train_begin()
         self._elsewhere = {part: steps_of(part) for part in optimizers_elsewhere(self.model)}
 
     def _begin_steps_with_pulls(self) -> None:
@@ -193,11 +182,9 @@ class BroadcastState(keras.callbacks.Callback):
                 optimizer.build(self.model.trainable_variables)
 
     def _forget_step_of_other_optimizers(self) -> None:
-        """Trace the step again if the model holds other optimizers than in its last `fit`.
-
-        `compile` does that, whereas `model.optimizer = wrapped` leaves a step that was traced
-        before, which applies the gradients by the optimizer of that time.
-        """
+        """Trace the step again if the model holds other optimizers than in its last `fit`."""
+        # `compile` does that, whereas `model.optimizer = wrapped` leaves a step that was traced
+        # before, which applies the gradients by the optimizer of that time
         held = weakref.WeakSet(wrapped_optimizers(self.model))
         if _HELD.get(self.model) != held:
             _HELD[self.model] = held
@@ -235,8 +222,7 @@ class BroadcastState(keras.callbacks.Callback):
         for optimizer in wrapped_optimizers(self.model):
             consolidate(optimizer)
         self._name_optimizers_elsewhere()
-        if not trains_alone(self.model):
-            self.metrics.end_epoch(self.model, logs)
+        self.metrics.on_epoch_end(epoch, logs)
 
     def _name_optimizers_elsewhere(self) -> None:
         """Warn once about each optimizer that has taken steps and that the model does not hold."""
@@ -253,18 +239,18 @@ class BroadcastState(keras.callbacks.Callback):
                 )
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Complete the weights. A rank that does not evaluate meets the others at epoch's end."""
-        self.metrics.begin_evaluation(self.model)
+        """Complete the weights."""
+        # A rank that does not evaluate meets the others at the epoch's end
+        self.metrics.on_test_begin()
         for optimizer in wrapped_optimizers(self.model):
             consolidate_weights(optimizer)
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Copy the sums of the metrics. Local, because not every rank evaluates."""
-        self.metrics.end_evaluation(self.model)
+        self.metrics.on_test_end()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the first epoch, if this rank had none; restore the training step."""
-        self.metrics.end_run(logs)
+        self.metrics.on_train_end(logs)
         if not self.begun:
             self._compare_first(None)
         self._compare_outputs(None)
@@ -334,14 +320,12 @@ class BroadcastState(keras.callbacks.Callback):
         finalize_layers(self.model)
         if self.compare:
             require_equal_optimizers(self.model)
-        if process.rank() != self.root:
-            self._move_seeds(process.rank() - self.root)
+        # Ranks that drop the same entries learn less from a batch
+        if (away := process.rank() - self.root) != 0:
+            for generator in seed_generators(self.model):
+                seed, count = generator.state.numpy()
+                generator.state.assign([(int(seed) + away * SEED_STEP) % 2**31, count])
         begin_centre(self.model)
-
-    def _move_seeds(self, away: int) -> None:
-        for generator in seed_generators(self.model):
-            seed, count = generator.state.numpy()
-            generator.state.assign([(int(seed) + away * SEED_STEP) % 2**31, count])
 
 
 def _require_equal(values: Sequence[Any], requirement: str, remedy: str) -> None:

@@ -65,10 +65,9 @@ class ChooseAgain(keras.callbacks.Callback):
 
     If steps take 25 % longer or shorter than after the choice, for 2 * `every` calls of Keras,
     messages between nodes are measured. If three measurements in a row take twice as long, or half
-    as long, as after the choice, plans take turns again, at the same step on all ranks, and rank 0
-    prints a message. The new plan sends the residuals of the old one. Put it behind BroadcastState;
-    Standard and recipes have it. Without effect without an "auto" that chooses, and on one node,
-    because it has no network.
+    as long, as after the choice, plans take turns again (docs/explanation/planner.md). Put it
+    behind BroadcastState; Standard and recipes have it. Without effect without an "auto" that
+    chooses, and on one node.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState(), cx.callbacks.ChooseAgain()]
@@ -88,7 +87,6 @@ class ChooseAgain(keras.callbacks.Callback):
         self.every = check_whole("every", every, least=1)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Reset all measurements."""
         # Calls since the last exchange, and their seconds; time of the last one's beginning
         self._calls, self._seconds, self._since = 0, 0.0, 0.0
         # id of each running strategy; usual seconds of a call with these

@@ -51,4 +51,4 @@ class Standard(keras.callbacks.CallbackList):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """End the parts, and replace the metrics in the logs."""
         super().on_train_end(logs)
-        self._first.metrics.end_run(logs)
+        self._first.metrics.on_train_end(logs)

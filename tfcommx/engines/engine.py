@@ -222,13 +222,10 @@ class Calibrated(Engine):
         return float(np.interp(total_bytes, sizes, seconds))
 
     def reduce_scatter(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price a reduce-scatter as the engine does."""
         return self._engine.reduce_scatter(total_bytes, topology, links)
 
     def all_gather(self, own_bytes: float, topology: Topology, links: Links) -> float:
-        """Price an all-gather as the engine does."""
         return self._engine.all_gather(own_bytes, topology, links)
 
     def all_to_all(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price an all-to-all as the engine does."""
         return self._engine.all_to_all(total_bytes, topology, links)

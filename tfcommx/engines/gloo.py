@@ -54,7 +54,6 @@ class Gloo(Engine):
         return self.all_to_all(total_bytes, topology, links) + added
 
     def all_to_all(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price `alltoallv`."""
         return self.all_at_once(total_bytes, topology, links)
 
 

@@ -63,15 +63,7 @@ ALL_REDUCE: tuple[tuple[float, tuple[tuple[float, str], ...]], ...] = (
     (512, ((4096, TREE), (ALWAYS, RABENSEIFNER))),
     (2048, ((2048, TREE), (16384, DOUBLING), (ALWAYS, RABENSEIFNER))),
     (4096, ((2048, TREE), (4096, RING), (16384, DOUBLING), (ALWAYS, RABENSEIFNER))),
-    (
-        ALWAYS,
-        (
-            (2048, TREE),
-            (16384, RING),
-            (32768, DOUBLING),
-            (ALWAYS, RABENSEIFNER),
-        ),
-    ),
+    (ALWAYS, ((2048, TREE), (16384, RING), (32768, DOUBLING), (ALWAYS, RABENSEIFNER))),
 )
 # Numbers of ranks whose all-to-all sends all messages at once; others exchange in pairs
 LINEAR = (range(4, 64), range(128, 256))

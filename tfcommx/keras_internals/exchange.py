@@ -1,7 +1,7 @@
 """Exchange: the interface between the mixins of optimizers and an optimizer's exchanger.
 
-This package imports no exchange, so the classes are protocols. `tfcommx.optim` implements them:
-Exchange by Exchanger, Guard by StepGuard, ShardedWeights by Sharding.
+This package imports no exchange, so the classes are protocols. The members are documented in their
+implementations.
 """
 
 from __future__ import annotations
@@ -36,61 +36,46 @@ class StepUnderWay(threading.local):
 
 
 class Guard(Protocol):
-    """The step under way, and the conditions that it must meet."""
+    """The step under way, and the conditions that it must meet; see `optim.step_guard`."""
 
     # Mode of an outer LossScaleOptimizer: "none" if there is none, "local" (each rank skips alone)
     # or "agreed"
     loss_scale: str
     step: StepUnderWay
 
-    def open_step(self) -> contextlib.AbstractContextManager[None]:
-        """Begin a step that has exchanged nothing yet; open its scope."""
-
-    def begin(self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]) -> None:
-        """Record the variables of the next gradients; refuse any that would fail or hang later."""
-
-    def check_exchange_ran(self, optimizer: str) -> None:
-        """Refuse an optimizer whose step bypassed the exchange."""
-
-    def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
-        """Return True if `finite` (bool) holds on every rank."""
-
-    def mean_over_ranks(self, numbers: tf.Tensor) -> tf.Tensor:
-        """Return numbers, equal across ranks up to rounding, with the same bits on every rank."""
+    def open_step(self) -> contextlib.AbstractContextManager[None]: ...
+    def begin(
+        self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]
+    ) -> None: ...
+    def check_exchange_ran(self, optimizer: str) -> None: ...
+    def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor: ...
+    def mean_over_ranks(self, numbers: tf.Tensor) -> tf.Tensor: ...
 
 
 class ShardVariables(Protocol):
-    """This rank's shards of the weights."""
+    """This rank's shards of the weights; see `strategies.sharded.shards`."""
 
     variables: list[keras.Variable]
     # True if the step function pulls at its beginning; set while it is traced
     pulls_first: bool
 
     @property
-    def decays(self) -> list[bool]:
-        """For each variable, True if weight decay applies to it."""
-
-    def take_from_weights(self) -> None:
-        """Set the shards to their entries of the weights, if the weights are current."""
-
+    def decays(self) -> list[bool]: ...
+    def take_from_weights(self) -> None: ...
     def scale(
         self, gradients: Sequence[tf.Tensor], factors: Mapping[str, tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """Return the gradients of shards, with each variable's part scaled by its factor."""
+    ) -> list[tf.Tensor]: ...
 
 
 class ShardedSteps(Protocol):
-    """The steps of a strategy that shards the weights."""
+    """The steps of a strategy that shards the weights; see `strategies.sharded.strategy`."""
 
-    def squares(self, gradients: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Return the sum of squares of each whole gradient, by path. **Ranks:** all."""
-
-    def pull(self, label: str) -> None:
-        """Set the weights to the shards of all ranks. **Ranks:** all."""
+    def squares(self, gradients: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]: ...
+    def pull(self, label: str) -> None: ...
 
 
 class ShardedWeights(Protocol):
-    """The shards of one optimizer, and their state as a whole."""
+    """The shards of one optimizer, and their state as a whole; see `optim.sharding`."""
 
     # The whole variables, in forward order
     variables: list[keras.Variable]
@@ -100,66 +85,40 @@ class ShardedWeights(Protocol):
     can_pull_first: bool
 
     @property
-    def shards(self) -> ShardVariables:
-        """This rank's shards."""
-
+    def shards(self) -> ShardVariables: ...
     @property
-    def run(self) -> ShardedSteps | None:
-        """The run of the strategy, from the first step on."""
-
-    def gathered_at(self, steps: int) -> dict[str, list[np.ndarray | None]]:
-        """Return the state of whole variables, gathered on rank 0 at this step."""
-
-    def set_state(self, whole: dict[str, list[np.ndarray | None]]) -> None:
-        """Load this rank's part of a state of whole variables."""
+    def run(self) -> ShardedSteps | None: ...
+    def gathered_at(self, steps: int) -> dict[str, list[np.ndarray | None]]: ...
+    def set_state(self, whole: dict[str, list[np.ndarray | None]]) -> None: ...
 
 
 class Exchange(Protocol):
-    """The exchange of one optimizer's gradients."""
+    """The exchange of one optimizer's gradients; see `optim.exchanger`."""
 
     # Returns the value of `__reduce__`, by which `copy` and `pickle` recreate the optimizer
     reduce_for_pickle: Callable[..., tuple[Any, ...]]
 
     @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-
+    def ranks(self) -> int: ...
     @property
-    def rank(self) -> int:
-        """This process's rank."""
-
+    def rank(self) -> int: ...
     @property
-    def guard(self) -> Guard:
-        """The step under way."""
-
+    def guard(self) -> Guard: ...
     @property
-    def sharding(self) -> ShardedWeights | None:
-        """The optimizer's shards, from its build on; None if the strategy does not shard."""
-
+    def sharding(self) -> ShardedWeights | None: ...
     def make_sharding(
         self, variables: Sequence[keras.Variable], decays: Sequence[bool], whole: bool
-    ) -> ShardedWeights:
-        """Make the optimizer's shards."""
-
-    def pull_shards(self) -> None:
-        """Set the weights to the shards of all ranks. **Ranks:** all, outside of traced code."""
-
+    ) -> ShardedWeights: ...
+    def pull_shards(self) -> None: ...
     def exchange(
         self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """Return the gradients that the optimizer continues with. **Ranks:** all."""
-
+    ) -> list[tf.Tensor]: ...
     def update(
         self,
         apply: Callable[[], None],
         gradients: Sequence[tf.Tensor],
         state: Sequence[tf.Variable],
         noise_factors: Callable[[int], Sequence[tf.Tensor]],
-    ) -> None:
-        """Let the strategy apply the update. **Ranks:** all."""
-
-    def drop_residuals_of_momenta(self) -> None:
-        """Set the residuals of momenta to 0, in a step. **Ranks:** all."""
-
-    def consolidate(self, averages: Sequence[keras.Variable] = ()) -> None:
-        """Make weights and their moving averages whole and equal. **Ranks:** all."""
+    ) -> None: ...
+    def drop_residuals_of_momenta(self) -> None: ...
+    def consolidate(self, averages: Sequence[keras.Variable] = ()) -> None: ...

@@ -26,21 +26,14 @@ def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
 def replace_train_function(
     model: keras.Model, replacement: Callable[[TrainFunction, Iterator[Any]], Any]
 ) -> Callable[[], None]:
-    """Call `replacement(train_function, iterator)` in the next steps of `fit`.
-
-    Args:
-        model: in `fit`.
-        replacement: receives the train function that it replaces.
-
-    Returns:
-        A function that restores the train function, unless Keras has made another one since.
-    """
+    """Call `replacement(train_function, iterator)` in the steps of `fit`; return its undoing."""
     train = model.train_function
 
     def replaced(iterator: Iterator[Any]) -> Any:
         return replacement(train, iterator)
 
     def restore() -> None:
+        # Keras may have made another one since
         if model.train_function is replaced:
             model.train_function = train
 
@@ -49,12 +42,7 @@ def replace_train_function(
 
 
 def skip_steps(model: keras.Model, steps: int) -> None:
-    """Make the next steps of `fit` take their batches and ignore them.
-
-    Args:
-        model: in `fit`, before the first step of an epoch.
-        steps: >= 0, a multiple of `steps_per_execution`.
-    """
+    """Make the next steps of `fit`, a multiple of `steps_per_execution`, ignore their batches."""
     if not steps:
         return
     together, remaining = model.steps_per_execution, steps

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,13 +27,6 @@ ROWS = 4
 # adds. Kept by metric, not by callback, because a later `fit` does not trace the step again.
 _forms: weakref.WeakKeyDictionary[keras.metrics.Metric, Any] = weakref.WeakKeyDictionary()
 _adds: weakref.WeakKeyDictionary[keras.metrics.Metric, bool] = weakref.WeakKeyDictionary()
-
-
-class SumState(NamedTuple):
-    """A variable of a metric that is a sum, or constant."""
-
-    # Its value after `reset_state`; None: it is constant, the same on all ranks
-    start: np.ndarray | None
 
 
 def metrics_in(metrics: Iterable[keras.metrics.Metric]) -> list[keras.metrics.Metric]:
@@ -56,9 +49,13 @@ def watch_update(metric: keras.metrics.Metric) -> None:
     if hasattr(before, "watches"):
         return
 
+    def form_of(value: Any) -> Any:
+        is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+        return tf.TensorSpec(value.shape, value.dtype) if is_array else value
+
     def update_state(*args: Any, **kwargs: Any) -> Any:
         unwatch_update(metric)
-        _forms[metric] = tf.nest.map_structure(_form_of, (args, kwargs))
+        _forms[metric] = tf.nest.map_structure(form_of, (args, kwargs))
         return update(*args, **kwargs)
 
     marked: Any = update_state
@@ -75,8 +72,10 @@ def unwatch_update(metric: keras.metrics.Metric) -> None:
             metric.update_state = before
 
 
-def sums_in(metric: keras.metrics.Metric) -> list[SumState] | None:
-    """Return the start values of a metric's sums; None if they cannot be added over ranks.
+def sums_in(metric: keras.metrics.Metric) -> list[np.ndarray | None] | None:
+    """Return for each variable its value after `reset_state`; None for a constant.
+
+    None in place of the list if the variables cannot be added over ranks.
 
     **Ranks:** local. **Cost:** a user's own class is tried once on made-up arguments.
     """
@@ -91,7 +90,7 @@ def sums_in(metric: keras.metrics.Metric) -> list[SumState] | None:
         return None
     if metric not in _adds:
         _adds[metric] = _update_is_trusted(metric) or _update_adds(metric, starts)
-    return [SumState(start) for start in starts] if _adds[metric] else None
+    return starts if _adds[metric] else None
 
 
 def _is_trusted(owner: object) -> bool:
@@ -136,16 +135,14 @@ def _update_adds(metric: keras.metrics.Metric, starts: list[np.ndarray | None]) 
         ):
             if start is None and np.any(parts[0]):
                 return False  # `reset_state` would not reset this sum for a new epoch
-            tolerance = 1e-3 * (1 + np.abs(parts[0])) + 16e3 * _precision(variable)
+            dtype = _dtype(variable)
+            precision = np.finfo(dtype).eps if dtype.kind == "f" else 0
+            # Sums of states up to 2000 are rounded to the dtype
+            tolerance = 1e-3 * (1 + np.abs(parts[0])) + 16e3 * precision
             if not all(np.all(np.abs(part - parts[0]) <= tolerance) for part in parts):
                 return False
         return True
     return False
-
-
-def _precision(variable: keras.Variable) -> float:
-    kind = _dtype(variable)
-    return float(np.finfo(kind).eps) if kind.kind == "f" else 0.0
 
 
 def _added(
@@ -162,12 +159,6 @@ def _added(
         - np.asarray(keras.ops.convert_to_numpy(old), np.float64)
         for old, new in zip(before, after, strict=True)
     ]
-
-
-def _form_of(value: Any) -> Any:
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return tf.TensorSpec(value.shape, value.dtype)
-    return value
 
 
 def _arguments_for(metric: keras.metrics.Metric) -> list[tuple[Any, Any]]:

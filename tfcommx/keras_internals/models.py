@@ -35,13 +35,11 @@ def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
 
 
 def statistics_of(model: keras.Model) -> list[keras.Variable]:
-    """Return the float variables that layers update without training, such as batch norm's means.
-
-    The trained weights of frozen layers are excluded.
-    """
+    """Return the floats that layers update without training, such as batch norm's means."""
     return [
         variable
         for layer in layers_of(model)
+        # Not `non_trainable_variables`, which has the trained weights of frozen layers, too
         for variable in layer._non_trainable_variables
         if keras.backend.is_float_dtype(keras.backend.standardize_dtype(variable.dtype))
     ]
@@ -79,27 +77,24 @@ def _layer_stems() -> set[str]:
     return stems
 
 
-@functools.cache
-def _stem(class_name: str) -> str:
-    return str(to_snake_case(class_name))
+_stem = functools.cache(to_snake_case)
 
 
 def finalize_layers(model: keras.Model) -> bool:
     """Recompute the constants that layers derive from their weights; return True if one changed.
 
     Such as the mean that Normalization subtracts. Call it wherever weights are assigned, because
-    Keras does it only after `adapt` and `load_weights`. Lookup layers are left out, because they
-    have no weights, and `finalize_state` would end their `adapt`. If a constant changed, Keras's
-    functions for `fit`, `evaluate` and `predict` are made again, because their traces hold the old
-    constants.
+    Keras does it only after `adapt` and `load_weights`.
     """
     changed = False
     for layer in layers_of(model):
         finalize = getattr(layer, "finalize_state", None)
+        # Not lookup layers, which have no weights, because it would end their `adapt`
         if callable(finalize) and layer.built and layer.variables:
             before = constants_of(layer)
             finalize()
             changed |= constants_of(layer) != before
+    # Traces of `fit`, `evaluate` and `predict` hold the old constants
     if changed:
         for name in ("train", "test", "predict"):
             if getattr(model, f"{name}_function", None) is not None:
@@ -116,12 +111,16 @@ def constants_of(layer: keras.layers.Layer) -> dict[str, str]:
         if isinstance(value, np.ndarray | tf.Variable) or (
             tf.is_tensor(value) and hasattr(value, "numpy")
         ):
-            array = np.asarray(value)
-            content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-            constants[name] = hashlib.sha256(content).hexdigest()
+            constants[name] = hashlib.sha256(bytes_of(np.asarray(value))).hexdigest()
         elif _is_plain(value):
             constants[name] = repr(value)
     return constants
+
+
+def bytes_of(array: np.ndarray) -> bytes:
+    """Return the entries of an array, also of text, for a digest."""
+    # Objects are pointers, which differ between processes
+    return repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
 
 
 def _is_plain(value: object) -> bool:
@@ -131,22 +130,26 @@ def _is_plain(value: object) -> bool:
 
 
 def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], T], seed: int = 0) -> T:
-    """Call a model in inference mode without changing any variable; return `then(outputs)`.
+    """Call a built model in inference mode without changing any variable; return `then(outputs)`.
 
-    Random layers use seeds derived from `seed` alone, so ranks whose own seeds differ draw the same
-    numbers. Recurrent layers begin with states of zeros, because each rank's continue the
-    sequences in the rank's batches.
-
-    Args:
-        model: built.
-        then: receives the outputs; called before the variables have their own values again.
+    `then` is called before the variables have their own values again. Ranks with equal variables
+    and an equal `seed` compute the same.
     """
+    # Ranks have unequal seeds
     generators = [*seed_generators(model), global_seed_generator()]
     states = [
         (generator.state, np.array([seed, position], "uint32"))
         for position, generator in enumerate(generators)
     ]
-    states += [(state, np.zeros(state.shape)) for state in _states_of_sequences(model)]
+    # States with `stateful=True`, which Keras lists nowhere: each rank's continue the sequences in
+    # its batches
+    states += [
+        (state, np.zeros(state.shape))
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.RNN) and layer.stateful
+        for state in tf.nest.flatten(layer.states)
+        if state is not None
+    ]
     # Keras adds the penalties of these to the loss by their values in the scope
     states += [
         (variable, variable.value)
@@ -156,17 +159,6 @@ def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], T], seed: 
     with keras.StatelessScope(state_mapping=states):
         options = {"training": False} if model._call_has_training_arg else {}
         return then(model(inputs, **options))
-
-
-def _states_of_sequences(model: keras.Model) -> list[keras.Variable]:
-    """Return the states of recurrent layers with `stateful=True`, which Keras lists nowhere."""
-    return [
-        state
-        for layer in layers_of(model)
-        if isinstance(layer, keras.layers.RNN) and layer.stateful
-        for state in tf.nest.flatten(layer.states)
-        if state is not None
-    ]
 
 
 def loss_of(model: keras.Model, inputs: Any, labels: Any, outputs: Any, weights: Any) -> Any:

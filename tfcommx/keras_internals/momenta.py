@@ -95,11 +95,9 @@ class LearnsThenSendsMomentum(SendsMomentum):
         return self.frozen_at.value > 0
 
     def momentum_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
-        """Return Adam's first moment of a variable."""
         return self._momentums[self.position_of(variable)].value
 
     def second_moment_of(self, variable: keras.Variable | tf.Variable) -> tf.Variable:
-        """Return Adam's second moment of a variable."""
         return self._velocities[self.position_of(variable)].value
 
     @tf.autograph.experimental.do_not_convert

@@ -22,10 +22,8 @@ _PLAIN = (bool, int, float, str, type(None), np.generic, types.FunctionType)
 
 @functools.cache
 def wrapped_class(base: type, mixin: type) -> type[Any]:
-    """Create a subclass of an optimizer's class with a mixin, which Keras saves as its base.
-
-    The subclass has its base's name and module, so a saved model holds the plain optimizer.
-    """
+    """Create a subclass of an optimizer's class with a mixin, which Keras saves as its base."""
+    # With the base's name and module, so that a saved model holds the plain optimizer
     wrapped = type(
         base.__name__,
         (mixin, base),
@@ -45,7 +43,9 @@ def mix_into(mixin: type, optimizer: keras.optimizers.Optimizer) -> None:
 
 def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return the optimizer inside a LossScaleOptimizer; any other optimizer itself."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
+    # By class, because a user's optimizer may have an attribute of this name, as Lookahead has
+    scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return optimizer.inner_optimizer if scales_loss else optimizer
 
 
 def copy_with(
@@ -53,12 +53,7 @@ def copy_with(
 ) -> keras.optimizers.Optimizer:
     """Copy an optimizer, without its state, as an instance of the subclass with the mixin.
 
-    Numbers, words and functions that are attributes are copied even if the config lacks them.
-
-    Args:
-        mixin: goes before the optimizer's class.
-        changed: constructor arguments that replace those of its config.
-
+    `changed` has constructor arguments that replace those of its config.
     **Raises:** ConfigurationError if the optimizer cannot be made from its own config.
     """
     cls = wrapped_class(optimizer.__class__, mixin)
@@ -82,16 +77,14 @@ def copy_with(
 def _from_config(
     cls: type[Any], optimizer: keras.optimizers.Optimizer, changed: dict[str, Any]
 ) -> Any:
-    """Create an optimizer of a class from another's config, some arguments changed.
-
-    A schedule or function for the rate is passed as an object, because Keras may be unable to
-    serialize it. An inner optimizer's is left out if `changed` replaces that optimizer.
-    """
+    """Create an optimizer of a class from another's config, some arguments changed."""
     holder = inner_optimizer(optimizer)
     rate = holder._learning_rate
     if not callable(rate) or (holder is not optimizer and not changed):
         config = optimizer.get_config() | changed
     else:
+        # Keras may be unable to serialize a schedule or function for the rate. It is passed as an
+        # object; that of an inner optimizer is left out, because `changed` replaces the optimizer
         holder._learning_rate = None
         try:
             config = optimizer.get_config() | changed
@@ -158,19 +151,18 @@ def plain_copy(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimi
 
 def copy_state(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer) -> None:
     """Copy an optimizer's state into its copy, if the original was built."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is not None and not optimizer.built:
-        copy_state(copy.inner_optimizer, inner)
-        return
+    inner = inner_optimizer(optimizer)
     if not optimizer.built:
+        if inner is not optimizer:
+            copy_state(copy.inner_optimizer, inner)
         return
     # The outer optimizer builds the inner one, because otherwise Keras lists other variables
     copy.build(optimizer._trainable_variables)
     pairs = [(unlisted(copy)[name], value) for name, value in unlisted(optimizer).items()]
     sharded = inner_optimizer(copy)
     if hasattr(sharded, "import_state"):
-        sharded.import_state(inner_optimizer(optimizer))
-        if inner is not None:
+        sharded.import_state(inner)
+        if inner is not optimizer:
             pairs += zip(copy._variables, optimizer._variables, strict=True)
     else:
         pairs += zip(copy.variables, optimizer.variables, strict=True)
@@ -179,10 +171,7 @@ def copy_state(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Opt
 
 
 def unlisted(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
-    """Return, by attribute, the state that Keras neither lists nor saves.
-
-    Such as a product that Nadam keeps.
-    """
+    """Return by attribute the state that Keras neither lists nor saves, as Nadam's product."""
     optimizer = inner_optimizer(optimizer)
     listed = {id(variable) for variable in optimizer.variables}
     return {
@@ -210,10 +199,8 @@ def values_of(variables: Sequence[keras.Variable | tf.Variable]) -> list[tf.Vari
 
 
 def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Return the sums of gradients that a rank accumulates, in the order of the variables.
-
-    Empty without `gradient_accumulation_steps`.
-    """
+    """Return the sums of gradients that a rank accumulates, in the order of the variables."""
+    # There are none without gradient_accumulation_steps
     sums: list[keras.Variable] = getattr(inner_optimizer(optimizer), "_accumulated_gradients", [])
     return sums
 
@@ -228,12 +215,12 @@ def slots_of(
 ) -> dict[str, list[keras.Variable | None]]:
     """Return an optimizer's state of each variable that it was built for, by attribute.
 
-    Such as momentum; in the order of these variables, None for a variable without this state (Muon
-    and Adafactor have such). Includes moving averages of the weights, but not accumulated
-    gradients.
+    Such as momentum; in the order of these variables. Includes moving averages of the weights, but
+    not accumulated gradients.
     """
     listed = {id(variable) for variable in optimizer.variables}
     count = len(optimizer._trainable_variables)
+    # None for a variable without this state, as Muon and Adafactor have
     slots = {
         name: [variable if id(variable) in listed else None for variable in value]
         for name, value in vars(optimizer).items()
@@ -241,9 +228,7 @@ def slots_of(
         and isinstance(value, list)
         and len(value) == count
     }
-    return {
-        name: slot for name, slot in slots.items() if any(variable is not None for variable in slot)
-    }
+    return {name: slot for name, slot in slots.items() if any(part is not None for part in slot)}
 
 
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

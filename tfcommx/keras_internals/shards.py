@@ -175,6 +175,7 @@ class UpdatesShards(ExchangesGradients):
 
         **Raises:** ConfigurationError if no state was gathered since the last step.
         """
+        # Called by Keras on one rank, which cannot gather the state now
         sharding = self.exchanger.sharding
         plain = self._plain()
         if sharding is None:  # Not built: no state
@@ -254,10 +255,8 @@ class UpdatesShards(ExchangesGradients):
 
 @functools.cache
 def _pull_after_swaps() -> None:
-    """Make Keras's SwapEMAWeights swap the weights, too, where an optimizer has their shards.
-
-    Until the process ends; for other optimizers it stays as it is.
-    """
+    """Make Keras's SwapEMAWeights swap the weights, too, where an optimizer has their shards."""
+    # Until the process ends; for other optimizers it stays as it is
     callback: Any = keras.callbacks.SwapEMAWeights
     swap = callback._tf_swap_variables
 

@@ -3,13 +3,15 @@
 apply -> unscale -> accumulate -> [exchange] -> clip -> [update: by the strategy] -> EMA
 
 `ExchangesGradients` is mixed into each wrapped optimizer, `AgreedLossScale` into a
-LossScaleOptimizer around it; `UpdatesTogether` updates all variables by one call.
+LossScaleOptimizer around it; `UpdatesTogether` updates all variables by one call. `surround_steps`
+concerns the steps of all optimizers of the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -37,17 +39,14 @@ def compiled_by_xla() -> bool:
 
 
 def traced_batch() -> int | None:
-    """Return the length of the first input of the step that is being traced.
-
-    None in an eager step, and if the length is not fixed, because the last batch of the data set
-    may be shorter.
-    """
+    """Return the length of the first input of the step that is being traced; None if unknown."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None:
         specs = tf.nest.flatten(getattr(graph, "structured_input_signature", None))
         shapes = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
         for shape in shapes:
             if shape.rank:
+                # None if the last batch of the data set may be shorter
                 length: int | None = shape[0]
                 return length
         graph = getattr(graph, "outer_graph", None)
@@ -268,3 +267,31 @@ class UpdatesTogether(Mixin):
 
     def _apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:
         """Leave weight decay to `update_together`."""
+
+
+# (optimizer) -> the context manager around its step
+Surroundings = Callable[[keras.optimizers.Optimizer], contextlib.AbstractContextManager[None]]
+
+
+@functools.cache
+def surround_steps(surroundings: Surroundings) -> None:
+    """Take each step in `with surroundings(optimizer)`, until the process ends.
+
+    One of the surrounded methods often calls the other, and optimizers call other optimizers (as
+    LossScaleOptimizer does), so contexts may nest. A traced step is surrounded while it is traced.
+    A second call with the same function has no effect.
+    """
+
+    def surrounded(take: Callable[..., Any]) -> Callable[..., Any]:
+        @tf.autograph.experimental.do_not_convert
+        @functools.wraps(take)
+        def take_surrounded(self: keras.optimizers.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            with surroundings(self):
+                return take(self, *args, **kwargs)
+
+        return take_surrounded
+
+    # Both, because a class may override either
+    for name in ("apply", "apply_gradients"):
+        take = getattr(keras.optimizers.Optimizer, name)
+        setattr(keras.optimizers.Optimizer, name, surrounded(take))

@@ -3,12 +3,10 @@
 distributed_optimizer   wraps an optimizer; refuses arguments of Horovod's
 exchanger               its plans by set of variables, and the state between them; its parts:
                         requested_plan (automatic), step_guard, sharding
-by_variable             facts about variables, in place of attributes
 wrapped                 finds the wrapped optimizers of a model
 broadcast               one rank's variables on every rank
 replica_forms, replica_outputs   compare the construction and the outputs of the ranks' models
 metrics_over_ranks      metrics of all ranks' samples
 step_boundary           between steps, in custom training loops
 layers                  SyncBatchNormalization
-result_bytes            results of any dtype as one vector of bytes
 """

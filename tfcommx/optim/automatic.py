@@ -164,15 +164,9 @@ def executor_for(
 ) -> Executor:
     """Return the executor for these schemes, "auto" perhaps among them.
 
-    Args:
-        schemes: pattern -> scheme.
-        asked: the gradients, and the measurements of model and cluster.
-        strategy: with another one than Synchronous a lossless "auto" is plain Horovod.
-        expected: facts about the remaining steps; those of rank 0 count.
-
-    **Ranks:** all, outside of traced code, with equal arguments. **Cost:** see
-    DistributedOptimizer. **Raises:** PlanError for schemes that cannot be carried out, and for a
-    profile of another model.
+    **Ranks:** all, outside of traced code, with equal arguments, but for `expected`, of which rank
+    0's counts. **Cost:** see DistributedOptimizer. **Raises:** PlanError for schemes that cannot be
+    carried out, and for a profile of another model.
     """
     plain = asked.plan(auto_as_plain(schemes), strategy.reduces_to_root)
     strategy.check(plain)
@@ -190,6 +184,7 @@ def executor_for(
             f"{auto.budget} with {strategy}. Name a route."
         )
     must_fit = rules_out_plain(schemes, asked.topology)
+    # With another strategy than Synchronous a lossless "auto" is plain Horovod
     if not synchronous or not (must_fit or is_worth_a_trial(schemes, asked)):
         return PlanExecutor(plain, comm)
     of_root = ExpectedRun._make(comm.gather_objects(tuple(expected))[0])
@@ -313,6 +308,7 @@ def _on_rank_0(comm: Comm, work: Callable[[], T]) -> T:
         str(error) if isinstance(error, PlanError) else f"Rank 0 failed: {error!r}."
     )
     value, message = comm.gather_objects((value, message))[0]
+    # Raised after the gather, in which the other ranks wait
     if message is not None:
         raise error or PlanError(message)
     result: T = value
@@ -379,21 +375,15 @@ def links_of(
 ) -> Links | None:
     """Return this cluster's links: cached by an earlier run, or measured quickly and cached.
 
-    None for nodes with unequal numbers of slots, on which nothing is measured. Links whose
-    measurements differ by more than MOST_SPREAD are not cached: the next run measures again.
-
-    Args:
-        cluster: as `_cluster` returns it; None: this function calls that.
-        again: measure without reading or writing the cache.
+    None for nodes with unequal numbers of slots, on which nothing is measured. `again` measures
+    without reading or writing the cache.
 
     **Ranks:** all, outside of traced code. **Cost:** about 1 MB through each port, if measured.
     """
     if comm.topology.uneven:
         return None
     cluster = cluster or _cluster(comm)
-    kept = None
-    if not again:
-        kept = _on_rank_0(comm, lambda: read("links", cluster))
+    kept = None if again else _on_rank_0(comm, lambda: read("links", cluster))
     if kept is not None:
         try:
             links = Links.from_dict(kept)

@@ -1,4 +1,4 @@
-"""Copy one rank's variables to every rank, so that all start from the same point."""
+"""Copy one rank's variables to every rank, so that all start alike, or average them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfcommx.collectives import process
+from tfcommx.collectives.comm import Comm
 from tfcommx.core import ConfigurationError, check_whole, require_equal
 from tfcommx.keras_internals import numbered_stem
 from tfcommx.optim.requested_plan import AGREED_NAMES, path_of
@@ -74,6 +75,16 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
         carried = tf.cast(value, _CARRIED_AS.get(value.dtype, value.dtype))
         received = comm.broadcast(carried, root, f"tfcommx/state{number}")
         variable.assign(tf.cast(received, value.dtype))
+
+
+def average_variables(variables: Sequence[keras.Variable], comm: Comm, name: str) -> None:
+    """Set variables to their means over the ranks. **Ranks:** all, outside of traced code."""
+    # In float64, in which the mean of equal values has their bits
+    parts = [tf.reshape(tf.cast(variable, tf.float64), [-1]) for variable in variables]
+    mean = comm.allreduce(tf.concat(parts, axis=0), "world", name) / comm.topology.size
+    means = tf.split(mean, [part.shape[0] for part in parts])
+    for variable, part in zip(variables, means, strict=True):
+        variable.assign(tf.cast(tf.reshape(part, variable.shape), variable.dtype))
 
 
 def require_root(roots: Sequence[int]) -> None:

@@ -5,8 +5,7 @@
 
 The wrapped optimizer is an instance of a subclass that carries its base's name and module and adds
 nothing to its variables or its config. So a saved model holds the plain optimizer and loads with
-and without tfcommx. Arguments of Horovod's DistributedOptimizer are refused, with their
-replacement.
+and without tfcommx.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from tfcommx.keras_internals import (
     UpdatesShards,
     copy_state,
     copy_with,
+    inner_optimizer,
     plain_copy,
     require_shardable,
 )
@@ -79,22 +79,21 @@ def refuse_horovod_arguments(function: Callable[P, R]) -> Callable[P, R]:
                 f"tfcommx.DistributedOptimizer has no `{argument}`. {INSTEAD[argument]} All "
                 "arguments of Horovod: docs/how-to/move-from-horovod.md."
             )
-        _check_operation(kwargs.get("op"))
+        operation = kwargs.get("op")
+        if isinstance(operation, int) and 0 <= operation < len(_OPERATIONS):
+            name = _OPERATIONS[operation]
+            remedy = (
+                f'Write op="{name.lower()}".'
+                if name in ("Average", "Sum")
+                else "Horovod has none for Keras either. In a custom loop: "
+                "hvd.DistributedGradientTape."
+            )
+            raise ConfigurationError(
+                f'`op` must be "average" or "sum". Received hvd.{name}. {remedy}'
+            )
         return function(*args, **kwargs)
 
     return checked
-
-
-def _check_operation(operation: object) -> None:
-    if not isinstance(operation, int) or not 0 <= operation < len(_OPERATIONS):
-        return
-    name = _OPERATIONS[operation]
-    remedy = (
-        f'Write op="{name.lower()}".'
-        if name in ("Average", "Sum")
-        else "Horovod has none for Keras either. In a custom loop: hvd.DistributedGradientTape."
-    )
-    raise ConfigurationError(f'`op` must be "average" or "sum". Received hvd.{name}. {remedy}')
 
 
 @refuse_horovod_arguments
@@ -128,12 +127,8 @@ def DistributedOptimizer(
     ...     keras.optimizers.SGD(0.1), strategy=cx.strategies.Rebroadcast(every=100)
     ... )
 
-    By default, `Scheme("auto")`, the first steps are a trial: plain Horovod and the two plans that
-    are predicted to be fastest take turns, and the fastest stays. All of it is in the graph of one
-    step: nothing is traced again, and the steps count as training. Plain Horovod stays unless
-    another plan is clearly faster. Rank 0 keeps the choice on its disk, and the next run begins
-    with it. docs/explanation/planner.md says what predictions depend on, how long a trial takes,
-    and when there is none.
+    By default, `Scheme("auto")`, the first steps are a trial, in which plain Horovod and the two
+    plans with the fastest predictions take turns: docs/explanation/planner.md.
 
     Args:
         optimizer: any Keras optimizer; its state, if it has some, is copied.
@@ -151,13 +146,9 @@ def DistributedOptimizer(
         plan: a plan made before, in place of one from the scheme and the arguments below.
         links: the cost of messages on this cluster, or its file, which `tfcommx probe` wrote;
             None: nominal links, or those that "auto" measures.
-        strategy: who updates the weights. "synchronous": every rank applies the gradients. "root":
-            rank 0 alone, which then broadcasts the weights. "rebroadcast": every rank, and every
-            few steps rank 0's weights are broadcast. "sharded": each rank 1/p of the weights, which
-            all then pull. "weight_averaging": every rank its own gradients; weights are averaged.
-            "elastic_averaging": every rank alone, pulled towards a centre. "step_ahead": every
-            node at weights that contain its own unsent updates. Or an instance, with other
-            options.
+        strategy: who updates the weights: "synchronous", "root", "rebroadcast", "sharded",
+            "weight_averaging", "elastic_averaging" or "step_ahead"
+            (docs/how-to/update-strategies.md), or an instance, with other options.
         check_replicas_every: steps, >= 1, after which the ranks compare weights, learning rate and
             step count, the first step among them; None: never. A difference ends all ranks with an
             error that names the difference, the ranks, and the usual cause.
@@ -181,7 +172,7 @@ def DistributedOptimizer(
     """
     _check_optimizer(optimizer)
     _check_scope()
-    strategy, inner = strategy_of(strategy), _inner(optimizer)
+    strategy, inner = strategy_of(strategy), inner_optimizer(optimizer)
     uses_ema = getattr(inner, "use_ema", False)
     if uses_ema and not strategy.in_lock_step:
         raise ConfigurationError(
@@ -212,15 +203,12 @@ def DistributedOptimizer(
     if strategy.shards_weights:
         require_shardable(inner)
     if scheme is None:
-        scheme = _scheme_of_momenta(settings.sender) if settings.sender else Scheme(AUTO)
+        scheme = Scheme(AUTO)
+        if settings.sender is not None:
+            # The route that sends fewer bytes on this cluster
+            by_node = topology.slots > 1 and topology.nodes > 1 and not topology.uneven
+            scheme = Scheme("torus" if by_node else "asa", wire=settings.sender.default_wire)
     return _wrap(optimizer, scheme, settings)
-
-
-def _scheme_of_momenta(sender: type[SendsMomentum]) -> Scheme:
-    """Return the sender's own wire, by the route that sends less on this cluster."""
-    topology = process.current().topology
-    by_node = topology.slots > 1 and topology.nodes > 1 and not topology.uneven
-    return Scheme("torus" if by_node else "asa", wire=sender.default_wire)
 
 
 def _wrap(
@@ -229,7 +217,7 @@ def _wrap(
     settings: ExchangeSettings,
 ) -> keras.optimizers.Optimizer:
     """Wrap an optimizer with checked settings. **Raises:** RuntimeError before init()."""
-    inner = _inner(optimizer)
+    inner = inner_optimizer(optimizer)
     exchanger = Exchanger(process.current(), schemes, settings)
     exchanger.reduce_for_pickle = _reduce
     mixin = UpdatesShards if settings.strategy.shards_weights else ExchangesGradients
@@ -239,13 +227,14 @@ def _wrap(
     if inner is not optimizer:
         wrapped = copy_with(AgreedLossScale, optimizer, inner_optimizer=wrapped)
         wrapped.exchanger, exchanger.guard.loss_scale = exchanger, "agreed"
+    # Last, because it builds the copy, which asks the exchanger for its shards
     copy_state(wrapped, optimizer)
     return wrapped
 
 
 def _reduce(wrapped: keras.optimizers.Optimizer) -> tuple[Any, ...]:
-    """Let `copy.deepcopy` and `pickle` make the optimizer plain, as Keras does, and wrap it."""
-    # Residuals stay with the original, because copies of them would be sent twice
+    # `copy.deepcopy` and `pickle` make the optimizer plain, as Keras does, and wrap it. Residuals
+    # stay with the original, because copies of them would be sent twice
     exchanger = wrapped.exchanger
     return _wrap, (plain_copy(wrapped), exchanger.requested.schemes, exchanger.settings)
 
@@ -262,13 +251,13 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             "A Keras optimizer is required, such as keras.optimizers.SGD(0.1). Received "
             f"{optimizer!r}."
         )
-    if type(_inner(optimizer)).__module__.partition(".")[0] == "horovod":
+    if type(inner_optimizer(optimizer)).__module__.partition(".")[0] == "horovod":
         raise ConfigurationError(
             f"A plain optimizer is required. Received {optimizer.name!r}, which "
             "hvd.DistributedOptimizer has wrapped. Leave Horovod's wrapper out: with Keras 3 it "
             "exchanges nothing."
         )
-    if isinstance(_inner(optimizer), ExchangesGradients):
+    if isinstance(inner_optimizer(optimizer), ExchangesGradients):
         raise ConfigurationError(
             f"A plain optimizer is required. Received {optimizer.name!r}, which is wrapped "
             "already. Wrap it once."
@@ -286,12 +275,6 @@ def _check_scope() -> None:
             f"Received the scope of a {type(scope).__name__}. Make model and optimizer outside of "
             "`strategy.scope()`: the launcher starts a process for each GPU."
         )
-
-
-def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return optimizer.inner_optimizer
-    return optimizer
 
 
 def _profile_of(profile: Profile | str | Path | None) -> Profile | None:

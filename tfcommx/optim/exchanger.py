@@ -25,8 +25,14 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.core import NOMINAL, ConfigurationError, Plan, Scheme
 from tfcommx.keras_internals import SendsMomentum, traced_batch
 from tfcommx.kernels.traced import untraced
-from tfcommx.optim.by_variable import ByVariable
-from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan, VariableNames, path_of
+from tfcommx.optim.broadcast import average_variables
+from tfcommx.optim.requested_plan import (
+    ByVariable,
+    ExchangeSettings,
+    RequestedPlan,
+    VariableNames,
+    path_of,
+)
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.step_guard import StepGuard
 from tfcommx.runtime.gradient_state import GradientState, without
@@ -75,7 +81,11 @@ class Exchanger:
         When it is freed, its variables are released. They could not be freed otherwise, because
         residuals wait here for the next optimizer of these variables.
         """
-        self.optimizer = weakref.ref(optimizer, lambda _: self._give_up_shards())
+
+        def release(_: object) -> None:
+            self.sharding = None
+
+        self.optimizer = weakref.ref(optimizer, release)
 
     def make_sharding(
         self, variables: Sequence[keras.Variable], decays: Sequence[bool], whole: bool
@@ -109,9 +119,6 @@ class Exchanger:
         assert isinstance(run, ShardedRun), "only Sharded makes shards"
         run.pull("shards")
 
-    def _give_up_shards(self) -> None:
-        self.sharding = None
-
     @property
     def ranks(self) -> int:
         """The number of ranks."""
@@ -139,25 +146,22 @@ class Exchanger:
                 f"{self.settings.strategy}. Leave SwitchScheme out."
             )
         self.consolidate()
+        # Ends all runs; the next step plans by the new schemes, and takes their state over
         self.load(self.export(), self.common_state())
         self.requested.replace(schemes)
 
     def export(self, names: Set[str] | None = None) -> GradientState:
-        """Return a copy of this rank's state of these variables; None: of all.
-
-        Outside of traced code.
-        """
+        """Return a copy of this rank's state of these variables; None: of all. Untraced."""
         parts = (run.executor.export(names) for run in self.runs.values())
         return sum(parts, self.waiting if names is None else self.waiting.of(names))
 
     def load(self, state: GradientState, common: CommonState) -> None:
-        """Continue from a state, and that of the strategy, in place of this one; plan anew.
-
-        Past steps still count as traffic, and other trials do not wait for those of this one.
-        """
+        """Continue from a state, and that of the strategy, in place of this one; plan anew."""
+        # Past steps still count as traffic
         self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
         for run in self.runs.values():
             run.settle()
+            # Other optimizers' trials would wait forever for one that takes no more steps
             self.comm.trials.leave(run.executor)
         self.runs, self._set_of, self.waiting, self._common = {}, {}, state, common
 
@@ -166,10 +170,7 @@ class Exchanger:
         return [plan for run in self.runs.values() for plan in run.executor.plans]
 
     def traffic(self) -> dict[str, float]:
-        """Return the bytes between nodes of this process so far, and of plain Horovod.
-
-        The latter are the bytes that it would have sent for the same steps.
-        """
+        """Return this process's bytes between nodes, and those of plain Horovod for its steps."""
         dense = sum(run.dense_bytes_between_nodes() for run in self.runs.values())
         return {
             "bytes_between_nodes": self.comm.traffic().between,
@@ -189,7 +190,8 @@ class Exchanger:
         if is_new and not expected.whole_run:
             self.requested.expected_run = expected._replace(batch=traced_batch() or expected.batch)
         if is_new or overlapping or any(last_exchanger(one) is not self for one in variables):
-            with untraced():  # Plan once, untraced, also while a step is traced.
+            # Variables and collectives of a plan outlive the graph of the step that needs it first
+            with untraced():
                 self._take_from_overlapping(overlapping, set(names))
                 self._take_from_predecessors(variables)
                 if is_new:
@@ -201,30 +203,25 @@ class Exchanger:
 
     def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
         """Plan, agree, and load the state of these variables. **Ranks:** all."""
-        agree_on_strategy(self.settings.strategy, self.comm)
-        self._check_constraints(variables)
+        strategy = self.settings.strategy
+        agree_on_strategy(strategy, self.comm)
+        for variable in variables:
+            constraint = getattr(variable, "constraint", None)
+            if constraint is not None and not strategy.takes_constraints:
+                raise ConfigurationError(
+                    f"With {strategy} weights must have no constraint, which would change a node's "
+                    f"weights and not those that all ranks agree on. Received {constraint!r} of "
+                    f'{path_of(variable)!r}. Leave it out, or take strategy="synchronous".'
+                )
         optimizer = self.optimizer()
         sender = optimizer if isinstance(optimizer, SendsMomentum) else None
         executor = self.requested.executor_of(variables, sender)
         self.waiting = executor.load(self.waiting)
-        run = self.settings.strategy.start(executor)
+        run = strategy.start(executor)
         run.continue_from({name: self._common.pop(name) for name in {*names} & self._common.keys()})
         if self.sharding is not None:
             self.sharding.attach(run, self.names.of(self.sharding.variables))
         return run
-
-    def _check_constraints(self, variables: Sequence[keras.Variable]) -> None:
-        strategy = self.settings.strategy
-        constrained = next(
-            (variable for variable in variables if getattr(variable, "constraint", None)), None
-        )
-        if constrained is not None and not strategy.takes_constraints:
-            raise ConfigurationError(
-                f"With {strategy} weights must have no constraint, which would change a node's "
-                "weights and not those that all ranks agree on. Received "
-                f"{constrained.constraint!r} of {path_of(constrained)!r}. Leave it out, or take "
-                'strategy="synchronous".'
-            )
 
     def _take_from_overlapping(self, overlapping: Set[tuple[str, ...]], names: set[str]) -> None:
         """Take the state that the plans of other sets have of these variables."""
@@ -237,9 +234,8 @@ class Exchanger:
                 sorted(names ^ set(paths))[0],
             )
             run.consolidate()
-            self._common |= {
-                name: value for name, value in run.common_state().items() if name in names
-            }
+            common = run.common_state()
+            self._common |= {name: common[name] for name in common.keys() & names}
             self.waiting += run.executor.export(names)
             run.executor.clear(names)
 
@@ -259,13 +255,11 @@ class Exchanger:
         return "updates" if self.settings.strategy.updates_apart else "gradients"
 
     def accept(self, state: GradientState, residuals_of: str) -> GradientState:
-        """Return a state of another optimizer or a checkpoint, without residuals of another unit.
-
-        They cannot be converted, because the optimizer that would turn gradients into updates is
-        gone, or has other moments by now.
-        """
+        """Return a state of another optimizer or a file, without residuals of another unit."""
         if residuals_of == self.residuals_of or not state.residuals:
             return state
+        # They cannot be converted, because the optimizer that would turn gradients into updates is
+        # gone, or has other moments by now
         log.warning(
             "Residuals are dropped, because they are sums of %s, and %s sends %s. To send them "
             "first, take a step with a dense scheme (SwitchScheme) before the strategy changes.",
@@ -278,10 +272,9 @@ class Exchanger:
     def hand_over(self, variables: Sequence[keras.Variable], names: VariableNames) -> GradientState:
         """Return these variables' residuals under the names of another optimizer; forget them here.
 
-        Velocities are forgotten: a new optimizer begins with none.
-
         **Ranks:** all, outside of traced code.
         """
+        # Velocities are not handed over, because a new optimizer begins with none
         renamed = dict(zip(self.names.of(variables), names.of(variables), strict=True))
         for run in self.runs.values():
             run.settle()
@@ -304,21 +297,16 @@ class Exchanger:
     def consolidate(self, averages: Sequence[keras.Variable] = ()) -> None:
         """Make the weights whole and equal, and moving averages of them that each rank has alone.
 
-        The mean of the ranks' moving averages is the moving average of their mean weights: both are
-        sums with the same factors.
-
-        **Ranks:** all, outside of traced code. **Cost:** the strategy's; for averages one allreduce
-        in float64: equal ones stay equal to the bit; none with a strategy whose ranks update alike.
+        **Ranks:** all, outside of traced code. **Cost:** the strategy's; if ranks update apart, an
+        allreduce of the averages in float64.
         """
         for run in self.runs.values():
             run.consolidate()
         if not averages or self.ranks == 1 or not self.settings.strategy.updates_apart:
             return
-        parts = [tf.reshape(tf.cast(average, tf.float64), [-1]) for average in averages]
-        total = self.comm.allreduce(tf.concat(parts, axis=0), "world", "tfcommx/averages")
-        means = tf.split(total / self.ranks, [part.shape[0] for part in parts])
-        for average, mean in zip(averages, means, strict=True):
-            average.assign(tf.cast(tf.reshape(mean, average.shape), average.dtype))
+        # The mean of the ranks' moving averages is the moving average of their mean weights: both
+        # are sums with the same factors
+        average_variables(averages, self.comm, "tfcommx/averages")
 
     def common_state(self) -> CommonState:
         """Return the strategy's state between steps, equal on all ranks, by variable."""
@@ -358,6 +346,7 @@ class Exchanger:
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
         result = run.exchange(dict(zip(names, gradients, strict=True)))
+        # Those of shards are in the order of the shards, which the optimizer was built for
         return list(result.values()) if self.sharding else [result[name] for name in names]
 
     @tf.autograph.experimental.do_not_convert
@@ -368,10 +357,7 @@ class Exchanger:
         state: Sequence[tf.Variable],
         noise_factors: Callable[[int], Sequence[tf.Tensor]],
     ) -> None:
-        """Let the strategy apply the update, or not, and share the weights.
-
-        **Ranks:** all.
-        """
+        """Let the strategy apply the update, or not, and share the weights. **Ranks:** all."""
         variables = self.guard.step.variables
         weights = self.names.weights_of(variables)
 

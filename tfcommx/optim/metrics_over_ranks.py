@@ -17,11 +17,23 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.keras_internals import SumState, metrics_in, sums_in
+from tfcommx.keras_internals import metrics_in, sums_in
 
 log = logging.getLogger("tfcommx")
 
 Results = dict[str, np.ndarray]
+# For each variable of a metric its value after a reset; None: a constant, the same on all ranks
+Starts = list[np.ndarray | None]
+
+# Reasons for a mean in place of the value over all samples
+_NOT_A_SUM = (
+    "its metric has other state than sums that begin anew in each epoch, or its update_state could "
+    "not be tried. Let update_state add to the metric's variables, and reset_state reset them"
+)
+_NO_RESULT = (
+    "it is no result of model.metrics at the epoch's end, such as a loss that train_step returns. "
+    "Keep it in a keras.metrics.Mean, and return its result"
+)
 
 
 class MetricState(NamedTuple):
@@ -48,12 +60,12 @@ class MetricState(NamedTuple):
         return cls(flat, variables, values, results)
 
     @property
-    def sums(self) -> list[list[SumState] | None]:
-        """Facts about the variables of each metric; None if they cannot be added."""
-        initial = map(sums_in, self.metrics)
+    def starts(self) -> list[Starts | None]:
+        """The start values of each metric's sums; None if they cannot be added."""
+        # Some metrics make variables late, which these values lack
         return [
-            states if states is not None and len(states) == len(values) else None
-            for states, values in zip(initial, self.values, strict=True)
+            starts if starts is not None and len(starts) == len(values) else None
+            for starts, values in zip(map(sums_in, self.metrics), self.values, strict=True)
         ]
 
     def results_with(self, values: list[list[np.ndarray]]) -> Results:
@@ -77,20 +89,13 @@ class _Form(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """One rank's report of its states to the others, by the name of the phase."""
+    """One rank's report of its states to the others."""
 
+    # Prefix of the names of a phase -> forms of its metrics
     forms: dict[str, list[_Form]]
     # Names in the logs that the state explains
     explained: set[str]
     numbers: Results
-
-
-class _Combined(NamedTuple):
-    """The results of a state over all ranks, as one rank has computed them."""
-
-    results: Results
-    # Names of results that depend on a variable that cannot be added
-    not_sums: list[str]
 
 
 def metrics_over_ranks(
@@ -162,31 +167,36 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
 
     Args:
         states: prefix of names ("", "val_") -> state of the metrics. A rank may lack one.
-        numbers: this rank's.
         warned: names of which the user has been warned; those of this call are added.
 
     **Ranks:** all, outside of traced code. **Cost:** an allreduce of the sums in float64, and two
-    exchanges of the numbers. Logs a warning on rank 0 for a number that is no result of sums.
+    exchanges of the numbers.
     """
     comm = process.current()
     if comm.topology.size == 1:
         return numbers
-    sums = {prefix: state.sums for prefix, state in states.items()}
-    report = _Report(
-        {prefix: _forms_of(state, sums[prefix]) for prefix, state in states.items()},
-        {name for prefix, state in states.items() for name in _explained(prefix, state, numbers)},
-        numbers,
-    )
-    reports = [_report_from(received) for received in comm.gather_objects(_plain(report))]
+    starts = {prefix: state.starts for prefix, state in states.items()}
+    own_forms = {prefix: _forms_of(state, starts[prefix]) for prefix, state in states.items()}
+    explained = [
+        name for prefix, state in states.items() for name in _explained(prefix, state, numbers)
+    ]
+    reports = [
+        _Report(
+            {prefix: [_Form(*form) for form in several] for prefix, several in forms.items()},
+            set(names),
+            rank_numbers,
+        )
+        for forms, names, rank_numbers in comm.gather_objects((own_forms, explained, numbers))
+    ]
     # Prefix -> the first rank that has this state: it computes the results
     leads: dict[str, int] = {}
-    for rank, received_report in reversed(list(enumerate(reports))):
-        leads |= dict.fromkeys(received_report.forms, rank)
+    for rank, report in reversed(list(enumerate(reports))):
+        leads |= dict.fromkeys(report.forms, rank)
     prefixes = sorted(leads)
     forms = {prefix: _common_forms(prefix, reports) for prefix in prefixes}
-    totals = _add(states, sums, forms)
+    totals = _add(states, starts, forms)
     combined = {
-        prefix: tuple(_combine(states[prefix], sums[prefix], forms[prefix], totals[prefix]))
+        prefix: _combine(states[prefix], starts[prefix], forms[prefix], totals[prefix])
         for prefix in prefixes
         if leads[prefix] == comm.rank
     }
@@ -194,47 +204,36 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
     results: Results = {}
     not_sums: set[str] = set()
     for prefix in prefixes:
-        received = _Combined._make(everyone[leads[prefix]][prefix])
-        results |= {prefix + name: value for name, value in received.results.items()}
-        not_sums |= {prefix + name for name in received.not_sums}
+        of_metrics, names = everyone[leads[prefix]][prefix]
+        results |= {prefix + name: value for name, value in of_metrics.items()}
+        not_sums |= {prefix + name for name in names}
     return _choose(reports, results, not_sums, warned)
 
 
-def _plain(report: _Report) -> tuple[Any, ...]:
-    """Return a report as plain data, which ranks can exchange."""
-    forms = {prefix: [tuple(form) for form in several] for prefix, several in report.forms.items()}
-    return forms, sorted(report.explained), report.numbers
-
-
-def _report_from(plain: tuple[Any, ...]) -> _Report:
-    forms, explained, numbers = plain
-    rows = {prefix: [_Form(*form) for form in several] for prefix, several in forms.items()}
-    return _Report(rows, set(explained), numbers)
-
-
-def _forms_of(state: MetricState, sums: list[list[SumState] | None]) -> list[_Form]:
+def _forms_of(state: MetricState, starts: list[Starts | None]) -> list[tuple[Any, ...]]:
+    """Return the fields of the metrics' forms: ranks exchange no named tuples."""
     return [
-        _Form(
+        (
             metric.name,
             tuple(value.shape for value in values),
-            None if parts is None else tuple(part.start is not None for part in parts),
+            None if parts is None else tuple(start is not None for start in parts),
         )
-        for metric, values, parts in zip(state.metrics, state.values, sums, strict=True)
+        for metric, values, parts in zip(state.metrics, state.values, starts, strict=True)
     ]
 
 
-def _explained(prefix: str, state: MetricState, numbers: Results) -> set[str]:
+def _explained(prefix: str, state: MetricState, numbers: Results) -> list[str]:
     """Return the names of the numbers that are the results of a state, to rounding."""
     # Others are of a training step of the user's that returns its last loss, or of metrics that
     # another evaluation has reset since
-    names = set()
-    for name, value in state.results_with(state.values).items():
-        number = numbers.get(prefix + name)
-        if number is None or np.shape(number) != np.shape(value):
-            continue
-        if np.allclose(number, value, rtol=1e-5, atol=1e-7, equal_nan=True):
-            names.add(prefix + name)
-    return names
+    results = {prefix + name: value for name, value in state.results_with(state.values).items()}
+    return [
+        name
+        for name, value in results.items()
+        if name in numbers
+        and np.shape(numbers[name]) == np.shape(value)
+        and np.allclose(numbers[name], value, rtol=1e-5, atol=1e-7, equal_nan=True)
+    ]
 
 
 def _common_forms(prefix: str, reports: list[_Report]) -> list[_Form]:
@@ -251,15 +250,9 @@ def _common_forms(prefix: str, reports: list[_Report]) -> list[_Form]:
     ]
 
 
-def _start_of(sums: list[SumState] | None, number: int) -> np.ndarray:
-    start = None if sums is None else sums[number].start
-    assert start is not None, "a form adds only variables that are sums"
-    return start
-
-
 def _add(
     states: Mapping[str, MetricState],
-    sums: Mapping[str, list[list[SumState] | None]],
+    starts: Mapping[str, list[Starts | None]],
     forms: Mapping[str, list[_Form]],
 ) -> dict[str, list[list[np.ndarray]]]:
     """Add over the ranks the increase of each variable since its reset, in float64.
@@ -275,7 +268,9 @@ def _add(
                     continue
                 shapes.append(form.shapes[number])
                 if prefix in states:
-                    start = _start_of(sums[prefix][position], number)
+                    parts = starts[prefix][position]
+                    start = None if parts is None else parts[number]
+                    assert start is not None, "a form adds only variables that are sums"
                     value = states[prefix].values[position][number].astype(np.float64)
                     increases.append(np.ravel(value - start))
                 else:
@@ -287,23 +282,23 @@ def _add(
             tf.constant(np.concatenate(increases)), "world", "tfcommx/metrics"
         )
     ends = np.cumsum([part.size for part in increases])[:-1]
-    parts = map(np.reshape, np.split(flat.numpy(), ends), shapes)
+    totals = map(np.reshape, np.split(flat.numpy(), ends), shapes)
     return {
-        prefix: [[next(parts) for adds in form.adds or () if adds] for form in of_phase]
+        prefix: [[next(totals) for adds in form.adds or () if adds] for form in of_phase]
         for prefix, of_phase in forms.items()
     }
 
 
 def _combine(
     state: MetricState,
-    sums: list[list[SumState] | None],
+    starts: list[Starts | None],
     forms: list[_Form],
     totals: list[list[np.ndarray]],
-) -> _Combined:
+) -> tuple[Results, list[str]]:
     """Return the results from the sums of all ranks, and the names of those not from sums alone."""
     values, not_added = [], []
     for metric, local, parts, form, added in zip(
-        state.metrics, state.values, sums, forms, totals, strict=True
+        state.metrics, state.values, starts, forms, totals, strict=True
     ):
         combined = local
         if parts is not None and form.adds is not None:
@@ -314,7 +309,7 @@ def _combine(
         values.append(combined)
     results = state.results_with(values)
     if not not_added:
-        return _Combined(results, [])
+        return results, []
     # A result that changes with these variables depends on them
     changed = state.results_with(
         [
@@ -327,26 +322,24 @@ def _combine(
     names = {metric.name for metric in not_added}
     for metric in not_added:
         names |= numbers_in(_results_of([metric])).keys()
-    return _Combined(
-        results,
-        [
-            name
-            for name, value in results.items()
-            if not np.array_equal(value, changed[name], equal_nan=True)
-            or any(name == ending or name.endswith(f"_{ending}") for ending in names)
-        ],
-    )
+    # Names in the logs may have the prefix of an output, such as "head_accuracy"
+    return results, [
+        name
+        for name, value in results.items()
+        if not np.array_equal(value, changed[name], equal_nan=True)
+        or any(name == ending or name.endswith(f"_{ending}") for ending in names)
+    ]
 
 
 def _with_sums(
-    local: list[np.ndarray], parts: list[SumState], added: list[np.ndarray]
+    local: list[np.ndarray], starts: Starts, added: list[np.ndarray]
 ) -> list[np.ndarray]:
     """Return a metric's values with the sums of all ranks, in the dtypes of its variables."""
     remaining = iter(added)
     with np.errstate(over="ignore"):
         return [
-            value if part.start is None else (part.start + next(remaining)).astype(value.dtype)
-            for value, part in zip(local, parts, strict=True)
+            value if start is None else (start + next(remaining)).astype(value.dtype)
+            for value, start in zip(local, starts, strict=True)
         ]
 
 
@@ -376,23 +369,11 @@ def _choose(
         elif len({np.shape(value) for value in values}) == 1:
             chosen[name] = np.mean(values, axis=0)
             if process.current().rank == 0 and name not in warned:
-                _warn_of_mean(name, is_result)
+                log.warning(
+                    "%r is the mean of the ranks' own values, which differ, and not the value over "
+                    "all samples: %s.",
+                    name,
+                    _NOT_A_SUM if is_result else _NO_RESULT,
+                )
             warned.add(name)
     return chosen
-
-
-def _warn_of_mean(name: str, is_result: bool) -> None:
-    reason = (
-        "its metric has other state than sums that begin anew in each epoch, or its update_state "
-        "could not be tried. Let update_state add to the metric's variables, and reset_state "
-        "reset them"
-        if is_result
-        else "it is no result of model.metrics at the epoch's end, such as a loss that train_step "
-        "returns. Keep it in a keras.metrics.Mean, and return its result"
-    )
-    log.warning(
-        "%r is the mean of the ranks' own values, which differ, and not the value over all "
-        "samples: %s.",
-        name,
-        reason,
-    )

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.keras_internals import call_alike, calls_recorded, constants_of, loss_of
+from tfcommx.keras_internals import bytes_of, call_alike, calls_recorded, constants_of, loss_of
 
 log = logging.getLogger("tfcommx")
 
@@ -44,10 +44,10 @@ class Result(NamedTuple):
 def batch_and_again(iterator: Iterator[Any], count: int) -> tuple[Any | None, Iterator[Any]]:
     """Take the first of the next `count` batches; return it, and an iterator that yields them all.
 
-    The iterator's element spec is the original's: no step is traced again. The batch is None, and
-    the iterator the original, if it is none of tf.data, has no batch, or elements other than
-    tensors.
+    The batch is None, and the iterator the original, if it is none of tf.data, has no batch, or
+    elements other than tensors.
     """
+    # With the original's element spec, so that no step is traced again
     spec = getattr(iterator, "element_spec", None)
     supported = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
     if not isinstance(iterator, tf.data.Iterator) or not all(
@@ -88,15 +88,12 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
     """Refuse replicas that compute other outputs, or another loss, from the batch of rank `root`.
 
     The model runs in inference mode, and no Keras variable changes: neither statistics of batch
-    norm nor seeds. All ranks draw from equal seeds. A model whose outputs differ from call to call
-    is not compared, and a warning says so.
+    norm nor seeds. A model whose outputs differ from call to call is not compared, and a warning
+    says so.
 
     Args:
-        model: built, with equal variables on all ranks.
+        model: built.
         batch: of rank `root`, as `fit` gives it to `train_step`; None: nothing is compared.
-
-    Nothing is compared while variables differ, as statistics do in a run that continues within an
-    epoch.
 
     **Ranks:** all. **Cost:** one pass over the variables; the batch is sent to all ranks, and each
     calls the model once, outside of a graph; if the digests of the results differ twice more.
@@ -227,8 +224,7 @@ def _digest(value: object) -> str:
         if tf.is_tensor(part) and not hasattr(part, "numpy"):
             return ""
         array = np.asarray(part)
-        content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-        digest.update(f"{array.dtype} {array.shape}".encode() + content)
+        digest.update(f"{array.dtype} {array.shape}".encode() + bytes_of(array))
     return digest.hexdigest()
 
 
@@ -241,23 +237,17 @@ def _differences(first: Result, second: Result) -> list[str]:
     """Return the names of results that differ by more than rounding."""
     if first.digests.keys() != second.digests.keys():
         return sorted(first.digests.keys() ^ second.digests.keys())
+    unequal = [name for name, digest in first.digests.items() if digest != second.digests[name]]
+    bounds = {name: _difference(first, second, name) for name in unequal}
     return [
         name
-        for name, digest in first.digests.items()
-        if digest != second.digests[name] and not _close(first, second, name)
+        for name, by in bounds.items()
+        if by is None or by[0] > TOLERANCE[first.samples[name].dtype.name] * by[1]
     ]
 
 
-def _close(first: Result, second: Result, name: str) -> bool:
-    by = _difference(first, second, name)
-    return by is not None and by[0] <= TOLERANCE[first.samples[name].dtype.name] * by[1]
-
-
 def _difference(first: Result, second: Result, name: str) -> tuple[float, float] | None:
-    """Return the largest difference of two results, and their largest entry.
-
-    None if they are not floats of one shape.
-    """
+    """Return two results' largest difference, and largest entry; None if no floats of one shape."""
     a, b = first.samples.get(name), second.samples.get(name)
     if a is None or b is None or a.shape != b.shape or a.dtype.name not in TOLERANCE:
         return None

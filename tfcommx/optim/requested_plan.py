@@ -6,8 +6,10 @@ It lives as long as the optimizer; a change of scheme replaces the schemes in it
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 import keras
 import tensorflow as tf
@@ -28,7 +30,6 @@ from tfcommx.core import (
 )
 from tfcommx.keras_internals import LearnsThenSendsMomentum, SendsMomentum, values_of
 from tfcommx.optim.automatic import ExpectedRun, announce, executor_for
-from tfcommx.optim.by_variable import ByVariable
 from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
 from tfcommx.planner.budget import fewer_bytes
 from tfcommx.planner.check import check_scheme, require_coverage
@@ -122,6 +123,33 @@ def path_of(variable: keras.Variable | tf.Variable) -> str:
     return str(variable.name.partition(":")[0] if plain else variable.path)
 
 
+T = TypeVar("T")
+
+
+class ByVariable(Generic[T]):
+    """A mapping whose keys are variables, by identity; a freed variable is removed.
+
+    An attribute would be in each copy and pickle of the variable. `WeakKeyDictionary` compares
+    keys by `==` and needs their hash; Keras's variables compare their entries, and have none.
+
+    The mapping keeps its values alive: a value that refers to its variable keeps it forever.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[keras.Variable | tf.Variable], T]] = {}
+
+    def get(self, variable: keras.Variable | tf.Variable) -> T | None:
+        """Return the value of a variable; None if it has none."""
+        entry = self._entries.get(id(variable))
+        return None if entry is None else entry[1]
+
+    def __setitem__(self, variable: keras.Variable | tf.Variable, value: T) -> None:
+        key, entries = id(variable), self._entries
+        # Called before another object can have the same id
+        reference = weakref.ref(variable, lambda _: entries.pop(key, None))
+        entries[key] = reference, value
+
+
 # Names that broadcast_variables has agreed on, of variables whose paths differ between ranks
 AGREED_NAMES: ByVariable[str] = ByVariable()
 
@@ -136,17 +164,13 @@ class VariableNames:
         self._taken: set[str] = set()
 
     def of(self, variables: Sequence[keras.Variable]) -> list[str]:
-        """Return the variables' names, made unique in the order of the first call.
-
-        A variable whose name broadcast_variables has agreed on with the other ranks has that one.
-        Parts of a model may have layers of the same name, as two networks of keras.applications
-        have.
-        """
+        """Return the variables' names, made unique in the order of the first call."""
         return [self._names.get(variable) or self._new_name(variable) for variable in variables]
 
     def _new_name(self, variable: keras.Variable) -> str:
         path = AGREED_NAMES.get(variable) or path_of(variable)
         name, number = path, 1
+        # Parts of a model may have layers of the same name, as two networks of keras.applications
         while name in self._taken:
             number += 1
             name = f"{path}#{number}"
@@ -229,19 +253,16 @@ class RequestedPlan:
             )
             return self._given_plan
         to_root = self._settings.strategy.reduces_to_root
-        return self._asked(variables).plan(auto_as_plain(self.schemes), to_root)
+        return self._request(variables).plan(auto_as_plain(self.schemes), to_root)
 
     def executor_of(
         self, variables: Sequence[keras.Variable], sender: SendsMomentum | None = None
     ) -> Executor:
-        """Return the executor for these variables' gradients, or the momenta of `sender`.
-
-        **Ranks:** all, untraced.
-        """
+        """Return the executor of these gradients, or of `sender`'s momenta. **Ranks:** all."""
         strategy = self._settings.strategy
         if sender is not None:
             return self._executor_of_momenta(variables, sender)
-        request = self._asked(variables)
+        request = self._request(variables)
         executor: Executor
         if self._given_plan is None:
             executor = executor_for(self.schemes, request, self._comm, strategy, self.expected_run)
@@ -261,7 +282,7 @@ class RequestedPlan:
     def _executor_of_momenta(
         self, variables: Sequence[keras.Variable], sender: SendsMomentum
     ) -> Executor:
-        request = self._asked(variables)
+        request = self._request(variables)
         of_others = {
             pattern: replace(scheme, wire=WIRE_OF_OTHERS) if scheme.wire in DENSE_CODES else scheme
             for pattern, scheme in self.schemes.items()
@@ -279,7 +300,7 @@ class RequestedPlan:
         others = request.plan(of_others, only=fixed) if fixed else None
         return MomentumExecutor(plan, others, learning, self._comm)
 
-    def _asked(self, variables: Sequence[keras.Variable]) -> PlanRequest:
+    def _request(self, variables: Sequence[keras.Variable]) -> PlanRequest:
         gradients = [
             Gradient(name, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
             for name, variable in zip(self._names.of(variables), variables, strict=True)

@@ -15,8 +15,6 @@ from tfcommx.strategies import ShardedRun, Shards, StrategyRun
 
 # State by attribute of the optimizer, then by variable in forward order; None: it has none
 WholeState = dict[str, list[np.ndarray | None]]
-# Shape and dtype of an array
-Form = tuple[tuple[int, ...], str]
 
 
 class Sharding:
@@ -54,12 +52,10 @@ class Sharding:
         return [array for slot in self.slots.values() for array in slot if array is not None]
 
     def gather_state(self, steps: int) -> None:
-        """Gather the whole state on rank 0, for a file.
+        """Gather the whole state on rank 0, for a file, unless it has not changed since.
 
-        **Ranks:** all, outside of traced code. **Cost:** the state is sent once, by all-gathers of
-        flat shards and broadcasts of whole variables, and rank 0 keeps it in memory until the next
-        one. If it has not changed since, only a pass over this rank's state and a small exchange on
-        the host.
+        **Ranks:** all, outside of traced code. **Cost:** a pass over this rank's state and a small
+        exchange on the host; then the state is sent once, and rank 0 keeps it in memory.
         """
         digest = [zlib.crc32(array.numpy().tobytes()) for array in self.state]
         is_current = self._gathered is not None and self._gathered[0] == steps
@@ -100,7 +96,14 @@ class Sharding:
 
         **Ranks:** all, outside of traced code.
         """
-        forms = self.comm.gather_objects(_forms(self._loaded))[root]
+        # Attribute -> shape and dtype of each array; None: this rank has loaded no state
+        own_forms: dict[str, list[tuple[tuple[int, ...], str] | None]] | None = None
+        if self._loaded is not None:
+            own_forms = {
+                name: [None if part is None else (part.shape, part.dtype.name) for part in arrays]
+                for name, arrays in sorted(self._loaded.items())
+            }
+        forms = self.comm.gather_objects(own_forms)[root]
         if forms is not None:
             state: WholeState = {}
             for name, rows in forms.items():
@@ -117,12 +120,3 @@ class Sharding:
                     state[name][position] = received.numpy()
             self.set_state(state)
         self._loaded = None
-
-
-def _forms(state: WholeState | None) -> dict[str, list[Form | None]] | None:
-    if state is None:
-        return None
-    return {
-        name: [None if array is None else (array.shape, array.dtype.name) for array in arrays]
-        for name, arrays in sorted(state.items())
-    }

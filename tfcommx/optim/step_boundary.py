@@ -44,11 +44,7 @@ def consolidate(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def consolidate_weights(optimizer: keras.optimizers.Optimizer) -> None:
-    """Make weights, and their moving averages, whole and equal on all ranks; no other state.
-
-    **Ranks:** all, between the same two steps, outside of traced code. **Cost:** as `consolidate`.
-    **Raises:** RuntimeError if the optimizer is not wrapped.
-    """
+    """Make weights, and their moving averages, whole and equal on all ranks, as `consolidate`."""
     exchanger_in(optimizer).consolidate(moving_averages(optimizer))
 
 
@@ -115,7 +111,14 @@ def take_centre(model: keras.Model, *optimizers: keras.optimizers.Optimizer) -> 
     """
     for optimizer in optimizers or wrapped_optimizers(model):
         for run in _elastic(exchanger_in(optimizer)):
-            _set_statistics(model, run.end(_flat_statistics(model)))
+            statistics = statistics_of(model)
+            arrays = [keras.ops.convert_to_numpy(variable) for variable in statistics]
+            parts = [np.ravel(array).astype(np.float64) for array in arrays]
+            # An empty part first, because a model may have no statistics
+            averages = run.end(np.concatenate([np.zeros(0), *parts]))
+            ends = np.cumsum([part.size for part in parts])
+            for variable, part in zip(statistics, np.split(averages, ends), strict=False):
+                variable.assign(np.reshape(part, variable.shape))
             finalize_layers(model)
 
 
@@ -152,16 +155,3 @@ def with_centre(model: keras.Model) -> Iterator[None]:
 
 def _elastic(exchanger: Exchanger) -> list[ElasticRun]:
     return [run for run in exchanger.runs.values() if isinstance(run, ElasticRun)]
-
-
-def _flat_statistics(model: keras.Model) -> np.ndarray:
-    parts = [np.ravel(keras.ops.convert_to_numpy(variable)) for variable in statistics_of(model)]
-    return np.concatenate([np.zeros(0), *(part.astype(np.float64) for part in parts)])
-
-
-def _set_statistics(model: keras.Model, flat: np.ndarray) -> None:
-    statistics = statistics_of(model)
-    ends = np.cumsum([int(np.prod(variable.shape)) for variable in statistics])[:-1]
-    # Without statistics `np.split` returns one empty part
-    for variable, part in zip(statistics, np.split(flat, ends), strict=False):
-        variable.assign(np.reshape(part, variable.shape))

@@ -87,19 +87,16 @@ class StepGuard:
     def mean_over_ranks(self, numbers: tf.Tensor) -> tf.Tensor:
         """Return the mean of a float32 vector over the ranks, with the same bits on each.
 
-        Ranks need this because their processors may reduce equal variables in another order.
-
         **Ranks:** all. **Cost:** one allreduce of the vector.
         """
+        # Needed even for equal vectors, because processors may reduce equal variables in another
+        # order
         ranks = self._comm.topology.size
         return numbers if ranks == 1 else self._numbers(numbers) / ranks
 
     @tf.autograph.experimental.do_not_convert
     def check_exchange_ran(self, optimizer: str) -> None:
-        """Refuse an optimizer whose step has bypassed `exchange`.
-
-        **Raises:** ConfigurationError.
-        """
+        """Refuse a step that bypassed `exchange`. **Raises:** ConfigurationError."""
         if not self.step.exchange_ran:
             raise ConfigurationError(
                 f"A wrapped optimizer must take its step as Keras's own do. {optimizer!r} has "

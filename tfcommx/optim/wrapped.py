@@ -63,6 +63,7 @@ def _look_into(cls: type) -> Callable[[Any], Iterable[Any]] | None:
     if issubclass(cls, Mapping):
         return lambda holder: holder.values() if len(holder) <= _MOST_PARTS else ()
     if issubclass(cls, Set):
+        # The order of a set differs between processes
         return lambda holder: sorted(holder, key=lambda part: str(getattr(part, "name", "")))
     if issubclass(cls, list | tuple | deque):
         return lambda holder: holder if len(holder) <= _MOST_PARTS else ()
@@ -82,10 +83,7 @@ def _look_into(cls: type) -> Callable[[Any], Iterable[Any]] | None:
 
 
 def wrapped_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the wrapped optimizers of a model, as `optimizers_in` finds them.
-
-    **Raises:** RuntimeError if there is none.
-    """
+    """Return `optimizers_in` of a model. **Raises:** RuntimeError if there is none."""
     optimizers = optimizers_in(model)
     if not optimizers:
         raise RuntimeError(NOT_WRAPPED)
@@ -110,10 +108,7 @@ def find_exchanger(optimizer: keras.optimizers.Optimizer | None) -> Exchanger | 
 
 
 def exchanger_in(optimizer: keras.optimizers.Optimizer | None) -> Exchanger:
-    """Return the exchanger of a wrapped optimizer.
-
-    **Raises:** RuntimeError if it is not wrapped.
-    """
+    """Return the exchanger of a wrapped optimizer. **Raises:** RuntimeError for any other."""
     exchanger = find_exchanger(optimizer)
     if exchanger is None:
         raise RuntimeError(NOT_WRAPPED)
@@ -121,10 +116,7 @@ def exchanger_in(optimizer: keras.optimizers.Optimizer | None) -> Exchanger:
 
 
 def exchanger_of(model: keras.Model) -> Exchanger:
-    """Return the exchanger of the optimizer that the model was compiled with.
-
-    **Raises:** RuntimeError if it is not wrapped.
-    """
+    """Return the exchanger of a model's optimizer. **Raises:** RuntimeError if it is unwrapped."""
     return exchanger_in(model.optimizer)
 
 
@@ -139,12 +131,9 @@ def trains_alone(model: keras.Model | None) -> bool:
 
 
 def accumulated(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
-    """Return the sums of gradients that each rank is accumulating, by variable.
-
-    Empty without `gradient_accumulation_steps`.
-    """
+    """Return the sums of gradients that each rank is accumulating, by variable; or none."""
     sums = accumulated_gradients(optimizer)
-    if not sums:
+    if not sums:  # No gradient_accumulation_steps
         return {}
     names = exchanger_in(optimizer).names.of(trainable_variables(optimizer))
     return dict(zip(names, sums, strict=True))
@@ -156,17 +145,13 @@ def steps_of_update(optimizer: keras.optimizers.Optimizer) -> int:
 
 
 def agree_on_names(model: keras.Model, root: int) -> None:
-    """Name a model's variables, in plans and checkpoints, as rank `root` does.
-
-    Keras gives other paths to a model that is loaded than to one that is built, and one rank alone
-    may have loaded it.
-
-    **Ranks:** all. A model with other weights than the root's is left as it is: broadcast_variables
-    refuses it.
-    """
+    """Name a model's variables, in plans and checkpoints, as rank `root` does. **Ranks:** all."""
+    # Keras gives other paths to a model that is loaded than to one that is built, and one rank
+    # alone may have loaded it
     for optimizer in wrapped_optimizers(model):
         names = exchanger_in(optimizer).names
         of_root = process.current().gather_objects(names.of(model.weights))[root]
+        # broadcast_variables refuses other weights than the root's
         if len(of_root) == len(model.weights):
             names.rename(model.weights, of_root)
 
@@ -174,10 +159,10 @@ def agree_on_names(model: keras.Model, root: int) -> None:
 def agree_on_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
     """Make a LossScaleOptimizer that Keras put around a wrapped optimizer agree with other ranks.
 
-    Keras makes it in `model.compile` under a float16 policy. Unchanged, it decides from
-    its own rank's gradients whether to take the step, and ranks that decide differently would wait
-    for each other forever. Nothing else changes.
+    Keras makes it in `model.compile` under a float16 policy.
     """
+    # Unchanged, it decides from its own rank's gradients whether to take the step, and ranks that
+    # decide differently would wait for each other forever
     if not isinstance(optimizer, AgreedLossScale):
         mix_into(AgreedLossScale, optimizer)
     optimizer.exchanger = optimizer.inner_optimizer.exchanger

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfcommx.core import NARROW, check_name, check_whole
 from tfcommx.keras_internals import LearnsThenSendsMomentum, trainable_variables
-from tfcommx.optimizers.layerwise import is_large_matrix
+from tfcommx.optimizers.layerwise import SendsLargeMatrices
 
 log = logging.getLogger("tfcommx")
 # Second moments are stable if their sum changes by less than this factor in 1 / (1 - beta_2)
@@ -25,15 +25,14 @@ LEARNING_WIRES = tuple(wire for wire in NARROW if wire not in ("int2", "int1"))
 FLOOR = 0.01
 
 
-class FreezesSecondMoments(LearnsThenSendsMomentum):
+class FreezesSecondMoments(SendsLargeMatrices, LearnsThenSendsMomentum):
     """Mixed into a subclass of Keras's Adam, or of LAMB, that sends its momentum in few bits.
 
-    The class calls `set_phases` in its constructor, has `exclude`, the patterns of variables that
-    send gradients, and the update of the second phase, `update_by_momenta`.
+    The class calls `set_phases` in its constructor, sets `exclude`, and has the update of the
+    second phase, `update_by_momenta`.
     """
 
     default_wire: ClassVar[str] = "int1"
-    exclude: tuple[str, ...]
 
     def set_phases(self, freeze_after: int | None, dense_below: int, learning_wire: str) -> None:
         """Check and keep the options of the phases. **Raises:** ConfigurationError."""
@@ -65,30 +64,22 @@ class FreezesSecondMoments(LearnsThenSendsMomentum):
         self.last_sum = self.add_variable((), dtype="float32", name="last_sum")
         self.last_rate = self.add_variable((), dtype="float32", name="last_rate")
 
-    def sends_momentum(self, variable: keras.Variable | tf.Variable) -> bool:
-        """Return True if this variable's momentum is sent once v is frozen."""
-        return is_large_matrix(variable, self.exclude, self.dense_below)
-
     def carried(self, variable: keras.Variable | tf.Variable) -> tf.Tensor:
-        """Return the momentum in the unit of gradients.
-
-        So residuals have that unit too, and may come from, or go to, another optimizer.
-        """
+        """Return the momentum in the unit of gradients."""
+        # So residuals have that unit too, and may come from, or go to, another optimizer
         return self.beta_1 / (1 - self.beta_1) * self.momentum_of(variable)
 
     def receive(self, moved: tf.Tensor, variable: keras.Variable | tf.Variable) -> tf.Tensor:
-        """Set the momentum to the received one; return Adam's update without its rate, bounded.
-
-        In 1 bit an entry without momentum receives the mean magnitude of its block. Where v is
-        small, updates of up to 50 were measured, which Adam itself does not take, and a language
-        model diverged by them.
-        """
+        """Set the momentum to the received one; return Adam's update without its rate, bounded."""
         momentum = self.momentum_of(variable)
         momentum.assign((1 - self.beta_1) * tf.cast(moved, momentum.dtype))
         correction = 1 - tf.pow(self.beta_1, tf.cast(self.iterations + 1, tf.float32))
         scale = tf.sqrt(self.second_moment_of(variable)) + self.epsilon
         update = momentum / tf.cast(correction, momentum.dtype) / scale
-        return update / tf.maximum(tf.abs(update), 1)  # By a clip, Inf would be 1, and go unnoticed
+        # In 1 bit an entry without momentum receives the mean magnitude of its block. Where v is
+        # small, updates of up to 50 were measured, which Adam itself does not take, and a language
+        # model diverged by them. By a clip, Inf would be 1, and go unnoticed
+        return update / tf.maximum(tf.abs(update), 1)
 
     def freeze_if_due(self, learning_rate: Any) -> None:
         """End the first phase, if this is its last update."""
@@ -149,11 +140,5 @@ class FreezesSecondMoments(LearnsThenSendsMomentum):
         return self.exchanger.guard.mean_over_ranks(numbers) if self.is_wrapped else numbers
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make an equal optimizer."""
-        return {
-            **super().get_config(),
-            "freeze_after": self.freeze_after,
-            "exclude": list(self.exclude),
-            "dense_below": self.dense_below,
-            "learning_wire": self.learning_wire,
-        }
+        options = {"freeze_after": self.freeze_after, "learning_wire": self.learning_wire}
+        return {**super().get_config(), **options}

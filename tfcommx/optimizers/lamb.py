@@ -115,10 +115,7 @@ class LAMB(LayerwiseOptimizer):
                     variable.assign_sub(variable * decay * rate)
             decayed.append(update)
         ratios = self.ratios(
-            positions,
-            variables,
-            decayed,
-            lambda weight, update, _: weight / update,
+            positions, variables, decayed, lambda weight, update, _: weight / update
         )
         rates = tf.unstack(tf.cast(learning_rate, tf.float32) * ratios)
         for variable, update, rate in zip(variables, decayed, rates, strict=True):
@@ -137,7 +134,6 @@ class LAMB(LayerwiseOptimizer):
         return (mean / first) / (tf.sqrt(square / second) + self.epsilon)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make an equal optimizer."""
         return {
             **super().get_config(),
             "beta_1": self.beta_1,

@@ -105,7 +105,6 @@ class LARS(LayerwiseOptimizer):
         lars_update_definition(variables, momenta, gradients, rates, *options)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make an equal optimizer."""
         return {
             **super().get_config(),
             "momentum": self.momentum,

@@ -1,4 +1,4 @@
-"""The common part of LARS and LAMB: the variables with a trust ratio, and the ratios."""
+"""Common parts: trust ratios, of LARS and LAMB; the variables whose momenta are sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfcommx.core import ConfigurationError, check_name, check_number
-from tfcommx.keras_internals import UpdatesTogether, compiled_by_xla
+from tfcommx.keras_internals import SendsMomentum, UpdatesTogether, compiled_by_xla
 from tfcommx.kernels.lars import squared_norms, squared_norms_definition
 from tfcommx.optim.requested_plan import path_of
 from tfcommx.optimizers.parallel_operator import parallel_operator
@@ -59,19 +59,11 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         """Create the state for these variables."""
         super().build(variables)
         # For each variable: True if it has its own ratio; True if it decays
-        self.adapted = tuple(not self.excludes(path_of(variable)) for variable in variables)
+        self.adapted = tuple(not matches_any(path_of(part), self.exclude) for part in variables)
         self.decays = tuple(
             adapted and self.uses_weight_decay(variable)
             for adapted, variable in zip(self.adapted, variables, strict=True)
         )
-
-    def excludes(self, path: str) -> bool:
-        """Return True if a variable of this path has the ratio 1 and no weight decay.
-
-        >>> LayerwiseOptimizer(0.1, None, ["*bias"], "local").excludes("dense/bias")
-        True
-        """
-        return matches_any(path, self.exclude)
 
     def decay_of(self, position: int) -> float:
         """Return the weight decay of a variable: 0 if `exclude` or Keras excludes it."""
@@ -100,7 +92,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
             return tf.ones([len(positions)])
         weights = {i: tf.convert_to_tensor(variables[i]) for i in included}
         pairs = [(_for_norms(weights[i]), _for_norms(updates[i])) for i in included]
-        if self.norms == "local" or not shares_norms(self):
+        if self.norms == "local" or not self._shares_norms():
             squares = _squares(pairs)
         else:
             squares = tf.stack(parallel_operator(_rows_of_squares, pairs, self.norms))
@@ -108,22 +100,44 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         nonzero = (weight_norms > 0) & (update_norms > 0)
         decays = tf.constant([self.decay_of(positions[i]) for i in included], tf.float32)
         ratios = tf.where(nonzero, formula(weight_norms, update_norms, decays), 1.0)
+        # In the order of `positions`; the appended 1 is the ratio of excluded variables
         order = [
             included.index(i) if i in included else len(included) for i in range(len(positions))
         ]
         return tf.gather(tf.concat([ratios, [1.0]], axis=0), order)
 
+    def _shares_norms(self) -> bool:
+        exchanger = getattr(self, "exchanger", None)
+        if exchanger is None or exchanger.ranks == 1:
+            return False
+        # Ranks with other weights would get each other's norms, and one that updates alone would
+        # wait for the others
+        return bool(exchanger.settings.strategy.updates_alike)
+
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make an equal optimizer."""
         return {**super().get_config(), "exclude": list(self.exclude), "norms": self.norms}
 
 
-def shares_norms(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Return True if all ranks update equal weights by this optimizer and can share norms."""
-    exchanger = getattr(optimizer, "exchanger", None)
-    if exchanger is None or exchanger.ranks == 1:
-        return False
-    return bool(exchanger.settings.strategy.updates_alike)
+class SendsLargeMatrices(SendsMomentum):
+    """Mixed into an optimizer that sends the momenta of its large matrices, and other gradients.
+
+    They are few or sensitive. Its constructor sets both attributes.
+    """
+
+    # Patterns of the paths of variables that send gradients
+    exclude: tuple[str, ...]
+    # Entries; smaller variables also send gradients
+    dense_below: int
+
+    def sends_momentum(self, variable: keras.Variable | tf.Variable) -> bool:
+        """Return True if this variable's momentum is sent instead of its gradient."""
+        shape = tuple(variable.shape)
+        large = len(shape) > 1 and math.prod(shape) >= self.dense_below
+        return large and not matches_any(path_of(variable), self.exclude)
+
+    def get_config(self) -> dict[str, Any]:
+        options = {"exclude": list(self.exclude), "dense_below": self.dense_below}
+        return {**super().get_config(), **options}
 
 
 def check_patterns(exclude: Sequence[str]) -> tuple[str, ...]:
@@ -138,15 +152,6 @@ def check_patterns(exclude: Sequence[str]) -> tuple[str, ...]:
     return patterns
 
 
-def is_large_matrix(
-    variable: keras.Variable | tf.Variable, exclude: Sequence[str], dense_below: int
-) -> bool:
-    """Return True for at least two dimensions and `dense_below` entries, and no excluded path."""
-    shape = tuple(variable.shape)
-    large = len(shape) > 1 and math.prod(shape) >= dense_below
-    return large and not matches_any(path_of(variable), exclude)
-
-
 def matches_any(path: str, patterns: Sequence[str]) -> bool:
     """Return True if a variable's path matches any of the patterns."""
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
@@ -159,6 +164,7 @@ def _squares(pairs: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> tf.Tensor:
     return tf.reshape(squares, [len(pairs), 2])
 
 
+# No lambda, because parallel_operator keeps its choice by function
 def _rows_of_squares(pairs: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> list[tf.Tensor]:
     return list(tf.unstack(_squares(pairs)))
 

@@ -9,10 +9,10 @@ import keras
 import tensorflow as tf
 
 from tfcommx.core import ConfigurationError, check_whole
-from tfcommx.keras_internals import OfAll, SendsMomentum
+from tfcommx.keras_internals import OfAll
 from tfcommx.kernels.lars import squared_norms
 from tfcommx.optimizers.lars import LARS
-from tfcommx.optimizers.layerwise import EXCLUDED, Formula, is_large_matrix
+from tfcommx.optimizers.layerwise import EXCLUDED, Formula, SendsLargeMatrices
 
 # Numbers of a sketch. The standard deviation of the norm that they estimate is 1 / sqrt(2 SKETCH) =
 # 9 %. A prime, because a gradient is often largest in some of its channels, whose number a prime
@@ -25,7 +25,7 @@ INFLATION = 8.0
 
 
 @keras.saving.register_keras_serializable("tfcommx")
-class LowBitLARS(SendsMomentum, LARS):
+class LowBitLARS(SendsLargeMatrices, LARS):
     """LARS that sends its momentum, in few bits, in place of the gradient.
 
     On gradients in 1 or 2 bits LARS trains badly, because momentum amplifies their noise: see
@@ -37,17 +37,14 @@ class LowBitLARS(SendsMomentum, LARS):
 
     Then it updates by LARS with the gradient g. `mean_ratio` is a running mean of the variable's
     ratio, which weighs steps as the momentum does; c is 0 while there is none. Without rounding g
-    is the mean gradient for any c, so this is LARS except for the norm of g. c only determines what
-    is rounded: the momentum in the unit of gradients, so residuals have that unit as well.
+    is the mean gradient for any c, so this is LARS except for the norm of g.
 
     **The norm.** The ratio needs |g|, which rounding makes larger, in trials by a third with 2 bits
     and to three times with 1 bit, so the rate would be as much too low. Therefore ranks also add 61
     numbers for each variable, exactly: the sketch of a gradient has in place j the sum of the
     entries j, 61 + j, 122 + j, ..., with signs that are random, equal on all ranks, and new in each
-    step. The norm of the mean sketch takes the place of |g|. Its square is that of the mean
-    gradient on average, and its standard deviation is 9 %. It counts as at least an eighth of |g|,
-    so that a step is at most eight times as long as LARS's, even if gradients vanish in one step
-    and rounding errors remain.
+    step. The norm of the mean sketch, at least an eighth of |g|, takes the place of |g|. Its square
+    is that of the mean gradient on average, and its standard deviation is 9 %.
 
     Variables of one dimension or of few entries, and those that `exclude` matches, send gradients
     in bfloat16, because they are few or sensitive, and have LARS's own ratio.
@@ -117,10 +114,6 @@ class LowBitLARS(SendsMomentum, LARS):
         super().build(variables)
         self.mean_ratios = self.add_variable([len(variables)], dtype="float32", name="mean_ratios")
 
-    def sends_momentum(self, variable: keras.Variable | tf.Variable) -> bool:
-        """Return True if this variable's momentum is sent instead of its gradient."""
-        return is_large_matrix(variable, self.exclude, self.dense_below)
-
     def carried(self, variable: keras.Variable | tf.Variable) -> tf.Tensor:
         """Return the momentum in the unit of gradients; 0 at the learning rate 0."""
         position = self.position_of(variable)
@@ -184,7 +177,3 @@ class LowBitLARS(SendsMomentum, LARS):
         after = tf.where(before > 0, before + (1 - self.momentum) * (ratios - before), ratios)
         self.mean_ratios.value.scatter_nd_update([[one] for one in positions], after)
         return ratios
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make an equal optimizer."""
-        return {**super().get_config(), "dense_below": self.dense_below}

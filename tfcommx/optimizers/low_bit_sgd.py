@@ -9,12 +9,11 @@ import keras
 import tensorflow as tf
 
 from tfcommx.core import ConfigurationError, check_number, check_whole
-from tfcommx.keras_internals import SendsMomentum
-from tfcommx.optimizers.layerwise import check_patterns, is_large_matrix
+from tfcommx.optimizers.layerwise import SendsLargeMatrices, check_patterns
 
 
 @keras.saving.register_keras_serializable("tfcommx")
-class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
+class LowBitSGD(SendsLargeMatrices, keras.optimizers.SGD):
     """SGD with momentum that sends the momentum, in few bits, in place of the gradient.
 
     SGD with momentum diverges on gradients in 1 or 2 bits, because momentum amplifies the noise of
@@ -25,9 +24,8 @@ class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
         m'  = -learning_rate (mean over the ranks of u_i, as received)
         w   = w + m'        (Nesterov: w + momentum m' + (m' - momentum m))
 
-    Without rounding it is Keras's SGD on the mean gradient, because u_i is linear in g_i. In a step
-    with the learning rate 0 the momentum decays and no weight moves by a gradient. Residuals have
-    the unit of gradients, as with any other optimizer, so one may take the place of the other.
+    Without rounding it is Keras's SGD on the mean gradient, because u_i is linear in g_i. Residuals
+    have the unit of gradients, as with any other optimizer, so one may take the place of the other.
 
     Variables of one dimension or of few entries, and those that `exclude` matches, send gradients
     in bfloat16, because they are few or sensitive.
@@ -76,20 +74,8 @@ class LowBitSGD(SendsMomentum, keras.optimizers.SGD):
         self.exclude = check_patterns(exclude)
         self.dense_below = check_whole("dense_below", dense_below, least=0)
 
-    def sends_momentum(self, variable: keras.Variable | tf.Variable) -> bool:
-        """Return True if this variable's momentum is sent instead of its gradient."""
-        return is_large_matrix(variable, self.exclude, self.dense_below)
-
     def carried(self, variable: keras.Variable | tf.Variable) -> tf.Tensor:
         """Return the momentum in the unit of gradients; 0 at the learning rate 0."""
         momentum = self.momentums[self.position_of(variable)].value
         rate = tf.cast(self.learning_rate, momentum.dtype)
         return tf.math.divide_no_nan(-self.momentum * momentum, rate)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make an equal optimizer."""
-        return {
-            **super().get_config(),
-            "exclude": list(self.exclude),
-            "dense_below": self.dense_below,
-        }

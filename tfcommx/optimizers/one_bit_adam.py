@@ -32,7 +32,7 @@ class OneBitAdam(FreezesSecondMoments, keras.optimizers.Adam):
     of the mean of its variable's nonzero entries, because entries that are 0 by then, such as rows
     of an embedding that have not occurred, would turn noise into steps. No entry moves by more than
     the learning rate, because 1 bit gives an entry of small momentum the mean magnitude of its
-    block; without this bound it moved by up to 50 times the rate, and a training diverged.
+    block.
 
     Variables of one dimension or of few entries, and those that `exclude` matches, are always
     updated by Adam, with gradients in bfloat16, because they are few or sensitive.
@@ -43,8 +43,7 @@ class OneBitAdam(FreezesSecondMoments, keras.optimizers.Adam):
     >>> adam = cx.optimizers.OneBitAdam(0.001)
     >>> optimizer = cx.DistributedOptimizer(adam, cx.Scheme("asa", wire="int1"))
 
-    The graph of a step contains both phases, so nothing is traced again at the change, in `fit` or
-    in a custom loop. Without a wrap, v is frozen alike and nothing is sent.
+    Without a wrap, v is frozen alike and nothing is sent.
 
     Args:
         learning_rate, beta_1, beta_2, epsilon: as in Keras's Adam.
@@ -116,7 +115,6 @@ class OneBitAdam(FreezesSecondMoments, keras.optimizers.Adam):
                 self.update_step(result, variable, learning_rate)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments that make an equal optimizer."""
         config = super().get_config()
         del config["amsgrad"]
         return config

@@ -3,8 +3,8 @@
     every rank holds A B C D     rank 0  op(A) op(D)
                                  rank 1  op(B) op(C)    all-gather: op(A) op(B) op(C) op(D)
 
-`parallel_shares` assigns items to ranks, once for some shapes; this file computes the shares in
-each call. `result_bytes` encodes the results of a share.
+`parallel_shares` assigns items to ranks, once for some shapes, and encodes the results of a share;
+this file computes the shares in each call.
 
 **Source:** Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
 Clusters" (2021), section 4.2, equations 13 and 14. The paper distributes tensors by their number;
@@ -24,14 +24,17 @@ from tensorflow.python.framework.func_graph import FuncGraph
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, Links
-from tfcommx.optim.result_bytes import HEAD, computed, outcome_of, unpack
 from tfcommx.optimizers.parallel_shares import (
+    HEAD,
     Choice,
     Item,
     Operation,
     Shares,
     SharesPlanner,
+    computed,
+    outcome_of,
     spec_of,
+    unpack,
 )
 
 

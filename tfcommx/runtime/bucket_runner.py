@@ -34,14 +34,14 @@ def cut(gradients: Mapping[str, tf.Tensor], plan: Plan) -> dict[str, tf.Tensor]:
     Returns:
         Name in the plan -> the tensor itself, or a flat stretch of it.
     """
-    pieces = [Piece.of(name) for bucket in plan.buckets for name in bucket.variables]
-    return {piece.name: _stretch(gradients[piece.path], piece) for piece in pieces}
-
-
-def _stretch(tensor: tf.Tensor, piece: Piece) -> tf.Tensor:
-    if piece.stop is None:
-        return tensor
-    return tf.slice(tf.reshape(tensor, [-1]), [piece.start], [piece.stop - piece.start])
+    pieces: dict[str, tf.Tensor] = {}
+    for piece in [Piece.of(name) for bucket in plan.buckets for name in bucket.variables]:
+        tensor = gradients[piece.path]
+        if piece.stop is not None:
+            size = piece.stop - piece.start
+            tensor = tf.slice(tf.reshape(tensor, [-1]), [piece.start], [size])
+        pieces[piece.name] = tensor
+    return pieces
 
 
 def join(pieces: Mapping[str, tf.Tensor], like: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -50,14 +50,13 @@ def join(pieces: Mapping[str, tf.Tensor], like: Mapping[str, tf.Tensor]) -> dict
     for name, tensor in pieces.items():
         piece = Piece.of(name)
         parts.setdefault(piece.path, []).append((piece.start, tensor))
-    return {path: _joined(parts_of_path, like[path]) for path, parts_of_path in parts.items()}
-
-
-def _joined(parts: list[tuple[int, tf.Tensor]], like: tf.Tensor) -> tf.Tensor:
-    if len(parts) == 1:
-        return parts[0][1]
-    in_order = [tensor for _, tensor in sorted(parts, key=lambda part: part[0])]
-    return tf.reshape(tf.concat(in_order, axis=0), like.shape)
+    joined: dict[str, tf.Tensor] = {}
+    for path, numbered in parts.items():
+        tensors = [tensor for _, tensor in sorted(numbered, key=lambda part: part[0])]
+        joined[path] = tensors[0]
+        if len(tensors) > 1:
+            joined[path] = tf.reshape(tf.concat(tensors, axis=0), like[path].shape)
+    return joined
 
 
 def flatten(parts: Sequence[tf.Tensor], bucket: Bucket) -> tf.Tensor:
@@ -89,22 +88,9 @@ def clip_before_accumulation(
 ) -> list[tf.Tensor]:
     """Scale a rank's gradients together so that their result over the ranks has about this norm.
 
-    The limit of one rank is norm / sqrt(ranks) for "sum", because squared norms of independent
-    gradients add up, and norm * sqrt(ranks) for "average", which divides by the number of ranks
-    afterwards. If the joint norm is NaN or infinite, the gradients stay unchanged.
-
     >>> (clipped,) = clip_before_accumulation([tf.constant([3.0, 4.0])], norm=1.0, ranks=4)
     >>> print(clipped.numpy().round(3))
     [0.3 0.4]
-
-    Args:
-        gradients: float, any shapes.
-        norm: the largest norm of the sum (or average) over the ranks, > 0.
-        ranks: number of ranks, >= 1.
-        operation: "sum" or "average" over the ranks.
-
-    Returns:
-        The gradients, scaled by one factor in (0, 1], with their shapes and dtypes.
 
     **Ranks:** local. **Cost:** two passes; no gradient is returned before the last one exists.
     **Raises:** ConfigurationError for a norm or a number of ranks out of range.
@@ -115,8 +101,10 @@ def clip_before_accumulation(
         raise ConfigurationError(
             f"Clipping needs norm > 0 and ranks >= 1. Received norm={norm}, ranks={ranks}."
         )
+    # Squared norms of independent gradients add up; an average divides by their number after that
     limit = norm * ranks ** (0.5 if operation == "average" else -0.5)
     length = tf.linalg.global_norm([tf.cast(gradient, tf.float32) for gradient in gradients])
+    # Unchanged if NaN or Inf is among them, which must reach every rank
     scale = tf.where(tf.math.is_finite(length) & (length > limit), limit / length, 1.0)
 
     def scaled(gradient: tf.Tensor) -> tf.Tensor:
@@ -150,7 +138,6 @@ class BucketSelector:
     """The selection of one bucket on this rank: its rule, residual, velocity and seeds."""
 
     def __init__(self, plan: Plan, index: int, state: BucketState, comm: Comm) -> None:
-        """Prepare the selection of the plan's bucket number `index`, which has a `k`."""
         self.bucket, self.state = plan.buckets[index], state
         assert self.bucket.k is not None
         self._rule, self._k = selection.rule(self.bucket.selection), self.bucket.k
@@ -163,11 +150,7 @@ class BucketSelector:
             return step * 2**20 + self._stream
 
     def select(self, part: tf.Tensor, seed: tf.Tensor) -> Sparse:
-        """Choose k entries of gradient + residual, rounded to the wire format.
-
-        `part` is this rank's shard of the flat vector. The other entries, and the rounding errors,
-        stay in the residual.
-        """
+        """Choose k entries of this rank's shard + residual, rounded; the rest is the residual."""
         bucket, state = self.bucket, self.state
         chosen = self._rule.select_with_residual(
             part, state.residual, self._k, seed, state.velocity, bucket.momentum
@@ -185,7 +168,6 @@ class Compressor:
     """
 
     def __init__(self, bucket: Bucket, state: BucketState, comm: Comm) -> None:
-        """Prepare the compression of a bucket that compresses."""
         self.bucket, self.state, self._comm = bucket, state, comm
         self._compression = compression.get(bucket.compression)
         self._route = routes.get(bucket.route)
@@ -194,9 +176,7 @@ class Compressor:
     def exchange(self, flat: tf.Tensor) -> tf.Tensor:
         """Return the sum over the ranks of the sent part of gradient + residual.
 
-        The unsent part stays in the residual, to float32 rounding. If a sum is NaN or infinite, the
-        residual and the state of the compression do not change, because neither may ever hold such
-        a number.
+        The unsent part stays in the residual, to float32 rounding.
 
         Args:
             flat: float32 [bucket.padded].
@@ -223,7 +203,8 @@ class Compressor:
         if next(waiting, None) is not None:
             raise self._miscounted()
         unsent = full - flatten(done.sent, self.bucket)
-        # `usable` is equal on all ranks, while `unsent` is this rank's own
+        # Neither may ever hold NaN or Inf. `usable` is equal on all ranks, while `unsent` is this
+        # rank's own
         usable = tf.reduce_all([_is_finite(value) for value in (*sums, done.state)])
         _assign_if(usable, state.compression, done.state)
         _assign_if(usable & _is_finite(unsent), state.residual, unsent)
@@ -260,15 +241,12 @@ class BucketRunner:
     """Exchanges one bucket of a plan on this rank, with its route, selection and state."""
 
     def __init__(self, plan: Plan, index: int, state: BucketState, comm: Comm) -> None:
-        """Decide how the plan's bucket number `index` is exchanged.
-
-        `state` is this rank's state of it. A dense bucket with a pending residual of an earlier
-        plan is exchanged as a flat vector.
-        """
+        """Decide how the plan's bucket number `index` is exchanged; `state` is this rank's."""
         bucket = plan.buckets[index]
         self.bucket, self.state, self._comm = bucket, state, comm
         self._route = routes.get(bucket.route)
-        # True if this bucket is a plain allreduce: no residual, momentum or pending state
+        # True if this bucket is a plain allreduce: no residual, momentum or pending state, which
+        # need it as a flat vector
         changed = bucket.keeps_residual or bucket.momentum or state.pending is not None
         self.is_plain = isinstance(self._route, ListRoute) and not changed
         self._average = plan.operation == "average"
@@ -298,7 +276,10 @@ class BucketRunner:
         **Ranks:** all. **Cost:** one copy into and one out of the flat vector, and the route.
         """
         if self.is_plain:
-            return self._exchange_list(parts)
+            assert isinstance(self._route, ListRoute), "is_plain says so"
+            cast = [tf.cast(part, self.bucket.dtype) for part in parts]
+            totals = self._route.run_list(cast, self.bucket, self._comm, self._average)
+            return [tf.cast(total, part.dtype) for total, part in zip(totals, parts, strict=True)]
         total = self._sum(flatten(parts, self.bucket), step)
         if self._factor_after != 1:
             total = total * tf.constant(self._factor_after, total.dtype)
@@ -311,12 +292,6 @@ class BucketRunner:
         """
         flat = self._route.broadcast(flatten(parts, self.bucket), self.bucket, self._comm)
         return unflatten(flat, parts, self.bucket)
-
-    def _exchange_list(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        assert isinstance(self._route, ListRoute), "is_plain says so"
-        cast = [tf.cast(part, self.bucket.dtype) for part in parts]
-        totals = self._route.run_list(cast, self.bucket, self._comm, self._average)
-        return [tf.cast(total, part.dtype) for total, part in zip(totals, parts, strict=True)]
 
     def _sum(self, flat: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """Return the sum over the ranks of the sent part of the flat vector."""

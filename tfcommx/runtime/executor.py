@@ -1,8 +1,5 @@
 """PlanExecutor: exchanges gradients by a plan and keeps residuals for the next step.
 
-    gradients -> per bucket: flat vector -> route (+ residual -> select -> wire -> exchange ->
-    merge) -> average -> unflatten
-
 Each bucket is a separate chain in the TensorFlow graph, so a bucket whose gradients are ready is
 sent while others are computed. Before the first step all ranks check that they have the same plan.
 """
@@ -10,7 +7,7 @@ sent while others are computed. Before the first step all ranks check that they 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import tensorflow as tf
@@ -47,7 +44,7 @@ def agree_on_plan(plan: Plan, comm: Comm) -> None:
 ExchangeBucket = Callable[[BucketRunner, Sequence[tf.Tensor], tf.Tensor], list[tf.Tensor]]
 
 
-class PlanExecutor:
+class PlanExecutor(GradientStore):
     """A plan on this rank: a runner for each bucket, and the rank's state between steps."""
 
     def __init__(self, plan: Plan, comm: Comm) -> None:
@@ -59,9 +56,8 @@ class PlanExecutor:
         agree_on_plan(plan, comm)
         if any(routes.get(bucket.route).needs_messages(bucket) for bucket in plan.buckets):
             comm.messages.open()
-        self.plan, self.comm, self._scope = plan, comm, comm.own_scope()
-        self._store = GradientStore(plan, comm)
-        self.steps = self._store.steps
+        super().__init__(plan, comm)
+        self._scope = comm.own_scope()
         # Steps of loaded states
         self._steps_before = 0
         self._make_runners()
@@ -70,13 +66,14 @@ class PlanExecutor:
     def _make_runners(self) -> None:
         """Create the runners; again after `load`, which may add residuals to buckets."""
         self.runners = [
-            BucketRunner(self.plan, index, self._store.states[bucket.name], self.comm)
+            BucketRunner(self.plan, index, self.states[bucket.name], self.comm)
             for index, bucket in enumerate(self.plan.buckets)
         ]
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Name the collectives inside after this plan, equally on all ranks."""
+        # The engine pairs collectives of the ranks by name
         with self.comm.scope(self._scope):
             yield
 
@@ -147,18 +144,8 @@ class PlanExecutor:
         """The plan, as a list."""
         return [self.plan]
 
-    def follow_rate(self, rate: tf.Tensor) -> None:
-        """Record the step's learning rate, a float scalar, before `exchange`.
-
-        Residuals shrink as it rises, because they stand for updates (see `rates`).
-        """
-        self._store.follow_rate(rate)
-
     def dense_bytes_between_nodes(self) -> float:
-        """Return the bytes plain Horovod would have sent between nodes for this process's steps.
-
-        Mean over the ranks.
-        """
+        """Return plain Horovod's bytes between nodes for these steps, as the mean over ranks."""
         steps = int(self.steps.numpy()) - self._steps_before
         return float(steps) * self.dense_bytes_of_a_step()
 
@@ -173,36 +160,12 @@ class PlanExecutor:
             )
         )
 
-    def export(self, variables: Set[str] | None = None) -> GradientState:
-        """Return a copy of this rank's state of these variables; None: of all.
-
-        Outside of traced code.
-        """
-        return self._store.export(variables)
-
     def load(self, state: GradientState) -> GradientState:
-        """Add a state of any plan before the first step; return the part that does not fit here.
-
-        With the plan and the ranks of the export it is restored exactly. Otherwise its sums over
-        the ranks are conserved: on a sparse route the rank that selects from a part of the vector
-        receives the residuals of that part; on a dense one every rank receives their sum, which is
-        added to the next gradients' sum, and the sum of the velocities.
-
-        **Ranks:** all, outside of traced code.
-        """
         steps = int(self.steps.numpy())
-        rest = self._store.load(state)
+        rest = super().load(state)
         self._steps_before += int(self.steps.numpy()) - steps
         self._make_runners()
         return rest
-
-    def clear(self, variables: Set[str]) -> None:
-        """Set the residuals and velocities of these variables to 0. Outside of traced code."""
-        self._store.clear(variables)
-
-    def release(self) -> None:
-        """Free the memory of residuals and velocities; no step may follow. Outside of graphs."""
-        self._store.release()
 
 
 def only_plan(executor: Executor) -> PlanExecutor:

@@ -69,16 +69,15 @@ class GradientState:
 
     def of(self, variables: Set[str]) -> GradientState:
         """Return the state of these variables."""
-        return GradientState(*(_of(getattr(self, kind.name), variables) for kind in fields(self)))
+        parts = (getattr(self, kind.name) for kind in fields(self))
+        return GradientState(
+            *({path: by_path[path] for path in by_path if path in variables} for by_path in parts)
+        )
 
     @property
     def variables(self) -> set[str]:
         """The paths of all variables with any state."""
         return set().union(*(getattr(self, kind.name) for kind in fields(self)))
-
-
-def _of(by_path: Mapping[str, T], variables: Set[str]) -> dict[str, T]:
-    return {path: part for path, part in by_path.items() if path in variables}
 
 
 def without(by_path: Mapping[str, T], variables: Set[str]) -> dict[str, T]:
@@ -143,35 +142,22 @@ def variable_sizes(plan: Plan) -> dict[str, int]:
 
 
 class Executor(Protocol):
-    """Exchanges the gradients of a set of variables; keeps their state between steps."""
+    """Exchanges the gradients of a set of variables; keeps their state between steps.
+
+    The members are documented in `executor.PlanExecutor`.
+    """
 
     comm: Comm
 
+    # The plan, or the main one of several
     @property
-    def plan(self) -> Plan:
-        """The plan, or the main one of several."""
-
+    def plan(self) -> Plan: ...
+    # The plans that take turns: usually one
     @property
-    def plans(self) -> list[Plan]:
-        """The plans that take turns: usually one."""
-
-    def exchange(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the average (or sum) over all ranks of each gradient. **Ranks:** all."""
-
-    def follow_rate(self, rate: Any) -> None:
-        """Record the step's learning rate, a float scalar, before `exchange`."""
-
-    def export(self, variables: Set[str] | None = None) -> GradientState:
-        """Return a copy of this rank's state of these variables; None: of all."""
-
-    def load(self, state: GradientState) -> GradientState:
-        """Add a state of any plan before the first step; return the part that does not fit here.
-
-        **Ranks:** all, outside of traced code.
-        """
-
-    def clear(self, variables: Set[str]) -> None:
-        """Set the residuals and velocities of these variables to 0. Outside of traced code."""
-
-    def dense_bytes_between_nodes(self) -> float:
-        """Return the bytes plain Horovod would have sent between nodes for the steps so far."""
+    def plans(self) -> list[Plan]: ...
+    def exchange(self, gradients: Mapping[str, Any]) -> dict[str, Any]: ...
+    def follow_rate(self, rate: Any) -> None: ...
+    def export(self, variables: Set[str] | None = None) -> GradientState: ...
+    def load(self, state: GradientState) -> GradientState: ...
+    def clear(self, variables: Set[str]) -> None: ...
+    def dense_bytes_between_nodes(self) -> float: ...

@@ -50,24 +50,19 @@ class MomentumExecutor:
         Args:
             momenta: plan of the variables that send their momentum.
             others: plan of the variables that never do; None: all variables do.
-            learning: the phase in which gradients are exchanged first; None: momenta are exchanged
-                from the first step.
-            comm: of this rank.
+            learning: None: momenta are exchanged from the first step.
 
         **Ranks:** all, outside of traced code, with equal plans. **Raises:** as PlanExecutor.
         """
         self.comm, self._phase = comm, learning
         self._others = [] if others is None else [PlanExecutor(others, comm)]
         self._momenta = PlanExecutor(momenta, comm)
+        self._all = [*self._others, self._momenta]
         self._learning = [] if learning is None else [_of_gradients(momenta, learning.wire)]
         for plan in self._learning:
             agree_on_plan(plan, comm)
         # Collectives of the learning phase have separate names, because they have other shapes
         self._learning_scope = comm.own_scope()
-
-    @property
-    def _all(self) -> list[PlanExecutor]:
-        return [*self._others, self._momenta]
 
     @property
     def plan(self) -> Plan:
@@ -115,23 +110,16 @@ class MomentumExecutor:
         return result
 
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Record the step's learning rate, a float scalar, before `exchange`."""
         for executor in self._all:
             executor.follow_rate(rate)
 
     def dense_bytes_between_nodes(self) -> float:
-        """Return the bytes plain Horovod would have sent between nodes for the steps so far."""
         return sum(executor.dense_bytes_between_nodes() for executor in self._all)
 
     def export(self, variables: Set[str] | None = None) -> GradientState:
-        """Return a copy of this rank's state of these variables; None: of all."""
         return sum((executor.export(variables) for executor in self._all), GradientState())
 
     def load(self, state: GradientState) -> GradientState:
-        """Add a state before the first step; return the part that does not fit here.
-
-        **Ranks:** all, outside of traced code.
-        """
         for executor in self._all:
             state = executor.load(state)
         return state
@@ -143,7 +131,6 @@ class MomentumExecutor:
                 residual.assign(tf.zeros_like(residual))
 
     def clear(self, variables: Set[str]) -> None:
-        """Set the residuals of these variables to 0. Outside of traced code."""
         for executor in self._all:
             executor.clear(variables)
 

@@ -45,13 +45,10 @@ class ReplicaGuard:
     """Compares the replicas of one optimizer's model, at its first step and every few steps."""
 
     def __init__(self, comm: Comm, every: int | None, compares_weights: bool) -> None:
-        """Prepare a check every `every` steps, >= 1; None: never.
-
-        `compares_weights` is False if the strategy lets the weights differ for a while.
-        **Raises:** ConfigurationError for an `every` out of range.
-        """
+        """Prepare a check every `every` steps; None: never. **Raises:** ConfigurationError."""
         if every is not None:
             check_whole("check_replicas_every", every, least=1)
+        # Some strategies let the weights differ for a while
         self._comm, self._every, self._compares_weights = comm, every, compares_weights
         self._scope = ""
         self._on = every is not None and comm.topology.size > 1
@@ -151,10 +148,8 @@ only, such as a callback that assigns or loads weights: do it on every rank. If 
 processors compute the update differently, take strategy=cx.strategies.Rebroadcast(every=5).
 
     Args:
-        rows: int64 [ranks, 3], with the columns COMPARED.
-        sums: int64 [ranks, variables], fingerprints.
-        names: of the variables.
-        equal_before: steps since the last check, which found no difference; None: no earlier check.
+        rows, sums: int64 [ranks, 3], with the columns COMPARED, and [ranks, variables].
+        equal_before: steps since the last check; None: this is the first.
     """
     differing = [
         name for name, column in zip(COMPARED, rows.T, strict=True) if len(set(column)) > 1

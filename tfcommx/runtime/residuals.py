@@ -33,8 +33,6 @@ from tfcommx.runtime.rates import HighestRate
 def send_with_residual(gradient: tf.Tensor, residual: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Return gradient plus residual in the gradient's dtype, and its rounding error.
 
-    Where the sum is NaN or infinite the residual does not change.
-
     >>> sent, residual = send_with_residual(tf.constant([2.0, 4.0]), tf.constant([1.0, 0.0]))
     >>> sent.numpy().tolist(), residual.numpy().tolist()
     ([3.0, 4.0], [0.0, 0.0])
@@ -43,6 +41,7 @@ def send_with_residual(gradient: tf.Tensor, residual: tf.Tensor) -> tuple[tf.Ten
     total = tf.cast(gradient, wide) + tf.cast(residual, wide)
     sent = tf.cast(total, gradient.dtype)
     rounding_error = tf.cast(total - tf.cast(sent, wide), tf.float32)
+    # NaN and Inf never enter a residual
     return sent, tf.where(tf.math.is_finite(sent), rounding_error, residual)
 
 
@@ -87,39 +86,35 @@ class BucketState:
             self.pending.assign(True)
 
     def add_velocity(self, flat: tf.Tensor) -> tf.Tensor:
-        """Return the sum over the ranks with momentum, on a dense route: equal on all ranks.
-
-        Entries that are NaN or infinite do not enter the velocity.
-        """
+        """Return the sum over the ranks with momentum, on a dense route: equal on all ranks."""
         if self.velocity is None:
             return flat
         moved = self.bucket.momentum * self.velocity + tf.cast(flat, tf.float32)
+        # One step's NaN or Inf would stay in the velocity forever
         self.velocity.assign(tf.where(tf.math.is_finite(moved), moved, self.velocity))
         return tf.cast(moved, flat.dtype)
 
     def add_residual(self, flat: tf.Tensor) -> tf.Tensor:
-        """Return the sum over the ranks plus the residual of other plans, on a dense route.
-
-        The rounding error of the vector's dtype stays in the residual. Equal on all ranks, as the
-        sum itself.
-        """
+        """Return the sum over the ranks plus the residual of other plans, equal on all ranks."""
         if self.pending is None:
             return flat
-        return tf.cond(self.pending, lambda: self._flushed(flat), lambda: tf.identity(flat))
 
-    def _flushed(self, flat: tf.Tensor) -> tf.Tensor:
-        sent, unsent = send_with_residual(flat, self.residual.value())
-        with tf.control_dependencies([unsent]):
-            self.residual.assign(unsent)
-            self.pending.assign(tf.reduce_any(unsent != 0))
-        return tf.identity(sent)
+        def flush() -> tf.Tensor:
+            # The rounding error of the vector's dtype stays in the residual
+            sent, unsent = send_with_residual(flat, self.residual.value())
+            with tf.control_dependencies([unsent]):
+                self.residual.assign(unsent)
+                self.pending.assign(tf.reduce_any(unsent != 0))
+            return tf.identity(sent)
+
+        return tf.cond(self.pending, flush, lambda: tf.identity(flat))
 
 
 class GradientStore:
     """The state of all buckets of a plan on this rank, the steps taken and the highest rate."""
 
     def __init__(self, plan: Plan, comm: Comm) -> None:
-        self._plan, self._comm = plan, comm
+        self.plan, self.comm = plan, comm
         self.states = {
             bucket.name: BucketState(bucket, plan.topology, comm.rank) for bucket in plan.buckets
         }
@@ -128,19 +123,20 @@ class GradientStore:
         self._highest_rate = HighestRate()
 
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Shrink the residuals as the learning rate of the steps, a float scalar, grows."""
+        """Record the step's learning rate, a float scalar, before the exchange."""
+        # Residuals shrink as it rises, because they stand for updates (see `rates`)
         residuals = [state.residual for state in self.states.values() if state.residual is not None]
         if residuals:
             self._highest_rate.follow(rate, residuals)
 
     def export(self, variables: Set[str] | None = None) -> GradientState:
-        """Return a copy of this rank's state of these variables; None: of all."""
+        """Return a copy of this rank's state of these variables; None: of all. Untraced."""
         # Sorted, because a set's order differs between processes, and files must not
-        paths = sorted(self._plan.paths)
+        paths = sorted(self.plan.paths)
         compressions = {
             path: np.array(part)
             for state in self.states.values()
-            if state.compression is not None and self._comm.rank == 0
+            if state.compression is not None and self.comm.rank == 0
             for path, part in _cut_compression(state.bucket, state.compression.numpy())
             if part.size
         }
@@ -156,10 +152,10 @@ class GradientStore:
     def _by_variable(self, kind: str) -> Vectors:
         """Return this rank's residuals or velocities; state equal on all ranks only on rank 0."""
         vectors: Vectors = {}
-        sizes = variable_sizes(self._plan)
+        sizes = variable_sizes(self.plan)
         for state in self.states.values():
             variable = getattr(state, kind)
-            if variable is None or (self._comm.rank and not state.bucket.keeps_residual):
+            if variable is None or (self.comm.rank and not state.bucket.keeps_residual):
                 continue
             values = variable.numpy()
             for path, of_variable, of_shard in stretches(state.bucket, state.shard):
@@ -169,12 +165,17 @@ class GradientStore:
         return vectors
 
     def load(self, state: GradientState) -> GradientState:
-        """Add a state, with conserved sums over the ranks; return the part that does not fit here.
+        """Add a state of any plan before the first step; return the part that does not fit here.
+
+        With the plan and the ranks of the export it is restored exactly. Otherwise its sums over
+        the ranks are conserved: on a sparse route the rank that selects from a part of the vector
+        receives the residuals of that part; on a dense one every rank receives their sum, which is
+        added to the next gradients' sum, and the sum of the velocities.
 
         **Ranks:** all, outside of traced code. **Cost:** one exchange on the host, and at most
         three collectives for each bucket for which any rank has a state.
         """
-        plan, comm = self._plan, self._comm
+        plan, comm = self.plan, self.comm
         own_state = state.of(plan.paths)
         states_of_ranks = comm.gather_objects(
             [
@@ -199,15 +200,11 @@ class GradientStore:
             }
             if paths & with_residual:
                 bucket_state.expect_residual()
-                _add(
-                    bucket_state.residual,
-                    self._redistributed(own_state.residuals, bucket_state, "residuals"),
-                )
+                addend = self._redistributed(own_state.residuals, bucket_state, "residuals")
+                _add(bucket_state.residual, addend)
             if bucket_state.velocity is not None and paths & moving:
-                _add(
-                    bucket_state.velocity,
-                    self._redistributed(own_state.velocities, bucket_state, "velocities"),
-                )
+                addend = self._redistributed(own_state.velocities, bucket_state, "velocities")
+                _add(bucket_state.velocity, addend)
             if bucket_state.compression is not None and paths & sizes.keys():
                 self._load_compression(own_state.compressions, sizes, bucket_state)
         return GradientState(
@@ -220,7 +217,7 @@ class GradientStore:
 
     def _redistributed(self, vectors: Vectors, state: BucketState, kind: str) -> np.ndarray:
         """Return the sum of the ranks' vectors, for this rank's shard of a bucket."""
-        bucket, comm = state.bucket, self._comm
+        bucket, comm = state.bucket, self.comm
         full = np.zeros(bucket.padded, np.float32)
         for path, of_variable, of_bucket in stretches(bucket, slice(0, bucket.padded)):
             if path in vectors:
@@ -245,7 +242,7 @@ class GradientStore:
             for (path, part_before), fit in zip(before, fits, strict=True)
         ]
         name = f"{state.bucket.name}/import_compression"
-        total = self._comm.allreduce(tf.constant(np.concatenate(part)), "world", name).numpy()
+        total = self.comm.allreduce(tf.constant(np.concatenate(part)), "world", name).numpy()
         rows = zip(_cut_compression(state.bucket, total), before, fits, strict=True)
         state.compression.assign(
             np.concatenate(
@@ -254,11 +251,9 @@ class GradientStore:
         )
 
     def clear(self, variables: Set[str]) -> None:
-        """Set the residuals and velocities of these variables to zero.
-
-        The state of a compression stays: it is no part of a gradient.
-        """
+        """Set the residuals and velocities of these variables to zero. Outside of traced code."""
         for state in self.states.values():
+            # The state of a compression stays, because it is no part of a gradient
             for variable in (state.residual, state.velocity):
                 if variable is not None:
                     values = np.array(variable.numpy())
@@ -268,13 +263,11 @@ class GradientStore:
                     variable.assign(values)
 
     def release(self) -> None:
-        """Free the memory of all buckets, which are not read any more.
-
-        Each variable is set to an empty value, because a traced step holds the variables.
-        """
+        """Free the memory of all buckets; no step may follow. Outside of graphs."""
         for state in self.states.values():
             for variable in (state.residual, state.velocity, state.compression):
                 if variable is not None:
+                    # Made empty, because a traced step holds the variable
                     with tf.device(variable.device):
                         # Not `assign`, which requires the same shape
                         tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0]))

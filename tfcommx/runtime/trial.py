@@ -104,14 +104,12 @@ class TrialRounds:
             self.order = self.remaining[shift:] + self.remaining[:shift]
 
     def mean(self, plan: int) -> float | None:
-        """Return the mean seconds of a plan's steps, without the slowest; None if none counts.
-
-        The slowest step is left out because other work on the machine makes steps slower, never
-        faster; a plan that stalls more than once still shows it.
-        """
+        """Return the mean seconds of a plan's steps, without the slowest; None if none counts."""
         return statistics.fmean(self._kept(plan)) if self._seconds[plan] else None
 
     def _kept(self, plan: int) -> list[float]:
+        # Without the slowest, because other work on the machine makes steps slower, never faster; a
+        # plan that stalls more than once still shows it
         taken = sorted(self._seconds[plan])
         return taken[:-1] or taken
 
@@ -130,9 +128,8 @@ class TrialRounds:
         return best if candidate <= CLEARLY * plain and plain - candidate > error else 0
 
     def _standard_error(self, plan: int) -> float:
-        """Return the standard error of the mean; LEAST_ROUNDS leave at least two steps."""
         # Includes differences between rounds: a trial on a machine whose speed changes is
-        # inconclusive, and plain Horovod stays
+        # inconclusive, and plain Horovod stays. LEAST_ROUNDS leave at least two steps
         seconds = self._kept(plan)
         return statistics.stdev(seconds) / math.sqrt(len(seconds))
 
@@ -155,12 +152,10 @@ class TrialExecutor:
         """Get ready for all plans.
 
         Args:
-            plans: two or more for the same variables, without momentum; the first, plain Horovod's
-                unless a budget rules it out, stays if no other is clearly faster.
-            comm: of this rank.
+            plans: two or more for the same variables, without momentum; the first stays if no other
+                is clearly faster.
             decided: is called on every rank, once, when it is clear which plan stays.
-            steps: of the trial, at most, >= LEAST_ROUNDS * len(plans); those that wait for another
-                trial do not count.
+            steps: of the trial, at most, >= LEAST_ROUNDS * len(plans).
 
         **Ranks:** all, outside of traced code, with equal plans. **Raises:** as PlanExecutor.
         """
@@ -343,7 +338,7 @@ class TrialExecutor:
         return {path: np.array(part) for path, part in residuals.items() if part.any()}
 
     def follow_rate(self, rate: tf.Tensor) -> None:
-        """Record the step's learning rate, for all plans: one that waits keeps a residual."""
+        # Also for plans whose turn it is not, because they keep a residual
         for executor in self._active():
             executor.follow_rate(rate)
 
@@ -356,29 +351,26 @@ class TrialExecutor:
         return [executor.plan for executor in self._active()]
 
     def dense_bytes_between_nodes(self) -> float:
-        """Return the bytes plain Horovod would have sent between nodes for the steps so far."""
         return sum(executor.dense_bytes_between_nodes() for executor in self.executors)
 
     def export(self, variables: Set[str] | None = None) -> GradientState:
-        """Return a copy of this rank's state, of all plans that take turns, or of the chosen."""
         parts = [executor.export(variables) for executor in self._active()]
         unsent = GradientState(self.unsent())
         return sum(parts, unsent if variables is None else unsent.of(variables))
 
     def load(self, state: GradientState) -> GradientState:
-        """Add residuals to the next gradients; no plan here takes velocities.
-
-        **Ranks:** all, outside of traced code, and before the first step is traced.
-        """
-        state_of_plan, paths = state.of(self.plan.paths), self.plan.paths
-        self._expect_unsent(state_of_plan.residuals)
+        paths = self.plan.paths
+        own_state = state.of(paths)
+        # Added to the next gradients, because each plan has its turn in some steps only. Before the
+        # first step is traced, which then contains the variables
+        self._expect_unsent(own_state.residuals)
         for executor in self.executors:
-            executor.load(GradientState(rates=state_of_plan.rates))
-        remaining = without(state.residuals, paths), without(state.rates, paths)
-        return replace(state, residuals=remaining[0], rates=remaining[1])
+            executor.load(GradientState(rates=own_state.rates))
+        # No plan here takes velocities
+        residuals, rates = without(state.residuals, paths), without(state.rates, paths)
+        return replace(state, residuals=residuals, rates=rates)
 
     def clear(self, variables: Set[str]) -> None:
-        """Forget the residuals of these variables. Outside of traced code."""
         for executor in self._active():
             executor.clear(variables)
         for path in variables & self._unsent.keys():

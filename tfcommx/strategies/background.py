@@ -75,9 +75,10 @@ class BackgroundCalls:
         with tf.device("/cpu:0"), tf.control_dependencies([self._ended.dequeue()]):
             return tf.numpy_function(self._take, [], tf.bool)
 
-    def settle(self) -> None:
+    def settle(self, seconds: float | None = None) -> None:
         """Let the call that is under way end; its `wait` is still due. Outside of traced code."""
-        self._end(None)
+        if self._under_way is not None:
+            futures.wait([self._under_way[1]], seconds)
 
     def _carry_out(self, number: int) -> None:
         try:
@@ -94,8 +95,4 @@ class BackgroundCalls:
 
     def _stop(self) -> None:
         """Let the call end before TensorFlow and Horovod shut down."""
-        self._end(END_SECONDS)
-
-    def _end(self, seconds: float | None) -> None:
-        if self._under_way is not None:
-            futures.wait([self._under_way[1]], seconds)
+        self.settle(END_SECONDS)

@@ -46,13 +46,11 @@ class StepAhead(Strategy):
     """Compute each node's gradients at the agreed weights plus the node's own unsent updates.
 
     Between steps the model's variables differ between nodes; at the end of an epoch, before an
-    evaluation and before a checkpoint they become the agreed weights (cx.consolidate), at which the
-    next step then computes its gradients. Assign to the variables only after that, because an
-    assignment between other steps is lost.
+    evaluation and before a checkpoint they become the agreed weights (cx.consolidate). Assign to
+    the variables only after that, because an assignment between other steps is lost.
 
     Variables on a sparse route take part. Others, such as biases, have the agreed weights; their
-    updates are averaged. Updates of Keras's Adam and AdamW, without amsgrad, are corrected for the
-    noise of one node's second moments; those of other optimizers are taken as they are.
+    updates are averaged. Updates of Keras's Adam and AdamW, without amsgrad, are corrected.
 
     >>> StepAhead()
     StepAhead(coefficient=1.0)
@@ -75,10 +73,7 @@ class StepAhead(Strategy):
         object.__setattr__(self, "coefficient", coefficient)
 
     def check(self, plan: Plan) -> None:
-        """Refuse buckets without a residual of updates, and nodes that differ between buckets.
-
-        **Raises:** PlanError.
-        """
+        """Refuse residuals of other than updates, and nodes that differ between buckets."""
         super().check(plan)
         if plan.operation != "average":
             raise PlanError(
@@ -151,13 +146,14 @@ class StepAheadRun(StrategyRun):
                     path: tf.Variable(tf.zeros_like(weight), trainable=False, name="tfcommx_agreed")
                     for path, weight in weights.items()
                 }
-        tf.cond(self._consolidated.read_value(), self._take_agreed, lambda: None)
+
+        def take_agreed() -> None:
+            for path, weight in weights.items():
+                self._agreed[path].assign(weight)
+
+        tf.cond(self._consolidated.read_value(), take_agreed, lambda: None)
         self._began = {path: weight.read_value() for path, weight in weights.items()}
         return self._agreed
-
-    def _take_agreed(self) -> None:
-        for path, weight in self._weights.items():
-            self._agreed[path].assign(weight)
 
     @tf.autograph.experimental.do_not_convert
     def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -192,6 +188,7 @@ class StepAheadRun(StrategyRun):
             update = weight.read_value() - decayed[path]
             if path in factors:
                 update *= factors[path]
+            # Weight decay, which Keras applied before, belongs to the node's update as well
             updates[path] = update + (decayed[path] - began[path])
         means = self.executor.exchange(updates)
         ahead = self._unsent(updates)
@@ -220,7 +217,6 @@ class StepAheadRun(StrategyRun):
         return join(unsent, like)
 
     def consolidate(self) -> None:
-        """Set the variables to the agreed weights. Local."""
         if not bool(self._consolidated.numpy()):
             for path, weight in self._weights.items():
                 weight.assign(self._agreed[path])

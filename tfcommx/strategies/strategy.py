@@ -107,16 +107,13 @@ class StrategyRun:
         """
 
     def dense_bytes_between_nodes(self) -> float:
-        """Return the bytes that plain Horovod would have sent between nodes for this run's steps.
-
-        Mean over the ranks of the bytes that each sends.
-        """
+        """Return the bytes between nodes of plain Horovod for this run's steps, mean over ranks."""
         return self.executor.dense_bytes_between_nodes()
 
     def common_state(self) -> CommonState:
-        """Return the run's state between steps, equal on all ranks, by variable.
+        """Return the run's state, equal on all ranks, for checkpoints and later plans.
 
-        Checkpoints and later plans receive it. Outside of traced code, after `consolidate`.
+        Outside of traced code, after `consolidate`.
         """
         return {}
 
@@ -148,10 +145,7 @@ class Strategy(Protocol):
 
     @property
     def plan_fragments(self) -> int:
-        """The number of groups of variables, >= 1, that a plan must keep in separate buckets.
-
-        `planner.plan` defines the groups.
-        """
+        """The groups of variables, >= 1, that `planner.plan` must keep in separate buckets."""
         return 1
 
     def check(self, plan: Plan) -> None:

@@ -5,13 +5,11 @@ within a step, bucket by bucket. With `Root` rank 0 alone applies the gradients:
 
     ranks 0 to 3     gradients -> reduce -> rank 0 updates -> broadcast -> weights on all ranks
 
-**Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
-Algorithm 2. Routes of messages reduce to rank 0; on other routes all ranks receive the sums.
-
-`Rebroadcast` is synchronous, and every few steps rank 0's weights replace those of all ranks.
+Routes of messages reduce to rank 0; on other routes all ranks receive the sums. `Rebroadcast` is
+synchronous, and every few steps rank 0's weights replace those of all ranks.
 
 **Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
-Algorithm 3.
+Algorithms 2 (Root) and 3 (Rebroadcast).
 """
 
 from __future__ import annotations
@@ -67,10 +65,7 @@ class Root(Strategy):
     reduces_to_root: ClassVar[bool] = True
 
     def check(self, plan: Plan) -> None:
-        """Refuse momentum in the scheme, because other ranks lack the sums.
-
-        **Raises:** PlanError.
-        """
+        """Refuse momentum in the scheme. **Raises:** PlanError."""
         if any(bucket.momentum for bucket in plan.buckets):
             raise PlanError(
                 'With strategy="root" only rank 0 has the sums that momentum is made of. Received '
@@ -93,16 +88,15 @@ class RootRun(StrategyRun):
     @tf.autograph.experimental.do_not_convert
     def update(self, step: Update) -> None:
         """Apply the update on rank 0 and broadcast the weights; other ranks only take part."""
+        done: list[tf.Operation | None] = []
         if self.executor.comm.rank == 0:
             step.apply()
-            done = []
         else:
             done = [self._force(step.gradients)]
         with tf.control_dependencies(done):
             broadcast_weights(step.weights, self.executor)
 
     def _force(self, results: Sequence[tf.Tensor]) -> tf.Operation | None:
-        """Return an operation that runs after all the results, otherwise unused, were computed."""
         # An assignment of their entries, because TensorFlow prunes unused operations: Horovod's ops
         # are not marked as stateful, and a control dependency on their results does not keep them
         entries = [tf.reshape(result, [-1])[0] for result in results if result.shape.num_elements()]

@@ -91,29 +91,20 @@ class OuterOptimizer:
         # Without the name, because its number may differ between ranks, and without `ema_momentum`,
         # because it has no effect without `use_ema`
         shown = {
-            name: value
+            # Keras turns a learning rate of 0.7 into 0.699999988
+            name: str(np.float32(value)) if isinstance(value, float) else repr(value)
             for name, value in json.loads(self.config).items()
             if value and name not in ("name", "ema_momentum")
         }
-        words = ", ".join(f"{name}={_in_words(value)}" for name, value in shown.items())
+        words = ", ".join(f"{name}={value}" for name, value in shown.items())
         return f"{self.kind.__name__}({words})"
-
-
-def _in_words(value: Any) -> str:
-    """Format a value of a configuration; Keras turns a learning rate of 0.7 into 0.699999988."""
-    return str(np.float32(value)) if isinstance(value, float) else repr(value)
 
 
 class StartWeights:
     """The start weights of a round, each with the outer optimizer that moves it, if any.
 
-    Args:
-        weights: variable path -> variable.
-        outer: None: a round sets the start weights.
-        kept: states of some of these variables from an earlier run or a checkpoint.
-
-    Local; also in traced code. **Cost:** memory for one copy of the weights, and for the
-    optimizer's state; both equal on all ranks.
+    `kept` has states of some of these variables from an earlier run or a checkpoint. Local; also in
+    traced code. **Cost:** memory for one copy of the weights, and for the optimizer's state.
     """
 
     def __init__(
@@ -168,17 +159,12 @@ class StartWeights:
         """Return the outer optimizers' states, by variable. Outside of traced code."""
         states: dict[str, State] = {}
         for path, optimizer in self._optimizers.items():
-            optimizer.save_own_variables(states.setdefault(path, {}))
-        return {
-            path: {key: np.array(value) for key, value in state.items()}
-            | {KIND: _kind(self._optimizers[path])}
-            for path, state in states.items()
-        }
-
-
-def _kind(optimizer: keras.optimizers.Optimizer) -> np.ndarray:
-    """Return the name of an optimizer's class, encoded for a checkpoint."""
-    return np.frombuffer(type(optimizer).__name__.encode(), np.uint8)
+            store: dict[str, Any] = {}
+            optimizer.save_own_variables(store)
+            states[path] = {key: np.array(value) for key, value in store.items()}
+            # Bytes, because a checkpoint holds arrays of numbers
+            states[path][KIND] = np.frombuffer(type(optimizer).__name__.encode(), np.uint8)
+        return states
 
 
 def _load(optimizer: keras.optimizers.Optimizer, kept: State) -> set[str]:

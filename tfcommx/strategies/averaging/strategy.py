@@ -7,11 +7,8 @@
     overlap = 1                  arrives             a           b           a
 
 Every step it is AWAGD; every few steps local SGD; with an outer optimizer it is DiLoCo, and with
-fragments and an overlap Streaming DiLoCo. Averaging the weights after an update that is linear
-in the gradient (SGD, also with momentum) equals synchronous training, to float32 rounding, if
-`every` is 1: the average of w - r g_i is w - r times the average of g_i, and likewise for the
-velocities. It does not with clipping, or with Adam and other rules that are not linear, and never
-with `every` above 1. (Weight decay is allowed because it reads the weights, which are equal.)
+fragments and an overlap Streaming DiLoCo. With an update that is linear in the gradient (SGD, also
+with momentum) and `every` = 1 it equals synchronous training, to float32 rounding.
 
 A fragment f of F has its round after the steps whose number, counted since all weights were equal,
 leaves a remainder of (f + 1) every / F when divided by `every`; with F = 1 all variables every
@@ -25,8 +22,7 @@ A rank's updates during the overlap, w - snapshot, stay in its weights, and the 
 them, so each update is sent once. `outer_optimizer` moves the start weights.
 
 **Source:** Ma, Mao, Taylor, "Theano-MPI: a Theano-based Distributed Training Framework" (2016),
-section on AWAGD (average weights after gradient descent) and SUBGD (sum of updates before gradient
-descent; it is `op="sum"` with the strategy "synchronous", or with sends="updates" here).
+section on AWAGD (average weights after gradient descent).
 Douillard et al., "DiLoCo" (2023), and "Streaming DiLoCo with Overlapping Communication" (2025),
 section 2. We choose a fragment by size, not by layer. They mix start weights and w, half and half,
 which drops half of the updates of the steps that a round overlaps.
@@ -133,10 +129,7 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
         return self.fragments
 
     def check(self, plan: Plan) -> None:
-        """Refuse buckets that cannot carry weights or rounds, or that span two fragments.
-
-        **Raises:** ConfigurationError.
-        """
+        """Refuse buckets that cannot carry weights or rounds, or that span two fragments."""
         super().check(plan)
         fragments_of_buckets(plan, self.fragments)
         for bucket in plan.buckets if self.overlap else ():
@@ -173,12 +166,8 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
 class OverlappedRounds:
     """One round after another, each of a fragment, in a thread.
 
-    Args:
-        starts: start weights of the same variables.
-        fragments: plans whose variables are parts of them.
-        exchange: exchanges a fragment and moves its start weights. **Ranks:** all.
-
-    **Cost:** memory for one copy of the weights.
+    `exchange` exchanges a fragment and moves its start weights. **Cost:** memory for one copy of
+    the weights.
     """
 
     def __init__(
@@ -338,15 +327,14 @@ class WeightAveragingRun(StrategyRun):
         """Exchange a fragment's weights or updates; return the start weights of its next round."""
         starts = self._starts
         sent = {path: tf.convert_to_tensor(weight) for path, weight in weights.items()}
-        done: dict[str, tf.Tensor]
         if starts is not None and self._options.sends == "updates":
             sent = {path: value - starts[path] for path, value in sent.items()}
-            done = self.executor.exchange(sent, fragment)
-            return {path: starts.move(path, value) for path, value in done.items()}
-        done = self.executor.exchange(sent, fragment)
+            means: dict[str, tf.Tensor] = self.executor.exchange(sent, fragment)
+            return {path: starts.move(path, value) for path, value in means.items()}
+        averages: dict[str, tf.Tensor] = self.executor.exchange(sent, fragment)
         if starts is not None:
-            starts.set(done)
-        return done
+            starts.set(averages)
+        return averages
 
     def _average_state(self) -> None:
         """Keep, average or reset the optimizer's state, by the option `momentum`."""
@@ -362,7 +350,6 @@ class WeightAveragingRun(StrategyRun):
             slot.assign(total / tf.cast(comm.topology.size, total.dtype))
 
     def consolidate(self) -> None:
-        """Average the fragments that were not averaged after the last step."""
         steps = int(self._steps.numpy())
         if self._rounds is not None:
             self._rounds.finish_now()
@@ -383,9 +370,7 @@ class WeightAveragingRun(StrategyRun):
         return steps * self.executor.dense_bytes_of_a_step()
 
     def common_state(self) -> CommonState:
-        """Return the outer optimizer's state, by variable."""
         return self._kept if self._starts is None else self._starts.state()
 
     def continue_from(self, state: CommonState) -> None:
-        """Load the outer optimizer's state."""
         self._kept = dict(state)

@@ -34,15 +34,11 @@ log = logging.getLogger("tfcommx")
 
 
 class CentreProcess:
-    """Answers for every centre of a run, until all ranks that train have ended or are gone.
-
-    Args:
-        ranks: number of ranks that train, >= 1; it is also this process's rank.
-        membership: which of them have ended or died.
-    """
+    """Answers for every centre of a run, until all ranks that train have ended or are gone."""
 
     def __init__(self, messages: PointToPoint, ranks: int, membership: Membership) -> None:
         self._messages, self._ranks, self._membership = messages, set(range(ranks)), membership
+        # The launch's last process
         self._rank = ranks
         # Ranks that have sent END, and those of them that had failed
         self._ended: set[int] = set()

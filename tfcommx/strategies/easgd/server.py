@@ -108,12 +108,10 @@ class Centre:
     def meet(self, weights: np.ndarray) -> np.ndarray:
         """Move the centre towards a worker's weights; return the force, which the worker subtracts.
 
-        If the force is not finite, the centre stays and 0 is returned, because such a force would
-        spoil the centre for all. It has overflowed, because workers send finite weights only.
-
         **Cost:** three passes over the entries, one more to look for NaN and Inf.
         """
         force: np.ndarray = self._alpha * (weights - self.values)
+        # It has overflowed, because workers send finite weights only, and would spoil the centre
         if not np.isfinite(force).all():
             return np.zeros_like(force)
         self.values += force
@@ -192,13 +190,11 @@ class CentreServer:
         ] + [(self._messages.send(array, worker, tag), array) for array, tag in parts]
 
     def finish(self) -> None:
-        """Wait until all answers have been sent, because this rank may end its process next.
-
-        Workers that are gone, or end meanwhile, are not waited for.
-        """
+        """Wait until all answers have been sent, because this rank may end its process next."""
         while self._answers:
             for worker, answers in list(self._answers.items()):
                 answers[:] = [answer for answer in answers if not self._messages.done(answer[0])]
+                # A worker that is gone, or ends meanwhile, receives nothing
                 if not answers or worker in self._membership.gone():
                     del self._answers[worker]
             self._membership.find_dead()

@@ -48,7 +48,10 @@ from tfcommx.strategies.strategy import Strategy, StrategyRun, Update
 
 log = logging.getLogger("tfcommx")
 
-# Alpha up to which a delayed force is stable while learning rate x curvature is at most 1
+# Alpha up to which a delayed force is stable while learning rate x curvature is at most 1. It is
+# computed from the weights of d steps ago. Per direction of curvature h, with
+# r = 1 - (1 - learning rate x h)^d, it is stable if alpha <= (4 - 2r)/(4 - r): the paper's
+# condition for round-robin exchanges, with r in place of its learning rate. For r <= 1 that is 2/3
 STABLE_DELAYED = 2 / 3
 # A blocking exchange is stable up to here, at any learning rate at which the rank alone is
 STABLE_BLOCKING = 1.0
@@ -66,21 +69,9 @@ class ElasticAveraging(Strategy):
     ElasticAveraging(every=4, beta=0.9, alpha=None, blocking=False, statistics='average', \
 server='thread')
 
-    It needs messages, and ranks that may end while others continue: `tfcommx run --mpi
-    --mpi-args=--enable-recovery ...`. Without `--enable-recovery` Open MPI ends all ranks if one
-    dies.
-
-    If a rank ends or dies, the others continue to train; if a server dies, all end and name it.
-    With "sharded" every rank is a server. With "extra_rank" no rank that trains is one, so each may
-    die.
-
-    The force is computed from the weights of d steps ago. Per direction of curvature h, with
-    r = 1 - (1 - learning rate x h)^d, it is stable if alpha <= (4 - 2r)/(4 - r): the paper's
-    condition for round-robin exchanges, with r in place of its learning rate. For r up to 1
-    that is alpha <= 2/3. A blocking exchange is stable for alpha <= 1. A larger alpha causes a
-    warning.
-
-    Weights that are not finite are not sent: the centre leaves them out, with a warning.
+    It needs an MPI launch: `tfcommx run --mpi --mpi-args=--enable-recovery ...`. If a rank ends or
+    dies, the others continue to train; if a server dies, all end and name it. An alpha that may be
+    unstable causes a warning. Weights that are not finite are not sent, with a warning.
 
     **Ranks:** all, with equal options. **Cost:** 8 bytes an entry per exchange (16 in float64),
     all of them through the server's link; on the server a thread that makes four passes over the
@@ -117,19 +108,8 @@ server='thread')
         check_name("statistics", self.statistics, STATISTICS)
         check_name("server", self.server, SERVERS)
 
-    def moving_rate(self, ranks: int) -> float:
-        """Return alpha for a number of ranks: `alpha` if set, else beta / ranks.
-
-        >>> ElasticAveraging().moving_rate(3)
-        0.3
-        """
-        return self.beta / ranks if self.alpha is None else self.alpha
-
     def check(self, plan: Plan) -> None:
-        """Refuse a plan that differs from plain Horovod: no gradients are exchanged.
-
-        **Raises:** ConfigurationError.
-        """
+        """Refuse a plan that differs from plain Horovod: no gradients are exchanged."""
         for bucket in plan.buckets:
             exchanges_differently = bucket.selection != "all" or bucket.momentum or bucket.clip_norm
             if exchanges_differently or bucket.route != "allreduce" or bucket.wire != "plain":
@@ -150,23 +130,20 @@ server='thread')
         **Raises:** ConfigurationError without an MPI launch, and for "extra_rank" without one whose
         last process is `tfcommx centre`'s.
         """
-        comm, alpha = executor.comm, self.moving_rate(executor.comm.topology.size)
+        comm, ranks = executor.comm, executor.comm.topology.size
+        alpha = self.beta / ranks if self.alpha is None else self.alpha
         if not comm.messages.possible:
             raise ConfigurationError(
                 "Elastic averaging sends messages between two ranks, which need an MPI launch: "
                 f"{MPI_LAUNCH} --mpi-args=--enable-recovery. Received a Gloo launch."
             )
-        if (
-            self.server == "extra_rank"
-            and comm.messages.centre_rank is None
-            and comm.topology.size > 1
-        ):
+        if self.server == "extra_rank" and comm.messages.centre_rank is None and ranks > 1:
             raise ConfigurationError(
                 "server='extra_rank' needs a launch whose last process holds the centre: "
-                f"{CENTRE_LAUNCH}. Received one of {comm.topology.size} ranks that all train."
+                f"{CENTRE_LAUNCH}. Received one of {ranks} ranks that all train."
             )
         limit = STABLE_BLOCKING if self.blocking else STABLE_DELAYED
-        if comm.topology.size > 1 and alpha > limit and comm.rank == CHIEF:
+        if ranks > 1 and alpha > limit and comm.rank == CHIEF:
             log.warning(
                 "alpha = %g is more than %.3g, up to which a %s exchange is stable%s. Lower alpha "
                 "(or beta, which is alpha times the number of ranks).",
@@ -223,7 +200,6 @@ class ElasticRun(StrategyRun):
     executor: PlanExecutor
 
     def __init__(self, executor: PlanExecutor, options: ElasticAveraging, alpha: float) -> None:
-        """Prepare the steps; the exchange begins with the first one, at the moving rate `alpha`."""
         super().__init__(executor)
         self._comm, self._options, self._alpha = executor.comm, options, alpha
         # The ranks that hold the centre, each a range of it
@@ -265,7 +241,6 @@ class ElasticRun(StrategyRun):
             tf.cond(sends, self._send, lambda: None)
 
     def weights_are_equal(self) -> bool:
-        """Return False: the weights differ until the training ends."""
         return False
 
     # --- the exchange, in the graph -----------------------------------------------------
@@ -393,8 +368,7 @@ class ElasticRun(StrategyRun):
         Returns:
             Their averages over the ranks, or this rank's own if they are not averaged.
 
-        **Ranks:** all that still train, outside of traced code. From then on a rank that ends
-        without a message makes the others end, as in every training.
+        **Ranks:** all that still train, outside of traced code.
         """
         own_statistics = np.zeros(0) if statistics is None else statistics
         if self._worker is None:
@@ -406,6 +380,7 @@ class ElasticRun(StrategyRun):
         self._trains = False
         for path, value in self._by_variable(centre).items():
             self._weights[path].assign(tf.cast(value, self._weights[path].dtype))
+        # From here on a rank that ends without a message makes the others end
         self._comm.membership.forbid_leaving()
         return averages if self._options.statistics == "average" else own_statistics
 

@@ -47,12 +47,7 @@ EMPTY = np.zeros(0)
 
 
 class EasgdWorker:
-    """A worker's side of the exchange.
-
-    Args:
-        rank: the worker's, for messages to the user.
-        parts: the ranges of the centre and their servers; together all of it, in order.
-    """
+    """A worker's side of the exchange; `parts` are the ranges of the centre, in order."""
 
     def __init__(
         self,
@@ -91,14 +86,12 @@ class EasgdWorker:
     def begin(self, snapshot: np.ndarray) -> None:
         """Send a snapshot and continue; a thread awaits the force.
 
-        The thread is needed because messages progress only while a thread of the process polls.
-
-        **Raises:** RuntimeError if the force of the previous snapshot was not taken, because the
-        answers could be mistaken for each other.
+        **Raises:** RuntimeError if the force of the previous snapshot was not taken.
         """
-        if self.waits:
+        if self.waits:  # The answers could be mistaken for each other
             raise RuntimeError("A force must be taken before the next snapshot is sent.")
         own_copy = np.array(snapshot, self._dtype)  # The caller may reuse its memory
+        # Messages progress only while a thread of the process polls
         self._under_way = in_thread(lambda: self.exchange(own_copy), "tfcommx-elastic")
 
     def take(self) -> np.ndarray:
@@ -109,17 +102,22 @@ class EasgdWorker:
         return under_way.result()
 
     def exchange(self, snapshot: np.ndarray) -> np.ndarray:
-        """Send a snapshot and wait for its force.
-
-        If the weights are not finite, nothing is sent and the force is 0, because they would spoil
-        the centre for all. The worker decides, because it alone sees all parts.
+        """Send a snapshot and wait for its force; 0 if the weights are not finite.
 
         **Cost:** one pass over the entries to look for NaN and Inf.
         **Raises:** RuntimeError if a server's rank has ended.
         """
         snapshot = np.ascontiguousarray(snapshot, self._dtype)
+        # They would spoil the centre for all. The worker decides, because it alone sees all parts
         if not np.isfinite(snapshot).all():
-            self._warn()
+            if not self._spoilt:
+                self._spoilt = True
+                log.warning(
+                    "The weights of rank %d are not finite: the centre leaves them out, and the "
+                    "other ranks train on. Lower the learning rate or alpha, or clip the "
+                    "gradients.",
+                    self._rank,
+                )
             return np.zeros_like(snapshot)
         (force,) = self._ask(SNAPSHOT, self._cut(snapshot), FORCE)
         return self._joined(force)
@@ -127,14 +125,12 @@ class EasgdWorker:
     def end(self, statistics: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Wait until all workers have ended; return the centre and the average statistics.
 
-        Args:
-            statistics: float64, equally many on all workers; the first server averages them.
-
         **Raises:** RuntimeError if a server's rank has ended, and for unequal lengths.
         """
         if self.waits:
             self.take()  # Dropped: the centre replaces these weights
         statistics = np.ascontiguousarray(statistics, np.float64)
+        # The first server alone averages them
         none = [EMPTY] * (len(self._parts) - 1)
         centre, averages = self._ask(DONE, [statistics, *none], CENTRE, STATISTICS)
         average = averages[0].view(np.float64)
@@ -151,15 +147,6 @@ class EasgdWorker:
         self._stopped.set()
         if self._under_way is not None:
             futures.wait([self._under_way], END_SECONDS)
-
-    def _warn(self) -> None:
-        if not self._spoilt:
-            self._spoilt = True
-            log.warning(
-                "The weights of rank %d are not finite: the centre leaves them out, and the other "
-                "ranks train on. Lower the learning rate or alpha, or clip the gradients.",
-                self._rank,
-            )
 
     def _cut(self, flat: np.ndarray) -> list[np.ndarray]:
         return [flat[part.start : part.stop] for part in self._parts]

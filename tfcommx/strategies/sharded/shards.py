@@ -177,18 +177,15 @@ def lay_out(
 
 
 class Shards:
-    """This rank's shards of a model's weights, and a flag that the weights are current.
-
-    Args:
-        segments: in which the weights are gathered; each weight is in exactly one.
-        weights: of all segments, by path, in forward order.
-        rank: this rank's position in the group that shares the weights.
-    """
+    """This rank's shards of a model's weights, and a flag that the weights are current."""
 
     def __init__(
         self, segments: Sequence[Segment], weights: Mapping[str, tf.Variable], rank: int
     ) -> None:
-        self.segments, self.weights, self.rank = list(segments), dict(weights), rank
+        # In which the weights are gathered; each weight is in exactly one
+        self.segments = list(segments)
+        # By path, in forward order; this rank's position in the group that shares them
+        self.weights, self.rank = dict(weights), rank
         # True if the step function pulls at its beginning; set while it is traced
         self.pulls_first = False
         with tf.init_scope():
@@ -240,10 +237,7 @@ class Shards:
         return self.variables[position].value
 
     def gather(self, slots: Slots, comm: Comm, group: str) -> WholeSlots:
-        """Return the state of all ranks' optimizers, by whole variable, on rank 0.
-
-        **Ranks:** all, outside of traced code. **Cost:** an all-gather.
-        """
+        """Return all ranks' state, by whole variable, on rank 0, by all-gathers. **Ranks:** all."""
         whole: WholeSlots = {}
         for name in sorted(slots):
             whole[name] = {}

@@ -84,7 +84,7 @@ def pull_times(
 
     **Raises:** PlanError for a profile of other variables, or without times.
     """
-    rows = profile.variables[::-1]
+    rows = profile.variables[::-1]  # Gradients are ready in backward order
     pairs = itertools.zip_longest([tuple(w.shape) for w in weights], [row.shape for row in rows])
     differs = next((pair for pair in pairs if pair[0] != pair[1]), None)
     if differs or not profile.timed:
@@ -237,10 +237,9 @@ class ShardedRun(StrategyRun):
     """The run of `Sharded` on one plan."""
 
     executor: PlanExecutor
-
     shards: Shards
 
-    def __init__(self, executor: PlanExecutor, group: str = "world") -> None:
+    def __init__(self, executor: PlanExecutor, group: str) -> None:
         super().__init__(executor)
         self.group = group
 
@@ -345,24 +344,20 @@ class ShardedRun(StrategyRun):
     def begin(self, inputs: Sequence[tf.Tensor]) -> None:
         """Pull at the beginning of a step's function, and defer the pull that would end the step.
 
-        Args:
-            inputs: of the step; without inputs, in a call without data, nothing is pulled.
-
         **Ranks:** all. **Cost:** the all-gathers; the forward pass of each layer waits only for
         the one with its weights and those before it.
         """
         self.shards.pulls_first = True
+        # In the last call of an iterator, which has no data, nothing may be pulled
         with tf.control_dependencies(list(inputs)):
             self.shards.take_from_weights()
         self.pull("begin", inputs)
 
     @tf.autograph.experimental.do_not_convert
     def pull(self, label: str, after: Sequence[tf.Tensor] = ()) -> None:
-        """Set the weights to the shards of all ranks, batch by batch.
+        """Set the weights to the shards of all ranks, batch by batch, once `after` exists.
 
-        Args:
-            label: names the collectives; unique among the pulls of a function.
-            after: tensors that must exist before the pull starts.
+        `label` names the collectives, and must be unique among the pulls of a function.
 
         **Ranks:** all. **Cost:** (p - 1)/p of the weights received, one all-gather a batch.
         """
@@ -388,7 +383,6 @@ class ShardedRun(StrategyRun):
             shards.current.assign(True)
 
     def consolidate(self) -> None:
-        """Pull, if the weights lack the last update."""
         if not bool(self.shards.current.numpy()):
             self.pull("consolidate")
 

@@ -93,14 +93,7 @@ def lay_out_whole(
 
 
 class WholeShards(Shards):
-    """This rank's variables: copies with the shapes and paths of the weights.
-
-    Args:
-        pulls, pushes: as `lay_out_whole` returns them.
-        weights: by path, in forward order.
-        rank: this rank's position in the group that shares them.
-        known_as: the optimizer's paths of the weights, which need not be unique.
-    """
+    """This rank's variables: copies with the shapes and paths of the weights."""
 
     def __init__(
         self,
@@ -110,6 +103,7 @@ class WholeShards(Shards):
         rank: int,
         known_as: Sequence[str],
     ) -> None:
+        # The optimizer's paths of the weights, which need not be unique
         self._known_as = dict(zip(weights, known_as, strict=True))
         paths = {path for segment in pulls for path, _, _ in segment.parts_of(rank)}
         self._pushes, self._names = list(pushes), [path for path in weights if path in paths]
@@ -130,7 +124,6 @@ class WholeShards(Shards):
 
     @property
     def names(self) -> list[str]:
-        """The paths of this rank's variables."""
         return self._names
 
     @property
@@ -145,16 +138,13 @@ class WholeShards(Shards):
         return self._pushes
 
     def parts(self, position: int) -> list[tuple[str, int, int]]:
-        """Return (path, 0, entries): the variable at a position is one whole weight."""
         path = self._names[position]
         return [(path, 0, self.weights[path].shape.num_elements())]
 
     def entries(self, position: int, tensors: Mapping[str, tf.Tensor]) -> tf.Tensor:
-        """Return the whole tensor of the variable at a position."""
         return tf.convert_to_tensor(tensors[self._names[position]])
 
     def pushed(self, segment: Segment, flat: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Return path -> gradient, from this rank's shard of a pushed segment."""
         gradients, at = {}, 0
         for path, _, size in segment.parts_of(self.rank):
             gradients[path] = tf.reshape(flat[at : at + size], self.weights[path].shape)
@@ -168,11 +158,7 @@ class WholeShards(Shards):
         return self.segments[position].shard_of(tensors, self.rank)
 
     def gather(self, slots: Slots, comm: Comm, group: str) -> WholeSlots:
-        """Return the state of all ranks' optimizers, by whole variable, on rank 0.
-
-        **Ranks:** all, outside of traced code. **Cost:** a broadcast for each state variable, whose
-        shape may differ from its variable's.
-        """
+        # By broadcasts, because a state's shape may differ from its variable's
         states = {
             (name, path): variable.numpy()
             for name, slot in slots.items()
