@@ -99,6 +99,8 @@ def compare(
     setup = Setup(config, tuple(settings or ()), nodes, slots, folder)
     rates = _numbers(bandwidths)
     changes, recipes = _checked(setup, plain, _words(methods))
+    read_links(links)  # Before the trainings, which take hours
+    read_links(plain.links)
     trainings = _trainings(setup, changes, seeds)
     # The compute profile of a step in each phase
     if model is None:
