@@ -111,6 +111,14 @@ def test_tables_rows_and_figure(commands: Commands, recipe: Path) -> None:
     assert (recipe.parent / "out" / "comparison.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("words", [("--links", "none.json"), ("--set", "links=none.json")])
+def test_links_are_read_before_the_first_training(
+    commands: Commands, recipe: Path, words: tuple[str, str]
+) -> None:
+    ended = compare(recipe, "--methods", METHODS, *words)
+    assert "none.json" in str(ended.exception) and not commands.calls
+
+
 def test_each_training_has_its_seed_nodes_and_changes(commands: Commands, recipe: Path) -> None:
     compare(recipe, "--methods", METHODS, "--set", "batch_per_rank=4", "--slots", "3")
     training = [words for words in commands.calls if words[0] == "train"]

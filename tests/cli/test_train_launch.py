@@ -9,12 +9,16 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import warm_ranks
 from launching import QUICK, ROOT
+from typer.testing import CliRunner
 
+from tfcommx.cli.main import app
 from tfcommx.cli.train import LaunchStopper
+from tfcommx.core import DataError
 from tfcommx.launch.horovodrun import Launch, Running
 from tfcommx.launch.hosts import Host
 from tfcommx.launch.rank_output import RankLines
@@ -151,6 +155,14 @@ def test_a_host_without_an_answer_is_named_with_what_to_do(capsys):
     text = "ssh not successful for host node7:\nconnect: timed out\n\n" + TRACEBACK_OF_HOROVODRUN
     failure = shown(text, capsys)[2]
     assert "No answer from node7 (connect: timed out). `ssh node7 true` must" in failure
+
+
+def test_links_are_read_before_ranks_start(tmp_path: Path) -> None:
+    """Only the ranks found that the file was missing, after they had opened the data."""
+    words = ["train", str(ROOT / "configs" / "fashion_mnist.yaml"), "--output", str(tmp_path)]
+    words += ["--processes", "2", "--set", f"links={tmp_path}/none.json"]
+    ended = CliRunner().invoke(app, words)
+    assert isinstance(ended.exception, DataError) and "none.json" in str(ended.exception)
 
 
 # A step an epoch, and two in the last phase, whose batch is half of the others'; a stage of three

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
-from data_helpers import WHOLE, OpenCache, served
+from data_helpers import WHOLE, OpenCache, picture, served
 
+import tfcommx as cx
 from tfcommx.data.disk import Disk, drop, usage
 from tfcommx.data.sources.source import SampleError
 
@@ -75,6 +76,25 @@ def test_a_flipped_byte_in_memory_is_found_and_repaired(folder, shm):
         assert all(cache.slab.intact(i) for i in range(50))
         served(cache.dataset(WHOLE, 2))
         assert cache.report(2)["hit_memory"] == 1
+
+
+@pytest.mark.parametrize("drop_remainder", [True, False])
+def test_an_epoch_of_unreadable_files_alone_is_refused(folder, shm, drop_remainder):
+    """It had batches without samples, on which a model would have trained for nothing."""
+    files = sorted(folder.glob("*/*.jpg"))
+    for file in files:
+        file.write_bytes(b"no picture")
+    spec = cx.BatchSpec(7, 16, drop_remainder=drop_remainder)
+    with OpenCache(folder, shm, on_error="skip") as cache:
+        for _ in range(2):  # The second time the slab knows that they cannot be read
+            with pytest.raises(tf.errors.OpError, match=r"jpg.*format"):
+                list(cache.dataset(spec))
+        with pytest.raises(SampleError, match=r"jpg.*format"):
+            cache.warm()
+    files[0].write_bytes(picture(0))
+    with OpenCache(folder, shm, on_error="skip") as cache:
+        cache.warm()
+        assert sum(len(labels) for _, labels in cache.dataset(WHOLE)) == 1
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])

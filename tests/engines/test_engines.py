@@ -231,6 +231,8 @@ def test_wirings_share_what_they_share() -> None:
 def test_settings_are_checked_and_kept_with_the_links() -> None:
     with pytest.raises(ConfigurationError, match="nics"):
         EngineSettings(nics=0)
+    with pytest.raises(ConfigurationError, match=r"\b256\b.*1000000"):
+        EngineSettings(nics=1_000_000)
     with pytest.raises(ConfigurationError, match="cycle_s"):
         EngineSettings(cycle_s=-1.0)
     with pytest.raises(ConfigurationError, match=r"'ncll'.*'nccl'"):

@@ -236,12 +236,20 @@ def test_errors_name_the_place(write, old, new, received):
         ("data.area=[1, 0.5]", "area"),
         ("data.aspect=[0, 1]", "aspect"),
         ("data.mean=0.5", r"data\.mean: .*\[1, 2\]"),
+        ("data.mean=[0.5, 0.5, 0.5]", r"mean.*\b1 channels"),
+        ("data={name: folder, folder: ., std: [1, 1]}", r"std.*\b3 channels"),
+        ("data={name: arrays, file: a.npz, mean: [0, 0], std: [1, 1, 1]}", r"mean.*\b3 channels"),
     ],
 )
 def test_what_no_batch_can_have_is_refused_before_ranks_start(setting, named):
     """Only the ranks refused it, when they made their first batch."""
     with pytest.raises(RecipeError, match=named):
         read(ROOT / "configs" / "fashion_mnist.yaml", [setting])
+
+
+def test_numbers_for_channels_that_only_the_files_tell_are_accepted():
+    data = "data={name: arrays, file: a.npz, mean: [0, 0], std: [1]}"
+    assert read(SHIPPED, [data]).data.mean == (0, 0)
 
 
 def test_every_error_is_told_at_once(write):

@@ -124,6 +124,20 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
     assert all(row["seconds"]["first_step"] > 5 * row["seconds"]["data"] for row in rows)
 
 
+def test_a_diverged_run_that_is_stopped_names_the_save_that_stays(
+    pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """It printed "and saved", although the finite save before had been kept."""
+    folder = tmp_path / "run"
+    run(folder, recipe(pictures, batch=4), Position(0, 9), monkeypatch)
+    assert "before step 1 of 10 of epoch 2/4, and saved. Add --res" in capsys.readouterr().out
+    diverges = recipe(pictures, batch=4, learning_rate={"peak": 1e38, "warm_up_epochs": 0})
+    run(folder, diverges, Position(1, 5), monkeypatch)
+    printed = capsys.readouterr().out
+    assert "before step 7 of 10 of epoch 2/4, which was not saved." in printed
+    assert "--resume continues before step 1 of 10 of epoch 2/4." in printed
+
+
 def test_weights_are_made_equal_at_each_epochs_end(
     pictures: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:

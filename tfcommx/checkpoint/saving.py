@@ -36,6 +36,7 @@ from tfcommx.checkpoint.files import (
     write_head,
 )
 from tfcommx.checkpoint.records import write_residuals
+from tfcommx.checkpoint.state import not_finite_in
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import CheckpointError, local_path, replacing
@@ -171,7 +172,7 @@ def save(
     for optimizer in wrapped_optimizers(model):
         consolidate(optimizer)
     # Rank 0 alone checks its weights, because it writes the model
-    not_finite = comm.gather_objects(_not_finite(model) if comm.rank == 0 else "")[0]
+    not_finite = comm.gather_objects(not_finite_in(model) if comm.rank == 0 else "")[0]
     if not_finite and heads[0] is not None and heads[0].finite:
         if comm.rank == 0:
             _warn_of_divergence(not_finite, epoch, heads[0], folder)
@@ -220,15 +221,6 @@ def _problem_of(stage: Callable[[], None], model: keras.Model, folder: Path) -> 
     return ""
 
 
-def _not_finite(model: keras.Model) -> str:
-    """Return the path of a variable with a NaN or Inf; "" without one."""
-    for variable in model.weights:
-        is_float = variable.dtype in ("float16", "bfloat16", "float32", "float64")
-        if is_float and not keras.ops.all(keras.ops.isfinite(variable)):
-            return str(variable.path)
-    return ""
-
-
 def _warn_of_divergence(variable: str, epoch: int, newest: Head, folder: Path) -> None:
     log.warning(
         "A checkpoint keeps finite weights. Received a NaN or Inf in %s after %d epochs, which is "
@@ -271,7 +263,7 @@ def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> Non
     number = 0 if before is None else before.save + 1
     older = _older(before, keep)
     with with_centre(model):
-        not_finite = _not_finite(model)
+        not_finite = not_finite_in(model)
         if not_finite and before is not None and before.finite:
             _warn_of_divergence(not_finite, head.epoch, before, folder)
             return

@@ -5,7 +5,8 @@ steps 41 ...                                         a thread writes the copy, a
 step 60          vote: all have written save 40?     yes: 40 is complete, 20 is deleted; copy
                                                      no: vote again after each step
 
-Two saves are kept: the last complete one, and the one that is being written.
+Two saves are kept: the last complete one, and the one that is being written. Weights with a NaN or
+Inf are not written, because a run that has diverged would be restored from them.
 
 `Snapshots` takes them, and `Writing` writes one: to this host's memory, then to the mirror.
 `RestoreRankValues` restores the statistics and metrics of each rank in mid-epoch.
@@ -35,7 +36,7 @@ from tfcommx.checkpoint.newest import RUN, Newest, make_on_all, newest, newest_o
 from tfcommx.checkpoint.place import SnapshotFolder, head_array
 from tfcommx.checkpoint.records import read_own, residual_arrays
 from tfcommx.checkpoint.restoring import load, restored
-from tfcommx.checkpoint.state import copy_model
+from tfcommx.checkpoint.state import copy_model, not_finite_in
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, local_path
 from tfcommx.keras_internals import finalize_layers, statistics_of
@@ -78,6 +79,15 @@ class Captured(NamedTuple):
     model: Mapping[str, np.ndarray] | None
     # True if the mirror needs the model, too, because no other rank writes it
     only_model: bool
+    # Paths of the weights, in order, if all of them must be finite; empty: any values are written
+    finite: tuple[str, ...] = ()
+
+    def check_finite(self) -> None:
+        """Refuse weights with a NaN or Inf. **Raises:** ValueError that names the first one."""
+        for number, path in enumerate(self.finite):
+            weight = (self.model or {}).get(f"weight{number}", np.zeros(0))
+            if weight.dtype.kind == "f" and not np.isfinite(weight).all():
+                raise ValueError(f"a NaN or Inf in {path}")
 
 
 class Writing:
@@ -117,6 +127,8 @@ class Writing:
         saves = {captured.save} | ({keep} if keep is not None else set())
         start, mirrored = time.monotonic(), [residuals_name(captured.save, rank)]
         try:
+            # In this thread, because it costs a pass over the weights
+            captured.check_finite()
             folder.make()  # Because the user may have removed the folder
             folder.keep(saves, rank)
             if captured.model is not None:
@@ -211,6 +223,9 @@ class Snapshots:
         self._writing: Writing | None = None
         # Seconds of the last copy
         self._copying = 0.0
+        # True if the weights were finite when this generation began: a NaN means that they have
+        # diverged since. False also for weights that are infinite by intention, as of a mask
+        self._began_finite = False
         # The save that is complete on all ranks; the number of the next one; True if one is due
         self._whole: int | None = None
         self._next, self._due = 0, False
@@ -279,6 +294,7 @@ class Snapshots:
             load(self.model, checkpoint)
         head = None if checkpoint is None else checkpoint.head
         self.total = 0 if head is None else int(head.notes.get(TOTAL, 0))
+        self._began_finite = self.supervised is not None and not not_finite_in(self.model)
         if checkpoint is not None and checkpoint.source == "memory":
             self._whole, self._next = checkpoint.head.save, checkpoint.head.save + 1
         if self._link is not None:
@@ -423,7 +439,9 @@ class Snapshots:
         writes = self._comm.rank == 0 if sharded else self._writes_model
         own_arrays = {name: np.array(array) for name, array in residual_arrays(self.model).items()}
         model = copy_model(self.model) if writes else None
-        captured = Captured(head.save, {"head": head_array(head), **own_arrays}, model, sharded)
+        finite = tuple(weight.path for weight in self.model.weights) if self._began_finite else ()
+        own = {"head": head_array(head), **own_arrays}
+        captured = Captured(head.save, own, model, sharded, finite)
         self._writing = Writing(captured, self._comm.rank, self.place, self._send, self._whole)
         self._next, self._due = head.save + 1, False
         self._copying = time.monotonic() - start

@@ -98,6 +98,10 @@ def compare(
     setup = Setup(config, tuple(settings or ()), nodes, slots, folder)
     rates = _numbers(bandwidths)
     changes, recipes = _checked(setup, plain, _words(methods))
+    # Before the trainings, which take hours
+    prices = NOMINAL if links is None else Links.read(links)
+    if plain.links is not None:
+        Links.read(plain.links)
     trainings = _trainings(setup, changes, seeds)
     # The compute profile of a step in each phase
     if model is None:
@@ -116,7 +120,6 @@ def compare(
         name: [epoch["steps"] for epoch in rows[0]["epochs"]] for name, rows in trainings.items()
     }
     steps, topology = [], Topology(nodes, slots)
-    prices = NOMINAL if links is None else Links.read(links)
     for rate in sorted({*rates, *([measured_at] if measured_at else [])}):
         at_rate = links_at(rate, prices)
         predicted = {

@@ -12,7 +12,7 @@ from tfcommx.cli.parameters import JsonFile, output_file, write_rows
 from tfcommx.core import ConfigurationError, Links, Profile, Scheme, Topology, write_text
 from tfcommx.planner import merging
 from tfcommx.planner.check import check_scheme
-from tfcommx.planner.choose import candidates, with_codes
+from tfcommx.planner.choose import NOTABLY_FASTER, candidates, with_codes
 from tfcommx.planner.predict import Prediction, Setting, what_helps
 from tfcommx.report.terminal import show_rows
 from tfcommx.simulator import models
@@ -77,6 +77,12 @@ def plan(
     best = ranking[0]
     _show([_row(candidate) for candidate in ranking], what_helps(best.scheme, setting))
     print(f"\npredicted to be the fastest: {advice(best)}")
+    plain = next(candidate for candidate in ranking if candidate.scheme == Scheme())
+    if NOTABLY_FASTER * plain.step_s < best.step_s < plain.step_s:
+        print(
+            f"Its step is {1 - best.step_s / plain.step_s:.1%} shorter than plain Horovod's, less "
+            'than predictions can tell. "auto" would keep plain Horovod: Scheme().'
+        )
     write_rows(json_file, map(_row, ranking))
     if output:
         write_text(output, best.plan.to_json())

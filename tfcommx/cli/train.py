@@ -21,7 +21,8 @@ from tfcommx.cli.environment import load_tensorflow
 from tfcommx.cli.parameters import Changes
 from tfcommx.cli.restart_options import RestartOptions
 from tfcommx.cli.run import carry_out
-from tfcommx.core import LaunchError
+from tfcommx.core import LaunchError, Links
+from tfcommx.launch.commands import is_local
 from tfcommx.launch.horovodrun import Launch
 from tfcommx.launch.hosts import Host, parse_hosts, ranks_on
 from tfcommx.recipes.recipe import Recipe
@@ -172,6 +173,7 @@ def train(
             available = [Host("localhost", processes or restart.max_np or restart.min_np or 1)]
         else:
             available = []
+        check_links(recipe, available)
         if restart.wanted and not dry_run:
             supervise_train(restart, available, processes, in_generation, folder)
         else:
@@ -186,6 +188,15 @@ def train(
         options = {"resume": resume, "minutes": minutes, "terminal": terminal, "alone": alone}
         if train_here(recipe, folder, options) and show_report:
             show_run(folder)
+
+
+def check_links(recipe: Recipe, hosts: list[Host]) -> None:
+    """Refuse a recipe's file of links before ranks start, if one of them would read it here.
+
+    **Raises:** errors of `Links.read`.
+    """
+    if recipe.links is not None and any(is_local(host.name) for host in hosts):
+        Links.read(recipe.links)
 
 
 def dry_run_here(recipe: Recipe, folder: Path) -> None:

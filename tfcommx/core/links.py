@@ -21,6 +21,9 @@ from tfcommx.core.errors import ConfigurationError
 from tfcommx.core.files import local_path, reading
 from tfcommx.core.topology import Topology
 
+# Eight times the adapters of the node that has most, of 32; more are a number of another kind
+MOST_NICS = 256
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -33,7 +36,7 @@ class EngineSettings:
     # Name in the table of `tfcommx.engines`. The default is not a real engine: rings on an idle
     # network, as the papers price them.
     name: str = "ring"
-    # Network adapters of a node, >= 1. The rate of a port is that of all of them together.
+    # Network adapters of a node, in [1, MOST_NICS]. The rate of a port is that of all together.
     nics: int = 1
     # Connection of the ranks of a node, a name in the table of `engines.engine`. NCCL's assumed
     # latencies depend on it.
@@ -46,7 +49,11 @@ class EngineSettings:
     fusion_bytes: int = 2**27
 
     def __post_init__(self) -> None:
-        check_whole("nics", self.nics, least=1)
+        if check_whole("nics", self.nics, least=1) > MOST_NICS:
+            raise ConfigurationError(
+                f"`nics` must be at most {MOST_NICS}, the network adapters of one node. Received "
+                f"{self.nics}."
+            )
         check_whole("fusion_bytes", self.fusion_bytes, least=0)
         check_number("cycle_s", self.cycle_s, ">= 0")
 

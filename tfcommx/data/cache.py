@@ -278,9 +278,11 @@ class DataCache:
             return samples
 
         def load(samples: tf.Tensor, epoch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-            return *self._loader.load(samples, epoch, spec), epoch
+            return *self._loader.load(samples, epoch, spec, of_epoch), epoch
 
-        indices = request.indices(weak_method(self, share), len(self.share(0, False)))
+        length = len(self.share(0, False))
+        of_epoch = int(order.batch_bounds(length, spec.batch, request.steps)[-1])
+        indices = request.indices(weak_method(self, share), length)
         at_once, ready = prefetch_sizes(self._loader.batch_bytes(spec), self._threads())
         batches = indices.map(load, num_parallel_calls=at_once, deterministic=True).prefetch(ready)
         # Without the cardinality, Keras reports at the first end of a validation that training is

@@ -61,6 +61,8 @@ class Filler:
         self.counts: dict[int, Counter[str]] = {}
         # Sample -> error message
         self.unreadable: dict[int, str] = {}
+        # Epoch -> skipped samples
+        self._skipped: dict[int, set[int]] = {}
         self._lock = threading.Lock()
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "tfcommx-fill")
@@ -122,11 +124,12 @@ class Filler:
         encoded: np.ndarray,
         labels: np.ndarray,
         level: np.ndarray,
+        of_epoch: int = 0,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Count the samples of the native fill, write them to disk; return the `fetch` of the rest.
 
         Args:
-            samples, state: as in `read_files`.
+            samples, state, of_epoch: as in `fetch`.
             remaining: result of `batches.fill`, uint8 [b].
             encoded, labels, level: results of `read_files`.
         """
@@ -136,20 +139,24 @@ class Filler:
             # A sample that another process stored is written to disk by that process
             if self.disk is not None and level[i] == FROM_SOURCE and remaining[i] == 0:
                 self.disk.write(int(samples[i]), int(labels[i]), encoded[i])
-        return self.fetch(samples, np.where(remaining == FILLED_BY_OTHER, 0, remaining), epoch)
+        remaining = np.where(remaining == FILLED_BY_OTHER, 0, remaining)
+        return self.fetch(samples, remaining, epoch, of_epoch)
 
     def fetch(
-        self, samples: np.ndarray, state: np.ndarray, epoch: int
+        self, samples: np.ndarray, state: np.ndarray, epoch: int, of_epoch: int = 0
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Load a batch's missing samples, of any format.
 
         Args:
             samples, state: as in `read_files`.
+            of_epoch: samples of this rank in the epoch; 0: unknown.
 
         Returns:
             The samples that can be read, int64 [b' <= b]; the records of those that do not fit into
             the slab, uint8 [m]; and the byte offset of each sample's record, int64 [b'], -1 for
             samples in the slab.
+
+        **Raises:** SampleError, with "skip", once none of an epoch's samples can be read.
         """
         missing = np.flatnonzero(state)
         work = [(int(samples[i]), state[i] == DAMAGED, int(epoch)) for i in missing]
@@ -163,6 +170,8 @@ class Filler:
                 at[i] = length
                 loose.append(record)
                 length += len(record)
+        if not keep.all():
+            self._require_some(samples[~keep], int(epoch), int(of_epoch))
         return samples[keep], np.frombuffer(b"".join(loose), np.uint8), at[keep]
 
     def _bring(self, sample: int, damaged: bool, epoch: int) -> bytes | None:
@@ -222,6 +231,23 @@ class Filler:
         if isinstance(error, SampleError):
             self.slab.mark_unreadable(sample)
 
+    def _require_some(self, skipped: np.ndarray, epoch: int, of_epoch: int) -> None:
+        """Record skipped samples; refuse an epoch without any others.
+
+        **Raises:** SampleError with the reason of the first.
+        """
+        with self._lock:
+            of_all = self._skipped.setdefault(epoch, set())
+            of_all.update(skipped.tolist())
+            if not of_epoch or len(of_all) < of_epoch:
+                return
+            first = next(iter(self.unreadable.values()), "")
+        first = first or f"{self.source.where(int(skipped[0]))}, by another process."
+        raise SampleError(
+            f"Samples that can be read are required. on_error='skip' has left out all {of_epoch:,} "
+            f"of this rank in an epoch, the first: {first} Check the source and its mount."
+        )
+
     def _warn_of_no_room(self) -> None:
         if self.partial:
             return
@@ -251,16 +277,22 @@ class Loader:
         self._finish = weak_method(self, lambda loader, *args: loader.filler.finish(*args))
 
     def load(
-        self, samples: tf.Tensor, epoch: tf.Tensor, spec: BatchSpec
+        self, samples: tf.Tensor, epoch: tf.Tensor, spec: BatchSpec, of_epoch: int
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return (images spec.dtype [b, h, w, c], labels int64 [b]) of a batch."""
+        """Return (images spec.dtype [b, h, w, c], labels int64 [b]) of a batch.
+
+        Args:
+            of_epoch: samples of this rank in the epoch.
+        """
         import tensorflow as tf
 
         slab, options = self.slab, self.options
         state = batches.check(slab, samples, epoch, options.verify, options.seed)
         present = (samples, tf.zeros([0], tf.uint8), -tf.ones_like(samples))
         samples, loose, at = tf.cond(
-            tf.reduce_any(state > 0), lambda: self._bring(samples, state, epoch), lambda: present
+            tf.reduce_any(state > 0),
+            lambda: self._bring(samples, state, epoch, of_epoch),
+            lambda: present,
         )
         images, labels, _ = batches.read(
             slab, samples, loose, at, epoch, spec, self.source.channels, options.seed
@@ -268,7 +300,7 @@ class Loader:
         return self._with_static_shape(images, labels, spec)
 
     def _bring(
-        self, samples: tf.Tensor, state: tf.Tensor, epoch: tf.Tensor
+        self, samples: tf.Tensor, state: tf.Tensor, epoch: tf.Tensor, of_epoch: int
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Load the samples missing by `state`, natively if possible; return as `Filler.fetch`."""
         import tensorflow as tf
@@ -277,7 +309,7 @@ class Loader:
             self._read, [samples, state], [tf.string, tf.int64, tf.uint8]
         )
         remaining = self._fill(encoded, samples, labels, state)
-        arguments = [samples, state, remaining, epoch, encoded, labels, level]
+        arguments = [samples, state, remaining, epoch, encoded, labels, level, of_epoch]
         result = tf.numpy_function(self._finish, arguments, [tf.int64, tf.uint8, tf.int64])
         for tensor in result:
             tensor.set_shape([None])
@@ -334,7 +366,9 @@ class Loader:
             state = check(chunk)
             files, labels, level = self.filler.read_files(chunk, state)
             remaining = fill(files, chunk, labels, state)
-            self.filler.finish(chunk, state, remaining, -1, files, labels, level)
+            self.filler.finish(
+                chunk, state, remaining, -1, files, labels, level, of_epoch=len(samples)
+            )
             yield
 
 

@@ -283,13 +283,13 @@ def surround_steps(surroundings: Surroundings) -> None:
     """
 
     def surrounded(take: Callable[..., Any]) -> Callable[..., Any]:
-        @tf.autograph.experimental.do_not_convert
         @functools.wraps(take)
         def take_surrounded(self: keras.optimizers.Optimizer, *args: Any, **kwargs: Any) -> Any:
             with surroundings(self):
                 return take(self, *args, **kwargs)
 
-        return take_surrounded
+        unconverted: Callable[..., Any] = tf.autograph.experimental.do_not_convert(take_surrounded)
+        return unconverted
 
     # Both, because a class may override either
     for name in ("apply", "apply_gradients"):

@@ -247,7 +247,7 @@ class RequestedPlan:
         **Raises:** PlanError for a given plan of other variables.
         """
         if self._given_plan:
-            gradients = self._asked(variables).gradients
+            gradients = self._request(variables).gradients
             require_coverage(
                 self._given_plan, {gradient.path: gradient.entries for gradient in gradients}
             )

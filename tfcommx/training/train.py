@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx import callbacks, checkpoint, report
+from tfcommx.checkpoint.files import read_own_head
 from tfcommx.checkpoint.newest import newest_of_run
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.callbacks import (
@@ -170,14 +171,22 @@ def scaled_steps(count: int, run: Run, saved: checkpoint.Head) -> int:
 
 
 def print_stop(run: Run, stopped: dict[str, Any]) -> None:
-    if run.comm.rank == 0:
-        steps = run.steps_of(stopped["epoch"])
-        print(
-            f"Stopped by {stopped['reason']}, before step {stopped['step'] + 1} of {steps} of "
-            f"epoch {stopped['epoch'] + 1}/{run.recipe.epochs}, and saved. "
-            "Add --resume to continue.",
-            flush=True,
-        )
+    """Print on rank 0 the position of the stop, and the position from which --resume continues."""
+    if run.comm.rank:
+        return
+    stop, head = Position(stopped["epoch"], stopped["step"]), read_own_head(run.checkpoint)
+    saved = Position(0) if head is None else Position(head.epoch + 1, head.step)
+    # A run that has diverged keeps the save before; one without room may have none of its end
+    result = "and saved. Add --resume to continue."
+    if saved != stop:
+        result = f"which was not saved. --resume continues before {_words(run, saved)}."
+    print(f"Stopped by {stopped['reason']}, before {_words(run, stop)}, {result}", flush=True)
+
+
+def _words(run: Run, position: Position) -> str:
+    """Return the step and the epoch of a position in words, both from 1."""
+    steps = run.steps_of(position.epoch)
+    return f"step {position.step + 1} of {steps} of epoch {position.epoch + 1}/{run.recipe.epochs}"
 
 
 def compile_model(model: keras.Model, run: Run, scheme: cx.Scheme) -> keras.optimizers.Optimizer:

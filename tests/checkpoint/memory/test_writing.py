@@ -35,6 +35,28 @@ def test_a_folder_that_is_gone_is_made_again(tmp_path: Path) -> None:
     assert "No such file" in write(nowhere, 3).problem
 
 
+def test_a_diverged_model_does_not_replace_the_snapshot_before(tmp_path: Path) -> None:
+    """A NaN was mirrored, and the snapshot before it deleted: a restart continued from NaN."""
+    place, model = SnapshotFolder(tmp_path / "memory", Path("run")), {"weight0": np.ones(3)}
+
+    def captured(save: int, last: float, finite: tuple[str, ...]) -> Captured:
+        own = {"head": head_array(Head(save, -1, 1, 5, 12, {}))}
+        diverged = {**model, "weight1": np.array([1, last]), "weight2": np.array([2], np.int32)}
+        return Captured(save, own, diverged, False, finite)
+
+    paths, sent = ("first", "last/kernel", "count"), []
+    for save, value, keep in ((1, 0.0, None), (2, np.nan, 1), (3, np.inf, 1)):
+        files = lambda names, _: sent.append(names)  # noqa: E731
+        writing = Writing(captured(save, value, paths), 0, place, files, keep)
+        writing.wait()
+        assert ("last/kernel" in writing.problem) == (save > 1)
+    assert list(place.held()) == [1] and len(sent) == 1
+    # A mask's weights are infinite by intention
+    writing = Writing(captured(4, -np.inf, ()), 0, place, None, 1)
+    writing.wait()
+    assert not writing.problem and list(place.held()) == [1, 4]
+
+
 def test_any_failure_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that ended with a MemoryError had no problem: its snapshot counted as whole."""
 

@@ -34,7 +34,8 @@ def check_head(data: bytes, max_pixels: int) -> None:
     **Raises:** SampleError.
     """
     if data.startswith(PNG) and len(data) > 24:
-        check_pixels(*struct.unpack_from(">II", data, 16), max_pixels)
+        width, height = struct.unpack_from(">II", data, 16)
+        check_pixels(width, height, max_pixels)
         if data[24] > 8:
             raise SampleError(
                 f"a PNG of at most 8 bits a channel is required; this one has {data[24]}, of which "

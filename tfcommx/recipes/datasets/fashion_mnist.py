@@ -205,6 +205,8 @@ class FashionMnist(PictureDataset):
     They are enlarged for resolutions above 28.
     """
 
+    channels = 1
+
     name: Literal["fashion_mnist"] = "fashion_mnist"
     # Folder of the four files; None: the cache folder or Debian's, filled by a download if needed
     folder: Path | None = None

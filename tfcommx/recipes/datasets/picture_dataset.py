@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,6 +20,9 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 class PictureDataset(RecipePart):
     """Settings for keeping pictures in the data cache and for making batches of them."""
+
+    # Channels of the pictures; None: known only once they are open
+    channels: ClassVar[int | None] = None
 
     # Folder of shared memory that holds one copy for all ranks of a node
     memory: Path = Path("/dev/shm")
@@ -61,7 +64,10 @@ class PictureDataset(RecipePart):
     @model_validator(mode="after")
     def _makes_batches(self) -> Self:
         """Refuse values that no batch can have here, because ranks make the first one."""
-        self.train_spec(1, 1, 3)
+        # One number is for all channels
+        several = [len(values) for values in (self.mean, self.std) if len(values) > 1]
+        channels = self.channels or max(several, default=1)
+        self.train_spec(1, 1, channels).check_channels(channels)
         return self
 
     def train_spec(self, batch: int, resolution: int, channels: int) -> BatchSpec:

@@ -137,6 +137,8 @@ class Photos(PictureDataset):
 class ImageNet(Photos):
     """ImageNet 2012 in its usual shards, train-00000-of-01024 and validation-00000-of-00128."""
 
+    channels = 3
+
     name: Literal["imagenet"] = "imagenet"
     # Folder of all shards
     folder: Path
@@ -156,6 +158,8 @@ class ImageNet(Photos):
 
 class ClassFolders(Photos):
     """A folder with a folder for each split, each of which has a folder for each class."""
+
+    channels = 3
 
     name: Literal["folder"] = "folder"
     folder: Path
