@@ -127,7 +127,15 @@ class Comm(abc.ABC):
     def allreduce(
         self, tensor: tf.Tensor, group: str, name: str, counted: bool = True
     ) -> tf.Tensor:
-        """Return the sum over the group, of the same dtype and shape; `counted` as traffic.
+        """Sum over the group; `counted` as traffic.
+
+        Args:
+            tensor: any shape that is known while tracing.
+            group: world, node or peers.
+            name: equal on all members.
+
+        Returns:
+            The sum, on every member; same dtype and shape.
 
         **Ranks:** all members. **Cost:** sends 2 (p - 1)/p of the buffer.
         **Raises:** PlanError for an unknown shape and for more than 2^31 - 1 entries, as all
@@ -213,7 +221,11 @@ class Comm(abc.ABC):
     ) -> tf.Tensor:
         """Return the tensor of rank `root` on every rank of the world.
 
-        It is `counted` if it is part of the training steps, and therefore of their traffic.
+        Args:
+            tensor: of equal dtype and shape on all ranks.
+            root: the rank whose tensor counts.
+            name: equal on all ranks.
+            counted: True if it is part of the training steps, and therefore of their traffic.
 
         **Ranks:** all. **Cost:** every other rank receives it once, as along a chain.
         """

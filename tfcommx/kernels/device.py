@@ -39,6 +39,9 @@ def compare_with_cpu(device: str) -> None:
     Every kernel that changes gradients, residuals or weights is compared once, with each type and
     rule that has separate code on a GPU, because drivers and GPUs differ.
 
+    Args:
+        device: TensorFlow's name of the device, such as "/gpu:0".
+
     **Ranks:** local.
     **Cost:** 0.4 s of processor time if the device is the CPU, most of it for a selection from 12.6
     million entries, which needs four times 50 MB on each device. On an H100 0.5 s.

@@ -44,7 +44,11 @@ def consolidate(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def consolidate_weights(optimizer: keras.optimizers.Optimizer) -> None:
-    """Make weights, and their moving averages, whole and equal on all ranks, as `consolidate`."""
+    """Make weights, and their moving averages, whole and equal on all ranks; no other state.
+
+    **Ranks:** all, between the same two steps, outside of traced code. **Cost:** as `consolidate`.
+    **Raises:** RuntimeError if the optimizer is not wrapped.
+    """
     exchanger_in(optimizer).consolidate(moving_averages(optimizer))
 
 

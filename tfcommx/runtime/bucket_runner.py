@@ -88,9 +88,22 @@ def clip_before_accumulation(
 ) -> list[tf.Tensor]:
     """Scale a rank's gradients together so that their result over the ranks has about this norm.
 
+    The limit of one rank is norm / sqrt(ranks) for "sum", because squared norms of independent
+    gradients add up, and norm * sqrt(ranks) for "average", which divides by the number of ranks
+    afterwards. If the joint norm is NaN or infinite, the gradients stay unchanged.
+
     >>> (clipped,) = clip_before_accumulation([tf.constant([3.0, 4.0])], norm=1.0, ranks=4)
     >>> print(clipped.numpy().round(3))
     [0.3 0.4]
+
+    Args:
+        gradients: float, any shapes.
+        norm: the largest norm of the sum (or average) over the ranks, > 0.
+        ranks: number of ranks, >= 1.
+        operation: "sum" or "average" over the ranks.
+
+    Returns:
+        The gradients, scaled by one factor in (0, 1], with their shapes and dtypes.
 
     **Ranks:** local. **Cost:** two passes; no gradient is returned before the last one exists.
     **Raises:** ConfigurationError for a norm or a number of ranks out of range.

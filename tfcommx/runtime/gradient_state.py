@@ -142,22 +142,35 @@ def variable_sizes(plan: Plan) -> dict[str, int]:
 
 
 class Executor(Protocol):
-    """Exchanges the gradients of a set of variables; keeps their state between steps.
-
-    The members are documented in `executor.PlanExecutor`.
-    """
+    """Exchanges the gradients of a set of variables; keeps their state between steps."""
 
     comm: Comm
 
-    # The plan, or the main one of several
     @property
-    def plan(self) -> Plan: ...
-    # The plans that take turns: usually one
+    def plan(self) -> Plan:
+        """The plan, or the main one of several."""
+
     @property
-    def plans(self) -> list[Plan]: ...
-    def exchange(self, gradients: Mapping[str, Any]) -> dict[str, Any]: ...
-    def follow_rate(self, rate: Any) -> None: ...
-    def export(self, variables: Set[str] | None = None) -> GradientState: ...
-    def load(self, state: GradientState) -> GradientState: ...
-    def clear(self, variables: Set[str]) -> None: ...
-    def dense_bytes_between_nodes(self) -> float: ...
+    def plans(self) -> list[Plan]:
+        """The plans that take turns: usually one."""
+
+    def exchange(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the average (or sum) over all ranks of each gradient. **Ranks:** all."""
+
+    def follow_rate(self, rate: Any) -> None:
+        """Record the step's learning rate, a float scalar, before `exchange`."""
+
+    def export(self, variables: Set[str] | None = None) -> GradientState:
+        """Return a copy of this rank's state of these variables; None: of all."""
+
+    def load(self, state: GradientState) -> GradientState:
+        """Add a state of any plan before the first step; return the part that does not fit here.
+
+        **Ranks:** all, outside of traced code.
+        """
+
+    def clear(self, variables: Set[str]) -> None:
+        """Set the residuals and velocities of these variables to 0. Outside of traced code."""
+
+    def dense_bytes_between_nodes(self) -> float:
+        """Return the bytes plain Horovod would have sent between nodes for the steps so far."""

@@ -17,7 +17,16 @@ class All:
     """Every entry, whatever its magnitude."""
 
     def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
-        """Choose all n entries. **Cost:** one pass at most. **Raises:** PlanError if k is not n."""
+        """Choose all n entries of the gradient.
+
+        Args:
+            gradient: float [n].
+            k: n.
+            seed: not used.
+
+        **Cost:** one pass at most.
+        **Raises:** PlanError if k is not n.
+        """
         size = traced.length(gradient)
         if isinstance(size, int) and isinstance(k, int) and k != size:
             raise PlanError(

@@ -107,7 +107,12 @@ def take(running: PlanExecutor, gradients: Values) -> Step:
 
 
 def check_on_sparse_routes(name: str, **named: Any) -> None:
-    """Check the laws for a scheme of these fields, on every sparse route."""
+    """Check the laws for a scheme, on every sparse route, on one node and on several.
+
+    Args:
+        name: of the member, for messages.
+        named: fields of the scheme: its selection, and others that differ from the default.
+    """
     for route in routes.SPARSE.values():
         # Two buckets, because the last kernel alone has more than 2000 bytes
         scheme = Scheme(route.name, density=0.1, dense_below=8, bucket_bytes=2000, **named)

@@ -34,8 +34,13 @@ def small_cnn(
 ) -> keras.Model:
     """Build a convolutional network that takes pictures of any size.
 
+    Args:
+        filters, residual: as in `SmallCnn`.
+        classes: number of outputs, which are logits.
+        channels: channels of the pictures.
+
     Returns:
-        A model of float32 [n, h, w, channels] in [0, 255] -> logits, float32 [n, classes].
+        A model of float32 [n, h, w, channels] in [0, 255] -> float32 [n, classes].
     """
     import keras
     from keras import layers
