@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tfcommx import report
 from tfcommx.report.progress import ProgressDisplay
-from tfcommx.report.summary import PARTS, ReportError, phase_rows
+from tfcommx.report.summary import PARTS, ReportError, bytes_text, phase_rows
 
 
 def row(epoch: int, resolution: int, route: str, **more) -> dict:
@@ -127,6 +127,12 @@ def test_rows_of_an_earlier_process_may_lack_the_score_and_the_clock(summary):
     ):
         found = {**summary, "target": report.time_to_target(rows, "bleu", at_least)}
         assert text in shown(found)
+
+
+def test_bytes_just_below_a_unit_are_shown_in_it():
+    """999,600 bytes were "1e+03 kB", because three digits round them up to the next unit."""
+    counts = (999.4, 999.6, 999_600, 999_999_999, 5e12)
+    assert [bytes_text(count) for count in counts] == ["999 B", "1 kB", "1 MB", "1 GB", "5000 GB"]
 
 
 def test_drifted_replicas_cannot_be_overlooked(summary):

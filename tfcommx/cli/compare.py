@@ -97,6 +97,7 @@ def compare(
     folder = output or Path("runs") / f"compare_{plain.name}"
     setup = Setup(config, tuple(settings or ()), nodes, slots, folder)
     rates = _numbers(bandwidths)
+    # Before the first training, because all of them take hours
     changes, recipes = _checked(setup, plain, _words(methods))
     # Before the trainings, which take hours
     prices = NOMINAL if links is None else Links.read(links)
@@ -174,7 +175,7 @@ def _numbers(text: str) -> list[float]:
 def _checked(
     setup: Setup, plain: Recipe, words: list[str]
 ) -> tuple[dict[str, list[str]], dict[str, Recipe]]:
-    """Return each method's changes, and the recipe with them, before the first training."""
+    """Return each method's changes, and the recipe with them."""
     epochs = [phase.epochs for phase in plain.phases]
     as_settings = plain.strategy.model_dump() if isinstance(plain.strategy, RecipePart) else None
     changes, recipes = {}, {}

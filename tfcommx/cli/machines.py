@@ -88,6 +88,7 @@ def machines(
     """Compare machines: step time, throughput, and the cost of an epoch, with the best scheme."""
     start = time.monotonic()
     offers = read_offers(file)
+    # Before the simulations, which may take minutes
     if figure and not offers.prices:
         raise ConfigurationError(
             f"`--figure` draws costs: {file} needs `epoch_samples` and prices."
@@ -280,6 +281,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
     names = list(row)
+    # The settings between name and ranks, some of which only this file varies
     tells_apart = names[1 : names.index("ranks")]
     within = "-".join(f"{1e3 * row[name]:.0f}" for name in INTERVAL)
     costs = {}

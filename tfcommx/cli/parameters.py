@@ -50,6 +50,7 @@ def check_output(path: Path, picture: bool = False) -> Path:
         raise ConfigurationError(
             f"The name of a picture must end with {', '.join(PICTURES)}. Received {str(path)!r}."
         )
+    # The nearest folder that exists, because the others are made when the file is written
     existing = next(part for part in (path, *path.absolute().parents) if part.exists())
     reason = ""
     if existing == path and path.is_dir():

@@ -83,6 +83,7 @@ class RestartOptions(NamedTuple):
         return SupervisorOptions(
             fewest=fewest,
             most=self.max_np or (None if self.host_discovery_script else ranks),
+            # The first generation has -np ranks, and only later ones may have fewer
             first=max(fewest, ranks or fewest),
             reset_limit=self.reset_limit,
             cooldown=self.blacklist_cooldown_range or COOLDOWN_SECONDS,

@@ -133,7 +133,7 @@ class Settings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
-            if value is not None or field.default is not None:
+            if value is not None or field.default is not None:  # None only where it is the default
                 object.__setattr__(self, name, _checked(name, value, KINDS[name]))
         for name in ("between_gbit", "inside_gbytes", "bucket_mbytes"):
             if (value := getattr(self, name)) is not None:

@@ -154,6 +154,7 @@ def train(
     folder = output or Path("runs") / recipe.name
     alone = () if baseline is None else tuple(read_alone(baseline))
     if processes or hosts or restart.wanted:
+        # This process shows the report, because it knows the terminal's width
         words = ["train", str(config), "--output", str(folder), "--no-report"]
         words += [word for change in changes for word in ("--set", change)]
         words += ["--dry-run"] * dry_run

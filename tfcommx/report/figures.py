@@ -100,6 +100,7 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
     ['a, between_gbit 10', 'a, between_gbit 25']
     """
     names = list(rows[0])
+    # Models have panels, and nodes are the points of a line
     listed = [x for x in names[1 : names.index("ranks")] if x not in ("model", "nodes")]
     lines: dict[str, list[Row]] = {}
     for row in rows:

@@ -220,11 +220,12 @@ def bytes_text(count: float) -> str:
     >>> bytes_text(1234), bytes_text(2e6), bytes_text(0)
     ('1.23 kB', '2 MB', '0 B')
     """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+    # From 999.5 on, three digits round to the next unit, and would be written as 1e+03
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
         count /= 1000
-    raise AssertionError
+    return f"{count:.3g} GB" if count < 999.5 else f"{count:.0f} GB"
 
 
 def time_text(seconds: float) -> str:

@@ -203,15 +203,17 @@ class RankZeroListener:
         self._heard = heard
         # The generation is a part of the proof, because a rank of an earlier one may still live
         handshake = Handshake(run_secret.secret, PROTOCOL, (run_secret.run, str(generation)))
-        listening, places = listen(interfaces, local)
+        self._listening, places = listen(interfaces, local)
         self._rank_0: socket.socket | None = None
         self.variables = {
             "TFCOMMX_RUN": run_secret.run,
             "TFCOMMX_GENERATION": str(generation),
-            "TFCOMMX_SUPERVISOR": f"{','.join(places)}:{listening.getsockname()[1]}",
+            "TFCOMMX_SUPERVISOR": f"{','.join(places)}:{self._listening.getsockname()[1]}",
             "TFCOMMX_SUPERVISOR_SECRET": run_secret.secret,
         }
-        self._entrance = Entrance(listening, handshake, HANDSHAKE_SECONDS, self._hear, CALLERS)
+        self._entrance = Entrance(
+            self._listening, handshake, HANDSHAKE_SECONDS, self._hear, CALLERS
+        )
 
     def pause(self, reason: str) -> bool:
         """Ask the ranks to save and end; return True if the request was sent to rank 0."""
