@@ -66,6 +66,14 @@ def test_groups() -> None:
     assert topology.group("world", 4) == (0, 1, 2, 3, 4, 5)
 
 
+def test_a_topology_has_whole_numbers() -> None:
+    """A topology of NumPy's numbers made a plan that could not be written as JSON."""
+    assert json.dumps(dataclasses.asdict(Topology(np.int64(2), 3.0)))
+    for wrong in (1.5, "2", True):
+        with pytest.raises(ConfigurationError, match="`nodes`"):
+            Topology(wrong, 1)
+
+
 def test_unequal_slots_are_named() -> None:
     topology = Topology.of_hosts(["red", "red", "blue"])
     assert topology.size == 3

@@ -38,6 +38,7 @@ def test_processes_that_the_launcher_has_bound_read_with_all_of_their_processors
         dict(on_error="no"),
         dict(reshuffle_fraction=1.5),
         dict(threads=2.5),
+        dict(partial="no"),
     ],
 )
 def test_bad_options_are_refused(bad):
@@ -70,6 +71,7 @@ def test_whole_numbers_of_any_kind_are_taken_and_other_things_named():
         dict(flip="no"),
         dict(shuffle=None),
         dict(drop_remainder=0),
+        dict(center="0.875"),
         dict(area=(0.1,)),
         dict(area=(0.1, 0.2, 0.3)),
         dict(aspect=(1, float("inf"))),

@@ -5,10 +5,7 @@
       residuals-0040-rank-0002.npz        state of rank 2 alone, and the head of the save
       residuals-0040-rank-0006.npz        the same for a rank on the previous host: a mirror
 
-A file receives its name when it is complete; as a zip file it has the checksums of its arrays. Each
-process that uses the run's folder holds a shared flock on it, which the kernel drops when the
-process dies. The sweep of another run removes only folders that it can lock exclusively, which also
-protects processes that it cannot see, as in another container.
+A file receives its name when it is complete; as a zip file it has the checksums of its arrays.
 """
 
 from __future__ import annotations
@@ -180,6 +177,8 @@ def _hold(memory: Path) -> None:
     if before is not None and is_still_at(memory, before):
         os.close(open_private(memory))  # Checks the owner again
         return
+    # The kernel drops the shared lock when the process dies. A sweep removes only folders that it
+    # can lock exclusively, which also protects processes that it cannot see, as in a container
     while True:
         opened = open_private(memory)
         fcntl.flock(opened, fcntl.LOCK_SH)

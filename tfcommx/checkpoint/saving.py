@@ -7,10 +7,9 @@
       residuals-0003-rank-0000.npz     one per rank: residuals and velocities in the order of its
                                        plans; sums of gradients; seeds
 
-Each save has the next number, even if an epoch is saved twice, so that no file of the checkpoint in
-checkpoint.json is ever replaced. A run that is killed while it saves, or has no disk space, leaves
-either the previous checkpoint or the new one intact. A second run is refused (lock.py), because it
-would delete the files of the first.
+A run that is killed while it saves, or has no disk space, leaves either the previous checkpoint or
+the new one intact. A second run is refused (lock.py), because it would delete the files of the
+first.
 """
 
 from __future__ import annotations
@@ -168,6 +167,7 @@ def save(
     if folder not in _claimed.get(comm, {}):
         claim(folder)
         heads = read_heads(folder)  # Another run may have saved until now
+    # The next one, even if an epoch is saved twice, so that no file in use is ever replaced
     number = max((head.save + 1 for head in heads if head is not None), default=0)
     for optimizer in wrapped_optimizers(model):
         consolidate(optimizer)

@@ -1,9 +1,7 @@
 """Warn of Keras optimizers that take steps without an exchange in a launch of several ranks.
 
 A model that is loaded, copied or unpickled has a plain optimizer, and trains on each rank alone if
-the user does not wrap it again. Therefore the calls that take Keras's steps are recorded. Because a
-traced step calls them only once, while it is traced, a thread then polls the optimizer's count of
-steps, often enough for short runs, and once more at the end of the process.
+the user does not wrap it again. Therefore the calls that take Keras's steps are recorded.
 """
 
 from __future__ import annotations
@@ -118,6 +116,8 @@ class UnwrappedOptimizers:
                 return
             row = optimizer.name, weakref.ref(optimizer), count, int(count)
             self._traced[id(optimizer)] = row
+        # A traced step calls this only once, while it is traced. The thread polls the optimizer's
+        # count of steps, often enough for short runs, and once more at the end of the process
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._look_often, name="tfcommx-unwrapped", daemon=True

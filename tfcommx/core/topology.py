@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from tfcommx.core.checks import check_name
+from tfcommx.core.checks import check_name, check_whole
 from tfcommx.core.errors import PlanError
 
 GROUPS = ("world", "node", "peers")
@@ -32,6 +32,9 @@ class Topology:
     uneven: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
+        # NumPy's numbers become Python's, because plans are written as JSON
+        for name in ("nodes", "slots"):
+            object.__setattr__(self, name, check_whole(name, getattr(self, name)))
         if self.nodes < 1 or self.slots < 1:
             raise PlanError(
                 f"A topology needs nodes >= 1 and slots >= 1. Received nodes={self.nodes}, "

@@ -67,6 +67,7 @@ class BatchSpec:
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         for name in ("flip", "shuffle", "drop_remainder"):
             object.__setattr__(self, name, _truth(name, getattr(self, name)))
+        object.__setattr__(self, "center", check_number("center", self.center, "in (0, 1]"))
         self._check_crop()
         self._check_values()
 
@@ -85,11 +86,10 @@ class BatchSpec:
         if (
             not 0 < self.area[0] <= self.area[1] <= 1
             or not 0 < self.aspect[0] <= self.aspect[1] < math.inf
-            or not 0 < self.center <= 1
         ):
             raise ConfigurationError(
-                "`area` must be ascending in (0, 1], `aspect` ascending and > 0, `center` in "
-                f"(0, 1]. Received area={self.area}, aspect={self.aspect}, center={self.center}."
+                "`area` must be ascending in (0, 1], `aspect` ascending and > 0. Received "
+                f"area={self.area}, aspect={self.aspect}."
             )
 
     def _check_values(self) -> None:
@@ -179,6 +179,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_name("on_error", self.on_error, ON_ERROR)
+        object.__setattr__(self, "partial", _truth("partial", self.partial))
         object.__setattr__(self, "seed", check_whole("seed", self.seed))
         object.__setattr__(self, "max_pixels", check_whole("max_pixels", self.max_pixels, least=1))
         for name in ("store", "memory_bytes", "threads"):

@@ -1,8 +1,4 @@
-"""LARS for all variables in two passes: their squared norms, then the update by their rates.
-
-Every rank, device and number of threads gets the same bits, because the squares are added in an
-order that depends only on a tensor's size; see ops/kernels/norms.h.
-"""
+"""LARS for all variables in two passes: their squared norms, then the update by their rates."""
 
 from __future__ import annotations
 
@@ -44,6 +40,8 @@ def squared_norms_definition(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _squared_norm(tensor: tf.Tensor) -> tf.Tensor:
+    # Added in an order that depends only on the tensor's size (ops/kernels/norms.h), so that every
+    # rank, device and number of threads gets the same bits
     flat = tf.cast(tf.reshape(tensor, [-1]), tf.float32)
     if flat.shape[0] == 0:
         return tf.constant(0.0)

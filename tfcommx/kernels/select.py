@@ -1,8 +1,4 @@
-"""Select: k entries of a gradient by magnitude, with and without error feedback.
-
-The definitions compare magnitudes as the bits of |x|, taken as an integer, because the order of
-finite floats is the same and no denormal is lost in the comparison.
-"""
+"""Select: k entries of a gradient by magnitude, with and without error feedback."""
 
 from __future__ import annotations
 
@@ -198,7 +194,8 @@ def below(seed: Any, count: tf.Tensor) -> tf.Tensor:
 
 
 def _keys(x: tf.Tensor) -> tf.Tensor:
-    """Return the bits of |x| as int32 [n], for float32 [n]; the order is that of the magnitudes."""
+    """Return the bits of |x| as int32 [n], for float32 [n]."""
+    # In the order of the magnitudes; a comparison of floats may take all denormals for zero
     return tf.bitwise.bitwise_and(tf.bitcast(x, tf.int32), 0x7FFFFFFF)
 
 

@@ -58,9 +58,6 @@ def default_bucket_bytes(prices: Prices | None, stream_bytes: int, fused: bool) 
     """Return the size of buckets that suits a stream of gradients, if the user requests none.
 
     A smaller bucket hides more behind the backward pass, a larger one pays its latency less often.
-    Where Horovod fuses waiting buckets, small ones cost nothing. Elsewhere a size is doubled until
-    latency no longer makes all buckets much slower than a single one, or at most four are left. The
-    number of buckets is limited, because each takes part in the engine's negotiation.
 
     Args:
         prices: of the stream; None if the price of merged gradients is not that of their entries,
@@ -71,9 +68,12 @@ def default_bucket_bytes(prices: Prices | None, stream_bytes: int, fused: bool) 
     **Source:** simulated steps of ResNet-50, BERT-Large and GPT-2 on 2 to 64 nodes:
     docs/laboratory/exchange.md.
     """
+    # The number of buckets is limited, because each takes part in the engine's negotiation. Where
+    # Horovod fuses waiting buckets, small ones cost nothing else
     if fused:
         return max(LEAST_BUCKET_BYTES, stream_bytes // MOST_FUSED_BUCKETS)
     size = max(LEAST_BUCKET_BYTES, stream_bytes // MOST_BUCKETS)
+    # Doubled until latency no longer makes all buckets much slower than a single one
     while prices is not None and size * FEW_BUCKETS < stream_bytes:
         one_by_one_s = prices.message_s(size // prices.entry_bytes) * stream_bytes / size
         at_once_s = prices.message_s(stream_bytes // prices.entry_bytes)

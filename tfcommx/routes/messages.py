@@ -165,13 +165,8 @@ def run_when_ready(
 ) -> None:
     """Run the transfers of one position as soon as their data exist.
 
-    Neither directions nor rounds wait for each other. A block is sent when all its earlier
-    transfers have been applied. Received blocks are applied in the order of the rounds, because
-    sums must be the same every time. Blocks to one position are sent in the order of their rounds,
-    in which the receiver awaits them. Needs a schedule that cuts the vector into the same blocks
-    for all transfers.
-
-    **Cost:** one copy of each sent block, because the vector continues to change meanwhile.
+    Neither directions nor rounds wait for each other. Needs a schedule that cuts the vector into
+    the same blocks for all transfers. **Cost:** one copy of each sent block.
     """
     queues = _Queues(transfers, vector, participants)
     queues.start_ready()
@@ -224,10 +219,12 @@ class _Queues:
             line = self.under_way[way, peer]
             while queue and len(line) < WINDOW:
                 transfer = queue[0]
+                # Not the next one in its place, because the receiver awaits blocks in this order
                 if way == "to" and self.turn[transfer] > self.applied[transfer.start]:
                     break
                 queue.popleft()
                 part = self.vector[transfer.start : transfer.stop]
+                # A copy is sent, because the vector continues to change meanwhile
                 buffer = np.empty_like(part) if way == "from" else part.copy()
                 request = self.participants.start(way, buffer, peer)
                 line.append(_UnderWay(request, transfer, buffer))
@@ -241,6 +238,7 @@ class _Queues:
         _, transfer, buffer = fronts[done].popleft()
         if transfer.target == self.position:
             self.early[transfer.start, self.turn[transfer]] = transfer, buffer
+            # In the order of the rounds, because sums must be the same every time
             while ready := self.early.pop((transfer.start, self.applied[transfer.start]), None):
                 _apply(*ready, self.vector)
                 self.applied[transfer.start] += 1

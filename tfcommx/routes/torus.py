@@ -3,13 +3,6 @@
 Between nodes each rank moves only its shard, so all slots of a node share the node's traffic. The
 allreduce among peers is the engine's own, or one of the routes of messages (`Scheme.peer_route`).
 
-In fewer bits the node's sums are made in float32, because its links are fast; each slot rounds its
-shard of them and keeps the rounding error. Among peers fewer bytes travel: float16 by the
-engine, which rounds each of its additions, as `allreduce` does; bfloat16, which no engine adds, by
-alltoall and all-gather as on `asa`, which adds in float32 and keeps all that it rounds, and so do
-codes of 8 to 1 bits. (One peer to a node: both send as much as a ring.) The sums travel so to the
-other slots of the node, too.
-
 Source: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash" (2018),
 section 3.2; named 2DTAR in Shi et al., "Towards Scalable Distributed Training of Deep Learning on
 Public Cloud Clusters" (2021), section 5.3.
@@ -96,6 +89,9 @@ class Torus(DenseRoute[TorusOptions]):
         """
         peers, topology = _of_peers(bucket, comm.topology)[0], comm.topology
         part = comm.reduce_scatter(flat, "node", f"{bucket.name}/scatter")
+        # The node's sums are made in float32, because its links are fast; each slot rounds its
+        # shard of them and keeps the rounding error. Among peers fewer bytes travel, and to the
+        # other slots of the node, too
         if bucket.rounds:
             node_scale = formats.sum_scale(bucket.wire, topology.slots)
             sums = _adds_narrow(bucket).written_sums(part, bucket, comm, codec, "peers", node_scale)
@@ -150,6 +146,8 @@ def _among_peers(bucket: Bucket[TorusOptions]) -> DenseRoute:
 
 def _adds_narrow(bucket: Bucket[TorusOptions]) -> allreduce.Allreduce | asa.Asa:
     """Return the route that sums fewer bits among peers: the engine's, if it can add them."""
+    # The engine rounds each of its additions in float16. No engine adds bfloat16 or codes: `asa`
+    # adds them in float32 and keeps all that it rounds. One peer to a node: both send as much
     return allreduce.ROUTE if bucket.wire in allreduce.ROUTE.wires else asa.ROUTE
 
 

@@ -107,8 +107,7 @@ DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 def fetch(folder: Path | None = None) -> Path:
     """Return a folder that holds the four files; download them first if no folder does.
 
-    Several processes may call at once, and a killed download leaves no partial file, because files
-    are renamed into the folder when they are complete.
+    Several processes may call at once.
 
     Args:
         folder: folder to keep the files in; None: `~/.cache/tfcommx/fashion-mnist`.
@@ -146,6 +145,7 @@ def _put_in_place(source: Path, target: Path) -> None:
         raise DataError(f"{', '.join(missing)} missing in the download")
     load(source)
     target.mkdir(exist_ok=True)
+    # Renamed when complete, because others may read meanwhile, and a download may be killed
     for name in FILES:
         os.replace(source / name, target / name)
 
