@@ -24,6 +24,15 @@ def test_one_rank_alone_exchanges_nothing(tmp_path: Path) -> None:
     assert not file.exists()
 
 
+@pytest.mark.parametrize("option", ["--output", "--exchange"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(
+    option: str, tmp_path: Path
+) -> None:
+    ended = CliRunner().invoke(app, [*COMMAND, option, str(tmp_path)])
+    assert isinstance(ended.exception, ConfigurationError)
+    assert f"'{tmp_path}': it is a folder" in str(ended.exception)
+
+
 @pytest.mark.exhaustive
 def test_a_launch_writes_the_file_that_plan_compares(tmp_path: Path) -> None:
     file = tmp_path / "step.json"

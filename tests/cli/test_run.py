@@ -8,11 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from launching import QUICK, ROOT
+from typer.testing import CliRunner
 from virtual_cluster import needs_cluster
+
+from tfcommx.cli.main import app
+from tfcommx.core import ConfigurationError
 
 TFCOMMX = (sys.executable, "-m", "tfcommx.cli.main")
 # Every rank says its number and its process; rank 1 ends as the argument says
@@ -158,6 +163,16 @@ def test_hosts_come_from_the_allocation_and_np_limits_them(
         "rank 0",
         "rank 1: rank 1",
     ]
+
+
+@pytest.mark.parametrize(
+    "words", [["run", "-H", "", "true"], ["train", "configs/fashion_mnist.yaml", "-H", ""]]
+)
+def test_an_empty_list_of_hosts_is_refused(words: list[str], monkeypatch: Any) -> None:
+    """`-H "$HOSTS"` without the variable trained in one process, or on the allocation's hosts."""
+    monkeypatch.chdir(ROOT)
+    ended = CliRunner().invoke(app, words)
+    assert isinstance(ended.exception, ConfigurationError) and "Received ''" in str(ended.exception)
 
 
 def test_it_needs_no_tensorflow() -> None:

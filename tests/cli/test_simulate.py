@@ -193,6 +193,12 @@ def test_what_is_refused(words: list[str], message: str) -> None:
         run(*words)
 
 
+def test_an_unknown_wiring_is_refused_also_if_its_price_ignores_it(tmp_path: Path) -> None:
+    (tmp_path / "links.json").write_text(json.dumps({"links": NOMINAL.to_dict()}))
+    with pytest.raises(ConfigurationError, match=r"'nvlinks'.*'nvlink'"):
+        run("--links", str(tmp_path / "links.json"), "--wiring", "nvlinks")
+
+
 def test_unknown_keys_of_a_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("batches: 3\n")
     with pytest.raises(ConfigurationError, match=r"'batches'.*'batch'"):

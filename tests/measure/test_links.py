@@ -455,8 +455,10 @@ def test_the_command_writes_links_that_plans_are_made_with(tmp_path: Path, launc
     assert plan.buckets[0].options.block_bytes == links.block_bytes
 
 
-def test_the_command_refuses_a_file_that_it_could_not_write(tmp_path: Path) -> None:
-    file = tmp_path / "missing" / "links.json"
+@pytest.mark.parametrize("name", ["missing/links.json", ""])
+def test_the_command_refuses_a_file_that_it_could_not_write(name: str, tmp_path: Path) -> None:
+    """A folder was refused after the measurement."""
+    file = tmp_path / name
     command = [sys.executable, "-m", "tfcommx.cli.main", "probe", "--output", str(file)]
     ended = subprocess.run(
         command,

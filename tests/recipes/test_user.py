@@ -29,6 +29,9 @@ def data(place, count):
 def optimizer(momentum=0.0):
     return keras.optimizers.SGD(0.0, momentum=momentum or 0.0)
 
+def nothing_back(**arguments):
+    pass
+
 def task(data, **settings):
     return Classification(data.inputs, len(data.classes), **settings)
 """
@@ -90,6 +93,32 @@ def test_a_missing_function_is_refused_when_it_is_called(folder):
     deeper = read(folder / "mine.yaml", ['optimizer={name: "user_parts.deeper:nothing"}'])
     with pytest.raises((RecipeError, ModuleNotFoundError), match="user_parts"):
         deeper.optimizer.build()
+
+
+@pytest.mark.parametrize(
+    ("setting", "received"),
+    [
+        ('model={name: "user_parts:net"}', r"net\(inputs, outputs, width\).*'width'"),
+        ('model={name: "user_parts:net", width: 3, widht: 4}', "'widht'"),
+        ('model={name: "user_parts:net", width: 3, inputs: 4}', "must not be inputs"),
+        ('model={name: "user_parts:MEMORY"}', "'MEMORY'"),
+        ('model={name: "user_parts:nothing_back"}', "must return a Keras model.*None"),
+    ],
+)
+def test_a_function_that_does_not_fit_is_refused_by_name(folder, setting, received):
+    """Each was a TypeError or AttributeError of every rank, with a traceback."""
+    recipe = read(folder / "mine.yaml", [setting])
+    with pytest.raises(RecipeError, match=received):
+        recipe.model.build(3, 2)
+
+
+def test_a_data_set_or_task_that_lacks_members_is_refused(folder):
+    words = ["data", "task"]
+    recipe = read(folder / "mine.yaml", [f'{x}={{name: "user_parts:nothing_back"}}' for x in words])
+    with pytest.raises(RecipeError, match=r"inputs, classes, count"):
+        recipe.data.build(DataRank(Topology(1, 1), 0))
+    with pytest.raises(RecipeError, match="inputs, outputs"):
+        recipe.task.build(None)
 
 
 def test_all_shipped_recipes_can_be_read():

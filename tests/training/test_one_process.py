@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from tfcommx import checkpoint
+from tfcommx.checkpoint import lock
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, Topology
 from tfcommx.optim import automatic, requested_plan
@@ -122,6 +125,23 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
     # second's 6 steps, which count as 3, its first one counts as none
     assert [row["first_steps"] for row in rows] == [1, 1, 1, 1]
     assert all(row["seconds"]["first_step"] > 5 * row["seconds"]["data"] for row in rows)
+
+
+def test_a_folder_of_a_running_run_is_refused_before_the_first_step(
+    pictures: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The second run trained until its third save failed, which may be after hours."""
+    folder = tmp_path / "run" / "checkpoint"
+    folder.mkdir(parents=True)
+    other = {"run": "other", "generation": 0, "host": "node1", "pid": 4711}
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("tfcommx.training.train.fit_phases", None)
+    with (folder / lock.LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(json.dumps(other))
+        file.flush()
+        with pytest.raises(checkpoint.SaveError, match="process 4711 on node1"):
+            train(recipe(pictures, batch=4), folder.parent)
 
 
 def test_a_diverged_run_that_is_stopped_names_the_save_that_stays(

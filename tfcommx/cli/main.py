@@ -44,7 +44,12 @@ RANK_0_FIRST_SECONDS = 5.0
 CANNOT_WRITE = (
     errno.EACCES,
     errno.EDQUOT,
+    errno.EFBIG,
     errno.EISDIR,
+    errno.ELOOP,
+    errno.EMFILE,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
     errno.ENOSPC,
     errno.ENOTDIR,
     errno.EPERM,

@@ -9,12 +9,21 @@ from typing import Annotated, Any
 import typer
 
 from tfcommx.cli.parameters import JsonFile, output_file, write_rows
-from tfcommx.core import ConfigurationError, Links, Profile, Scheme, Topology, write_text
+from tfcommx.core import (
+    ConfigurationError,
+    Links,
+    Profile,
+    Scheme,
+    Topology,
+    is_member,
+    write_text,
+)
 from tfcommx.planner import merging
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.choose import NOTABLY_FASTER, candidates, with_codes
 from tfcommx.planner.predict import Prediction, Setting, what_helps
 from tfcommx.report.terminal import show_rows
+from tfcommx.selection import rule
 from tfcommx.simulator import models
 from tfcommx.simulator.assumptions import Assumptions, measured_time
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
@@ -93,6 +102,8 @@ def _asked(selection: str, density: float, wire: str, compression: str) -> Schem
     density = 1.0 if selection == "all" else density
     requested = Scheme("auto", selection, density, wire=wire, compression=compression)
     check_scheme(requested, Topology(1, 1))
+    if is_member(selection):
+        rule(selection)  # Because its price needs no rule, it would be planned without one
     return dataclasses.replace(requested, route="allreduce" if selection == "all" else "allgather")
 
 

@@ -35,10 +35,11 @@ def probe(
 
     comm = init()
     # Gathered, because only rank 0 writes, and all ranks must know if it cannot
-    if not comm.gather_objects(output.parent.is_dir() and os.access(output.parent, os.W_OK))[0]:
+    writable = os.access(output.parent, os.W_OK) and output.parent.is_dir()
+    if not comm.gather_objects(writable and not output.is_dir())[0]:
         raise ConfigurationError(
-            f"`--output` must be in a folder that rank 0 can write to. Received {output}. Make "
-            "the folder, or give another."
+            "`--output` must be a file in a folder that rank 0 can write to. Received "
+            f"{output}. Make the folder, or give another name."
         )
     sizes = [size for size in links.SIZES if size <= largest]
     result = links.probe(comm, sizes, repeats, load=matmul_load(), fusion=True)

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
-from tfcommx.cli.parameters import Changes
+from tfcommx.cli.parameters import Changes, check_output
 from tfcommx.core import write_text
+from tfcommx.launch.launcher import launcher
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
 
@@ -31,8 +32,10 @@ def profile(
 
     With its exchange: `horovodrun -np 2 tfcommx profile CONFIG --exchange step.json`.
     """
-    load_tensorflow()
     recipe = read_recipe(config, settings or [])
+    if launcher().rank == 0:  # Which writes; before the measurement
+        check_output(exchange or output)
+    load_tensorflow()
     if exchange is not None:
         _measure_exchange(recipe, steps, exchange)
         return

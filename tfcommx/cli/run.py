@@ -93,7 +93,8 @@ def run(
         if failure := carry_out(make_launch(ranks_on(available, num_proc, source)), StopSignal()):
             raise failure
         return
-    if restart.host_discovery_script and not (hosts or hostfile):  # Not the allocation's hosts
+    # Not the allocation's hosts
+    if restart.host_discovery_script and hosts is None and hostfile is None:
         source, available = "", []
     else:
         source, available = find_hosts(
@@ -111,11 +112,11 @@ def find_hosts(
 
     **Raises:** ConfigurationError for unusable hosts, and for an unknown number of ranks.
     """
-    if hosts and hostfile:
+    if hosts is not None and hostfile is not None:
         raise ConfigurationError("One of -H and --hostfile is required at most. Received both.")
-    if hosts:
+    if hosts is not None:  # An empty text is refused, because a script's variable was not set
         return "-H", parse_hosts(hosts)
-    if hostfile:
+    if hostfile is not None:
         return str(hostfile), read_hostfile(hostfile)
     if job := allocation():
         return job.source, job.hosts

@@ -29,6 +29,7 @@ from tfcommx.core import (
     check_whole,
     write_text,
 )
+from tfcommx.engines.engine import get as get_wiring
 from tfcommx.engines.engine import ring_link
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.choose import candidates
@@ -161,6 +162,8 @@ class Settings:
     @property
     def link_prices(self) -> Links:
         """Prices of messages."""
+        if self.wiring is not None:  # Checked here, because the price of some engines ignores it
+            get_wiring(self.wiring)
         if self.links is not None:
             links = Links.read(self.links)
         else:

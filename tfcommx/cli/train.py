@@ -153,7 +153,7 @@ def train(
     recipe = read_recipe(config, changes)
     folder = output or Path("runs") / recipe.name
     alone = () if baseline is None else tuple(read_alone(baseline))
-    if processes or hosts or restart.wanted:
+    if processes or hosts is not None or restart.wanted:
         # This process shows the report, because it knows the terminal's width
         words = ["train", str(config), "--output", str(folder), "--no-report"]
         words += [word for change in changes for word in ("--set", change)]
@@ -168,7 +168,7 @@ def train(
             limit = [] if minutes is None else ["--minutes", str(max(0.0, minutes - passed))]
             return [*words, *["--resume"] * resume, *limit]
 
-        if hosts:
+        if hosts is not None:
             available = parse_hosts(hosts)
         elif processes or not restart.host_discovery_script:
             available = [Host("localhost", processes or restart.max_np or restart.min_np or 1)]

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ from tfcommx.recipes.reader import RecipeError
 if TYPE_CHECKING:
     import keras
 
+# Members without which a run would fail in its middle; `counted` has its own check
+DATA_MEMBERS = ("inputs", "classes", "count", "redistributes", "steps", "train", "test", "close")
+OBJECTIVE_MEMBERS = ("inputs", "outputs", "scores", "loss", "metrics", "targets", "scorer")
 FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -54,23 +58,67 @@ class UserFunction(BaseModel):
     def call(self, **arguments: Any) -> Any:
         """Call the function with the arguments of the run and with the settings.
 
-        **Raises:** RecipeError if the module has no such function.
+        **Raises:** RecipeError if the module has no such function, or if the function does not take
+        these arguments and settings.
         """
         _add_current_folder()
         module, _, name = self.name.partition(":")
         function: Callable[..., Any] | None = None
-        if importlib.util.find_spec(module) is not None:
-            function = getattr(importlib.import_module(module), name, None)
-        if function is None:
+        try:
+            if importlib.util.find_spec(module) is not None:
+                function = getattr(importlib.import_module(module), name, None)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module.startswith(error.name):
+                raise  # The module itself imports one that does not exist
+        if not callable(function):
             raise RecipeError(f"The module {module!r} has no function {name!r}.")
-        return function(**arguments, **(self.model_extra or {}))
+        settings = self.model_extra or {}
+        if both := sorted(arguments.keys() & settings.keys()):
+            raise RecipeError(
+                f"Settings of {self.name!r} must not be {', '.join(both)}, which the run gives. "
+                "Rename them."
+            )
+        _check_takes(function, self.name, {**arguments, **settings})
+        return function(**arguments, **settings)
+
+    def _require(self, value: Any, members: Sequence[str], wanted: str) -> None:
+        """Refuse a result of the function without these attributes."""
+        if missing := [member for member in members if not hasattr(value, member)]:
+            raise RecipeError(
+                f"{self.name!r} must return {wanted}. Received {value!r:.80}, without "
+                f"{', '.join(missing)}. Is a `return` missing?"
+            )
+
+
+def _check_takes(function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that a function does not take, before it is called."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # Of a builtin, which has none
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise RecipeError(
+            f"The settings of {name!r} in the recipe must fit the function, {name}{signature}, "
+            f"which is called with {', '.join(arguments) or 'nothing'}. Received: {error}."
+        ) from error
 
 
 class UserModel(UserFunction):
     """`function(inputs, outputs, **settings)` returns a Keras model with logits."""
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
-        return self.call(inputs=inputs, outputs=outputs)
+        """Build the user's network. **Raises:** RecipeError if it is no Keras model."""
+        import keras
+
+        model = self.call(inputs=inputs, outputs=outputs)
+        if not isinstance(model, keras.Model):
+            raise RecipeError(
+                f"{self.name!r} must return a Keras model. Received {model!r:.80}. Is a `return` "
+                "missing?"
+            )
+        return model
 
 
 class UserDataset(UserFunction):
@@ -80,7 +128,9 @@ class UserDataset(UserFunction):
         """Do nothing, because the function downloads its own files."""
 
     def build(self, place: DataRank) -> Data:
+        """Open the user's data set. **Raises:** RecipeError if it lacks a member of `Data`."""
         data: Data = self.call(place=place)
+        self._require(data, DATA_MEMBERS, "`recipes.families.Data`, as `open_arrays` does")
         return data
 
 
@@ -88,7 +138,9 @@ class UserTask(UserFunction):
     """`function(data, **settings)` returns a `recipes.families.Objective`."""
 
     def build(self, data: Data) -> Objective:
+        """Build the user's task. **Raises:** RecipeError if it lacks a member of `Objective`."""
         objective: Objective = self.call(data=data)
+        self._require(objective, OBJECTIVE_MEMBERS, "a `recipes.families.Objective`")
         return objective
 
 

@@ -17,6 +17,7 @@ import tfcommx as cx
 from tfcommx import callbacks, checkpoint, report
 from tfcommx.checkpoint.files import read_own_head
 from tfcommx.checkpoint.newest import newest_of_run
+from tfcommx.checkpoint.saving import claim
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.callbacks import (
     Consolidate,
@@ -67,7 +68,7 @@ def train(
         target was reached, `stopped` the position and reason of a stop.
 
     **Ranks:** all, with the same recipe. **Raises:** ConfigurationError and DataError before the
-    first step.
+    first step, and SaveError if another run saves into the folder.
     """
     options, start = options or TrainOptions(), time.monotonic()
     end = None if options.minutes is None else start + 60 * options.minutes
@@ -81,6 +82,8 @@ def train(
         # Behind the last epoch if only the report is missing
         schemes = recipe.scheme_of_epoch()
         optimizer = compile_model(model, run, schemes[min(first.epoch, recipe.epochs - 1)])
+        # Before the training, because its first save would fail if another run saves there
+        claim(run.checkpoint)
         if saved:
             checkpoint.restore(model, run.checkpoint)
         snapshots = checkpoint.Snapshots(model, run.checkpoint, recipe.checkpoint.memory_every)

@@ -1,6 +1,7 @@
 """TFRecord sources: numbering, labels, and files that are cut off or damaged."""
 
 import os
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ def test_crc32c_of_the_library_and_of_the_reference(length):
     assert crc32c(data) == crc32c_definition(data)
 
 
-def test_a_tensorflow_data_set_by_name(tmp_path):
+def test_a_tensorflow_data_set_by_name(tmp_path, monkeypatch):
     import tensorflow_datasets
 
     class CachedColours(tensorflow_datasets.core.GeneratorBasedBuilder):
@@ -160,6 +161,12 @@ def test_a_tensorflow_data_set_by_name(tmp_path):
             for n in numbers:
                 yield n, {"image": np.full((4, 3, 3), n, np.uint8), "label": n % 2}
 
+    # Without a network: the error of a library, and a traceback from each rank
+    with monkeypatch.context() as patched:
+        failure = OSError(101, "Network is unreachable")
+        patched.setattr(CachedColours, "download_and_prepare", Mock(side_effect=failure))
+        with pytest.raises(DataError, match=rf"cached_colours.*{tmp_path}.*unreachable"):
+            tfds("cached_colours", data_dir=tmp_path)
     source = tfds("cached_colours", data_dir=tmp_path)
     assert source.count == 9 and source.classes == ("even", "odd") and source.channels == 3
     read = [source.read(n) for n in range(9)]

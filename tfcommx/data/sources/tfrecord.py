@@ -248,8 +248,8 @@ def tfds(
 
     **Cost:** an unprepared data set is downloaded and prepared by every process that calls this;
     prepare it first.
-    **Raises:** DataError for unknown data sets and splits, data sets without images and labels, and
-    file formats other than TFRecord.
+    **Raises:** DataError for unknown data sets and splits, data sets without images and labels,
+    file formats other than TFRecord, and a download that fails.
     """
     try:
         import tensorflow_datasets
@@ -262,9 +262,25 @@ def tfds(
             f"A data set that TensorFlow Datasets can load is required. Received {name!r}: "
             f"{reason}. Check its name, or, if a folder was meant, its path."
         ) from error
-    builder.download_and_prepare()
+    prepare(builder, name)
     features = _image_features(builder, name)
     return TFRecords(_files_of(builder, name, split), features)
+
+
+def prepare(builder: Any, name: str) -> None:
+    """Download and prepare a data set of TensorFlow Datasets, unless it is prepared already.
+
+    **Raises:** DataError if that fails, as without a network or on a full disk.
+    """
+    try:
+        builder.download_and_prepare()
+    except Exception as error:  # Of the network, checksums, archives, and the builder's own
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise DataError(
+            f"A data set that is prepared, or can be downloaded, is required. Received {name!r}, "
+            f"not prepared in {builder.data_dir}: {type(error).__name__}: {reason}. Prepare it "
+            "where there is a network and room, by `tfds build`, and copy that folder to each node."
+        ) from error
 
 
 def _image_features(builder: Any, name: str) -> ImageFeatures:

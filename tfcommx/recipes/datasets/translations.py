@@ -131,7 +131,14 @@ class PreparedPairs:
         import tensorflow_datasets
 
         source, target = self.languages
-        for pair in tensorflow_datasets.as_numpy(self.builder.as_dataset(split=self.split)):
+        try:
+            pairs = self.builder.as_dataset(split=self.split)
+        except (KeyError, ValueError) as error:
+            raise DataError(
+                f"A split of {self.builder.info.full_name} is required, such as train[:1000]. "
+                f"Received {self.split!r}: {' '.join(str(error).split())[:200]}"
+            ) from error
+        for pair in tensorflow_datasets.as_numpy(pairs):
             yield pair[source].decode().strip(), pair[target].decode().strip()
 
 
@@ -153,25 +160,31 @@ class TensorFlowTranslations(Translations):
 
     def fetch(self) -> Path | None:
         """Download and prepare the data set, unless it is prepared already."""
-        self._builder().download_and_prepare()
+        self._prepared()
         return self.folder
 
     def build(self, place: DataRank) -> Data:
-        """Open it on this rank. **Raises:** DataError for unknown data sets."""
-        builder = self._builder()
-        builder.download_and_prepare()
-        languages = self.source, self.target
+        """Open it on this rank. **Raises:** DataError for unknown data sets and splits."""
+        builder, languages = self._prepared(), (self.source, self.target)
         train, test = (
             PreparedPairs(builder, split, languages) for split in (self.train, self.test)
         )
         return self.open(train, test, place)
 
-    def _builder(self) -> Any:
-        import tensorflow_datasets
+    def _prepared(self) -> Any:
+        """Return the builder of the data set, prepared. **Raises:** DataError."""
+        from tfcommx.data.sources.tfrecord import prepare
 
+        builder = self._builder()
+        prepare(builder, self.dataset)
+        return builder
+
+    def _builder(self) -> Any:
         try:
+            import tensorflow_datasets
+
             builder = tensorflow_datasets.builder(self.dataset, data_dir=self.folder)
-        except (ValueError, AssertionError) as error:
+        except (ImportError, ValueError, AssertionError) as error:
             reason = str(error).strip().partition("\n")[0].rstrip(".")
             raise DataError(
                 f"Translations of TensorFlow Datasets are required. Received {self.dataset!r}: "
