@@ -1,5 +1,8 @@
 """PlanExecutor: exchanges gradients by a plan and keeps residuals for the next step.
 
+    gradients -> per bucket: flat vector -> route (+ residual -> select -> wire -> exchange ->
+    merge) -> average -> unflatten
+
 Each bucket is a separate chain in the TensorFlow graph, so a bucket whose gradients are ready is
 sent while others are computed. Before the first step all ranks check that they have the same plan.
 """
