@@ -14,6 +14,7 @@ from tfcommx.keras_internals import (
     replace_train_function,
     restore_train_step,
     skip_steps,
+    trace_again,
 )
 
 STEPS = 6
@@ -71,6 +72,22 @@ def test_a_train_function_that_keras_made_since_stays(net: keras.Model) -> None:
             assert net.train_function is made
 
     assert fit(net, replace) == STEPS
+
+
+class OwnTrainFunction(keras.Sequential):
+    """Overrides the method as `fit` calls it, without `force`."""
+
+    def make_train_function(self) -> Any:
+        return super().make_train_function()
+
+
+def test_a_users_own_way_to_make_the_train_function_is_traced_again() -> None:
+    net = OwnTrainFunction([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    net.compile(keras.optimizers.SGD(0.1), loss="mse")
+    made = net.make_train_function()
+    trace_again(net)
+    assert net.train_function is not made
+    assert fit(net, lambda step: trace_again(net) if step == 2 else None) == STEPS
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -145,6 +145,21 @@ def test_a_copy_of_a_wrapped_optimizer_exchanges(comm: Comm, make: Any) -> None:
     assert (sum(comm.traffic()) > sum(before)) == (comm.topology.size > 1)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_deep_copy_keeps_attributes_that_the_config_lacks(comm: Comm, scaled: bool) -> None:
+    """Weight decay shrank the biases that the original excludes from it."""
+    plain = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    plain.exclude_from_weight_decay(var_names=["bias"])
+    plain.note = "of the user"
+    if scaled:
+        plain = keras.optimizers.LossScaleOptimizer(plain)
+    copied = copy.deepcopy(cx.DistributedOptimizer(plain))
+    bias = keras.Variable(np.ones(2, "float32"), name="bias")
+    copied.apply([tf.zeros(2)], [bias])
+    np.testing.assert_array_equal(bias.numpy(), 1.0)
+    assert getattr(copied, "inner_optimizer", copied).note == "of the user"
+
+
 def test_a_fresh_optimizer_takes_over_what_the_old_one_has_not_sent(comm: Comm) -> None:
     """Residuals of two sparse steps are sent by the new optimizer's dense steps after a compile."""
     net, ones = model(), None

@@ -212,6 +212,32 @@ def test_moving_averages_of_steps_that_accumulate_are_those_of_the_weights() -> 
     assert equal(work("sharded"), work("synchronous"))
 
 
+def test_an_average_replaces_the_weights_in_a_first_step_that_accumulates() -> None:
+    """Shards took it, the weights did not, and the next update began at the old weights."""
+
+    def work(strategy: object) -> list[list[np.ndarray]]:
+        def train_on(comm: Comm) -> list[np.ndarray]:
+            plain = K.SGD(
+                0.1,
+                use_ema=True,
+                ema_momentum=0.5,
+                ema_overwrite_frequency=2,
+                gradient_accumulation_steps=2,
+            )
+            weights = new_weights()
+            for step in range(2):
+                plain.apply(gradients(7, step), weights)
+            wrapped = wrap(plain, comm, strategy, Scheme(), "average")
+            copy_state(wrapped, plain)
+            for step in range(2):
+                wrapped.apply(gradients(comm.rank, step), weights)
+            return [weight.numpy() for weight in weights]
+
+        return ThreadComm.run(Topology(2, 1), train_on)
+
+    assert equal(work("sharded"), work("synchronous"))
+
+
 def test_swapped_moving_averages_are_in_the_weights() -> None:
     """Keras's callback swapped the shards alone: evaluations and files had the usual weights."""
 

@@ -22,6 +22,7 @@ from tfcommx.keras_internals import (
     restore_train_step,
     seed_generators,
     steps_of,
+    trace_again,
     unlisted,
 )
 from tfcommx.optim.broadcast import broadcast_variables, require_root
@@ -188,7 +189,7 @@ class BroadcastState(keras.callbacks.Callback):
         held = weakref.WeakSet(wrapped_optimizers(self.model))
         if _HELD.get(self.model) != held:
             _HELD[self.model] = held
-            self.model.make_train_function(force=True)
+            trace_again(self.model)
 
     def _turn_off_xla(self) -> None:
         if self.model.jit_compile:
@@ -196,7 +197,7 @@ class BroadcastState(keras.callbacks.Callback):
                 "jit_compile is turned off: Horovod's collectives cannot be compiled by XLA."
             )
             self.model.jit_compile = False
-            self.model.make_train_function(force=True)
+            trace_again(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Compare the first epoch, and report the expected steps."""

@@ -19,7 +19,7 @@ import keras
 
 from tfcommx.collectives import process
 from tfcommx.core import check_whole
-from tfcommx.keras_internals import steps_of
+from tfcommx.keras_internals import steps_of, trace_again
 from tfcommx.measure.links import WATCHED, fastest_message
 from tfcommx.optim.automatic import SHARE, announce, links_of
 from tfcommx.optim.exchanger import Exchanger
@@ -201,7 +201,7 @@ class ChooseAgain(keras.callbacks.Callback):
             expected = requested.expected_run._replace(steps=steps, keeps_choice=False)
             requested.expected_run = expected
             exchanger.switch(requested.schemes)
-        self.model.make_train_function(force=True)
+        trace_again(self.model)
 
 
 def as_before(latest: float, before: float, drift: float) -> bool:

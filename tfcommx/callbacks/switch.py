@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, Scheme, check_number, check_whole
-from tfcommx.keras_internals import has_schedule
+from tfcommx.keras_internals import has_schedule, trace_again
 from tfcommx.optim.requested_plan import by_pattern
 from tfcommx.optim.wrapped import exchanger_in, optimizers_in, wrapped_optimizers
 
@@ -157,7 +157,7 @@ class SwitchScheme(keras.callbacks.Callback):
                 exchanger.switch(scheme)
                 changed = True
         if changed:
-            self.model.make_train_function(force=True)
+            trace_again(self.model)
 
     def _at(self, changes: Mapping[int, Any], epoch: int) -> Any:
         """Return the change of this epoch; in a run's first epoch, the last change so far."""

@@ -17,7 +17,13 @@ from tfcommx.checkpoint.records import OptimizerRecord
 from tfcommx.checkpoint.state import restore_exact, saved_by_keras, set_model, set_optimizer
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, local_path, reading
-from tfcommx.keras_internals import finalize_layers, seed_generators, trainable_variables, unlisted
+from tfcommx.keras_internals import (
+    finalize_layers,
+    seed_generators,
+    trace_again,
+    trainable_variables,
+    unlisted,
+)
 from tfcommx.optim.requested_plan import VariableNames
 from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.gradient_state import GradientState, Vectors, add_vectors, scaled
@@ -162,7 +168,7 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
         records = [file[index] for file in files]
         _load_states(optimizer, records, (head.ranks, comm.topology.size), roots[index].common)
     if model.train_function is not None:
-        model.make_train_function(force=True)  # Because the present one uses the old residuals
+        trace_again(model)  # Because the present one uses the old residuals
 
 
 class _RootState(NamedTuple):

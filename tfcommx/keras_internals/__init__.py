@@ -23,6 +23,7 @@ from tfcommx.keras_internals.fit import (
     replace_train_function,
     restore_train_step,
     skip_steps,
+    trace_again,
 )
 from tfcommx.keras_internals.metrics import (
     metrics_in,
@@ -123,6 +124,7 @@ __all__ = [
     "steps_of",
     "sums_in",
     "surround_steps",
+    "trace_again",
     "traced_batch",
     "trainable_variables",
     "unlisted",

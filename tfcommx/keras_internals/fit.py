@@ -59,6 +59,16 @@ def skip_steps(model: keras.Model, steps: int) -> None:
     restore = replace_train_function(model, skip)
 
 
+def trace_again(model: keras.Model) -> None:
+    """Make a new train function, so that the next step is traced; also within `fit`.
+
+    Without `make_train_function(force=True)`, because a user's model may override that method
+    without `force`, which `fit` never passes.
+    """
+    model.train_function = None
+    model.make_train_function()
+
+
 def begin_train_steps_with(model: keras.Model, begin: Callable[[Any], None]) -> None:
     """Call `begin(data)` at the beginning of each training step, until `restore_train_step`."""
     step, replaced = model.train_step, vars(model).get("train_step")
@@ -71,7 +81,7 @@ def begin_train_steps_with(model: keras.Model, begin: Callable[[Any], None]) -> 
     # The instance's earlier train_step; None: the class's
     marked.replaces = replaced
     model.train_step = marked
-    model.make_train_function(force=True)
+    trace_again(model)
 
 
 def restore_train_step(model: keras.Model) -> None:

@@ -68,10 +68,17 @@ def copy_with(
                 f"{_odd_arguments(optimizer)}Let get_config() return all arguments of its "
                 "constructor, and nothing else."
             ) from error
+    _copy_attributes(copy, optimizer)
+    return copy
+
+
+def _copy_attributes(
+    copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer
+) -> None:
+    """Copy attributes that the config may lack: numbers, words, functions, excluded variables."""
     for name, value in vars(optimizer).items():
         if name in _NOT_IN_CONFIG or (name != "built" and isinstance(value, _PLAIN)):
             setattr(copy, name, value)
-    return copy
 
 
 def _from_config(
@@ -146,7 +153,11 @@ def plain_copy(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimi
     plain_class: type[Any] = next(
         cls for cls in type(optimizer).__mro__[1:] if not cls.__module__.startswith(package)
     )
-    return _from_config(plain_class, optimizer, {})
+    plain = _from_config(plain_class, optimizer, {})
+    _copy_attributes(plain, optimizer)
+    if (inner := inner_optimizer(optimizer)) is not optimizer:
+        _copy_attributes(inner_optimizer(plain), inner)
+    return plain
 
 
 def copy_state(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer) -> None:

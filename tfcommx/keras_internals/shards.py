@@ -156,7 +156,9 @@ class UpdatesShards(ExchangesGradients):
     def _overwrite_model_variables_with_average_value(self, variables: Any) -> None:
         sharding = self._sharding
         super()._overwrite_model_variables_with_average_value(sharding.shards.variables)
-        if sharding.run is not None and not sharding.shards.pulls_first:
+        if sharding.run is None:  # The first eager step, which only accumulates
+            self.exchanger.pull_shards()
+        elif not sharding.shards.pulls_first:
             sharding.run.pull("average")
 
     def swap_averages(self, swap: Callable[[], None]) -> None:

@@ -72,6 +72,13 @@ else:
     Mixin = object
 
 
+def _deep_copy(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Make a wrapped optimizer again, with attributes that a pickle of it lacks, as in Keras."""
+    make, arguments = optimizer.__reduce__()
+    copy: keras.optimizers.Optimizer = make(*arguments)
+    return copy
+
+
 class ExchangesGradients(Mixin):
     """Mixed into an optimizer's class: exchanges gradients where Keras would clip them."""
 
@@ -95,6 +102,9 @@ class ExchangesGradients(Mixin):
             plain: tuple[Any, ...] = super().__reduce__()
             return plain
         return self.exchanger.reduce_for_pickle(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> keras.optimizers.Optimizer:
+        return _deep_copy(self)
 
     def apply(
         self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None
@@ -209,6 +219,9 @@ class AgreedLossScale(Mixin):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.exchanger.reduce_for_pickle(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> keras.optimizers.Optimizer:
+        return _deep_copy(self)
 
     def check_finite(self, grads: list[tf.Tensor | None]) -> tf.Tensor:
         """Return True if the gradients are finite on every rank."""

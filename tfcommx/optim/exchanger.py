@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
@@ -74,6 +75,8 @@ class Exchanger:
         self.runs: dict[tuple[str, ...], StrategyRun] = {}
         # Variable -> the set in which it was exchanged last, whose run has its state
         self._set_of: dict[str, tuple[str, ...]] = {}
+        # Names of a set -> bool scalar, True if the state of some of them went to another set
+        self._replaced: dict[tuple[str, ...], tf.Variable] = {}
 
     def serve(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Record the wrapped optimizer, of which this is the exchanger.
@@ -163,7 +166,8 @@ class Exchanger:
             run.settle()
             # Other optimizers' trials would wait forever for one that takes no more steps
             self.comm.trials.leave(run.executor)
-        self.runs, self._set_of, self.waiting, self._common = {}, {}, state, common
+        self.runs, self._set_of, self._replaced = {}, {}, {}
+        self.waiting, self._common = state, common
 
     def plans(self) -> list[Plan]:
         """Return the plans by which gradients are exchanged; all that a trial compares."""
@@ -196,8 +200,11 @@ class Exchanger:
                 self._take_from_predecessors(variables)
                 if is_new:
                     self.runs[names] = self._start(variables, names)
+                    with tf.device("/cpu:0"):
+                        self._replaced[names] = tf.Variable(False, trainable=False)
                 else:
                     self.waiting = self.runs[names].executor.load(self.waiting)
+                    self._replaced[names].assign(False)
         self._set_of |= dict.fromkeys(names, names)
         return self.runs[names]
 
@@ -234,6 +241,7 @@ class Exchanger:
                 sorted(names ^ set(paths))[0],
             )
             run.consolidate()
+            self._replaced[paths].assign(True)
             common = run.common_state()
             self._common |= {name: common[name] for name in common.keys() & names}
             self.waiting += run.executor.export(names)
@@ -336,6 +344,8 @@ class Exchanger:
         variables, step.exchange_ran = step.variables, True
         names = self.names.of(variables)
         run = self.run_for(variables)
+        if run.keeps_copies and not tf.executing_eagerly():
+            gradients = self._refuse_turns(gradients, names)
         run.follow_rate(learning_rate)  # Without waiting for gradients, as residuals
         with tf.control_dependencies(list(gradients[-1:])):  # No step in a call without data
             weights = run.agreed_weights(self.names.weights_of(variables))
@@ -348,6 +358,34 @@ class Exchanger:
         result = run.exchange(dict(zip(names, gradients, strict=True)))
         # Those of shards are in the order of the shards, which the optimizer was built for
         return list(result.values()) if self.sharding else [result[name] for name in names]
+
+    def _refuse_turns(
+        self, gradients: Sequence[tf.Tensor], names: Sequence[str]
+    ) -> list[tf.Tensor]:
+        """Return the gradients; raise in the graph if a run of other variables replaced this one.
+
+        A graph does not call `run_for`, which hands weights and residuals over from run to run.
+        """
+        replaced = self._replaced[self._set_of[names[0]]]
+
+        def fail() -> np.ndarray:
+            raise ConfigurationError(
+                f"With {self.settings.strategy} one set of variables is trained at a time, "
+                "because it keeps copies of the weights. Received another step of "
+                f"{names[0]!r} and {len(names) - 1} more in a function that was traced before one "
+                "that shares some of them. Take one function for all variables, with zeros for "
+                "absent gradients, apply the gradients outside of tf.function, or take "
+                'strategy="synchronous".'
+            )
+
+        with tf.device("/cpu:0"):  # Not after the gradients, because none may wait for the last
+            check = tf.cond(
+                replaced.read_value(),
+                lambda: tf.numpy_function(fail, [], tf.bool),
+                lambda: tf.constant(True),
+            )
+        with tf.control_dependencies([check]):
+            return [tf.identity(gradient) for gradient in gradients]
 
     @tf.autograph.experimental.do_not_convert
     def update(

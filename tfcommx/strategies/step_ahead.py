@@ -114,6 +114,7 @@ class StepAheadRun(StrategyRun):
     """The run of `StepAhead` on one plan."""
 
     executor: PlanExecutor
+    keeps_copies = True
 
     def __init__(self, executor: PlanExecutor, coefficient: float) -> None:
         super().__init__(executor)

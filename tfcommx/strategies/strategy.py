@@ -49,6 +49,9 @@ class StrategyRun:
 
     # Training steps in which all variables are exchanged once
     steps_per_exchange = 1
+    # True if the run copies the weights in one step and reads the copies in later ones, so that no
+    # other run may change the weights in between
+    keeps_copies = False
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor

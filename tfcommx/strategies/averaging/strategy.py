@@ -229,6 +229,7 @@ class WeightAveragingRun(StrategyRun):
     def __init__(self, executor: PlanExecutor, options: WeightAveraging) -> None:
         super().__init__(executor)
         self._options, self.steps_per_exchange = options, options.every
+        self.keeps_copies = options.sends == "updates" or bool(options.overlap)
         self._fragments = fragments_of_buckets(executor.plan, options.fragments)
         with tf.device("/cpu:0"):
             # Steps since `consolidate` made the weights equal
