@@ -61,6 +61,23 @@ def test_ranks_that_would_wait_for_each_other_are_told(comm: Comm) -> None:
         net.fit(x, y, batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
 
 
+def test_a_rank_that_stops_alone_after_an_epoch_is_named_on_all(comm: Comm) -> None:
+    """The others waited for it in the next epoch, forever if it had other work to do."""
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
+    net, ended = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1))), []
+
+    def stop(epoch: int, logs: Any) -> None:
+        ended.append(epoch)
+        net.stop_training = comm.rank == 1
+
+    with pytest.raises(cx.ConfigurationError, match=r"\[1, None.*`stop_training`"):
+        fit(net, comm, 3, (keras.callbacks.LambdaCallback(on_epoch_end=stop),))
+    assert ended == [0]
+    net.stop_training = False
+    assert fit(net, comm, epochs=2).identical
+
+
 def test_an_optimizer_that_one_rank_alone_makes(comm: Comm) -> None:
     """Keras's numbers of optimizers are in names of operations, by which Horovod knows tensors."""
     if comm.rank == 0:

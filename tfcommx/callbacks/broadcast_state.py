@@ -87,11 +87,11 @@ class BroadcastState(keras.callbacks.Callback):
         compare: True to compare the models' configurations and outputs.
 
     **Ranks:** all. **Cost:** one broadcast per variable, once; twice if a layer was not built; the
-    first batch is sent to all ranks, for one forward pass outside of a graph; one small exchange on
-    the host per epoch.
+    first batch is sent to all ranks, for one forward pass outside of a graph; two small exchanges
+    on the host per epoch.
     **Raises:** ConfigurationError if ranks would wait for each other forever: with unequal numbers
-    of steps in an epoch, unequal first epochs or unequal last ones. ConfigurationError if the
-    models differ.
+    of steps in an epoch, unequal first epochs or unequal last ones, also if one rank stops after an
+    epoch. ConfigurationError if the models differ.
     """
 
     def __init__(self, root: int = 0, compare: bool = True) -> None:
@@ -103,6 +103,8 @@ class BroadcastState(keras.callbacks.Callback):
         self.unbuilt = False
         # True once an epoch has begun in this run
         self.begun = False
+        # True if ranks train alone; stored, because it takes a search of the whole model
+        self.alone = False
         # Metrics over the samples of all ranks
         self.metrics = AverageMetrics()
         # Optimizers that the model does not hold -> their steps before this run; maxsize once named
@@ -123,8 +125,9 @@ class BroadcastState(keras.callbacks.Callback):
         require_root(roots)
         for optimizer in wrapped_optimizers(self.model):
             exchanger_in(optimizer).consolidate()
-        self.unbuilt, self.begun = not all(map(all, builts)), trains_alone(self.model)
-        if not self.begun:
+        self.unbuilt, self.alone = not all(map(all, builts)), trains_alone(self.model)
+        self.begun = self.alone
+        if not self.alone:
             _require_equal(
                 steps,
                 "take the same number of steps in an epoch",
@@ -134,13 +137,13 @@ class BroadcastState(keras.callbacks.Callback):
         waiting = [
             part.path for part in layers_of(self.model) if isinstance(part, SyncBatchNormalization)
         ]
-        if waiting and self.begun:
+        if waiting and self.alone:
             raise ConfigurationError(
                 "With strategy=ElasticAveraging ranks take separate steps, and no layer may "
                 f"wait for the others. Received SyncBatchNormalization ({', '.join(waiting)}). Use "
                 "keras.layers.BatchNormalization."
             )
-        if self.unbuilt and self.begun:
+        if self.unbuilt and self.alone:
             raise ConfigurationError(
                 "With strategy=ElasticAveraging all ranks must begin with the same weights. "
                 "Received a model with layers that only the first step builds. Call it on a "
@@ -200,9 +203,10 @@ class BroadcastState(keras.callbacks.Callback):
             trace_again(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Compare the first epoch, and report the expected steps."""
-        if not self.begun:
-            self._compare_first(epoch)
+        """Compare the epoch, so that no rank waits for one that has stopped; expect steps."""
+        first = not self.begun
+        self._compare_epoch(epoch)
+        if first:
             for optimizer in wrapped_optimizers(self.model):
                 expect_steps(optimizer, self.params, epoch)
 
@@ -250,10 +254,9 @@ class BroadcastState(keras.callbacks.Callback):
         self.metrics.on_test_end()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Compare the first epoch, if this rank had none; restore the training step."""
+        """Require that no rank begins another epoch; restore the training step."""
         self.metrics.on_train_end(logs)
-        if not self.begun:
-            self._compare_first(None)
+        self._compare_epoch(None)
         self._compare_outputs(None)
         restore_train_step(self.model)
         take_centre(self.model)
@@ -278,13 +281,26 @@ class BroadcastState(keras.callbacks.Callback):
             self.uncompared = False
             require_equal_outputs(self.model, batch, self.root)
 
-    def _compare_first(self, epoch: int | None) -> None:
+    def _compare_epoch(self, epoch: int | None) -> None:
+        """Refuse another epoch than the other ranks begin; None: this rank begins no more."""
+        if self.alone:
+            return
+        epochs = process.current().gather_objects(epoch)
+        if self.begun:
+            requirement = "stop after the same epoch (None: it begins no more)"
+            remedy = (
+                "Put the callback that sets `stop_training`, such as EarlyStopping, behind "
+                "BroadcastState, where it sees the metrics of all ranks, and "
+                "cx.callbacks.AgreeOnStop() behind it."
+            )
+        else:
+            requirement = "begin at the same epoch"
+            remedy = (
+                "Pass the same `initial_epoch`; restore the same backup or checkpoint on every "
+                "rank."
+            )
         self.begun = True
-        _require_equal(
-            process.current().gather_objects(epoch),
-            "begin at the same epoch",
-            "Pass the same `initial_epoch`; restore the same backup or checkpoint on every rank.",
-        )
+        _require_equal(epochs, requirement, remedy)
 
     def _broadcast_built(self) -> None:
         self.unbuilt = False
