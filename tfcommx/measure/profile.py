@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfcommx import selection
 from tfcommx.collectives.unwrapped import allow_plain_optimizers
 from tfcommx.core import SPARSE_WIRES, ConfigurationError, Profile, VariableProfile
+from tfcommx.keras_internals import inner_optimizer
 from tfcommx.kernels.traced import stamp
 from tfcommx.wire import codec
 
@@ -267,14 +268,13 @@ def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> 
     # Classes of the user, because Keras does not know their names; without the wrapper's
     classes = {
         cls.__name__: cls
-        for part_optimizer in (original, getattr(original, "inner_optimizer", original))
+        for part_optimizer in (original, inner_optimizer(original))
         for cls in reversed(type(part_optimizer).__mro__[hasattr(part_optimizer, "exchanger") :])
         if not cls.__module__.startswith("tfcommx.")
     }
     optimizer = keras.optimizers.deserialize(keras.optimizers.serialize(original), classes)
-    for part_optimizer in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if part_optimizer is not None:  # Otherwise only some steps would update
-            part_optimizer.gradient_accumulation_steps = None
+    for part_optimizer in (optimizer, inner_optimizer(optimizer)):
+        part_optimizer.gradient_accumulation_steps = None  # Or only some steps would update
     copies = [keras.Variable(variable, dtype=variable.dtype) for variable in variables]
     optimizer.build(copies)
     gradients = [tf.zeros(copy.shape, copy.dtype) for copy in copies]
