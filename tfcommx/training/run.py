@@ -102,7 +102,7 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
     **Ranks:** all, with the same recipe.
     **Raises:** DataError for missing samples; ConfigurationError if a rank cannot write to the
     folder, if recipes or data sets differ between ranks, if there are too few samples for a step,
-    if the target is not a score of the task, or if the task has no `counted`.
+    if the target is not a score of the task, or if the task has no `counted` or no accuracy.
     """
     if recipe.threads:
         # Must be set before TensorFlow runs anything
@@ -130,6 +130,7 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
             )
     objective = recipe.task.build(data)
     check_counted(objective)
+    check_scores(objective)
     if recipe.target:
         check_target(recipe.target, objective)
     return Run(recipe, folder, comm, data, objective, steps)
@@ -169,6 +170,17 @@ def check_counted(objective: Objective) -> None:
         raise cx.ConfigurationError(
             "A task's objective needs `counted`: the unit of a batch's size, such as 'images'. "
             f"{type(objective).__name__} has none."
+        )
+
+
+def check_scores(objective: Objective) -> None:
+    """Check that a user's own task has the scores of a row. **Raises:** ConfigurationError."""
+    metrics = [metric if isinstance(metric, str) else metric.name for metric in objective.metrics()]
+    if "accuracy" not in metrics or "test_accuracy" not in objective.scores:
+        raise cx.ConfigurationError(
+            "A task's objective needs a metric named 'accuracy' and the score 'test_accuracy', "
+            f"because each epoch's row has them. {type(objective).__name__} has the metrics "
+            f"{', '.join(metrics) or 'none'} and the scores {', '.join(objective.scores)}."
         )
 
 

@@ -241,6 +241,14 @@ def test_a_translation_data_set_by_name(tmp_path):
     assert list(PreparedPairs(Builder(), "train", ("en", "de"))) == [("one", "eins")]
 
 
+def test_pairs_for_training_alone_are_refused(settings):
+    """The scores were 0, because nothing was evaluated."""
+    for path in (settings.test_source, settings.test_target):
+        path.write_text("\n")
+    with pytest.raises(DataError, match="Test pairs"):
+        opened(settings)
+
+
 def test_pictures_are_not_translated():
     with pytest.raises(ConfigurationError, match=r"\btranslate\b.*\btext_files\b"):
         Translate().build(object())

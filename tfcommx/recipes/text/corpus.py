@@ -72,7 +72,7 @@ def open_corpora(
         folder: folder of vocabulary and encoded pairs, on a disk of the node.
 
     **Ranks:** all; the first one of a node does the work while the others wait.
-    **Raises:** DataError without pairs.
+    **Raises:** DataError without pairs of either kind.
     """
     cached = folder / key_of((FORMAT, train.key, test.key, size))[:20]
     cached.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,10 @@ def open_corpora(
         for name, pairs in (("train", train), ("test", test)):
             if not (cached / name).exists():
                 _encode(pairs, vocabulary, cached, name)
-    return vocabulary, _open(cached / "train"), _open(cached / "test")
+    tests = _open(cached / "test")
+    if not len(tests.source):
+        raise DataError("Test pairs of sentences are required. There are none.")
+    return vocabulary, _open(cached / "train"), tests
 
 
 def _encode(
