@@ -16,6 +16,7 @@ from tfcommx.core import (
     Scheme,
     Topology,
     is_member,
+    load_member,
     write_text,
 )
 from tfcommx.planner import merging
@@ -23,7 +24,6 @@ from tfcommx.planner.check import check_scheme
 from tfcommx.planner.choose import NOTABLY_FASTER, candidates, with_codes
 from tfcommx.planner.predict import Prediction, Setting, what_helps
 from tfcommx.report.terminal import show_rows
-from tfcommx.selection import rule
 from tfcommx.simulator import models
 from tfcommx.simulator.assumptions import Assumptions, measured_time
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
@@ -103,7 +103,8 @@ def _asked(selection: str, density: float, wire: str, compression: str) -> Schem
     requested = Scheme("auto", selection, density, wire=wire, compression=compression)
     check_scheme(requested, Topology(1, 1))
     if is_member(selection):
-        rule(selection)  # Because its price needs no rule, it would be planned without one
+        # Because its price needs no rule, and it would be planned without one
+        load_member("selection rule", selection)
     return dataclasses.replace(requested, route="allreduce" if selection == "all" else "allgather")
 
 
