@@ -58,7 +58,7 @@ def test_sets_that_take_turns_lose_no_update_or_are_refused(
     ranks = 1 if traced else 2  # Threads cannot trace collectives
     for result in ThreadComm.run(Topology(ranks, 1), work):
         if traced and strategy != WeightAveraging(2):
-            assert "ConfigurationError" in result and "trained at a time" in result
+            assert "ConfigurationError" in result
             continue
         assert not isinstance(result, str), result
         for weight, steps in zip(result, (6, 3, 3), strict=True):
