@@ -368,15 +368,17 @@ class Exchanger:
         """
         replaced = self._replaced[self._set_of[names[0]]]
 
-        def fail() -> np.ndarray:
-            raise ConfigurationError(
-                f"With {self.settings.strategy} one set of variables is trained at a time, "
-                "because it keeps copies of the weights. Received another step of "
-                f"{names[0]!r} and {len(names) - 1} more in a function that was traced before one "
-                "that shares some of them. Take one function for all variables, with zeros for "
-                "absent gradients, apply the gradients outside of tf.function, or take "
-                'strategy="synchronous".'
-            )
+        message = (
+            f"With {self.settings.strategy} one set of variables is trained at a time, "
+            "because it keeps copies of the weights. Received another step of "
+            f"{names[0]!r} and {len(names) - 1} more in a function that was traced before one "
+            "that shares some of them. Take one function for all variables, with zeros for "
+            "absent gradients, apply the gradients outside of tf.function, or take "
+            'strategy="synchronous".'
+        )
+
+        def fail() -> np.ndarray:  # Without `self`, because TensorFlow never frees the function
+            raise ConfigurationError(message)
 
         with tf.device("/cpu:0"):  # Not after the gradients, because none may wait for the last
             check = tf.cond(
