@@ -22,8 +22,8 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 # Tests that only wait run beside others; those that measure time (`serial`) run alone, afterwards
 PYTEST = python -m pytest
 # Whole files, because their tests share what fixtures of a module train, compile or start; in the
-# order of tests/conftest.py
-SIDE_BY_SIDE = -n 2 --dist loadfile --no-loadscope-reorder
+# order of tests/conftest.py. Three workers on two cores, because a quarter of their time is waiting
+SIDE_BY_SIDE = -n 3 --dist loadfile --no-loadscope-reorder
 SERIAL = $$(grep -rl mark.serial tests --include=test_*.py)
 
 .PHONY: setup demo check test test-all test-times test-peers test-versions results figures docs wheels lint
