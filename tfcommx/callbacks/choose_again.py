@@ -13,6 +13,7 @@ fastest of many messages, in each measurement, and in the same direction as in t
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import keras
@@ -25,6 +26,7 @@ from tfcommx.optim.automatic import SHARE, announce, links_of
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.wrapped import exchanger_in, steps_of_update, wrapped_optimizers
 from tfcommx.runtime.trial import STEPS, TrialExecutor
+from tfcommx.strategies.strategy import StrategyRun
 
 
 def expect_steps(
@@ -89,8 +91,9 @@ class ChooseAgain(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         # Calls since the last exchange, and their seconds; time of the last one's beginning
         self._calls, self._seconds, self._since = 0, 0.0, 0.0
-        # id of each running strategy; usual seconds of a call with these
-        self._runs: set[int] = set()
+        # The running strategies, not by `id`, which may be used again; usual seconds of a call with
+        # these
+        self._runs: weakref.WeakSet[StrategyRun] = weakref.WeakSet()
         self._usual: float | None = None
         # Seconds of messages, measured while calls took the usual time
         self._messages: list[float] = []
@@ -125,7 +128,7 @@ class ChooseAgain(keras.callbacks.Callback):
         runs = {run for exchanger in chosen.values() for run in exchanger.runs.values()}
         trials = [run.executor for run in runs if isinstance(run.executor, TrialExecutor)]
         tries = any(trial.chosen is None for trial in trials)
-        before, self._runs = self._runs, set(map(id, runs))
+        before, self._runs = self._runs, weakref.WeakSet(runs)
         everyone = process.current().gather_objects((mean, tries or before != self._runs))
         mean = max(seconds for seconds, _ in everyone)
         self._training += mean * self.every
