@@ -285,7 +285,7 @@ show_parameters(simulate, [_settings_file, *_options, *_others])
 
 
 def _with(swept: str, value: Any, row: dict[str, Any]) -> dict[str, Any]:
-    if swept == "throughput":  # Of one rank; the row has that of all ranks
+    if swept == "throughput":  # The row has that of all ranks, not of one
         return {"rank_throughput": value, **row}
     return row if swept in row else {swept: value, **row}
 

@@ -66,7 +66,7 @@ def init(
     launch = launcher.launcher()
     if launch.kind == "environment" and (cluster := known_launchers.cluster_environment()):
         rendezvous.join(cluster, any_order=node_size is not None)
-        launch = launcher.launcher()  # Of Gloo now, by the variables that `join` has set
+        launch = launcher.launcher()  # Gloo, because `join` has set its variables
     if launch.kind == "mpi":
         mpi.start()
     topology = _topology(launch, node_size)

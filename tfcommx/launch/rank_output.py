@@ -159,7 +159,7 @@ def main() -> None:
     if status < 0:
         # This process must leave no core file beside the rank's
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -status != signal.SIGKILL:  # Whose handler cannot be set
+        if -status != signal.SIGKILL:  # SIGKILL's handler cannot be set
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     # Not sys.exit, because the thread may hold a lock of the rank's object
@@ -302,7 +302,7 @@ class RankLines:
                 "return at once and without a password; --ssh-port and --ssh-identity-file say "
                 "how. Without ssh, start the ranks by srun, if this is a Slurm job."
             )
-        # Of a traceback the error alone, because its frames are the launcher's
+        # Without a traceback's frames, because they are the launcher's
         before, separator, trace = output.partition(TRACEBACK)
         lines = [line for line in trace.splitlines() if line and not line[0].isspace()]
         return "\n".join([before.strip(), *lines]).strip() if separator else before.strip()

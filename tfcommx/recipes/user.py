@@ -94,7 +94,7 @@ def _check_takes(function: Callable[..., Any], name: str, arguments: Mapping[str
     """Refuse arguments that a function does not take, before it is called."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # Of a builtin, which has none
+    except ValueError:  # A builtin has no signature
         return
     try:
         signature.bind(**arguments)

@@ -189,7 +189,7 @@ class Supervisor:
         """End the generation's remaining processes; return the hosts that answer."""
         names = [host.name for host in generation.hosts]
         arguments = self._ours.run, str(generation.number), *ranks
-        # Of this host here, because ssh to it may not work
+        # On this host directly, because ssh to it may not work
         if survivors := sweep.sweep(*arguments):
             say(f"Processes of the ranks that were killed have not ended: {survivors}.")
         return self._hosts.answering(

@@ -42,7 +42,7 @@ def check_traces(work: Callable[..., object], where: str, *shapes: tuple[int, ..
     """Require that a function of float32 tensors is graph code, because steps are traced."""
     try:
         tf.function(work).get_concrete_function(*map(tf.TensorSpec, shapes))
-    except Exception as error:  # Of any class, because the member is code of others
+    except Exception as error:  # Any class, because the member is a user's code
         raise LawBroken(
             f"A step must be traceable by tf.function, with static shapes. {error} With {where}."
         ) from error
@@ -125,7 +125,7 @@ def check_on_sparse_routes(name: str, **named: Any) -> None:
             check_conservation(logs, where)
             check_agreement(play(plan, normal_numbers), where)
             check_count(plan, logs, where)
-        # Of the last topology, on two levels, because each of these takes seconds
+        # Only with the last topology, of two levels, because each of these takes seconds
         check_non_finite(plan, where)
         check_continues(plan, where)
 

@@ -64,7 +64,7 @@ def check_compression(name: str) -> None:
         start.shape,
         *shapes,
     )
-    for route in ("allreduce", "asa", "torus"):  # Of one level and of two
+    for route in ("allreduce", "asa", "torus"):  # One level and two
         scheme = Scheme(route, compression=name, bucket_bytes=10**6)
         for topology in (*laws.ONE_LEVEL, *laws.TWO_LEVELS):
             plan = laws.plan_of(scheme, topology)
@@ -245,7 +245,7 @@ def _check_buffers(name: str, k: int, size: int) -> None:
     where = f"{name!r}, {k} of {size} entries"
     numbers, written = np.random.default_rng(0), []
     for number in range(BUFFERS):
-        # Of many magnitudes, because a format may round by the largest entry
+        # They have many magnitudes, because a format may round by the largest entry
         random = (numbers.normal(size=k) * 10.0 ** numbers.integers(-5, 6, k)).astype(np.float32)
         if number == 1:
             random[numbers.integers(k)] = np.nan

@@ -274,7 +274,7 @@ def prepare(builder: Any, name: str) -> None:
     """
     try:
         builder.download_and_prepare()
-    except Exception as error:  # Of the network, checksums, archives, and the builder's own
+    except Exception as error:  # Network, checksum, archive, or the builder's own
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise DataError(
             f"A data set that is prepared, or can be downloaded, is required. Received {name!r}, "
