@@ -440,8 +440,8 @@ class Snapshots:
         own_arrays = {name: np.array(array) for name, array in residual_arrays(self.model).items()}
         model = copy_model(self.model) if writes else None
         finite = tuple(weight.path for weight in self.model.weights) if self._began_finite else ()
-        own = {"head": head_array(head), **own_arrays}
-        captured = Captured(head.save, own, model, sharded, finite)
+        own_arrays = {"head": head_array(head), **own_arrays}
+        captured = Captured(head.save, own_arrays, model, sharded, finite)
         self._writing = Writing(captured, self._comm.rank, self.place, self._send, self._whole)
         self._next, self._due = head.save + 1, False
         self._copying = time.monotonic() - start

@@ -111,8 +111,9 @@ def gather_seconds(scheme: Scheme, profile: Profile, setting: Setting) -> float:
     route, topology, links = routes.get(scheme.route), setting.topology, setting.links
     if topology.slots == 1 or not isinstance(route, SparseRoute) or route.shards != "slots":
         return 0.0
-    own = sum(row.size for row in profile.variables) * ENTRY_BYTES["float32"] / topology.slots
-    return engines.of(links).all_gather(own, Topology(1, topology.slots), links)
+    entries = sum(row.size for row in profile.variables) / topology.slots
+    shard_bytes = entries * ENTRY_BYTES["float32"]
+    return engines.of(links).all_gather(shard_bytes, Topology(1, topology.slots), links)
 
 
 def meets_in_steps(recipe: Recipe) -> bool:

@@ -206,7 +206,7 @@ def trainable_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Var
 
 def values_of(variables: Sequence[keras.Variable | tf.Variable]) -> list[tf.Variable]:
     """Return TensorFlow's variables behind Keras's; those of TensorFlow as they are."""
-    return [one if isinstance(one, tf.Variable) else one.value for one in variables]
+    return [var if isinstance(var, tf.Variable) else var.value for var in variables]
 
 
 def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

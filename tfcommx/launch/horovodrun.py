@@ -102,9 +102,9 @@ class Launch:
         # Because horovodrun does not quote the folder in its `cd` on other hosts, where ranks would
         # start in the home folder
         folder = os.getcwd()
-        place = ("env", "-C", folder) if shlex.quote(folder) != folder else ()
+        in_folder = ("env", "-C", folder) if shlex.quote(folder) != folder else ()
         # -I, -S: because the user's packages may run any code when Python starts
-        return (*place, *hidden, sys.executable, "-I", "-S", RANK_OUTPUT, *self.command)
+        return (*in_folder, *hidden, sys.executable, "-I", "-S", RANK_OUTPUT, *self.command)
 
 
 def search_path() -> str:

@@ -121,11 +121,11 @@ def start(command: list[str]) -> subprocess.Popen[bytes]:
 
 def relay(process: subprocess.Popen[bytes]) -> int:
     """Copy the rank's output until it has ended; return its status as in `Popen`."""
-    ended, told = os.pipe()
+    ended, end_writer = os.pipe()
 
     def wait() -> None:
         process.wait()
-        os.close(told)
+        os.close(end_writer)
 
     threading.Thread(target=wait, daemon=True).start()
     assert process.stdout and process.stderr

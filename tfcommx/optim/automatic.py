@@ -383,14 +383,14 @@ def links_of(
     if comm.topology.uneven:
         return None
     cluster = cluster or _cluster(comm)
-    kept = None if again else _on_rank_0(comm, lambda: read("links", cluster))
-    if kept is not None:
+    cached = None if again else _on_rank_0(comm, lambda: read("links", cluster))
+    if cached is not None:
         try:
-            links = Links.from_dict(kept)
+            links = Links.from_dict(cached)
             if _are_steady(links):
                 return links
         except Exception:  # Any exception: the file may contain anything
-            log.warning("The links kept by a run before are damaged, and are measured again.")
+            log.warning("The cached links of an earlier run are damaged, and are measured again.")
     links = probe(comm, SIZES, REPEATS, blocks=(), steady=STEADY, fusion=True).links
     # Not cached: a network that changed in mid-run does not describe the start of the next run
     if comm.rank == 0 and not again and _are_steady(links):

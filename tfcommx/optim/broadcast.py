@@ -57,7 +57,7 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     comm, variables = process.current(), list(variables)
     root = check_whole("root", root)
     names = _require_equal_variables(variables, root)[root]
-    words = next((one for one in variables if tf.as_dtype(one.dtype) == tf.string), None)
+    words = next((var for var in variables if tf.as_dtype(var.dtype) == tf.string), None)
     if words is not None:
         raise ConfigurationError(
             f"Variables must hold numbers or flags. Received {path_of(words)!r} of text on rank "

@@ -111,7 +111,7 @@ class Exchanger:
         self.sharding = Sharding(variables, shards, self.comm, strategy.group)
         # A pull at the next step's beginning knows no constraints, and has nothing to overlap if
         # all weights are pulled at once.
-        unconstrained = all(one.constraint is None for one in variables)
+        unconstrained = all(variable.constraint is None for variable in variables)
         self.sharding.can_pull_first = unconstrained and strategy.pull != "at_once"
         return self.sharding
 
@@ -193,7 +193,8 @@ class Exchanger:
         expected = self.requested.expected_run
         if is_new and not expected.whole_run:
             self.requested.expected_run = expected._replace(batch=traced_batch() or expected.batch)
-        if is_new or overlapping or any(last_exchanger(one) is not self for one in variables):
+        taken_over = any(last_exchanger(variable) is not self for variable in variables)
+        if is_new or overlapping or taken_over:
             # Variables and collectives of a plan outlive the graph of the step that needs it first
             with untraced():
                 self._take_from_overlapping(overlapping, set(names))

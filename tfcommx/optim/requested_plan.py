@@ -337,6 +337,6 @@ def _check_schemes_of_momenta(schemes: Mapping[str, Scheme], sender: type[SendsM
     if not any(scheme.wire in DENSE_CODES for scheme in schemes.values()):
         raise PlanError(
             f"{name} needs a scheme that writes {', '.join(DENSE_CODES)}. Received wire="
-            f"{', '.join(repr(one.wire) for one in schemes.values())}. Take Scheme('asa', "
+            f"{', '.join(repr(scheme.wire) for scheme in schemes.values())}. Take Scheme('asa', "
             f"wire={wire!r}), or wrap one of keras.optimizers."
         )

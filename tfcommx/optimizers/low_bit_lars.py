@@ -175,5 +175,5 @@ class LowBitLARS(SendsLargeMatrices, LARS):
         ratios = super().ratios(positions, variables, updates, of_means)
         before = tf.gather(self.mean_ratios.value, positions)
         after = tf.where(before > 0, before + (1 - self.momentum) * (ratios - before), ratios)
-        self.mean_ratios.value.scatter_nd_update([[one] for one in positions], after)
+        self.mean_ratios.value.scatter_nd_update([[position] for position in positions], after)
         return ratios

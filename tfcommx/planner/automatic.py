@@ -221,7 +221,7 @@ def propose(
     """Return the plans that are worth a trial, the most promising first; plain Horovod's excluded.
 
     >>> asked = PlanRequest([Gradient("w", (4096, 512), "float32")], Topology(4, 1))
-    >>> [found.name for found in propose({"*": Scheme("auto", "mstopk", 0.01)}, asked)][:1]
+    >>> [choice.name for choice in propose({"*": Scheme("auto", "mstopk", 0.01)}, asked)][:1]
     ['allgather + allreduce, threshold, elias/int8']
 
     Args:

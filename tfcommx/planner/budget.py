@@ -58,7 +58,7 @@ def least_lossy(auto: Scheme, sent: SentBytes, has_momentum: bool = False) -> li
     "torus", and counting theirs, block by block, takes seconds.
 
     >>> sent = SentBytes([Gradient("w", (1024, 512), "float32")], Topology(4, 1))
-    >>> [(one.route, one.wire) for one in least_lossy(Scheme("auto", budget=0.15), sent)]
+    >>> [(scheme.route, scheme.wire) for scheme in least_lossy(Scheme("auto", budget=0.15), sent)]
     [('asa', 'int4')]
 
     Args:

@@ -143,9 +143,9 @@ def _wire(route: Route, name: str, wire: str) -> str:
         formats.of_others(wire)
     elif wire not in route.wires:
         names = [
-            one.name
-            for one in routes.ROUTES.values()
-            if wire in one.wires or (is_member(wire) and isinstance(one, SparseRoute))
+            other.name
+            for other in routes.ROUTES.values()
+            if wire in other.wires or (is_member(wire) and isinstance(other, SparseRoute))
         ]
         raise PlanError(
             f"The route {route.name!r} writes {', '.join(route.wires)}. Received {name}={wire!r}. "

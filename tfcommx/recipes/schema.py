@@ -77,11 +77,11 @@ SCHEME: dict[str, dict[str, Any]] = {
 
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON schema of a recipe, with each field's documentation as its description."""
-    whole = {
+    schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **Recipe.model_json_schema(),
     }
-    parts = whole["$defs"]
+    parts = schema["$defs"]
     for name, checks in SCHEME.items():
         parts["Scheme"]["properties"][name] |= checks
     parts["Scheme"]["additionalProperties"] = False
@@ -89,15 +89,15 @@ def recipe_schema() -> dict[str, Any]:
         parts[name]["properties"]["name"]["pattern"] = f"^{FORM.pattern}$"
     members = [model for table in FAMILIES.values() for model in table.values()]
     for model in (Recipe, *PARTS.values(), *members):
-        part = whole if model is Recipe else parts[model.__name__]
+        part = schema if model is Recipe else parts[model.__name__]
         part["description"] = " ".join((model.__doc__ or "").split("\n\n")[0].split())
         for name, comment in _comments(model).items():
             if name in part["properties"]:  # Class variables are no fields
                 part["properties"][name]["description"] = comment
-    for part in (whole, *parts.values()):
+    for part in (schema, *parts.values()):
         for field in part["properties"].values():
             field.pop("title", None)
-    return whole
+    return schema
 
 
 def comment_above(lines: list[str], number: int) -> str:

@@ -296,14 +296,14 @@ class TrialExecutor:
         sent, remainders = [], []
         for path, gradient in zip(paths, gradients, strict=True):
             residual = tf.reshape(self._unsent[path], gradient.shape)
-            goes, stays = send_with_residual(gradient, residual)
-            remainders.append(tf.reshape(stays, [-1]))
-            sent.append(tf.identity(goes))
+            total, remainder = send_with_residual(gradient, residual)
+            remainders.append(tf.reshape(remainder, [-1]))
+            sent.append(tf.identity(total))
         waits = tf.reduce_any([tf.reduce_any(remainder != 0) for remainder in remainders])
-        for path, stays in zip(paths, remainders, strict=True):
+        for path, remainder in zip(paths, remainders, strict=True):
             # No residual is left: no memory is held
             self._unsent[path].assign(
-                tf.cond(waits, lambda kept=stays: kept, lambda: tf.zeros([0]))
+                tf.cond(waits, lambda residual=remainder: residual, lambda: tf.zeros([0]))
             )
         with tf.device("/cpu:0"):
             self._has_unsent.assign(waits)
@@ -322,7 +322,7 @@ class TrialExecutor:
         sizes = {path: part.size for path, part in residuals.items()}
         for executor in self.executors:
             entries = variable_sizes(executor.plan)
-            for bucket in (one for one in executor.plan.buckets if one.keeps_residual):
+            for bucket in filter(lambda bucket: bucket.keeps_residual, executor.plan.buckets):
                 paths = (Piece.of(name).path for name in bucket.variables)
                 sizes |= {path: entries[path] for path in paths}
         self._sizes |= sizes

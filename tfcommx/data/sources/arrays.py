@@ -46,13 +46,13 @@ class Arrays:
                 "Convert the images, or give one label for each."
             )
         with np.errstate(invalid="ignore"):
-            whole = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None
-        if whole is None or np.any(whole != labels):
+            integers = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None
+        if integers is None or np.any(integers != labels):
             raise DataError(
                 "Labels that are whole numbers of 64 bits are required. Received "
                 f"{labels.dtype}, such as {labels[:1].tolist()}. Convert them."
             )
-        self.images, self.labels = images, whole
+        self.images, self.labels = images, integers
         self.classes, self.name = tuple(classes), name
         self.count, self.channels = len(images), images.shape[3]
         self.shape: tuple[int, int] | None = images.shape[1:3]
