@@ -199,6 +199,45 @@ def test_links_have_the_rate_that_was_asked_for_in_both_directions_at_once(nodes
     pytest.fail(f"less than {0.75 * RATE} Mbit/s in each of these transfers: {slowest}")
 
 
+# Run on node 0: prints the fewest seconds of a 64 KiB message to node 1 and its answer
+SHORT_MESSAGES = """
+import socket, time
+with socket.create_connection(("node1", 5001)) as link:
+    seconds = []
+    for _ in range(5):
+        time.sleep(0.05)  # An idle link
+        start = time.perf_counter()
+        link.sendall(bytes(65536))
+        assert link.recv(1) == b"x"
+        seconds.append(time.perf_counter() - start)
+    print(min(seconds))
+"""
+ANSWER = """
+import socket
+listening = socket.create_server(("", 5001))
+print("ready", flush=True)
+link, _ = listening.accept()
+for _ in range(5):
+    left = 65536
+    while left:
+        left -= len(link.recv(left))
+    link.sendall(b"x")
+"""
+
+
+@needs_cluster
+@pytest.mark.serial
+def test_an_idle_link_lets_no_message_through_at_once(nodes: None) -> None:
+    """Because steps that send little would otherwise seem to send nothing."""
+    words = [SCRIPT, "--name", NAME, "run", "--node"]
+    answering = [*words, "1", "--", sys.executable, "-c", ANSWER]
+    sending = [*words, "0", "--", sys.executable, "-c", SHORT_MESSAGES]
+    with subprocess.Popen(answering, text=True, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() == "ready\n"
+        seconds = float(subprocess.run(sending, text=True, stdout=subprocess.PIPE).stdout)
+    assert seconds > 0.85 * 65536 * 8 / (RATE * 1e6)
+
+
 @needs_cluster
 @pytest.mark.serial
 def test_links_that_are_in_use_get_another_rate(nodes: None) -> None:
