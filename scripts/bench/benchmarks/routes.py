@@ -54,7 +54,7 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.watch import liveness
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
-# Bytes of a message; those between pass a virtual cluster's links in one burst, too soon.
+# Bytes of a message
 PROBED = (2**10, 2**12, 2**22, 2**24)
 # Steps that are not counted: the first is traced, both touch their memory for the first time.
 WARM_UP = 2

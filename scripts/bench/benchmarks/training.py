@@ -78,8 +78,7 @@ SCHEMES = (
 )
 # Steps that are not counted: the first is traced; `auto` tries its plans in them
 WARM_UP, WARM_UP_OF_AUTO = 2, 30
-# Bytes of a message. Those from 4 KiB to 256 KiB pass a virtual cluster's links in one burst, too
-# soon. 256 KiB are needed, because two ranks of Gloo send longer messages at half the rate.
+# Bytes of a message; 256 KiB, because two ranks of Gloo send longer ones at half the rate
 PROBED = (2**10, 2**12, 2**18, 2**20, 2**22)
 
 
