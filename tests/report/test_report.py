@@ -16,6 +16,7 @@ from launching import ROOT
 from rich.console import Console
 
 from tfcommx import report
+from tfcommx.report import terminal
 from tfcommx.report.progress import ProgressDisplay
 from tfcommx.report.summary import PARTS, ReportError, bytes_text, phase_rows
 
@@ -215,6 +216,19 @@ def test_the_progress_line_fits_the_terminal(columns, parts, monkeypatch):
     assert len(text) <= columns and "…" not in text
     for part in ("epoch 6/11", "5300/9900", "1:00:00 0:0", *parts):
         assert part in text, text
+
+
+@pytest.mark.parametrize("columns", [None, 80])
+def test_a_table_keeps_all_digits(columns, monkeypatch, capsys):
+    """The table of `tfcommx simulate --jitter` had `4.952e+…`, in a pipe and on a terminal."""
+    if columns:
+        narrow = Console(highlight=False, markup=False, width=columns)
+        monkeypatch.setattr(terminal, "terminal_console", lambda: narrow)
+    row = {f"column {number} of seconds": f"1.2{number:02}e+07" for number in range(12)}
+    terminal.show_rows([row])
+    text = capsys.readouterr().out
+    assert "…" not in text
+    assert sum(text.count(digit) for digit in "0123456789") >= 12 * 7, text
 
 
 def test_what_is_counted_has_its_name(summary, tmp_path):

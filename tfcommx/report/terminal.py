@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -32,8 +32,9 @@ from tfcommx.report.summary import (
     time_text,
 )
 
-# Columns if the output is a pipe or a file, which have no width: enough for the widest table
-WIDE = 120
+# Columns if the output is a pipe or a file, which have no width: enough for the widest table, that
+# of a simulated step on a network that varies
+WIDE = 200
 # Columns of a report with texts
 LEFT = ("exchange",)
 
@@ -76,7 +77,9 @@ def table_of(
     """Return a table of rows of cells; columns other than those in `left` are aligned right."""
     table = Table(title=title, title_justify="left")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right")
+        # Folded if the terminal is narrow, because rich would cut numbers: `4.952e+…`
+        justify: Literal["left", "right"] = "left" if heading in left else "right"
+        table.add_column(heading, justify=justify, overflow="fold")
     for cells in rows:
         table.add_row(*cells)
     return table
