@@ -27,11 +27,13 @@ def room_for(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.fixture
-def model() -> keras.Model:
+@pytest.fixture(params=["synchronous", "elastic_averaging"])
+def model(request: pytest.FixtureRequest) -> keras.Model:
+    """Return a compiled model. With elastic averaging a full disk ended the run."""
     cx.init()
     model = keras.Sequential([keras.layers.Input((WIDTH,)), keras.layers.Dense(WIDTH)])
-    model.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01), strategy=request.param)
+    model.compile(optimizer, loss="mse", jit_compile=False)
     return model
 
 

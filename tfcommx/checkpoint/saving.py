@@ -59,14 +59,14 @@ class Patience:
         self._failures = 0
 
     def save(self, write: Callable[[], None]) -> None:
-        """Save; log a failure on rank 0. **Raises:** SaveError after FAILURES in a row."""
+        """Save; log a failure on one rank. **Raises:** SaveError after FAILURES in a row."""
         try:
             write()
         except SaveError as error:
             self._failures += 1
             if self._failures == FAILURES:
                 raise
-            if process.current().rank == 0:
+            if process.current().rank == _first_rank():
                 log.error(
                     "%s The run continues, and tries again at the next save; it ends after %d "
                     "failures in a row.",
@@ -79,6 +79,12 @@ class Patience:
 
 # Comm -> the folders into which its ranks save, with the owner of each
 _claimed: weakref.WeakKeyDictionary[Comm, dict[Path, lock.Owner]] = weakref.WeakKeyDictionary()
+
+
+def _first_rank() -> int:
+    """Return the lowest remaining rank: 0, unless it has left, as with ElasticAveraging."""
+    comm = process.current()
+    return min(set(range(comm.topology.size)) - comm.membership.gone())
 
 
 def claim(folder: Path) -> list[int]:
@@ -199,12 +205,16 @@ def save(
             remove_save(folder, number, comm.rank)
             comm.gather_objects("removed")
             rank = next(rank for rank, problem in enumerate(problems) if problem)
-            raise SaveError(
-                f"A checkpoint needs room in {folder}. Received, on rank {rank}: {problems[rank]} "
-                "The checkpoint before is intact."
-            )
+            raise _no_room(folder, rank, problems[rank])
     saves = {number, *(older_head.save for older_head in older)}
     remove_other_saves(folder, saves, comm.rank, comm.topology.size)
+
+
+def _no_room(folder: Path, rank: int, problem: str) -> SaveError:
+    return SaveError(
+        f"A checkpoint needs room in {folder}. Received, on rank {rank}: {problem} The checkpoint "
+        "before is intact."
+    )
 
 
 def _problem_of(stage: Callable[[], None], model: keras.Model, folder: Path) -> str:
@@ -249,8 +259,7 @@ def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> Non
     `head` lacks its number and the older saves.
     """
     comm = process.current()
-    # Rank 0 writes it; if it has left, the lowest remaining rank
-    if comm.rank != min(set(range(comm.topology.size)) - comm.membership.gone()):
+    if comm.rank != _first_rank():
         return
     try:
         lock.take(folder, lock.Owner.here())
@@ -268,7 +277,13 @@ def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> Non
             _warn_of_divergence(not_finite, head.epoch, before, folder)
             return
         head = head._replace(save=number, finite=not not_finite, older=older)
-        _write_model(model, folder / model_name(number))
-        write_residuals(model, folder / residuals_name(number, 0), True)
-        write_head(head, folder)
+
+        def write() -> None:
+            _write_model(model, folder / model_name(number))
+            write_residuals(model, folder / residuals_name(number, 0), True)
+            write_head(head, folder)
+
+        if problem := _problem_of(write, model, folder):
+            remove_save(folder, number, 0)
+            raise _no_room(folder, comm.rank, problem)
     remove_other_saves(folder, {number, *(older_head.save for older_head in older)}, 0, 1)
