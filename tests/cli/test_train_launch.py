@@ -111,6 +111,15 @@ def test_an_error_of_one_rank_is_shown_once(capsys):
     )
 
 
+def test_the_rank_that_failed_is_named_if_another_ended_first(capsys):
+    """Of six launches on a busy machine four named a rank that the failed one had ended."""
+    reason = "failed: KeyboardInterrupt:"
+    text = written_by(1, TRACE) + written_by(0, MISSING.format(0, reason))
+    for status in (1, 134):
+        failure = shown(text + HOROVODRUN.format(rank=0, status=status), capsys)[2]
+        assert failure.startswith("Rank 1 on node1 ended with status 1; all others were ended.")
+
+
 def test_an_error_of_all_ranks_is_shown_once_also_if_they_write_together(capsys):
     lines = [written_by(rank, TRACE).splitlines(keepends=True) for rank in (2, 0, 1)]
     text = "".join(line for together in zip(*lines, strict=True) for line in together)

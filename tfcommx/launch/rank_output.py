@@ -18,7 +18,7 @@ The launchers mark each line with its rank, such as `[0]<stdout>:`, and write li
     our own messages (`tfcommx: ...`)                      the line
     on stderr, a line or a traceback of another rank too   that of the first rank
     ranks that say which rank they miss                    once, if that rank gave no reason
-    the launcher's messages and its traceback at the end   which rank ended first, and how
+    the launcher's messages and its traceback at the end   which rank failed first, and how
 """
 
 from __future__ import annotations
@@ -172,7 +172,10 @@ if __name__ == "__main__":
 
 # horovodrun: `[rank]<stdout>:text`; mpirun: `[job,rank]<stdout>: text`
 MARK = re.compile(r"\[(?:(\d+),)?(\d+)\]<(stdout|stderr)>:(.*)", re.DOTALL)
-MISSING = re.compile(r"tfcommx: rank \d+ ends, because ranks are missing: (.*)", re.DOTALL)
+MISSING = re.compile(r"tfcommx: rank (\d+) ends, because ranks are missing: (.*)", re.DOTALL)
+# In such a report: a rank that an uncaught exception ended, for which Python's exit status is 1
+FAILED = re.compile(r"rank (\d+) on \S+ \(failed: ")
+FAILED_STATUS = 1
 # Lines of a shell whose rank was ended, hidden because the last message gives the signal
 ENDED = ("Terminated\n", "Killed\n")
 TRACEBACK = "Traceback (most recent call last):"
@@ -225,6 +228,8 @@ class RankLines:
         # Lines of the launcher itself, and ranks' reports of missing ranks: shown only if needed
         self.own: list[str] = []
         self.missing: list[str] = []
+        # Ranks that ended because others were missing
+        self.followers: set[int] = set()
         # Line shown on stderr -> the first rank that wrote it
         self.writers: dict[str, str] = {}
         # Rank -> its traceback, while its end has not been received
@@ -268,7 +273,8 @@ class RankLines:
         if len(self.writers) > LINES_REMEMBERED:  # A run of weeks must not fill the memory
             self.writers.clear()
         if missing := MISSING.match(text):
-            self.missing.append(missing[1])
+            self.followers.add(int(missing[1]))
+            self.missing.append(missing[2])
         elif text.strip() and text not in ENDED and self.writers.setdefault(same, rank) == rank:
             print(f"{mark(rank, text)}{text}", end="", file=sys.stderr, flush=True)
 
@@ -281,10 +287,16 @@ class RankLines:
         """Return the first rank that failed, and its status; None if the launcher reports none."""
         text = "".join(self.own)
         if match := SIGNALLED.search(text):
-            return Failure(int(match[1]), 128 + int(match[2]))
-        if match := EXITED.search(text):
-            return Failure(int(match[1]), int(match[2]))
-        return None
+            first = Failure(int(match[1]), 128 + int(match[2]))
+        elif match := EXITED.search(text):
+            first = Failure(int(match[1]), int(match[2]))
+        else:
+            return None
+        # On busy cores a rank that failed may need longer to end than those that it ends
+        failed = [int(rank) for report in self.missing for rank in FAILED.findall(report)]
+        if first.rank in self.followers and (causes := {*failed} - self.followers):
+            return Failure(min(causes), FAILED_STATUS)
+        return first
 
     def report_of_missing(self, rank: int) -> str:
         """Return another rank's report of a rank that could not print anything itself."""
