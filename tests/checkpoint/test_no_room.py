@@ -75,6 +75,18 @@ def test_a_run_goes_on_and_ends_after_three_failures_in_a_row(
     assert cx.checkpoint.next_epoch(tmp_path) == 6
 
 
+def test_the_last_save_of_a_fit_is_not_tried_again(
+    model: keras.Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log said that the run continues, although `fit` ended."""
+    data = np.zeros((4, WIDTH), np.float32)
+    saving = cx.checkpoint.Checkpoint(tmp_path)
+    with room_for(5_000):
+        model.fit(data, data, epochs=2, verbose=0, callbacks=[saving])
+    continues = ["The run continues" in record.message for record in caplog.records]
+    assert continues == [True, False] and "last save" in caplog.records[-1].message
+
+
 def test_a_folder_that_has_gone_is_made_again(model: keras.Model, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     cx.checkpoint.save(model, folder, 0)

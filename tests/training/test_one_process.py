@@ -144,6 +144,23 @@ def test_a_folder_of_a_running_run_is_refused_before_the_first_step(
             train(recipe(pictures, batch=4), folder.parent)
 
 
+def test_a_run_whose_last_save_fails_ends_with_an_error(
+    pictures: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """It ended with status 0, and its last epochs were lost."""
+    saved = []
+
+    def save(model: keras.Model, folder: Path, epoch: int, *more: Any, **options: Any) -> None:
+        saved.append(epoch)
+        raise checkpoint.SaveError("no room")
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    phases = [{"epochs": 2, "resolution": 8, "scheme": SPARSE}]
+    with pytest.raises(checkpoint.SaveError):
+        train(recipe(pictures, batch=20, phases=phases), tmp_path / "run")
+    assert saved == [0, 1]
+
+
 def test_a_diverged_run_that_is_stopped_names_the_save_that_stays(
     pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:

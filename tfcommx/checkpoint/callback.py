@@ -13,7 +13,7 @@ import keras
 
 from tfcommx.checkpoint.files import read_heads, why_not_writable
 from tfcommx.checkpoint.newest import Newest
-from tfcommx.checkpoint.saving import Patience, SaveError, claim, release, save
+from tfcommx.checkpoint.saving import RETRY, Patience, SaveError, claim, release, save
 from tfcommx.checkpoint.snapshots import RestoreRankValues, Snapshots
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, check_whole, local_path, require_equal
@@ -22,6 +22,9 @@ from tfcommx.launch.supervision import supervision
 from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
 
 log = logging.getLogger("tfcommx")
+
+# Consequence of a failed save at the end of `fit`
+LAST = "It was the last save of `fit`: make room, and call cx.checkpoint.save on all ranks."
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -169,7 +172,11 @@ class Checkpoint(keras.callbacks.Callback):
         if self._snapshots is not None:
             self._snapshots.end_epoch(epoch, self.model.steps_per_execution)
             notes = self._snapshots.notes()
-        self._patience.save(lambda: save(self.model, self.folder, epoch, self.keep, notes=notes))
+        is_last = epoch + 1 == (self.params or {}).get("epochs")
+        self._patience.save(
+            lambda: save(self.model, self.folder, epoch, self.keep, notes=notes),
+            LAST if is_last else RETRY,
+        )
 
     def on_train_end(self, logs: Any = None) -> None:
         """Restore the effect of SIGTERM, and unlock the folder."""

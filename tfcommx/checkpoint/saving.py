@@ -46,6 +46,11 @@ log = logging.getLogger("tfcommx")
 
 # Consecutive failed saves after which a run ends
 FAILURES = 3
+# Consequence of a failed save, while another will follow
+RETRY = (
+    f"The run continues, and tries again at the next save; it ends after {FAILURES} failures in a "
+    "row."
+)
 
 
 class SaveError(CheckpointError, OSError):
@@ -58,8 +63,11 @@ class Patience:
     def __init__(self) -> None:
         self._failures = 0
 
-    def save(self, write: Callable[[], None]) -> None:
-        """Save; log a failure on one rank. **Raises:** SaveError after FAILURES in a row."""
+    def save(self, write: Callable[[], None], then: str = RETRY) -> None:
+        """Save; log a failure and its consequence `then` on one rank.
+
+        **Raises:** SaveError after FAILURES in a row.
+        """
         try:
             write()
         except SaveError as error:
@@ -67,12 +75,7 @@ class Patience:
             if self._failures == FAILURES:
                 raise
             if process.current().rank == _first_rank():
-                log.error(
-                    "%s The run continues, and tries again at the next save; it ends after %d "
-                    "failures in a row.",
-                    error,
-                    FAILURES,
-                )
+                log.error("%s %s", error, then)
         else:
             self._failures = 0
 

@@ -104,6 +104,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield part
         put_in_place(part, path)
+    except OSError as error:
+        if error.filename is None:  # As if the disk is full
+            error.filename = str(path)
+        raise
     finally:
         with contextlib.suppress(OSError):
             part.unlink()

@@ -73,7 +73,11 @@ class SaveAndStop(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         seconds = self.context.timing.seconds
         before = seconds["saving"]
-        self._patience.save(lambda: self._save(Position(epoch + 1)))
+        after = Position(epoch + 1)
+        if after.epoch == self.context.run.recipe.epochs:
+            self._save(after)  # An error ends the run, because no later save would follow
+        else:
+            self._patience.save(lambda: self._save(after))
         # The row was made before the save
         self.context.rows[-1]["seconds"]["saving"] += round(seconds["saving"] - before, 3)
 
