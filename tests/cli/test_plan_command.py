@@ -53,6 +53,15 @@ def test_the_table_and_the_plan_of_its_first_row(files: tuple[str, str], tmp_pat
     assert f"Scheme('{rows[0]['scheme']}'" in printed and "twice the rate between nodes" in printed
 
 
+def test_links_that_the_probe_lacked_are_named(files: tuple[str, str], tmp_path: Path) -> None:
+    points = {"inside": [[1, 1024, 1e-4]], "between": []}
+    file = tmp_path / "alone.json"
+    file.write_text(json.dumps({"links": NOMINAL.to_dict(), "points": points}))
+    note = "without links between nodes. Assumed: 10 Gbit/s"
+    assert note in run(files[0], "--links", str(file), "--nodes", "2")
+    assert note not in run(files[0], "--links", str(file), "--slots", "2", "--nodes", "1")
+
+
 def test_a_gain_that_is_not_notable_is_marked(files: tuple[str, str], tmp_path: Path) -> None:
     """It advised a selection, which delays entries, for steps that were .1 % shorter."""
     rows = tuple(VariableProfile(f"layer{n}/kernel", (64, 64), ready_s=1.0 + n) for n in range(4))

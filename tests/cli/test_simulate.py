@@ -109,6 +109,16 @@ def test_merging_and_links_matter_as_they_should(tmp_path: Path) -> None:
     assert probed["exposed_seconds"] == pytest.approx(62 * 5e-5 + 31 / 16 * 102.2e6 * 8e-10, 0.01)
 
 
+def test_links_that_the_probe_lacked_have_the_rates_of_the_settings(tmp_path: Path) -> None:
+    """A probe on one machine replaced --between-gbit by 10, whatever it was."""
+    points = {"inside": [[1, 1024, 1e-4]], "between": []}
+    file = tmp_path / "alone.json"
+    file.write_text(json.dumps({"links": NOMINAL.to_dict(), "points": points}))
+    words = ("--nodes", "8", "--links", str(file), "--between-gbit")
+    fast, slow = (rows(tmp_path, *words, rate)[0]["exposed_seconds"] for rate in ("10", "1"))
+    assert slow > 5 * fast
+
+
 def links(folder: Path) -> str:
     (folder / "links.json").write_text(json.dumps({"links": NOMINAL.to_dict()}))
     return str(folder / "links.json")

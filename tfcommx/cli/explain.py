@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tfcommx import routes
-from tfcommx.cli.parameters import JsonFile, output_file, write_rows
+from tfcommx.cli.parameters import JsonFile, output_file, read_links, write_rows
 from tfcommx.cli.plan import advice
 from tfcommx.core import Links, MeasuredStep, Scheme, Timeline, Topology, reading, write_text
 from tfcommx.measure.horovod_timeline import (
@@ -96,9 +96,8 @@ def explain(
     if profile:
         write_text(profile, step.profile.to_json())
     steps = {"recorded": step.timeline}
-    predicted = (
-        [_predicted(measured, Links.read(links)) for measured in measured_steps] if links else []
-    )
+    prices = read_links(links, step.plan.topology) if links else None
+    predicted = [_predicted(measured, prices) for measured in measured_steps] if prices else []
     if predicted:
         steps["simulated"] = predicted[0][0]
     for name, timeline in steps.items():

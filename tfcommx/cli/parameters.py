@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tfcommx.core import ConfigurationError, json_text, local_path, write_text
+from tfcommx.core import ConfigurationError, Links, Topology, json_text, local_path, write_text
 
 Changes = Annotated[
     list[str] | None,
@@ -74,6 +75,20 @@ def write_rows(file: Path | None, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as `JsonFile` describes; no effect without a file."""
     if file is not None:
         write_text(file, "".join(json_text(row) + "\n" for row in rows))
+
+
+def read_links(path: Path, topology: Topology) -> Links:
+    """Read a file of links; print a note if it lacks measurements that this topology needs."""
+    links = Links.read(path)
+    for kind in Links.unmeasured(path):
+        if (topology.slots if kind == "inside" else topology.nodes) > 1:
+            link = getattr(links, kind)
+            print(
+                f"tfcommx: {path} was measured without links {kind} nodes. Assumed: "
+                f"{8e-9 / link.beta_s_per_byte:.3g} Gbit/s, latency {1e6 * link.alpha_s:.3g} us.",
+                file=sys.stderr,
+            )
+    return links
 
 
 def show_parameters(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> None:

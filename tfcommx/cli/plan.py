@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tfcommx.cli.parameters import JsonFile, output_file, write_rows
+from tfcommx.cli.parameters import JsonFile, output_file, read_links, write_rows
 from tfcommx.core import (
     ConfigurationError,
-    Links,
     Profile,
     Scheme,
     Topology,
@@ -76,10 +75,11 @@ def plan(
     """
     profile = profile_of(model, gpu, throughput, batch)
     assumptions = Assumptions(measured_time(profile))
-    measured = Links.read(links)
+    topology = Topology(nodes, slots)
+    measured = read_links(links, topology)
     if engine is not None:
         measured = measured._replace(engine=dataclasses.replace(measured.engine, name=engine))
-    setting = Setting(profile, Topology(nodes, slots), measured, assumptions)
+    setting = Setting(profile, topology, measured, assumptions)
     ranking = candidates(setting, _asked(selection, density, wire, compression), mpi)
     if selection != "all":
         ranking = with_codes(ranking, setting)

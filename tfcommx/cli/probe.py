@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
 from tfcommx.core import ConfigurationError, write_text
+
+if TYPE_CHECKING:
+    from tfcommx.measure.links import ProbeResult
 
 
 def probe(
@@ -48,8 +51,8 @@ def probe(
         figures.draw_links(
             result.links, result.points, result.by_engine, output.with_suffix(".png")
         )
-        for kind, link in result.links._asdict().items():
-            print(f"{kind}: {link}")
+        for line in _in_words(result):
+            print(line)
         spread = ", ".join(f"{name} {value:.3g}" for name, value in result.spread.items())
         print(f"standard deviations: {spread or 'nothing was measured'}")
         print(
@@ -57,3 +60,17 @@ def probe(
             f"links={str(output)!r}), or links: in a recipe."
         )
     comm.gather_objects("done")
+
+
+def _in_words(result: ProbeResult) -> list[str]:
+    links, lines = result.links, []
+    for kind in ("inside", "between"):
+        link = getattr(links, kind)
+        rate = f"{8e-9 / link.beta_s_per_byte:.3g} Gbit/s, latency {1e6 * link.alpha_s:.3g} us"
+        assumed = "" if result.points[kind] else "not measured, because there are none; assumed: "
+        lines.append(f"links {kind} nodes: {assumed}{rate}")
+    fuses = "fuses waiting allreduces" if links.fuses else "fuses nothing"
+    overhead = f"{1e3 * links.engine_s:.3g} ms for each collective"
+    lines.append(f"engine {links.engine.name}: {overhead}; {fuses}")
+    lines.append(f"messages while the ranks compute: {1 + links.contention:.2f} times as long")
+    return lines

@@ -70,7 +70,9 @@ class Settings:
     nodes: int = setting(4, "Nodes of the cluster.")
     slots: int = setting(1, "Ranks on each node.")
     links: str | None = setting(
-        None, "File that `tfcommx probe` wrote; it replaces rates, latencies and gamma."
+        None,
+        "File that `tfcommx probe` wrote; it replaces rates, latencies and gamma of the kinds of "
+        "links that it measured.",
     )
     between_gbit: float = setting(10.0, "Rate of a node's port to other nodes, 10^9 bit/s.")
     between_alpha: float = setting(5e-5, "Its latency, s.")
@@ -164,16 +166,17 @@ class Settings:
         """Prices of messages."""
         if self.wiring is not None:  # Checked here, because the price of some engines ignores it
             get_wiring(self.wiring)
+        wire = Link(self.inside_alpha, 1e-9 / self.inside_gbytes / self.efficiency, self.gamma)
+        links = Links(
+            ring_link(wire, self.slots, self.wiring or EngineSettings().wiring),
+            Link(self.between_alpha, 8e-9 / self.between_gbit / self.efficiency, self.gamma),
+            # The papers price each message by itself
+            fuses=(self.engine or EngineSettings().name) != EngineSettings().name,
+        )
         if self.links is not None:
-            links = Links.read(self.links)
-        else:
-            wire = Link(self.inside_alpha, 1e-9 / self.inside_gbytes / self.efficiency, self.gamma)
-            links = Links(
-                ring_link(wire, self.slots, self.wiring or EngineSettings().wiring),
-                Link(self.between_alpha, 8e-9 / self.between_gbit / self.efficiency, self.gamma),
-                # The papers price each message by itself
-                fuses=(self.engine or EngineSettings().name) != EngineSettings().name,
-            )
+            measured = Links.read(self.links)
+            nominal = {kind: getattr(links, kind) for kind in Links.unmeasured(self.links)}
+            links = measured._replace(**nominal)
         buffer = None
         if self.fusion_mbytes is not None:
             buffer = round(check_number("fusion_mbytes", self.fusion_mbytes, ">= 0") * 2**20)

@@ -198,6 +198,15 @@ class Links(NamedTuple):
             _check_kinds(path, points, topology)
         return links
 
+    @staticmethod
+    def unmeasured(path: str | Path) -> tuple[str, ...]:
+        """Return the kinds of link in a file of `tfcommx probe` whose cluster lacked them.
+
+        Empty for a file without points, written by hand.
+        """
+        points = json.loads(local_path("path", path).read_text()).get("points", {})
+        return tuple(kind for kind in ("inside", "between") if points.get(kind) == [])
+
 
 def _calibration(fields: Mapping[str, Any]) -> Calibration:
     return Calibration(fields["ranks"], tuple((size, time_s) for size, time_s in fields["points"]))
