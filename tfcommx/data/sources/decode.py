@@ -22,7 +22,19 @@ from tfcommx.kernels.augment import Window, augment_definition
 
 # First bytes of files of these formats
 JPEG, PNG, BMP, GIF = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", (b"GIF87a", b"GIF89a")
-JPEG_XL = (b"\xff\x0a", b"\0\0\0\x0cJXL \r\n\x87\n")
+# Kind of a file that is not read -> its first bytes
+OTHERS = {
+    "a JPEG XL": (b"\xff\x0a", b"\0\0\0\x0cJXL \r\n\x87\n"),
+    "a JPEG 2000": (b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51"),
+    "a TIFF": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
+    "a PDF": (b"%PDF-",),
+    "a ZIP archive": (b"PK\x03\x04",),
+    "a gzip file": (b"\x1f\x8b",),
+    "a NumPy array": (b"\x93NUMPY",),
+    "an SVG, which has no pixels": (b"<svg",),
+    "a web page, as a failed download leaves": (b"<!doctype html", b"<html"),
+    "a pointer of Git LFS, whose file `git lfs pull` downloads": (b"version https://git-lfs",),
+}
 # First byte of an extension and of a frame of a GIF
 GIF_EXTENSION, GIF_FRAME = 0x21, 0x2C
 
@@ -42,6 +54,11 @@ def check_head(data: bytes, max_pixels: int) -> None:
                 "decoding keeps the upper 8. Scale it to 8 bits"
             )
     elif data.startswith(BMP):
+        if (head := _little(data, 14)) < 40:
+            raise SampleError(
+                "a BMP with a header of 40 bytes or more is required; this one, of OS/2, has "
+                f"{head}. Convert it"
+            )
         width, height = (
             int.from_bytes(data[at : at + 4], "little", signed=True) for at in (18, 22)
         )
@@ -52,10 +69,24 @@ def check_head(data: bytes, max_pixels: int) -> None:
         check_pixels(_gif_pixels(data), 1, max_pixels)
     elif data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         check_pixels(*_webp_size(data), max_pixels)
-    elif data.startswith(JPEG_XL):
+    elif kind := _other_kind(data):
         raise SampleError(
-            "a JPEG, PNG, GIF, BMP or WebP is required; this is a JPEG XL. Convert it"
+            f"a JPEG, PNG, GIF, BMP or WebP is required; this is {kind}. Convert or replace it"
         )
+
+
+def _other_kind(data: bytes) -> str | None:
+    """Return the kind of a file that is not read, by its first bytes; None if it is unknown."""
+    # Files of phones and browsers; the name of the kind follows the length of the first box
+    if data[4:8] == b"ftyp" and data[8:10].isalnum():
+        return {b"av": "an AVIF", b"he": "a HEIC", b"mi": "a HEIC", b"ms": "a HEIC"}.get(
+            data[8:10], "a video or picture in an MPEG-4 file"
+        )
+    start = data[:64].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    for kind, heads in OTHERS.items():
+        if data.startswith(heads) or start.startswith(heads):
+            return kind
+    return None
 
 
 def check_pixels(width: int, height: int, max_pixels: int) -> None:
@@ -156,6 +187,19 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     return 0, 0
 
 
+def _webp_with_alpha(data: bytes) -> bytes | None:
+    """Return a file that TensorFlow decodes to four channels only, such as an animated WebP.
+
+    **Source:** RFC 9649, sections 2.6 and 2.7.
+    """
+    if not (data.startswith(b"RIFF") and data[8:12] == b"WEBP"):
+        return None
+    if data[12:16] == b"VP8X" and _little(data, 20, 1) & 0x12:  # Transparency, or an animation
+        # TensorFlow refuses an animation that is not marked as transparent
+        return data[:20] + bytes([data[20] | 0x10]) + data[21:]
+    return data if data[12:16] == b"VP8L" and _little(data, 21) >> 28 & 1 else None
+
+
 def _little(data: bytes, at: int, size: int = 4) -> int:
     return int.from_bytes(data[at : at + size], "little")
 
@@ -253,6 +297,9 @@ def _decoded(data: bytes, channels: int, store: int | None, max_pixels: int) -> 
         if data[:3] != JPEG:
             if data.startswith(GIF):
                 data = _with_opaque_frame(data)
+            elif channels == 3 and (webp := _webp_with_alpha(data)) is not None:
+                image = tf.io.decode_image(webp, channels=4, expand_animations=False)
+                return np.asarray(image[..., :3])
             image = tf.io.decode_image(data, channels=channels, expand_animations=False)
             return np.asarray(image)
         height, width = np.asarray(tf.raw_ops.ExtractJpegShape(contents=data))[:2].tolist()
@@ -265,7 +312,7 @@ def _decoded(data: bytes, channels: int, store: int | None, max_pixels: int) -> 
         return np.asarray(image)
     except tf.errors.InvalidArgumentError as error:
         # Without the names of TensorFlow's node and operation
-        reason = re.sub(r"^\{\{.*?\}\} | \[Op:\w+\]$", "", error.message)
+        reason = re.sub(r"^\{\{.*?\}\} | \[Op:\w+\]$", "", error.message).rstrip(".")
         raise SampleError(f"not a whole image ({len(data)} bytes): {reason}") from error
 
 

@@ -1,0 +1,73 @@
+"""Pictures of formats that TensorFlow reads in part, or not at all."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tfcommx.data.sources import SampleError
+from tfcommx.data.sources.decode import decode
+
+COLOURS = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
+PICTURE = Image.fromarray(COLOURS)
+
+
+def encoded(image: Image.Image, form: str, **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, form, **options)
+    return out.getvalue()
+
+
+def transparent() -> Image.Image:
+    image = PICTURE.convert("RGBA")
+    image.putalpha(Image.fromarray(np.maximum(COLOURS[..., 0], 1)))
+    return image
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"exif": b"Exif\0\0" * 9},
+        {"save_all": True, "append_images": [Image.new("RGB", PICTURE.size, "red")]},
+    ],
+    ids=["plain", "with a header", "animated"],
+)
+@pytest.mark.parametrize("alpha", [False, True])
+def test_a_webp_has_the_colours_of_its_first_frame(alpha: bool, options: dict[str, object]) -> None:
+    """Transparency and animations were errors: `Number of channels requested does not match`."""
+    image = transparent() if alpha else PICTURE
+    file = encoded(image, "WEBP", lossless=True, exact=True, **options)
+    np.testing.assert_array_equal(decode(file, 3), COLOURS)
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC"),
+        (b"\0\0\0\x1cftypavif\0\0\0\0avifmif1", "AVIF"),
+        (encoded(PICTURE, "TIFF"), "TIFF"),
+        (b"\0\0\0\x0cjP  \r\n\x87\n", "JPEG 2000"),
+        (b"\n<!DOCTYPE html><title>403 Forbidden</title>", "web page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
+        (b"PK\x03\x04" + bytes(30), "ZIP"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_of_another_kind_is_named(file: bytes, kind: str) -> None:
+    """A download that had failed, or a phone's picture, was `not a whole image`."""
+    with pytest.raises(SampleError, match=rf"is (a|an) .*{kind}"):
+        decode(file, 3)
+
+
+def test_a_bitmap_of_os2_is_refused_by_its_header() -> None:
+    """Its width was read from other bytes: an image of 1,649,306,239,000 pixels."""
+    head = struct.pack("<IHHHH", 12, 24, 16, 1, 24)
+    file = b"BM" + struct.pack("<IHHI", 26 + COLOURS.nbytes, 0, 0, 26) + head + COLOURS.tobytes()
+    with pytest.raises(SampleError, match=r"\b40\b.*\b12\b"):
+        decode(file, 3)
