@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from tfcommx.core import ConfigurationError
+from tfcommx.core import ConfigurationError, told_apart
 
 # Largest number of facts that wait; the oldest, which only one rank has stated, are dropped
 MOST = 64
@@ -133,7 +133,9 @@ def _refuse(roots: Sequence[Facts], rank: int, others_facts: Sequence[Facts]) ->
         for item, expected, received in rows[:NAMED]
     )
     remaining = f"; and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
+    texts = dict.fromkeys(text for row in rows for text in row)
     raise ConfigurationError(
         f"Every rank must have the same {facts.kind}. Received {root.name} on rank 0 and "
-        f"{facts.name} on rank {rank}, which differ in {named}{remaining}. {facts.remedy}"
+        f"{facts.name} on rank {rank}, which differ in {named}{remaining}.{told_apart(texts)} "
+        f"{facts.remedy}"
     )

@@ -6,12 +6,14 @@ collective starts.
 
 from tfcommx.core.bucket import LARGEST, Bucket, NoOptions, Piece, RouteOptions, Sparse
 from tfcommx.core.checks import (
+    alike,
     check_name,
     check_number,
     check_whole,
     is_member,
     load_member,
     require_equal,
+    told_apart,
 )
 from tfcommx.core.errors import (
     CheckpointError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import pkgutil
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard
@@ -24,8 +25,38 @@ def check_name(kind: str, name: str, allowed: Iterable[str]) -> str:
     if name in names:
         return name
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    # SEED has no letter of `seed`
+    near = [known for known in names if known.lower() == str(name).lower()] or near
     hint = f"Did you mean {near[0]!r}? " if near else ""
     raise ConfigurationError(f"Unknown {kind} {name!r}. {hint}Known: {', '.join(names)}.")
+
+
+def alike(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return pairs of different names that look alike: by case, spaces around them, or Unicode.
+
+    >>> alike(["cat", "Cat", "dog", "dog "])
+    [('cat', 'Cat'), ('dog', 'dog ')]
+    """
+    first: dict[str, str] = {}
+    pairs = []
+    for name in names:
+        # NFKC, because a Mac decomposes the letters of names that a copy then keeps
+        other = first.setdefault(unicodedata.normalize("NFKC", name).casefold().strip(), name)
+        if other != name:
+            pairs.append((other, name))
+    return pairs
+
+
+def told_apart(names: Iterable[str]) -> str:
+    """Return a sentence on names that look alike, with escapes; "" without any.
+
+    >>> told_apart(["cat", "Cat"])
+    " Names look alike and differ: 'cat' and 'Cat'."
+    """
+    pairs = alike(names)
+    if not pairs:
+        return ""
+    return f" Names look alike and differ: {pairs[0][0]!a} and {pairs[0][1]!a}."
 
 
 def is_member(name: object) -> TypeGuard[str]:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tfcommx.core import DataError, local_path
+from tfcommx.core import DataError, alike, local_path, told_apart
 from tfcommx.data.sources.source import key_of
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
+ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
 # Folders and files, in lower case, that operating systems add: thumbnails, deleted files, resource
 # forks of files that were copied from a Mac. Names that begin with a dot are hidden anyway
 JUNK_FOLDERS = {
@@ -34,10 +34,16 @@ JUNK_FOLDERS = {
 JUNK_FILES = {"desktop.ini", "ehthumbs.db", "thumbs.db"}
 
 
+# Names of folders that hold a part of a data set, in lower case
+SPLITS = {"dev", "eval", "test", "testing", "train", "training", "val", "valid", "validation"}
+
+
 def check_folder(path: Path) -> None:
     """Refuse a path that is not a folder."""
     if not path.is_dir():
         problem = f"{path} is no folder" if path.exists() else f"The folder {path} does not exist"
+        if not path.is_absolute():
+            problem += f" in {Path.cwd()}"
         raise DataError(f"{problem}. Check the path and its mount.")
 
 
@@ -62,9 +68,15 @@ def _is_junk(name: str, junk: set[str]) -> bool:
     return name.startswith(".") or name.lower() in junk
 
 
-def _images(top: Path, passed_over: Counter[str]) -> list[tuple[str, os.stat_result]]:
-    """Return the paths and file attributes of the images below a folder, in alphabetical order."""
-    images, visited = [], set()
+def _images(
+    top: Path, passed_over: Counter[str], visited: set[tuple[int, int]]
+) -> list[tuple[str, os.stat_result]]:
+    """Return the paths and file attributes of the images below a folder, in alphabetical order.
+
+    Args:
+        visited: receives (device, inode) of each folder.
+    """
+    images = []
     for folder, below, files in os.walk(top, onerror=_refuse, followlinks=True):
         facts = _facts(folder)
         # Reached again by a link: a cycle, or the same images
@@ -91,13 +103,53 @@ def _images(top: Path, passed_over: Counter[str]) -> list[tuple[str, os.stat_res
     return images
 
 
+def _listed(passed_over: Counter[str]) -> str:
+    """Return the numbers of files by their ending."""
+    return ", ".join(f"{number:,} {ending}" for ending, number in sorted(passed_over.items()))
+
+
+def _first_out_of_order(classes: Sequence[str]) -> int | None:
+    """Return the label of the first name that is out of the order of numbers, or None.
+
+    >>> _first_out_of_order(["1", "10", "2"]), _first_out_of_order(["01", "02", "10"])
+    (1, None)
+    """
+    if not all(map(str.isdecimal, classes)):
+        return None
+    pairs = zip(classes, sorted(classes, key=int), strict=True)
+    return next((label for label, (name, wanted) in enumerate(pairs) if name != wanted), None)
+
+
+def _warn_of_classes(source: Folder, shared: Sequence[str], named: bool) -> None:
+    """Warn if the class folders are most likely a mistake.
+
+    Args:
+        shared: descriptions of folders that are in two classes.
+        named: True if the user gave the order of the classes.
+    """
+    path, classes, problems = source.path, source.classes, list(shared[:1])
+    if alike(classes):
+        problems.append(f"{told_apart(classes).strip()} They are separate classes.")
+    if not named and (label := _first_out_of_order(classes)) is not None:
+        problems.append(
+            f"Class folders with numbers as names are in the order of text: {classes[label]!r} has "
+            f"the label {label}. Write all numbers with as many digits, or give `classes`."
+        )
+    if not named and len(classes) > 1 and {name.lower() for name in classes} <= SPLITS:
+        problems.append(
+            f"The class folders {listed_names(classes)} have names of parts of a data set. Give "
+            f"the folder of one part: {path / classes[0]}."
+        )
+    for problem in problems:
+        warnings.warn(f"{path}: {problem}", stacklevel=3)
+
+
 def _warn(source: Folder, passed_over: Counter[str]) -> None:
-    listed = ", ".join(f"{number:,} {ending}" for ending, number in sorted(passed_over.items()))
     warnings.warn(
         f"{passed_over.total():,} files in {source.path} are passed over, because only "
-        f"{', '.join(ENDINGS)} in class folders are read: {listed}. {source.count:,} images in "
-        f"{len(source.classes)} classes are left: {listed_names(source.classes)}. Convert or move "
-        "these files if they are samples.",
+        f"{', '.join(ENDINGS)} in class folders are read: {_listed(passed_over)}. "
+        f"{source.count:,} images in {len(source.classes)} classes are left: "
+        f"{listed_names(source.classes)}. Convert or move these files if they are samples.",
         stacklevel=3,
     )
 
@@ -140,7 +192,9 @@ class Folder:
     samples. Links are followed. Only regular files are read; hidden files and folders, and those of
     operating systems (`__MACOSX`, `@eaDir`, `lost+found`, `Thumbs.db`), are skipped. Files with
     other endings, and images next to the class folders, are ignored with one warning, which has
-    their number by ending. A replaced file leads to new caches, because the key is made of the
+    their number by ending. A warning also names class folders whose names look alike, are numbers
+    in another order than that of their labels, or those of a data set's parts, and links by which
+    a folder is in two classes. A replaced file leads to new caches, because the key is made of the
     files' relative paths, sizes, and times of content and inode. A copy has other times of the
     inode, and separate caches; the same files on another mount or host share theirs.
 
@@ -179,8 +233,17 @@ class Folder:
         self._files: list[tuple[str, int]] = []
         self.contents: dict[str, str] = {}
         facts: list[object] = ["folder", *self.classes]
+        # (device, inode) of a folder -> its class, and classes that share one
+        folder_class: dict[tuple[int, int], str] = {}
+        shared: list[str] = []
         for label, kind in enumerate(self.classes):
-            images = _images(self.path / kind, passed_over)
+            visited: set[tuple[int, int]] = set()
+            images = _images(self.path / kind, passed_over, visited)
+            for other in {folder_class.setdefault(place, kind) for place in visited} - {kind}:
+                shared.append(
+                    f"The classes {other!r} and {kind!r} share a folder, by a link: its images "
+                    "have both labels. Remove the link."
+                )
             # Without the times of change, because a copy has others
             sizes: list[object] = []
             for file, status in images:
@@ -194,11 +257,15 @@ class Folder:
         if not self.count:
             raise DataError(
                 f"Images ({', '.join(ENDINGS)}) in class folders are required. {self.path} has "
-                f"{len(folders)} folders and no such image in them. Give the folder that holds the "
-                "class folders."
+                f"{len(folders)} folders and no such image in them"
+                + f", but {_listed(passed_over)}" * bool(passed_over)
+                + ". Give the folder that holds the class folders."
+                + " Read TFRecord files as TFRecords(files)."
+                * any(".tfrecord" in name.lower() for name in names)
             )
         if passed_over:
             _warn(self, passed_over)
+        _warn_of_classes(self, shared, classes is not None)
         self.key = key_of((*facts, *self._sampled_contents()))
 
     def _sampled_contents(self) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import DataError
+from tfcommx.core import DataError, told_apart
 from tfcommx.data.cache import DataCache
 from tfcommx.data.sources.folder import Folder, listed_names
 from tfcommx.data.sources.source import Source
@@ -129,10 +129,11 @@ def _check_sources(train: Source, test: Source, classes: tuple[str, ...]) -> Non
         )
     if train.classes and test.classes and tuple(train.classes) != tuple(test.classes):
         differ = sorted(set(train.classes) ^ set(test.classes)) or ["their order"]
+        names = list(map(str, differ))
         raise DataError(
             f"Test pictures need the classes of the training pictures. {test.name} and "
-            f"{train.name} differ in {', '.join(map(str, differ[:5]))}. Give both the same class "
-            "folders."
+            f"{train.name} differ in {', '.join(names[:5])}.{told_apart(names)} "
+            "Give both the same class folders."
         )
     if not classes:
         raise DataError(
