@@ -41,7 +41,8 @@ class BatchSpec:
     dtype: str = "float32"
     # Mean of values in [0, 1], per channel; it is subtracted. Empty: zeros
     mean: tuple[float, ...] = ()
-    # Standard deviation of values in [0, 1], per channel, > 0; it divides. Empty: ones
+    # Standard deviation of values in [0, 1], per channel, in (0, 10]; it divides. Empty: ones.
+    # Limited because that of values from 0 to 255, about 60, would leave no contrast
     std: tuple[float, ...] = ()
     # Range of the area of the random crop over that of the image, in (0, 1]. The default is
     # torchvision's; TensorFlow's begins at 0.05
@@ -93,9 +94,9 @@ class BatchSpec:
             )
 
     def _check_values(self) -> None:
-        if not all(0 <= m <= 1 for m in self.mean) or not all(0 < s < math.inf for s in self.std):
+        if not all(0 <= m <= 1 for m in self.mean) or not all(0 < s <= 10 for s in self.std):
             raise ConfigurationError(
-                "`mean` must be in [0, 1] and `std` > 0, of pixels / 255. Received "
+                "`mean` must be in [0, 1] and `std` in (0, 10], of pixels / 255. Received "
                 f"mean={self.mean}, std={self.std}. Divide those of values from 0 to 255 by 255."
             )
 

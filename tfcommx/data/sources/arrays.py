@@ -18,10 +18,12 @@ class Arrays:
     (10, 1, (8, 8))
 
     Args:
-        images: uint8 [n, h, w, c], or [n, h, w] for one channel.
-        labels: integers [n].
+        images: uint8 [n, h, w, c], or [n, h, w] for one channel, with h and w >= 1.
+        labels: integers [n], >= 0, and below the number of classes if these are named.
+        classes: names of the labels 0, 1, ...; empty if unknown.
 
     **Cost:** one hash over the images.
+    **Raises:** DataError for other images, labels or classes.
     """
 
     def __init__(
@@ -31,19 +33,26 @@ class Arrays:
         classes: tuple[str, ...] = (),
         name: str = "arrays",
     ) -> None:
-        images, labels = np.asarray(images), np.asarray(labels)
+        try:
+            images, labels = np.asarray(images), np.asarray(labels)
+        except ValueError as error:  # Lists of images of several sizes
+            raise DataError(
+                f"Images of one size, and labels, are required as arrays: {error} Resize the "
+                "images, or give them as files in class folders."
+            ) from error
         if images.ndim == 3:
             images = images[..., None]
         if (
             images.dtype != np.uint8
             or images.ndim != 4
             or not 1 <= images.shape[3] <= 4
+            or (len(images) and 0 in images.shape[1:3])
             or labels.shape != images.shape[:1]
         ):
             raise DataError(
-                "Images uint8 [n, h, w, c] with c in [1, 4] and labels [n] are required. "
-                f"Received {images.dtype} {list(images.shape)} and {list(labels.shape)}. "
-                "Convert the images, or give one label for each."
+                "Images uint8 [n, h, w, c] with h and w >= 1 and c in [1, 4], and labels [n], are "
+                f"required. Received {images.dtype} {list(images.shape)} and {list(labels.shape)}. "
+                + _remedy(images, labels)
             )
         with np.errstate(invalid="ignore"):
             integers = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None
@@ -52,8 +61,19 @@ class Arrays:
                 "Labels that are whole numbers of 64 bits are required. Received "
                 f"{labels.dtype}, such as {labels[:1].tolist()}. Convert them."
             )
+        if isinstance(classes, str):
+            raise DataError(
+                f"`classes` must be several names, such as ('cat', 'dog'). Received {classes!r}."
+            )
         self.images, self.labels = images, integers
         self.classes, self.name = tuple(classes), name
+        least, most = int(integers.min(initial=0)), int(integers.max(initial=0))
+        if least < 0 or (classes and most >= len(self.classes)):
+            end = f", {len(self.classes)}), the number of classes," if self.classes else ", ...)"
+            raise DataError(
+                f"Labels in [0{end} are required. Received labels from {least} to {most}. Correct "
+                "them, or leave those samples out."
+            )
         self.count, self.channels = len(images), images.shape[3]
         self.shape: tuple[int, int] | None = images.shape[1:3]
         digest = hashlib.sha256(np.ascontiguousarray(images).data if images.size else b"")
@@ -68,3 +88,16 @@ class Arrays:
     def where(self, sample: int) -> str:
         """Return the origin of a sample, for messages."""
         return f"{self.name}[{sample}]"
+
+
+def _remedy(images: np.ndarray, labels: np.ndarray) -> str:
+    """Return the most likely remedy for images and labels of other shapes or types."""
+    if labels.ndim == 2 and labels.shape[0] == len(images):
+        if labels.shape[1] == 1:
+            return "Give the labels as labels[:, 0]."
+        return "Give one label for each image, such as labels.argmax(1) of one-hot labels."
+    if images.dtype.kind == "f":
+        return "Convert the images: (255 * images).round().astype('uint8') if they are in [0, 1]."
+    if images.ndim == 4 and images.shape[1] in (1, 3) and not 1 <= images.shape[3] <= 4:
+        return "Move the channels to the end: images.transpose(0, 2, 3, 1)."
+    return "Convert the images, or give one label for each."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -42,8 +43,9 @@ def scan(path: str | os.PathLike[str]) -> np.ndarray:
             length, crc = _FRAME.unpack(frame) if len(frame) == _FRAME.size else (size, None)
             if crc is not None and crc != _masked_crc(frame[:8]):
                 raise SampleError(
-                    f"{path} has a damaged length at byte {at}: it is damaged or no uncompressed "
-                    "TFRecord file"
+                    f"{path} has a damaged length at byte {at}: "
+                    + (_compression(frame) if at == 0 else "")
+                    + "it is damaged or no uncompressed TFRecord file"
                 )
             end = at + _FRAME.size + length + 4
             if end > size:
@@ -56,6 +58,12 @@ def scan(path: str | os.PathLike[str]) -> np.ndarray:
             rows.append((at + _FRAME.size, length, int.from_bytes(following[:4], "little")))
             at, frame = end, following[4:]
     return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def _compression(frame: bytes) -> str:
+    """Return a clause on the compression of a file by its first bytes; "" if it has none."""
+    kind = {b"\x1f\x8b": "GZIP", b"\x78\x9c": "ZLIB", b"\x78\x01": "ZLIB"}.get(frame[:2])
+    return f"it may be compressed by {kind}, so write it without compression, or " if kind else ""
 
 
 def _digest(table: np.ndarray) -> str:
@@ -138,9 +146,11 @@ class TFRecords:
         try:
             return scan(file)
         except OSError as error:
+            pattern = glob.has_magic(file) or os.path.isdir(file)
             raise DataError(
-                f"TFRecord files that can be read are required. {file}: {error.strerror}. Check "
-                "the path and its mount."
+                f"TFRecord files that can be read are required. {file}: {error.strerror}. "
+                + ("Name the files: sorted(glob.glob(...))." * pattern)
+                + ("Check the path and its mount." * (not pattern))
             ) from error
         except SampleError as error:
             if not skip:
@@ -206,6 +216,8 @@ class TFRecords:
 def imagenet(folder: str | os.PathLike[str], split: str = "train", skip: bool = False) -> TFRecords:
     """Return ImageNet's samples from a folder of shards such as `train-00000-of-01024`.
 
+    The names may end with `.tfrecord` or `.tfrecords`.
+
     Args:
         folder: the folder of all shards of the split.
         split: prefix of their names, `train` or `validation`.
@@ -216,12 +228,17 @@ def imagenet(folder: str | os.PathLike[str], split: str = "train", skip: bool = 
 
     **Raises:** errors of TFRecords; DataError if a shard is missing.
     """
-    name = re.compile(rf"{re.escape(split)}-(\d+)-of-(\d+)")
+    name = re.compile(rf"{re.escape(split)}-(\d+)-of-(\d+)(?:\.tfrecords?)?")
     paths = sorted(Path(folder).glob(f"{split}-*-of-*"))
     matches = {file: match for file in paths if (match := name.fullmatch(file.name))}
     files = list(matches)
+    if not files:
+        raise DataError(
+            f"Shards with names such as {split}-00000-of-01024 are required. {folder} has none. "
+            "Check the folder, or name the files yourself: TFRecords(files)."
+        )
     numbers = [tuple(map(int, match.groups())) for match in matches.values()]
-    total = numbers[0][1] if numbers else 0
+    total = numbers[0][1]
     if numbers != [(n, total) for n in range(len(files))] or len(files) != total:
         missing = next((n for n in range(total) if (n, total) not in numbers), None)
         problem = "Not all are of the same set"

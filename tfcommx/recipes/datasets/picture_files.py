@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from tfcommx.data.sources.arrays import Arrays
     from tfcommx.data.sources.source import Source
 
+# Largest number of classes without names, which limits the outputs that a wrong label can cause
+MOST_CLASSES = 1_000_000
 ENTRIES = ("train_images", "train_labels", "test_images", "test_labels")
 
 
@@ -88,7 +91,7 @@ def _open(
 
     names = f"{origin}training arrays", f"{origin}test arrays"
     sources = [_source(*part, name) for part, name in zip((train, test), names, strict=True)]
-    classes = settings.classes or tuple(map(str, range(int(max(sources[0].labels)) + 1)))
+    classes = settings.classes or _numbered_classes(sources[0])
     for source in sources:
         least, most = int(min(source.labels)), int(max(source.labels))
         if not 0 <= least <= most < len(classes):
@@ -99,6 +102,29 @@ def _open(
             )
         source.classes = classes
     return Pictures(settings, sources[0], sources[1], place)
+
+
+def _numbered_classes(train: Arrays) -> tuple[str, ...]:
+    """Return the numbers 0 to the largest label, as names; warn of numbers without pictures.
+
+    **Raises:** DataError for more than MOST_CLASSES.
+    """
+    numbers = np.unique(train.labels)
+    count = int(numbers[-1]) + 1
+    if count > MOST_CLASSES:
+        raise DataError(
+            f"{train.name}: labels below {MOST_CLASSES:,} are required, or `classes`. Received "
+            f"labels up to {count - 1:,}. Number the classes from 0."
+        )
+    if len(numbers) < count:
+        absent = np.setdiff1d(np.arange(count), numbers)
+        warnings.warn(
+            f"{train.name}: of the labels 0 to {count - 1}, {len(absent)} have no pictures, such "
+            f"as {int(absent[0])}. The network has an output for each. Number the classes from 0, "
+            "leave out pictures with the label of no class, or name all `classes`.",
+            stacklevel=5,
+        )
+    return tuple(map(str, range(count)))
 
 
 def _source(images: np.ndarray, labels: np.ndarray, name: str) -> Arrays:
