@@ -103,6 +103,49 @@ def test_a_setting_of_a_recipe_is_no_other_number(setting: str) -> None:
         read(RECIPE, [setting])
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("seed='010'", "seed='1_000'", "batch_per_rank=64k", "seed=1,000", "threads=''"),
+        *("learning_rate.peak_per_256=25%", "learning_rate.peak_per_256=nan", "seed=\u0663"),
+        "model.filters=['016']",
+    ],
+)
+def test_text_in_the_place_of_a_number_is_refused(setting: str) -> None:
+    """pydantic read '010' as 10 and '1_000' as 1000, where the same without quotes is refused."""
+    with pytest.raises(RecipeError, match=rf"{setting.partition('=')[0]}.* number "):
+        read(RECIPE, [setting])
+
+
+def test_a_number_in_quotes_is_one_if_all_read_it_so() -> None:
+    assert read(RECIPE, ["seed='12'"]).seed == 12
+    assert read(RECIPE, ["learning_rate.peak_per_256='1e-3'"]).learning_rate.peak_per_256 == 0.001
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("data.folder=''", "variable"),
+        ("SEED=1", "'seed'"),
+        ("optimizer.name=SGD", "'sgd'"),
+        ("learning_rate=0.1", "mapping"),
+        ("phases.0=null", "mapping"),
+        ("name=1.0", "quotes"),
+        ("phases=[]", "1 "),
+    ],
+)
+def test_the_remedy_is_named(setting: str, words: str) -> None:
+    """An empty path was the current folder, and SEED was said to be unknown, without `seed`."""
+    with pytest.raises(RecipeError, match=words):
+        read(RECIPE, [setting])
+
+
+def test_a_list_with_a_wrong_number_is_not_said_to_be_too_short() -> None:
+    with pytest.raises(RecipeError) as caught:
+        read(RECIPE, ["model.filters=[1.5]"])
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_truth_values_stay_where_they_are_allowed() -> None:
     class Mixed(RecipePart):
         either: bool | int = 0

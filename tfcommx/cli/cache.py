@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
+from tfcommx.cli.parameters import Command
 from tfcommx.core import ConfigurationError, local_path
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(cls=Command)
 def warm(
     source: Annotated[
         str,
@@ -113,7 +114,7 @@ def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
     typer.echo(f"node {cache.node}: {count:,} of {cache.source.count:,} samples {where}")
 
 
-@app.command()
+@app.command(cls=Command)
 def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     """List this user's slabs in memory and data sets on the disk level."""
     from tfcommx.data.disk import usage
@@ -137,7 +138,7 @@ def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
         typer.echo(f"{path}: {samples:,} samples, {size:,} bytes")
 
 
-@app.command()
+@app.command(cls=Command)
 def drop(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     """Remove this user's slabs that no process uses, and data sets of the disk level."""
     from tfcommx.data import disk as level

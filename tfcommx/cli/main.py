@@ -33,6 +33,7 @@ from tfcommx.cli import (
     train,
 )
 from tfcommx.cli.environment import open_closed_streams, print_any_character, quiet_tensorflow
+from tfcommx.cli.parameters import Command
 from tfcommx.core import LaunchError, TfcommxError, local_path
 from tfcommx.launch.launcher import launcher
 from tfcommx.supervisor.supervisor import USER_ERROR
@@ -94,12 +95,15 @@ for command in (
     explain.explain,
     doctor.doctor,
 ):
-    app.command()(with_local_paths(command))
+    app.command(cls=Command)(with_local_paths(command))
 # Without interspersed options, because words after the first belong to another command
 app.command(
+    cls=Command,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )(centre.centre)
-app.command(context_settings={"allow_interspersed_args": False})(with_local_paths(run.run))
+app.command(cls=Command, context_settings={"allow_interspersed_args": False})(
+    with_local_paths(run.run)
+)
 
 
 def main() -> None:

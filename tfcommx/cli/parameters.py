@@ -10,8 +10,44 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from tfcommx.core import ConfigurationError, Links, Topology, json_text, local_path, write_text
+
+
+class Command(typer.core.TyperCommand):
+    """A command that names a refused value, and refuses an empty path."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of a command line into `ctx.params`; return those that are left.
+
+        **Raises:** BadParameter with the value, which typer leaves out; ConfigurationError for an
+        empty path, such as of a variable that is not set, which would be the current folder.
+        """
+        words = list(args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            value = self._words_of(ctx, words).get(error.param.name) if error.param else None
+            if value is not None and repr(value) not in error.message:
+                error.message = f"{error.message.removesuffix('.')}. Received {value!r}."
+            raise
+        for name, value in self._words_of(ctx, words).items():
+            parsed = ctx.params.get(name)
+            for word, item in zip(*map(_as_list, (value, parsed)), strict=False):
+                if word == "" and isinstance(item, Path):
+                    local_path(name, word)
+        return rest
+
+    def _words_of(self, ctx: Any, words: list[str]) -> Mapping[str, Any]:
+        """Return parameter -> its word, or words, in the command line."""
+        found: Mapping[str, Any] = self.make_parser(ctx).parse_args(args=list(words))[0]
+        return found
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
 
 Changes = Annotated[
     list[str] | None,

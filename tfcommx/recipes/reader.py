@@ -22,7 +22,7 @@ import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -205,17 +205,43 @@ class RecipePart(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse truth values, because pydantic would read them as 0 or 1."""
+        """Refuse truth values, and text such as "010", which pydantic would read as numbers."""
         types = _types(cls.model_fields[info.field_name or ""].annotation)
+        if not types & {int, float}:
+            return value
         values = value if isinstance(value, list | tuple) else [value]
-        if types & {int, float} and bool not in types and any(isinstance(x, bool) for x in values):
+        if bool not in types and any(isinstance(x, bool) for x in values):
             raise ValueError(f"A number is required. Received {value!r}.")
+        takes_text = any(kind in (str, Path, Any) or isinstance(kind, str) for kind in types)
+        # A text in the place of a list is refused as such
+        misses_list = isinstance(value, str) and any(get_origin(kind) is tuple for kind in types)
+        if not takes_text and not misses_list and not all(map(_is_plain_number, values)):
+            raise ValueError(
+                "A number is required, without unit, `%`, `,`, `_` and zeros before it. Received "
+                f"{value!r}."
+            )
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_empty_path(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse an empty text, because pydantic would read it as the current folder."""
+        if Path in _types(cls.model_fields[info.field_name or ""].annotation) and value == "":
+            local_path(info.field_name or "", value)
         return value
 
     @field_validator("*", mode="after")
     @classmethod
     def _paths_are_local(cls, value: Any, field: ValidationInfo) -> Any:
         return local_path(field.field_name or "", value) if isinstance(value, Path) else value
+
+
+def _is_plain_number(value: Any) -> bool:
+    """Return False for text other than a number of YAML 1.2 that is not ambiguous."""
+    if not isinstance(value, str):
+        return True
+    is_number = INT.fullmatch(value) or FLOAT.fullmatch(value)
+    return bool(is_number) and not AMBIGUOUS.fullmatch(value)
 
 
 def _types(annotation: Any) -> set[Any]:
@@ -296,6 +322,9 @@ def error_lines(error: ValidationError, prefix: str = "") -> list[str]:
     """Return a line `field: requirement. Received ...` for each wrong setting below `prefix`."""
     lines: list[str] = []
     for detail in error.errors():
+        # A list is also too short after the loss of its wrong entries
+        if detail["type"] == "too_short" and detail["ctx"]["actual_length"] < len(detail["input"]):
+            continue
         keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"])
         inner = (prefix + "".join(keys)).lstrip(".")
         raised = detail.get("ctx", {}).get("error")
@@ -313,4 +342,12 @@ def _problem(detail: Mapping[str, Any]) -> str:
         return "required, and missing."
     if detail["type"] == "tuple_type":  # In YAML it is a list
         return f"A list such as [1, 2] is required. Received {detail['input']!r}."
+    if detail["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"A mapping of keys to values is required. Received {detail['input']!r}."
+    if detail["type"] == "too_short":
+        return (
+            f"At least {detail['ctx']['min_length']} must be given. Received {detail['input']!r}."
+        )
+    if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
+        return f"Text is required. Received {detail['input']!r}, a number. Write it in quotes."
     return f"{detail['msg']}. Received {detail['input']!r}."
