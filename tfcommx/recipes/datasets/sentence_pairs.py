@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
+from tfcommx.core import DataError
 from tfcommx.data.pipeline import without_autotune
 from tfcommx.data.sources.source import key_of
 from tfcommx.recipes.families import DataRank
@@ -55,12 +57,28 @@ class SentencePairs:
         self._batches: dict[tuple[int, int], LengthBatches] = {}
 
     def batches(self, batch: int, resolution: int) -> LengthBatches:
-        """Return the batches of all ranks, of `batch` word pieces each."""
+        """Return the batches of all ranks, of `batch` word pieces each.
+
+        **Raises:** DataError if the pairs fill no batch. A warning counts long pairs if they are
+        more than a tenth.
+        """
         if (batch, resolution) not in self._batches:
             place, lengths = self.place, _lengths(self.corpus)
-            self._batches[batch, resolution] = LengthBatches(
-                lengths, batch, resolution, place.topology.size, place.seed
+            batches = LengthBatches(lengths, batch, resolution, place.topology.size, place.seed)
+            omitted = int(np.count_nonzero(lengths > resolution))
+            counts = (
+                f"{omitted:,} of {len(lengths):,} training pairs have more than the phase's "
+                f"resolution={resolution} word pieces"
             )
+            if batches.steps == 0:
+                raise DataError(
+                    f"Training pairs that fill a batch are required: {counts}, and the others do "
+                    f"not fill batch={batch} on {place.topology.size} ranks. Raise the "
+                    "resolution, or lower the batch."
+                )
+            if omitted > len(lengths) / 10:
+                warnings.warn(f"{counts}, and are left out.", stacklevel=2)
+            self._batches[batch, resolution] = batches
         return self._batches[batch, resolution]
 
     def steps(self, batch: int, resolution: int) -> int:

@@ -41,6 +41,11 @@ class Translate(RecipePart):
     # Number of test pairs translated for BLEU after each epoch, over all ranks; 0: none. Accuracy
     # covers all pairs
     bleu_sentences: int = Field(2000, ge=0)
+    # Words that BLEU counts: "13a" separates punctuation from words, as WMT does; "char" counts
+    # characters, for languages without spaces, whose sentences are otherwise single words; "zh"
+    # does so for Chinese characters only; "intl" knows the punctuation of all scripts; "none"
+    # separates nothing, for text that is tokenized already
+    bleu_tokenizer: Literal["13a", "char", "zh", "intl", "none"] = "13a"
     # Width of beam search; 1: greedy
     beam: int = Field(1, ge=1)
     # Length penalty of beam search; 0 compares probabilities, which favours short translations
@@ -56,7 +61,12 @@ class Translate(RecipePart):
         if self.bleu_sentences:
             sacrebleu()
         return Translation(
-            data, self.label_smoothing, self.bleu_sentences, self.beam, self.length_penalty
+            data,
+            self.label_smoothing,
+            self.bleu_sentences,
+            self.beam,
+            self.length_penalty,
+            self.bleu_tokenizer,
         )
 
 
@@ -69,6 +79,7 @@ class Translation:
     bleu_sentences: int
     beam: int = 1
     length_penalty: float = 0.6
+    bleu_tokenizer: str = "13a"
 
     @property
     def inputs(self) -> int:
@@ -146,7 +157,10 @@ class Translation:
 
     def _bleu(self, translations: dict[int, str]) -> float:
         references = [self.data.references[number] for number in translations]
-        return float(sacrebleu().corpus_bleu([*translations.values()], [references]).score)
+        score = sacrebleu().corpus_bleu(
+            [*translations.values()], [references], tokenize=self.bleu_tokenizer
+        )
+        return float(score.score)
 
 
 def sacrebleu() -> Any:

@@ -20,7 +20,7 @@ from tfcommx.recipes.text.vocabulary import Vocabulary, learn
 # Number of pairs that are encoded together
 CHUNK = 10_000
 # Version of the file format
-FORMAT = 3
+FORMAT = 4
 
 
 class Pairs(Protocol):

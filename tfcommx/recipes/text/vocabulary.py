@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tfcommx.core import DataError
 
 # Numbers of the marks; padding is 0, so that masks are `!= 0`
 PADDING, UNKNOWN, BEGIN, END = range(4)
+# Bytes of the longest sentence from which pieces are learnt, SentencePiece's default. Longer ones
+# are only encoded
+LONGEST = 4192
 
 
 def sentencepiece() -> Any:
@@ -30,12 +33,38 @@ def learn(lines: Iterable[str], size: int) -> bytes:
         lines: text of all languages that share the vocabulary.
         size: number of word pieces, including the four marks; fewer if the text has fewer.
 
+    **Raises:** DataError if no sentence has at most LONGEST bytes; errors of the iterator.
+
     **Source:** Sennrich, Haddow, Birch, "Neural Machine Translation of Rare Words with Subword
     Units" (2016): byte pair encoding.
     """
     written = io.BytesIO()
+    # The library replaces an error of the iterator, such as that of a line that is no UTF-8
+    failures: list[Exception] = []
+
+    def remembering() -> Iterator[str]:
+        try:
+            yield from lines
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    try:
+        _train(remembering(), written, size)
+    except RuntimeError as error:
+        if failures:
+            raise failures[0] from None
+        raise DataError(
+            "Sentences from which word pieces can be learnt are required: at least one of at most "
+            f"{LONGEST:,} bytes. Received: {' '.join(str(error).split())}. Is each sentence on "
+            "its own line?"
+        ) from error
+    return written.getvalue()
+
+
+def _train(lines: Iterator[str], written: io.BytesIO, size: int) -> None:
     sentencepiece().SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
+        sentence_iterator=lines,
         model_writer=written,
         vocab_size=size,
         # Small texts have fewer pieces
@@ -53,8 +82,8 @@ def learn(lines: Iterable[str], size: int) -> bytes:
         shuffle_input_sentence=False,
         num_threads=1,
         minloglevel=2,
+        max_sentence_length=LONGEST,
     )
-    return written.getvalue()
 
 
 class Vocabulary:
