@@ -97,6 +97,24 @@ def test_an_epoch_of_unreadable_files_alone_is_refused(folder, shm, drop_remaind
         assert sum(len(labels) for _, labels in cache.dataset(WHOLE)) == 1
 
 
+def test_a_batch_of_unreadable_files_alone_has_another_sample(folder, shm):
+    """A convolution refused the empty batch, and batch normalization made all weights NaN."""
+    for broken in ("class1/0004.jpg", "class0/0009.jpg"):
+        (folder / broken).write_bytes(b"no picture")
+    spec = cx.BatchSpec(1, 16, dtype="uint8")
+    with OpenCache(folder, shm, on_error="skip") as cache, pytest.warns(UserWarning) as caught:
+        rows = served(cache.dataset(spec))
+        assert len(rows) == 50 and {n for n, _ in rows} == set(range(50)) - {4, 9}
+        assert all(label == n % 3 for n, label in rows)
+        assert cache.report(0)["unreadable"] == 2
+        assert served(cache.dataset(spec, 0)) == rows
+    assert sum("place" in str(warning.message) for warning in caught) == 1
+    # In an evaluation no sample counts twice.
+    exact = cx.BatchSpec(1, 16, dtype="uint8", shuffle=False, drop_remainder=False)
+    with OpenCache(folder, shm, on_error="skip") as cache:
+        assert len(served(cache.dataset(exact))) == 48
+
+
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_damaged_memory_that_cannot_be_repaired_is_not_served(folder, shm, on_error):
     with (

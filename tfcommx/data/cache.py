@@ -252,7 +252,8 @@ class DataCache:
 
         Returns:
             Batches (images spec.dtype [b, h, w, c], labels int64 [b]). A skipped sample makes its
-            batch smaller by one.
+            batch smaller by one. If that empties a batch of a spec that shuffles and drops the
+            remainder, the next sample that can be read takes its place, with a warning.
 
         **Raises:** ConfigurationError for arguments out of range, and inside a tf.function.
         """
@@ -278,7 +279,12 @@ class DataCache:
             return samples
 
         def load(samples: tf.Tensor, epoch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-            return *self._loader.load(samples, epoch, spec, of_epoch), epoch
+            return *self._loader.load(samples, epoch, spec, of_epoch, replacing), epoch
+
+        def replace(cache: DataCache, skipped: np.ndarray, epoch: np.ndarray) -> Any:
+            return cache.filler.replace(skipped, cache.share(int(epoch)), int(epoch))
+
+        replacing = weak_method(self, replace)
 
         length = len(self.share(0, False))
         of_epoch = int(order.batch_bounds(length, spec.batch, request.steps)[-1])

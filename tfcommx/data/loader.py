@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -61,6 +61,8 @@ class Filler:
         self.counts: dict[int, Counter[str]] = {}
         # Sample -> error message
         self.unreadable: dict[int, str] = {}
+        # Whether a sample has been served in the place of an empty batch
+        self._replaced = False
         # Epoch -> skipped samples
         self._skipped: dict[int, set[int]] = {}
         self._lock = threading.Lock()
@@ -231,6 +233,39 @@ class Filler:
         if isinstance(error, SampleError):
             self.slab.mark_unreadable(sample)
 
+    @joined_at_exit
+    def replace(
+        self, skipped: np.ndarray, share: np.ndarray, epoch: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Load another sample in the place of a batch of which none can be read.
+
+        Args:
+            skipped: the batch's samples, int64 [b].
+            share: samples of this rank in the epoch, in order, int64 [n].
+
+        Returns:
+            As `fetch`, with the next sample of the share that can be read; none without such.
+        """
+        start = int(np.flatnonzero(share == skipped[0])[0])
+        for sample in np.roll(share, -start).tolist():
+            # Counted for no epoch, because the sample is served in its own batch, too
+            if (record := self._bring(sample, False, -1)) is not None:
+                self._warn_of_empty_batch(int(epoch))
+                at = 0 if record else -1
+                return np.array([sample]), np.frombuffer(record, np.uint8), np.array([at])
+        return np.zeros(0, np.int64), np.zeros(0, np.uint8), np.zeros(0, np.int64)
+
+    def _warn_of_empty_batch(self, epoch: int) -> None:
+        if self._replaced:
+            return
+        self._replaced = True
+        warnings.warn(
+            f"None of a batch's samples can be read in epoch {epoch}. Another sample takes their "
+            "place, because a model cannot be trained on an empty batch. `unreadable` in "
+            "DataCache.report counts such samples: fix or remove them.",
+            stacklevel=3,
+        )
+
     def _require_some(self, skipped: np.ndarray, epoch: int, of_epoch: int) -> None:
         """Record skipped samples; refuse an epoch without any others.
 
@@ -277,23 +312,37 @@ class Loader:
         self._finish = weak_method(self, lambda loader, *args: loader.filler.finish(*args))
 
     def load(
-        self, samples: tf.Tensor, epoch: tf.Tensor, spec: BatchSpec, of_epoch: int
+        self,
+        samples: tf.Tensor,
+        epoch: tf.Tensor,
+        spec: BatchSpec,
+        of_epoch: int,
+        replace: Callable[..., Any],
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return (images spec.dtype [b, h, w, c], labels int64 [b]) of a batch.
 
         Args:
             of_epoch: samples of this rank in the epoch.
+            replace: (samples, epoch) -> result of `Filler.replace`.
         """
         import tensorflow as tf
 
         slab, options = self.slab, self.options
         state = batches.check(slab, samples, epoch, options.verify, options.seed)
+        requested = samples
         present = (samples, tf.zeros([0], tf.uint8), -tf.ones_like(samples))
         samples, loose, at = tf.cond(
             tf.reduce_any(state > 0),
             lambda: self._bring(samples, state, epoch, of_epoch),
             lambda: present,
         )
+        if options.on_error == "skip" and spec.shuffle and spec.drop_remainder:
+            batch = samples, loose, at
+            samples, loose, at = tf.cond(
+                tf.size(samples) == 0,
+                lambda: _vectors(replace, [requested, epoch]),
+                lambda: batch,
+            )
         images, labels, _ = batches.read(
             slab, samples, loose, at, epoch, spec, self.source.channels, options.seed
         )
@@ -310,10 +359,7 @@ class Loader:
         )
         remaining = self._fill(encoded, samples, labels, state)
         arguments = [samples, state, remaining, epoch, encoded, labels, level, of_epoch]
-        result = tf.numpy_function(self._finish, arguments, [tf.int64, tf.uint8, tf.int64])
-        for tensor in result:
-            tensor.set_shape([None])
-        return tuple(result)
+        return _vectors(self._finish, arguments)
 
     def _fill(
         self, encoded: tf.Tensor, samples: tf.Tensor, labels: tf.Tensor, state: tf.Tensor
@@ -370,6 +416,16 @@ class Loader:
                 chunk, state, remaining, -1, files, labels, level, of_epoch=len(samples)
             )
             yield
+
+
+def _vectors(work: Callable[..., Any], arguments: list[Any]) -> tuple[tf.Tensor, ...]:
+    """Call `Filler.finish` or `Filler.replace` in a graph, and state the ranks of the results."""
+    import tensorflow as tf
+
+    result = tf.numpy_function(work, arguments, [tf.int64, tf.uint8, tf.int64])
+    for tensor in result:
+        tensor.set_shape([None])
+    return tuple(result)
 
 
 def _traced(work: Callable[..., tf.Tensor], *kinds: tf.DType) -> Callable[..., np.ndarray]:
