@@ -170,11 +170,29 @@ def test_an_epoch_without_a_batch_is_refused(shm):
 def test_a_rank_without_samples_in_a_step_is_served_an_empty_batch(shm):
     source = Arrays(np.zeros((3, 9, 7, 3), np.uint8), np.arange(3))
     with OpenCache(source, shm, Topology(1, 2), 0) as cache:
-        shapes = [
-            tuple(images.shape)
-            for images, _ in cache.dataset(BatchSpec(batch=1, drop_remainder=False))
-        ]
+        with pytest.warns(UserWarning, match=r"\b1 .*\b2\b"):
+            dataset = cache.dataset(BatchSpec(batch=1, drop_remainder=False))
+        shapes = [tuple(images.shape) for images, _ in dataset]
     assert sorted(shapes) == [(0, 9, 7, 3), (1, 9, 7, 3)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_an_evaluation_has_no_empty_batches(shm, ranks, on_error):
+    """A convolution refused the batch of a rank without samples, as with one picture on two."""
+    source = Arrays(np.zeros((3, 9, 7, 3), np.uint8), np.arange(3))
+    spec, labels = BatchSpec(batch=1, shuffle=False, drop_remainder=False), []
+    for rank in range(ranks):
+        with OpenCache(source, shm, Topology(1, ranks), rank, on_error=on_error) as cache:
+            for epochs, step in ((1, 0), (2, 0), (1, 1)):
+                dataset = cache.dataset(spec, 0, epochs, step)
+                batches = [numbers.numpy().tolist() for _, numbers in dataset]
+                assert all(len(batch) == 1 for batch in batches)
+                if on_error == "raise":
+                    assert len(dataset) == len(batches)
+                if (epochs, step) == (1, 0):
+                    labels += [label for batch in batches for label in batch]
+    assert sorted(labels) == [0, 1, 2]
 
 
 def test_warm_brings_all_for_another_process_too(folder, shm):

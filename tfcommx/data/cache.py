@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -253,7 +254,9 @@ class DataCache:
         Returns:
             Batches (images spec.dtype [b, h, w, c], labels int64 [b]). A skipped sample makes its
             batch smaller by one. If that empties a batch of a spec that shuffles and drops the
-            remainder, the next sample that can be read takes its place, with a warning.
+            remainder, the next sample that can be read takes its place, with a warning. A spec that
+            does not shuffle has no empty batches: a rank with fewer samples than steps has fewer
+            batches.
 
         **Raises:** ConfigurationError for arguments out of range, and inside a tf.function.
         """
@@ -287,14 +290,32 @@ class DataCache:
         replacing = weak_method(self, replace)
 
         length = len(self.share(0, False))
-        of_epoch = int(order.batch_bounds(length, spec.batch, request.steps)[-1])
+        bounds = order.batch_bounds(length, spec.batch, request.steps)
+        of_epoch = int(bounds[-1])
         indices = request.indices(weak_method(self, share), length)
         at_once, ready = prefetch_sizes(self._loader.batch_bytes(spec), self._threads())
-        batches = indices.map(load, num_parallel_calls=at_once, deterministic=True).prefetch(ready)
-        # Without the cardinality, Keras reports at the first end of a validation that training is
-        # interrupted, and BroadcastState cannot compare steps
-        with_length = tf.data.experimental.assert_cardinality(epochs * request.steps - step)
-        return without_autotune(stats.recorded(batches).apply(with_length))
+        batches = indices.map(load, num_parallel_calls=at_once, deterministic=True)
+        count, is_known = epochs * request.steps - step, True
+        if not spec.shuffle:
+            # Because a convolution refuses an empty batch on CPUs. Training steps need a batch on
+            # every rank
+            batches = batches.filter(lambda images, labels, epoch: tf.size(labels) > 0)
+            filled = np.diff(bounds) > 0
+            count = int(filled[step:].sum() + (epochs - 1) * filled.sum())
+            is_known = self.options.on_error == "raise"
+        elif length < request.steps:
+            warnings.warn(
+                f"Rank {self.rank} has {length} samples for {request.steps} steps, so some of its "
+                "batches are empty. Convolutions and batch normalization cannot be trained on "
+                "these. Use drop_remainder=True, a larger batch, or fewer ranks.",
+                stacklevel=2,
+            )
+        batches = stats.recorded(batches.prefetch(ready))
+        if is_known:
+            # Without the cardinality, Keras reports at the first end of a validation that training
+            # is interrupted, and BroadcastState cannot compare steps
+            batches = batches.apply(tf.data.experimental.assert_cardinality(count))
+        return without_autotune(batches)
 
     def report(self, epoch: int) -> dict[str, float]:
         """Return this process's statistics of loading in an epoch.
