@@ -197,6 +197,26 @@ def test_a_plan_that_was_damaged() -> None:
             continue
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"sizes": [-80]}, {"sizes": [80, 2]}, {"sizes": [8.5]}, {"sizes": ["80"]}),
+        *({"dtype": "float8"}, {"k": 0}, {"k": 81}, {"k": True}, {"padding": -1}),
+        *({"momentum": 1.5}, {"momentum": "0.9"}, {"clip_norm": 0}, {"shapes": [[3, 3]]}),
+        *({"variables": [7]}, {"seed": None}, {"wire": 3}, {"route": "toruss"}),
+    ],
+    ids=str,
+)
+def test_a_plan_that_was_edited(change: dict[str, Any]) -> None:
+    """Its numbers were taken as they were, and failed in a collective or not at all."""
+    bucket = Bucket("b", ("a",), (80,), "float32", "allreduce", options=NoOptions())
+    plan = json.loads(Plan((bucket,), Topology(1, 2)).to_json())
+    assert routes.read_plan(json.dumps(plan)).buckets == (bucket,)
+    plan["buckets"][0] |= change
+    with pytest.raises(cx.PlanError, match=f"{next(iter(change))}|toruss"):
+        routes.read_plan(json.dumps(plan))
+
+
 def test_files_of_a_comparison(tmp_path: Path) -> None:
     recipe = ROOT / "configs/fashion_mnist.yaml"
     setup = Setup(recipe, (), 2, 1, tmp_path)

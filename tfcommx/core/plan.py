@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tfcommx.core.bucket import Bucket, Piece, RouteOptions
-from tfcommx.core.checks import check_name, require_named_members
+from tfcommx.core.checks import check_name, check_number, check_whole, require_named_members
 from tfcommx.core.errors import PlanError
 from tfcommx.core.topology import Topology
+from tfcommx.core.wire_formats import ENTRY_BYTES
 
 OPERATIONS = ("average", "sum")
 
@@ -104,7 +106,42 @@ def _bucket(row: Mapping[str, Any], read_options: ReadOptions) -> Bucket:
         "shapes": tuple(map(tuple, row.get("shapes", ()))),  # Older plans have none
         "options": read_options(row["route"], row["options"]),
     }
-    return Bucket(**fields)
+    bucket = Bucket(**fields)
+    _check(bucket)
+    return bucket
+
+
+def _check(bucket: Bucket) -> None:
+    """Refuse numbers that no bucket of `to_json` has, as in a file that was edited.
+
+    **Raises:** ConfigurationError.
+    """
+    for name in ("name", "route", "selection", "wire", "compression"):
+        _require(isinstance(getattr(bucket, name), str), bucket, name, "text")
+    check_name("dtype", bucket.dtype, ENTRY_BYTES)
+    names, sizes, shapes = bucket.variables, bucket.sizes, bucket.shapes
+    _require(all(isinstance(name, str) for name in names), bucket, "variables", "a list of paths")
+    for size in sizes:
+        check_whole("sizes", size, least=0)
+    _require(len(sizes) == len(names), bucket, "sizes", f"{len(names)} numbers")
+    fits = not shapes or [math.prod(shape) for shape in shapes] == list(sizes)
+    _require(fits, bucket, "shapes", f"shapes of {list(sizes)} entries")
+    if bucket.k is not None:
+        check_whole("k", bucket.k, least=1)
+        _require(bucket.k <= max(1, bucket.padded), bucket, "k", f"at most {bucket.padded}")
+    check_whole("padding", bucket.padding, least=0)
+    check_whole("seed", bucket.seed)
+    check_number("momentum", bucket.momentum, "in [0, 1)")
+    if bucket.clip_norm is not None:
+        check_number("clip_norm", bucket.clip_norm, "> 0")
+
+
+def _require(holds: bool, bucket: Bucket, field: str, wanted: str) -> None:
+    if not holds:
+        raise PlanError(
+            f"`{field}` of the bucket {bucket.name!r} must be {wanted}. Received "
+            f"{getattr(bucket, field)!r:.80}. Make the plan again: `tfcommx plan`."
+        )
 
 
 def first_difference(first: Any, second: Any, where: str = "plan") -> str | None:
