@@ -1,4 +1,4 @@
-"""Values on the command line that are not what a user means."""
+"""Values on the command line that a user does not mean."""
 
 from __future__ import annotations
 
