@@ -173,3 +173,17 @@ def test_a_disk_that_cannot_be_written_warns_once_and_training_goes_on(folder, t
     full.write(1, 1, b"x")  # and no second warning
     assert full.read(0) is None
     full.close()
+
+
+@pytest.mark.parametrize("inside", [".", "cache", "class1/cache", "link"])
+def test_a_disk_level_among_the_samples_is_refused(folder, shm, inside):
+    """Its folder was a class of the next run."""
+    (folder.parent / "link").symlink_to(folder)
+    disk = folder.parent / "link" if inside == "link" else folder / inside
+    with pytest.raises(cx.ConfigurationError, match=r"`disk`.*class"):
+        cx.DataCache(folder, memory=shm, disk=disk)
+    for outside in (folder.parent / "disk", folder / ".cache"):
+        with OpenCache(folder, shm, disk=outside) as cache:
+            assert len(served(cache.dataset(WHOLE))) == 50
+    with OpenCache(folder, shm) as cache:
+        assert len(cache.source.classes) == 3

@@ -43,6 +43,7 @@ from tfcommx.data.reshuffle import reshuffle
 from tfcommx.data.slab import Slab
 from tfcommx.data.slab_files import remove_unused
 from tfcommx.data.sources import find_source
+from tfcommx.data.sources.folder import Folder
 from tfcommx.data.sources.source import Source, contents_of, key_of
 from tfcommx.launch import launcher
 
@@ -191,6 +192,8 @@ class DataCache:
         self.reclaimed = remove_unused(Path(self.options.memory))
         self.disk = None
         if self.options.disk is not None:
+            if isinstance(self.source, Folder):
+                self.source.check_outside("disk", self.options.disk)
             self.disk = Disk(self.options.disk, self.source.key, self.source.count)
         exclusive = self.options.reshuffle_fraction > 0 and self.topology.nodes > 1
         part = self._part()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tfcommx.core import DataError, alike, local_path, told_apart
+from tfcommx.core import ConfigurationError, DataError, alike, local_path, told_apart
 from tfcommx.data.sources.source import key_of
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
@@ -274,6 +274,20 @@ class Folder:
         # of images of file systems that keep no times of the inode
         step = max(1, self.count // 64)
         return [_digest_of_ends(path) for path, _ in self._files[::step][:64]]
+
+    def check_outside(self, option: str, folder: str) -> None:
+        """Refuse a folder of the cache that would be a class of the next run.
+
+        **Raises:** ConfigurationError.
+        """
+        inside = os.path.relpath(os.path.realpath(folder), os.path.realpath(self.path))
+        parts = Path(inside).parts
+        if parts[:1] != ("..",) and not any(_is_junk(part, JUNK_FOLDERS) for part in parts):
+            raise ConfigurationError(
+                f"`{option}` must be outside of the folder of the samples, because its files would "
+                f"be a class of the next run. Received {folder!r} in {self.name}. Give a folder "
+                "on a local disk."
+            )
 
     def read(self, sample: int) -> tuple[bytes, int]:
         """Return (encoded image, label)."""
