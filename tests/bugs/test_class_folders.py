@@ -71,6 +71,11 @@ def test_an_order_that_the_user_gave_is_not_doubted(tmp_path: Path) -> None:
         assert Folder(tmp_path, ("10", "2", "1")).classes == ("10", "2", "1")
 
 
+def test_a_class_without_a_folder_is_named_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"'dogs'.*'dog'"):
+        Folder(folder(tmp_path, "cat/1.png", "dog/1.png"), ("cat", "dogs"))
+
+
 @pytest.mark.parametrize("link", ["cats", "dog/more"])
 def test_pictures_with_two_labels_are_announced(tmp_path: Path, link: str) -> None:
     """A link to another class gave its pictures a second label."""

@@ -131,6 +131,7 @@ def test_a_number_in_quotes_is_one_if_all_read_it_so() -> None:
         ("learning_rate=0.1", "mapping"),
         ("phases.0=null", "mapping"),
         ("name=1.0", "quotes"),
+        ("data.folder=12", "quotes"),
         ("phases=[]", "1 "),
     ],
 )

@@ -348,6 +348,8 @@ def _problem(detail: Mapping[str, Any]) -> str:
         return (
             f"At least {detail['ctx']['min_length']} must be given. Received {detail['input']!r}."
         )
+    if detail["type"] == "path_type":
+        return f"A path is required. Received {detail['input']!r}. Write a number in quotes."
     if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
         return f"Text is required. Received {detail['input']!r}, a number. Write it in quotes."
     return f"{detail['msg']}. Received {detail['input']!r}."

@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tfcommx.core import ConfigurationError, DataError, alike, local_path, told_apart
+from tfcommx.core import (
+    ConfigurationError,
+    DataError,
+    alike,
+    check_name,
+    local_path,
+    told_apart,
+)
 from tfcommx.data.sources.source import key_of
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
@@ -230,6 +237,12 @@ class Folder:
             if name not in folders and name.lower().endswith(ENDINGS)
         )
         self.classes = folders if classes is None else _checked_names(classes)
+        for kind in self.classes:
+            if not os.path.lexists(self.path / kind):
+                try:
+                    check_name(f"class folder of {self.path}:", kind, folders)
+                except ConfigurationError as error:
+                    raise DataError(str(error)) from error
         self._files: list[tuple[str, int]] = []
         self.contents: dict[str, str] = {}
         facts: list[object] = ["folder", *self.classes]
