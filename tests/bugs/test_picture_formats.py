@@ -45,6 +45,16 @@ def test_a_webp_has_the_colours_of_its_first_frame(alpha: bool, options: dict[st
     np.testing.assert_array_equal(decode(file, 3), COLOURS)
 
 
+@pytest.mark.parametrize("form", ["GIF", "BMP", "WEBP", "PNG", "JPEG"])
+def test_every_format_is_decoded_to_greys(form: str) -> None:
+    """Records with one channel were refused: `channels must be 0 or 3 for GIF`."""
+    options = {"lossless": True} if form == "WEBP" else {}
+    smooth = Image.fromarray(np.tile(np.arange(24, dtype=np.uint8) * 10, (16, 1)))
+    wanted = np.asarray(smooth).astype(int)
+    grey = decode(encoded(smooth.convert("RGB"), form, **options), 1)
+    assert grey.shape == (16, 24, 1) and np.abs(grey[..., 0] - wanted).max() < 4
+
+
 @pytest.mark.parametrize(
     ("file", "kind"),
     [

@@ -295,6 +295,11 @@ def _decoded(data: bytes, channels: int, store: int | None, max_pixels: int) -> 
 
     try:
         if data[:3] != JPEG:
+            # TensorFlow has no grey decoding for these
+            if channels == 1 and not data.startswith(PNG):
+                colours = tf.cast(_decoded(data, 3, store, max_pixels), tf.float32)
+                grey = tf.round(tf.image.rgb_to_grayscale(colours))
+                return np.asarray(tf.cast(grey, tf.uint8))
             if data.startswith(GIF):
                 data = _with_opaque_frame(data)
             elif channels == 3 and (webp := _webp_with_alpha(data)) is not None:
