@@ -53,6 +53,13 @@ def test_a_deviation_of_values_to_255_is_refused() -> None:
         BatchSpec(2, std=(58.4, 57.1, 57.4))
 
 
+@pytest.mark.parametrize("values", [{"mean": (0.5,)}, {"std": (0.25,)}])
+def test_a_normalization_of_whole_numbers_is_refused(values: dict[str, tuple[float]]) -> None:
+    """It was left out without a word."""
+    with pytest.raises(ConfigurationError, match="uint8"):
+        BatchSpec(2, dtype="uint8", **values)
+
+
 def test_a_label_that_cannot_be_a_class_is_refused(tmp_path: Path) -> None:
     """A network was made with an output for each number up to the largest label."""
     train = PICTURES, np.array([0, 1, 2, 10**12])

@@ -37,7 +37,7 @@ class BatchSpec:
     crop: str = "whole"
     # Whether a random half of the samples, drawn in each epoch, is mirrored left to right
     flip: bool = False
-    # Type of the images. "uint8": values from 0 to 255, without `mean` and `std`
+    # Type of the images. "uint8": values from 0 to 255; `mean` and `std` are refused
     dtype: str = "float32"
     # Mean of values in [0, 1], per channel; it is subtracted. Empty: zeros
     mean: tuple[float, ...] = ()
@@ -94,6 +94,11 @@ class BatchSpec:
             )
 
     def _check_values(self) -> None:
+        if self.dtype == "uint8" and (self.mean or self.std):
+            raise ConfigurationError(
+                "Images of dtype 'uint8' are not normalized. Received "
+                f"mean={self.mean}, std={self.std}. Choose 'float32', or leave both out."
+            )
         if not all(0 <= m <= 1 for m in self.mean) or not all(0 < s <= 10 for s in self.std):
             raise ConfigurationError(
                 "`mean` must be in [0, 1] and `std` in (0, 10], of pixels / 255. Received "
