@@ -131,7 +131,11 @@ def test_equal_copies_made_at_other_times_are_no_difference(comm: Comm, tmp_path
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"seed": 5}, "option seed: 0"), ({"store": 5}, "option store: None on rank 0, 5 on rank 1")],
+    [
+        ({"seed": 5}, "option seed: 0"),
+        ({"store": 5}, "option store: None on rank 0, 5 on rank 1"),
+        ({"max_pixels": 50}, "option max_pixels: 178956970 on rank 0, 50 on rank 1"),
+    ],
 )
 def test_options_that_decide_who_serves_what_must_agree(
     comm: Comm, tmp_path: Path, options: dict[str, Any], named: str

@@ -205,5 +205,5 @@ class Options:
         These decide which rank serves a sample, when, and how its pixels are kept. The others may
         suit the node: its folders, its memory, its processors.
         """
-        names = ("seed", "store", "on_error", "reshuffle_fraction")
+        names = ("seed", "store", "max_pixels", "on_error", "reshuffle_fraction")
         return {f"option {name}": f"{getattr(self, name)}" for name in names}
