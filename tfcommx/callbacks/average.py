@@ -18,7 +18,7 @@ from tfcommx.keras_internals import (
     watch_update,
 )
 from tfcommx.optim.broadcast import average_variables
-from tfcommx.optim.metrics_over_ranks import MetricState, numbers_in, over_ranks
+from tfcommx.optim.metrics_over_ranks import MetricState, metric_results_over_ranks, numbers_in
 from tfcommx.optim.wrapped import trains_alone
 
 
@@ -74,7 +74,7 @@ class AverageMetrics(keras.callbacks.Callback):
         if self.model is not None:  # A callback outside of `fit`
             self._states.setdefault("", _state_of(self.model))
         logs = {} if logs is None else logs
-        numbers = over_ranks(self._states, numbers_in(logs), self._warned)
+        numbers = metric_results_over_ranks(self._states, numbers_in(logs), self._warned)
         self._states = {}
         self._last = {name: part if part.ndim else part.item() for name, part in numbers.items()}
         logs.update(self._last)

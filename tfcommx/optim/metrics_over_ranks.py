@@ -136,7 +136,7 @@ def metrics_over_ranks(
         metrics = list(metrics)
         state = MetricState.of(metrics, lambda: _results_of(metrics))
     results = state.results_with(state.values)
-    combined = over_ranks({"": state}, results, set())
+    combined = metric_results_over_ranks({"": state}, results, set())
     return {name: value if value.ndim else float(value) for name, value in combined.items()}
 
 
@@ -162,7 +162,9 @@ def numbers_in(logs: Mapping[str, Any]) -> Results:
     return numbers
 
 
-def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[str]) -> Results:
+def metric_results_over_ranks(
+    states: Mapping[str, MetricState], numbers: Results, warned: set[str]
+) -> Results:
     """Return numbers over all ranks, those that any rank has.
 
     Args:
