@@ -16,7 +16,9 @@ import pytest
 import warm_ranks
 from launching import QUICK, free_port
 
+import tfcommx.collectives.init as init_module
 from tfcommx.collectives import horovod, rendezvous
+from tfcommx.collectives.gloo_hosts import require_rendezvous
 from tfcommx.core import ConfigurationError
 from tfcommx.launch.cluster_environment import ClusterEnvironment, tf_config
 from tfcommx.launch.horovodrun import Launch, environment
@@ -26,9 +28,10 @@ from tfcommx.launch.known_launchers import (
     OF_HOROVOD,
     check_alone,
     cluster_environment,
+    unused_tasks,
     variables,
 )
-from tfcommx.launch.launcher import launcher
+from tfcommx.launch.launcher import STARTED_VARIABLE, launcher, record_init
 from tfcommx.ray import RayWorker
 from tfcommx.supervisor import sweep
 
@@ -251,6 +254,103 @@ def test_a_port_that_cannot_be_one_is_refused_by_its_name(
         monkeypatch.setenv(name, port)
         with pytest.raises(ConfigurationError, match=f"{name} .*'{port}'"):
             cluster_environment()
+
+
+@pytest.mark.parametrize("address", ["::1", "fe80::1%eth0"])
+def test_an_ipv6_address_of_rank_0_is_refused_at_once(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks waited for 300 s, and were told that a connection was refused."""
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "29500"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=f"IPv4.*'{address}' from torchrun"):
+        launcher()
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("MASTER_ADDR")
+    cluster = {"worker": [f"[{address}]:2000", f"[{address}]:2001"]}
+    monkeypatch.setenv("TF_CONFIG", tf_config_of(cluster))
+    with pytest.raises(ConfigurationError, match=f"IPv4.*'{address}' from TF_CONFIG"):
+        launcher()
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "0"}, "RENDEZVOUS_ADDR"),
+        (
+            {
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": "a",
+                "HOROVOD_GLOO_RENDEZVOUS_PORT": "$PORT",
+                "HOROVOD_HOSTNAME": "a",
+            },
+            "RENDEZVOUS_PORT=.PORT",
+        ),
+    ],
+)
+def test_a_rank_of_horovodrun_without_its_rendezvous_is_refused(
+    variables: Mapping[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables that another launch had left ended with a KeyError."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=f"{named}.*unset HOROVOD_RANK"):
+        require_rendezvous()
+
+
+def test_a_process_alone_in_a_job_of_several_tasks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python train.py` in a job of 4 tasks, without srun, trained on one of them in silence."""
+    assert unused_tasks() == ""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "8")
+    assert unused_tasks() == ""  # Processors of the one task
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert unused_tasks() == "4 tasks on 1 host(s) of Slurm"
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # srun -n 1
+    assert unused_tasks() == ""
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert unused_tasks() == ""
+
+
+def test_the_processes_that_a_rank_starts_are_not_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `spawn` they import the script, joined the launch as that rank, and were aborted."""
+    for name, value in {"ADDR": "a", "PORT": "1"}.items():
+        monkeypatch.setenv(f"HOROVOD_GLOO_RENDEZVOUS_{name}", value)
+    for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "HOSTNAME": "a"}.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    monkeypatch.delenv(STARTED_VARIABLE, raising=False)
+    assert init_module._check_process(launcher()) == 0
+    record_init()
+    assert init_module._check_process(launcher()) == 1
+    assert STARTED_VARIABLE not in environment()
+    with monkeypatch.context() as patch:
+        patch.setattr("multiprocessing.parent_process", lambda: object())
+        with pytest.raises(ConfigurationError, match=r"rank 1 .*__main__"):
+            init_module._check_process(launcher())
+    # The ranks of another launch, which a script of the rank has started by horovodrun
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "2")
+    assert init_module._check_process(launcher()) == 0
+    with pytest.raises(ConfigurationError, match="rank 1 "):
+        monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
+        init_module._check_process(launcher()._replace(kind="mpi"))
+
+
+def test_an_mpi_that_does_not_know_its_launcher_is_refused() -> None:
+    """An mpirun of another MPI started N trainings of one rank; so did variables that were left."""
+    code = "from tfcommx.collectives import mpi; mpi.start()"
+    world = {f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": QUICK, **world, "OMPI_COMM_WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode and "OMPI_COMM_WORLD_SIZE=2" in ended.stderr, ended.stderr
 
 
 # --- srun -----------------------------------------------------------------------------------------

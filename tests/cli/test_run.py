@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from virtual_cluster import needs_cluster
 
 from tfcommx.cli.main import app
 from tfcommx.core import ConfigurationError
+from tfcommx.launch.commands import reads_script_from_input
 
 TFCOMMX = (sys.executable, "-m", "tfcommx.cli.main")
 # Every rank says its number and its process; rank 1 ends as the argument says
@@ -137,6 +139,32 @@ def test_what_can_be_refused_is_refused_before_anything_starts(tmp_path: Path) -
     for words, (status, said) in cases.items():
         found, _, errors = run("run", *words)
         assert found == status and said in errors and "Traceback" not in errors, errors
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["python"], "standard input.*`python`"),
+        (["python3", "-u", "-"], "standard input"),
+        (["bash", "-es"], "standard input"),
+        (["train.py"], "'train.py'. Write `python train.py`"),
+    ],
+)
+def test_a_script_that_no_rank_would_read_is_refused(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`tfcommx run -np 2 -- python - < train.py` ended with status 0, and had run nothing."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    ended = CliRunner().invoke(app, ["run", "-np", "2", "--", *words])
+    assert re.search(said, str(ended.exception)), ended
+
+
+@pytest.mark.parametrize(
+    "words", ["python x.py", "python -m x -", "python -c 1", "python -X dev x.py", "sh -c ls"]
+)
+def test_a_command_that_names_its_script_reads_no_input(words: str) -> None:
+    assert not reads_script_from_input(words.split())
 
 
 def test_a_host_that_does_not_resolve_is_named_in_bounded_time() -> None:

@@ -13,9 +13,10 @@ from tfcommx.launch.hosts import allocation, expand_nodelist, expand_tasks, rank
 VARIABLES = (
     "SLURM_JOB_NODELIST",
     "SLURM_TASKS_PER_NODE",
-    "PBS_NODEFILE",
-    "LSB_DJOB_HOSTFILE",
+    "SLURM_JOB_NODELIST_HET_GROUP_0",
     "LSB_MCPU_HOSTS",
+    "PE_HOSTFILE",
+    *module.HOSTFILES_OF_JOBS,
     *module.HOSTFILE_VARIABLES,
 )
 
@@ -54,6 +55,17 @@ def test_slurm_s_tasks() -> None:
         ),
         ({"SLURM_JOB_NODELIST": "n[1-2]"}, [("n1", 1), ("n2", 1)]),
         ({"LSB_MCPU_HOSTS": "b 2 a 3"}, [("b", 2), ("a", 3)]),
+        (  # A heterogeneous job: the nodes of its second component were left idle
+            {
+                "SLURM_JOB_NODELIST": "a1",
+                "SLURM_TASKS_PER_NODE": "1",
+                "SLURM_JOB_NODELIST_HET_GROUP_0": "a1",
+                "SLURM_TASKS_PER_NODE_HET_GROUP_0": "1",
+                "SLURM_JOB_NODELIST_HET_GROUP_1": "b[1-3]",
+                "SLURM_TASKS_PER_NODE_HET_GROUP_1": "2(x2),1",
+            },
+            [("a1", 1), ("b1", 2), ("b2", 2), ("b3", 1)],
+        ),
     ],
 )
 def test_an_allocation_in_variables(
@@ -65,9 +77,7 @@ def test_an_allocation_in_variables(
     assert found and found.hosts == hosts
 
 
-@pytest.mark.parametrize(
-    "variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE", *module.HOSTFILE_VARIABLES]
-)
+@pytest.mark.parametrize("variable", [*module.HOSTFILES_OF_JOBS, *module.HOSTFILE_VARIABLES])
 @pytest.mark.parametrize(
     "text", ["b\nb\na\n", "b slots=2\na slots=1\n", "# workers\n\nb:2  # two\na\n"]
 )
@@ -79,6 +89,22 @@ def test_an_allocation_in_a_file(
     monkeypatch.setenv(variable, str(file))
     found = allocation()
     assert found and found.hosts == [("b", 2), ("a", 1)]
+
+
+def test_the_file_of_grid_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`tfcommx run -np 12` started all ranks on the first host of the job."""
+    file = tmp_path / "pe_hostfile"
+    file.write_text("b.cluster 8 all.q@b.cluster UNDEFINED\na 4 all.q@a <NULL>\n")
+    monkeypatch.setenv("PE_HOSTFILE", str(file))
+    found = allocation()
+    assert found and found.hosts == [("b.cluster", 8), ("a", 4)]
+    for text in ("", "b\n", "b many all.q UNDEFINED\n", "-Fx 4 all.q UNDEFINED\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigurationError, match="pe_hostfile"):
+            allocation()
+    file.unlink()
+    with pytest.raises(ConfigurationError, match="pe_hostfile"):
+        allocation()
 
 
 def test_the_hostfile_that_the_mpi_operator_mounts(

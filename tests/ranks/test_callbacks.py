@@ -5,6 +5,7 @@ Unbuilt models, odd metrics, a rank that stops, validates or begins alone.
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from drawing import case
 from rank_helpers import SPARSE, weights
 
 import tfcommx as cx
-from tfcommx import callbacks
+from tfcommx import callbacks, checkpoint
 from tfcommx.callbacks.broadcast_state import SEED_STEP
 from tfcommx.collectives.comm import Comm
 from tfcommx.recipes.recipe import Recipe
@@ -353,6 +354,41 @@ def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
         recipe.learning_rate.at(step, 8, 24, 8 * comm.topology.size) for step in range(8, 24, 2)
     ]
     np.testing.assert_allclose(rates.seen, wanted, rtol=1e-6)
+
+
+def test_draws_without_a_seed_are_a_rank_s_own(comm: Comm, folder: Path) -> None:
+    """A layer's `keras.random.normal(shape)` added the same noise on all ranks.
+
+    Keras's own generator serves such draws, which `set_random_seed` makes equal on all ranks.
+    """
+
+    class Noise(keras.layers.Layer):
+        def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
+            noise = keras.random.normal(keras.ops.shape(inputs)) if training else 0.0
+            return inputs + noise
+
+    def train(epochs: int, first: int = 0) -> np.ndarray:
+        keras.utils.set_random_seed(3)
+        net = keras.Sequential([keras.layers.Input((12,)), Noise(), keras.layers.Dense(3)])
+        net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+        assert not first or checkpoint.restore(net, folder) == first
+        net.fit(
+            np.zeros((16, 12)),
+            np.zeros((16, 3)),
+            batch_size=8,
+            epochs=epochs,
+            initial_epoch=first,
+            verbose=0,
+            callbacks=[callbacks.BroadcastState(), checkpoint.Checkpoint(folder)],
+        )
+        return keras.random.normal((4,)).numpy()
+
+    draws = comm.gather_objects(train(epochs=2).tolist())
+    train(epochs=1)
+    resumed = comm.gather_objects(train(epochs=2, first=1).tolist())
+    # Others derive their seeds from rank 0's again
+    assert resumed[0] == draws[0]
+    assert len(set(map(tuple, draws))) == len(set(map(tuple, resumed))) == comm.topology.size
 
 
 def test_ranks_drop_entries_of_their_own(comm: Comm) -> None:

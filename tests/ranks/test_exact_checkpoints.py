@@ -145,6 +145,9 @@ def test_a_model_that_cannot_hold_what_was_saved_is_refused(comm: Comm, folder: 
     decaying = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
     with pytest.raises(cx.CheckpointError, match=r"\b5\b.*'adam.*\b6\b"):
         checkpoint.restore(made(decaying), folder)
+    # The whole reason, in which the file was said to be damaged, too
+    with pytest.raises(cx.CheckpointError, match=r"^A restored .*same kind of learning rate\.$"):
+        checkpoint.restore(made(decaying), folder)
     with pytest.raises(cx.CheckpointError, match=r"out/kernel'.*bfloat16\[8, 1\]"):
         checkpoint.restore(made(0.1, "bfloat16"), folder)
     checkpoint.restore(made(0.1), folder)

@@ -15,12 +15,12 @@ from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, check_whole
 from tfcommx.keras_internals import (
+    all_generators,
     begin_train_steps_with,
     finalize_layers,
     layers_of,
     replace_train_function,
     restore_train_step,
-    seed_generators,
     steps_of,
     trace_again,
     unlisted,
@@ -62,9 +62,10 @@ _HELD: weakref.WeakKeyDictionary[keras.Model, weakref.WeakSet[keras.optimizers.O
 class BroadcastState(keras.callbacks.Callback):
     """Start all ranks from the same point: weights, optimizers' state, names, loss scale; no XLA.
 
-    Put it first (docs/how-to/callbacks.md). Seeds, as of dropout, are derived from those of rank
-    `root`, and differ between the ranks. Accumulated sums of gradients and residuals do not change:
-    they belong to each rank. Layers that the first training step builds are broadcast after it.
+    Put it first (docs/how-to/callbacks.md). Seeds, as of dropout and of `keras.random` without a
+    seed, are derived from those of rank `root`, and differ between the ranks. Accumulated sums of
+    gradients and residuals do not change: they belong to each rank. Layers that the first training
+    step builds are broadcast after it.
 
     With a strategy that leaves weights incomplete or unequal between steps, it completes them
     before each evaluation and at each epoch's end; with "sharded", the pulls overlap the forward
@@ -326,6 +327,9 @@ class BroadcastState(keras.callbacks.Callback):
                 sharding.share_loaded(self.root)
             state += [*optimizer.variables, *unlisted(optimizer).values()]
         agree_on_names(self.model, self.root)  # While variables have the order of the whole model
+        generators = all_generators(self.model)
+        # Keras's own, which serves draws without a seed, is no variable of the model
+        state += [generators[-1].state]
         broadcast_variables(
             [
                 variable
@@ -339,7 +343,7 @@ class BroadcastState(keras.callbacks.Callback):
             require_equal_optimizers(self.model)
         # Ranks that drop the same entries learn less from a batch
         if (away := process.rank() - self.root) != 0:
-            for generator in seed_generators(self.model):
+            for generator in generators:
                 seed, count = generator.state.numpy()
                 generator.state.assign([(int(seed) + away * SEED_STEP) % 2**31, count])
         begin_centre(self.model)

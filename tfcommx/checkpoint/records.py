@@ -17,7 +17,7 @@ import numpy as np
 
 from tfcommx.checkpoint.state import copy_optimizer, exact_arrays, saved_by_keras, wide
 from tfcommx.core import CheckpointError, reading, replacing
-from tfcommx.keras_internals import seed_generators, statistics_of, trainable_variables, unlisted
+from tfcommx.keras_internals import all_generators, statistics_of, trainable_variables, unlisted
 from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.gradient_state import GradientState, Vectors
 from tfcommx.strategies import CommonState
@@ -92,7 +92,7 @@ def write_residuals(model: keras.Model, path: Path, writes_model: bool) -> None:
 
 def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
     """Return the arrays of this rank's file: the state of each wrapped optimizer of the model."""
-    seeds = [generator.state.numpy().tolist() for generator in seed_generators(model)]
+    seeds = [generator.state.numpy().tolist() for generator in all_generators(model)]
     arrays: dict[str, np.ndarray] = {}
     records = [record_of(model, optimizer, seeds) for optimizer in wrapped_optimizers(model)]
     index = [_index_of(record, arrays) for record in records]

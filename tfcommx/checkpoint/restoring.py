@@ -18,8 +18,8 @@ from tfcommx.checkpoint.state import restore_exact, saved_by_keras, set_model, s
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, local_path, reading
 from tfcommx.keras_internals import (
+    all_generators,
     finalize_layers,
-    seed_generators,
     trace_again,
     trainable_variables,
     unlisted,
@@ -128,7 +128,7 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
     for optimizer, root in zip(optimizers, roots, strict=True):
         _pair_by_position(exchanger_in(optimizer).names, model, root.weights)
     if files:  # A rank without files receives its seeds from BroadcastState
-        for generator, seed in zip(seed_generators(model), files[0][0].seeds, strict=False):
+        for generator, seed in zip(all_generators(model), files[0][0].seeds, strict=False):
             generator.state.assign(seed)
     # Built before the weights are loaded, because Keras skips the state of an optimizer without
     # variables
@@ -149,17 +149,16 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
         if comm.rank == 0 and (state := files[0][index].state):
             set_optimizer(optimizer, state)
     if checkpoint.source != "memory" and weights.is_file():
-        with reading(kind, weights, MODEL, CheckpointError):
-            root_file = folder / residuals_name(head.save, 0)
-            if root_file.is_file():
-                # Not on other ranks, because they receive state that Keras does not save by
-                # BroadcastState
-                same = [
-                    _trains_as_saved(optimizer, root)
-                    and (comm.rank == 0 or saved_by_keras(model, optimizer))
-                    for optimizer, root in zip(optimizers, roots, strict=True)
-                ]
-                restore_exact(model, root_file, same)
+        root_file = folder / residuals_name(head.save, 0)
+        if root_file.is_file():
+            # Not on other ranks, because they receive state that Keras does not save by
+            # BroadcastState
+            same = [
+                _trains_as_saved(optimizer, root)
+                and (comm.rank == 0 or saved_by_keras(model, optimizer))
+                for optimizer, root in zip(optimizers, roots, strict=True)
+            ]
+            restore_exact(model, root_file, same)
         finalize_layers(model)
     for optimizer in optimizers:
         if (sharding := exchanger_in(optimizer).sharding) is not None:

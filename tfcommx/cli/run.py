@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 
 from tfcommx.cli import restart_options
 from tfcommx.core import ConfigurationError, LaunchError
-from tfcommx.launch.commands import RemoteHosts, is_local
+from tfcommx.launch.commands import RemoteHosts, is_local, reads_script_from_input
 from tfcommx.launch.horovodrun import Launch, Running, on_end_signals, search_path
 from tfcommx.launch.hosts import Host, allocation, parse_hosts, ranks_on, read_hostfile
 from tfcommx.launch.rank_output import RankLines
@@ -69,8 +70,10 @@ def run(
     if gloo and mpi:
         raise ConfigurationError("One of --gloo and --mpi is required at most. Received both.")
     if shutil.which(command[0], path=search_path()) is None:
+        is_script = command[0].endswith(".py") and Path(command[0]).is_file()
+        remedy = f" Write `python {command[0]}`." if is_script else ""
         raise LaunchError(
-            f"A command that can be run is required. Received {command[0]!r}.", NOT_FOUND
+            f"A command that can be run is required. Received {command[0]!r}.{remedy}", NOT_FOUND
         )
     values = {
         "--ssh-port": ssh_port,
@@ -81,6 +84,12 @@ def run(
     options += horovodrun_args or []
 
     def make_launch(hosts: list[Host], generation: int = 0) -> Launch:
+        if reads_script_from_input(command):
+            raise ConfigurationError(
+                "Ranks have no standard input, so a script must be a file, such as `tfcommx run "
+                f"-np 2 -- python train.py`. Received `{shlex.join(command)}`, which would read "
+                "its script from there."
+            )
         kind = "mpi" if mpi else "gloo"
         # Not on one host, because horovodrun uses the loopback there, and would find no other
         network_options: list[str] = []

@@ -18,7 +18,7 @@ import os
 import time
 from typing import Any
 
-from tfcommx.core import LaunchError
+from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.hosts import check_host_name, is_host_name
 from tfcommx.launch.launcher import Launcher, rendezvous_seconds
 
@@ -37,14 +37,38 @@ GONE_SECONDS = 15.0
 NO_STORE = (OSError, http.client.HTTPException)
 
 
-def gloo_hosts(launch: Launcher) -> list[str]:
+def require_rendezvous() -> None:
+    """Refuse a rank of a Gloo launch whose environment lacks the address of the rendezvous.
+
+    **Ranks:** local. **Raises:** ConfigurationError.
+    """
+    names = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_HOSTNAME")
+    missing = [name for name in names if not os.environ.get(name)]
+    if not missing and os.environ[names[1]].isdecimal():
+        return
+    received = f"no {' and no '.join(missing)}" if missing else f"{names[1]}={os.environ[names[1]]}"
+    raise ConfigurationError(
+        "A rank of horovodrun needs the address of its launch in its environment. Received "
+        f"HOROVOD_RANK={os.environ.get('HOROVOD_RANK')} and {received}. Start all ranks by "
+        "`tfcommx run`, also if HOROVOD_SIZE was set by hand; to train in one process, unset "
+        "HOROVOD_RANK, HOROVOD_SIZE and HOROVOD_LOCAL_RANK, which another launch has left."
+    )
+
+
+def gloo_hosts(launch: Launcher, inits: int = 0) -> list[str]:
     """Return every rank's host, in rank order, through the store of a Gloo launch.
+
+    Args:
+        launch: this rank.
+        inits: ancestors of this process that have called init() as the same rank.
 
     **Ranks:** all.
     **Raises:** LaunchError that names the first missing rank after RENDEZVOUS_SECONDS, the content
     of the store in place of a rank's host, or a store that has ended.
     """
-    store = Store(*(os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT")))
+    address, port = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
+    # Another scope, because that of the ancestors has the hosts of all ranks
+    store = Store(address, port, f"{SCOPE}{inits or ''}")
     seconds = rendezvous_seconds(RENDEZVOUS_SECONDS)
     deadline = time.monotonic() + seconds
     own_host = check_host_name(os.environ["HOROVOD_HOSTNAME"], "HOROVOD_HOSTNAME")
@@ -80,6 +104,7 @@ def gloo_hosts(launch: Launcher) -> list[str]:
             raise LaunchError(
                 f"Rank {len(hosts)} of {launch.size} has not called init() within {seconds:g} s "
                 f"(seen from rank {launch.rank}). Does every rank call tfcommx.init()?"
+                + f" {CHILD}" * bool(inits)
                 + (f" Horovod's rendezvous at {store} answers: {reason}." if reason else "")
             )
         time.sleep(max(0.02, launch.size / 500))  # At most 500 reads per second in total
@@ -96,6 +121,12 @@ def gloo_hosts(launch: Launcher) -> list[str]:
     return hosts
 
 
+# Remedy for a process that a rank has started
+CHILD = (
+    "This process was started by a rank that has called it before, and has inherited that rank's "
+    "variables. A helper of a rank must not call it, or must run without HOROVOD_RANK, "
+    "OMPI_COMM_WORLD_RANK and the like in its environment."
+)
 _REMEDY = (
     "Its port is open to whoever reaches it: keep other users and hosts away from it, and start "
     "again."
@@ -127,8 +158,8 @@ class Store:
     # Horovod's own client would unpickle answers, which can run any code of their sender, and would
     # use the proxy of `http_proxy`
 
-    def __init__(self, address: str, port: str) -> None:
-        self.address, self.port = address, int(port)
+    def __init__(self, address: str, port: str, scope: str = SCOPE) -> None:
+        self.address, self.port, self.scope = address, int(port), scope
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"
@@ -154,7 +185,7 @@ class Store:
         seconds = min(max(deadline - time.monotonic(), 0.5), REQUEST_SECONDS)
         connection = http.client.HTTPConnection(self.address, self.port, timeout=seconds)
         try:
-            connection.request(method, f"/{SCOPE}/{key}", body)
+            connection.request(method, f"/{self.scope}/{key}", body)
             answer = connection.getresponse()
             return answer.status, answer.read(most), ""
         except NO_STORE as error:

@@ -51,11 +51,18 @@ def import_horovod() -> tuple[ModuleType, ModuleType]:
     remedy = (
         "Install it after TensorFlow: python scripts/setup, or as docs/how-to/install.md describes."
     )
+    _require_keras()
     try:
         import horovod
         import horovod.tensorflow as hvd
         from horovod.tensorflow import mpi_ops
     except (ImportError, tf.errors.NotFoundError) as error:
+        if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
+            raise LaunchError(
+                "Horovod imports tf.keras. Received TF_USE_LEGACY_KERAS="
+                f"{os.environ['TF_USE_LEGACY_KERAS']}, which replaces it by the package tf_keras, "
+                f"and: {error} Unset the variable, because tfcommx trains models of Keras 3."
+            ) from error
         raise LaunchError(
             f"Horovod {HOROVOD}x, built for TensorFlow {tf.__version__}, is required. Received: "
             f"{error}. {remedy}"
@@ -65,6 +72,24 @@ def import_horovod() -> tuple[ModuleType, ModuleType]:
             f"Horovod {HOROVOD}x is required. Received {horovod.__version__}. {remedy}"
         )
     return hvd, mpi_ops
+
+
+def _require_keras() -> None:
+    """Refuse another backend of Keras, before an error that does not name it."""
+    backend = os.environ.get("KERAS_BACKEND", "")
+    try:
+        import keras
+    except ImportError as error:
+        received = f"{f'KERAS_BACKEND={backend}, and ' * bool(backend)}{error}"
+        remedy = "Set KERAS_BACKEND=tensorflow." if backend else "Install it: pip install keras."
+    else:
+        if keras.config.backend() == "tensorflow":
+            return
+        received = f"the backend {keras.config.backend()!r}"
+        remedy = "Set KERAS_BACKEND=tensorflow, or the backend in ~/.keras/keras.json."
+    raise LaunchError(
+        f"Keras 3 with its backend TensorFlow is required. Received {received}. {remedy}"
+    )
 
 
 def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:

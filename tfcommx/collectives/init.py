@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import logging
+import multiprocessing
 
 from tfcommx.collectives import comm as base
 from tfcommx.collectives import gpu_checks, horovod, mpi, process, rendezvous
-from tfcommx.collectives.gloo_hosts import gloo_hosts
+from tfcommx.collectives.gloo_hosts import CHILD, gloo_hosts, require_rendezvous
 from tfcommx.collectives.unwrapped import UnwrappedOptimizers
 from tfcommx.core import ConfigurationError, Topology, check_number
 from tfcommx.launch import known_launchers, launcher
 from tfcommx.watch import liveness
+
+log = logging.getLogger("tfcommx")
 
 
 def init(
@@ -46,7 +50,8 @@ def init(
     **Cost:** one exchange of host names before Horovod starts, and on GPUs a small sum that is
     verified. None per step; process sets are static.
     **Raises:** ConfigurationError for seconds that are not > 0, for a node_size that does not
-    divide the number of ranks, and for ranks of a host that are not consecutive; LaunchError for
+    divide the number of ranks, for ranks of a host that are not consecutive, and in a process that
+    a rank has started with `multiprocessing`; LaunchError for
     more ranks than GPUs on a host, for a GPU that the native library was not built for or on which
     Horovod's sums are wrong, if Horovod is missing, and if a rank is missing.
     """
@@ -67,9 +72,10 @@ def init(
     if launch.kind == "environment" and (cluster := known_launchers.cluster_environment()):
         rendezvous.join(cluster, any_order=node_size is not None)
         launch = launcher.launcher()  # Gloo, because `join` has set its variables
+    inits = _check_process(launch)
     if launch.kind == "mpi":
         mpi.start()
-    topology = _topology(launch, node_size)
+    topology = _topology(launch, node_size, inits)
     gpu = gpu_checks.keep_one_gpu(launch.local_rank)
     watched = watch_seconds is not None
     # Messages between two ranks need MPI
@@ -81,6 +87,7 @@ def init(
     sums = gpu.architecture > 0 and horovod.sums_on_gpus()
     gpus = gpu_checks.check_gpus(comm, gpu._replace(sums=sums))
     if launch.size > 1:
+        launcher.record_init()
         liveness.start(
             comm,
             launcher.launch_interfaces(),
@@ -107,7 +114,31 @@ def _started_before(node_size: int | None) -> base.Comm:
     return comm
 
 
-def _topology(launch: launcher.Launcher, node_size: int | None) -> Topology:
+def _check_process(launch: launcher.Launcher) -> int:
+    """Refuse a process that cannot be a rank; return the ancestors that have been the same rank."""
+    if launch.size == 1:
+        if launch.kind == "none" and (unused := known_launchers.unused_tasks()):
+            log.warning(
+                "This process trains alone, in a job of %s. To train on all: `srun python "
+                "train.py` in a job of Slurm, or `tfcommx run -- python train.py`. To train in one "
+                "process without this warning, set WORLD_SIZE=1.",
+                unused,
+            )
+        return 0
+    if launch.kind == "gloo":
+        require_rendezvous()
+    inits = launcher.earlier_inits()
+    # A pool of processes that imports the script again would join as several processes of one rank
+    if inits and (launch.kind == "mpi" or multiprocessing.parent_process() is not None):
+        raise ConfigurationError(
+            f"init() must be called by the ranks alone. Received a call of rank {launch.rank} in a "
+            f"process that it has started. {CHILD} If `multiprocessing` imports the script again, "
+            'put the training under `if __name__ == "__main__":`.'
+        )
+    return inits
+
+
+def _topology(launch: launcher.Launcher, node_size: int | None, inits: int) -> Topology:
     if node_size is not None:
         if not isinstance(node_size, int) or node_size < 1 or launch.size % node_size:
             raise ConfigurationError(
@@ -117,4 +148,6 @@ def _topology(launch: launcher.Launcher, node_size: int | None) -> Topology:
         return Topology(launch.size // node_size, node_size)
     if launch.size == 1:
         return Topology(1, 1)
-    return Topology.of_hosts(gloo_hosts(launch) if launch.kind == "gloo" else mpi.mpi_hosts())
+    return Topology.of_hosts(
+        gloo_hosts(launch, inits) if launch.kind == "gloo" else mpi.mpi_hosts()
+    )

@@ -45,6 +45,18 @@ def _communicators() -> tuple[Any, Any]:
     with limited(launch.rank, launch.local_rank, launch.size, rendezvous_seconds(START_SECONDS)):
         from mpi4py import MPI
 
+    # An MPI that does not know its launcher starts each process as the only one, which would train
+    # alone
+    if MPI.COMM_WORLD.size != launch.size + launch.centre:
+        library = MPI.Get_library_version().partition(",")[0].strip()
+        raise LaunchError(
+            "MPI must count the processes that mpirun has started. Received "
+            f"OMPI_COMM_WORLD_SIZE={launch.size + launch.centre} in the environment of rank "
+            f"{launch.rank}, and {MPI.COMM_WORLD.size} from {library}. Either another mpirun was "
+            "called than that of this library (`tfcommx run --mpi` finds the right one), or the "
+            "variables are left from another launch: unset OMPI_COMM_WORLD_RANK to train in one "
+            "process."
+        )
     if not launch.centre:
         return MPI.COMM_WORLD, None
     return MPI.COMM_WORLD.Split(launch.rank == launch.size), MPI.COMM_WORLD.Dup()

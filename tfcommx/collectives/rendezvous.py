@@ -234,7 +234,8 @@ def _slots(hosts: list[str], local_ranks: list[int | None]) -> list[list[int]]:
             raise LaunchError(
                 f"Consecutive ranks must be on the same host. Rank {rank} on {host} is the host's "
                 f"number {local}, and its launcher says {local_ranks[rank]}. Place ranks by node "
-                "(srun --distribution=block)."
+                "(srun --distribution=block); if two hosts have the same name, rename one "
+                "(hostname)."
             )
         across = [name for name in names if sizes[name] > local]
         slots.append([local, sizes[host], across.index(host), len(across)])
@@ -278,8 +279,24 @@ def _ask(
     raise LaunchError(
         f"Rank {cluster.rank} of {cluster.size} could not join rank 0 at "
         f"{' or '.join(addresses)}, port {cluster.port}, within {seconds:g} s: "
-        f"{reason}. Does rank 0 run and call tfcommx.init()? Is the port open between the hosts, "
+        f"{reason}.{_without_ipv4(addresses)} Does rank 0 run and call tfcommx.init()? Is the port "
+        "open between the hosts, "
         "and TFCOMMX_SECRET equal on all ranks? TFCOMMX_RENDEZVOUS_SECONDS changes the time."
+    )
+
+
+def _without_ipv4(addresses: Collection[str]) -> str:
+    """Return a sentence about addresses that the resolver knows by IPv6 alone; "" for others."""
+
+    def families(address: str) -> set[int]:
+        try:
+            return {row[0] for row in socket.getaddrinfo(address, None)}
+        except OSError:
+            return set()
+
+    alone = [address for address in addresses if families(address) == {socket.AF_INET6}]
+    return (
+        f" {' and '.join(alone)} has no IPv4 address, which Horovod's Gloo needs." if alone else ""
     )
 
 

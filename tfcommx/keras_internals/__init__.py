@@ -32,6 +32,7 @@ from tfcommx.keras_internals.metrics import (
 )
 from tfcommx.keras_internals.models import (
     OwnMoments,
+    all_generators,
     bytes_of,
     call_alike,
     calls_recorded,
@@ -43,7 +44,6 @@ from tfcommx.keras_internals.models import (
     numbered_stem,
     own_variables,
     saved_values,
-    seed_generators,
     statistics_of,
     variables_with_own_files,
 )
@@ -92,6 +92,7 @@ __all__ = [
     "UpdatesShards",
     "UpdatesTogether",
     "accumulated_gradients",
+    "all_generators",
     "begin_at_epoch",
     "begin_train_steps_with",
     "bytes_of",
@@ -117,7 +118,6 @@ __all__ = [
     "require_shardable",
     "restore_train_step",
     "saved_values",
-    "seed_generators",
     "skip_steps",
     "slots_of",
     "statistics_of",

@@ -34,6 +34,11 @@ def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
     return list(generators.values())
 
 
+def all_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
+    """Return `seed_generators`, and Keras's own, which serves draws without a seed."""
+    return [*seed_generators(model), global_seed_generator()]
+
+
 def statistics_of(model: keras.Model) -> list[keras.Variable]:
     """Return the floats that layers update without training, such as batch norm's means."""
     return [
@@ -136,7 +141,7 @@ def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], T], seed: 
     and an equal `seed` compute the same.
     """
     # Ranks have unequal seeds
-    generators = [*seed_generators(model), global_seed_generator()]
+    generators = all_generators(model)
     states = [
         (generator.state, np.array([seed, position], "uint32"))
         for position, generator in enumerate(generators)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -88,6 +89,35 @@ def run_to_end(
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
+
+
+# Programs that read their script from standard input if no word names it
+_INTERPRETERS = re.compile(r"(?:i?python|pypy)[\d.]*|(?:ba|da|k|z|c|tc)?sh")
+# Their options that are followed by a value
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs", "-o", "-O", "+o", "+O", "--rcfile")
+
+
+def reads_script_from_input(words: Sequence[str]) -> bool:
+    """Return True if a command is an interpreter that would read its script from standard input.
+
+    >>> commands = ("python", "python3 -", "bash -s", "python -u train.py", "python -m train")
+    >>> [reads_script_from_input(command.split()) for command in commands]
+    [True, True, True, False, False]
+    """
+    if not _INTERPRETERS.fullmatch(os.path.basename(words[0])):
+        return False
+    shell, rest = words[0].endswith("sh"), iter(words[1:])
+    for word in rest:
+        if word == "-" or (shell and re.fullmatch(r"-\w*s\w*", word)):
+            return True
+        if not word.startswith(("-", "+")) or re.fullmatch(r"-\w*[cm]|-[cm].+", word):
+            return False
+        # Such an option ends Python at once
+        if re.fullmatch(r"-V+|-h|-\?|--(?:version|help.*)", word):
+            return False
+        if word in _WITH_VALUE:
+            next(rest, None)
+    return True
 
 
 # The options that horovodrun gives to ssh

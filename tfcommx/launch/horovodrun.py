@@ -37,7 +37,7 @@ RANK_OUTPUT = str(Path(__file__).with_name("rank_output.py"))
 # Variables by which a launch of Horovod, and a supervised run, identify one of their ranks
 OF_ONE_RANK = re.compile(
     r"HOROVOD_(?:(?:LOCAL_|CROSS_)?(?:RANK|SIZE)|HOSTNAME)"
-    r"|TFCOMMX_(?:RUN|GENERATION|SUPERVISOR|SUPERVISOR_SECRET)"
+    r"|TFCOMMX_(?:RUN|GENERATION|SUPERVISOR|SUPERVISOR_SECRET|STARTED)"
 )
 # Time limit for the rest of the launcher's output, after all its processes have ended
 OUTPUT_SECONDS = 2.0

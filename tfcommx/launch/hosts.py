@@ -1,8 +1,11 @@
 """The hosts of a launch: as the user writes them, from a hostfile, or from the job's allocation.
 
     scheduler                          source
-    Slurm                              SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE
+    Slurm                              SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE; of a heterogeneous
+                                       job those with _HET_GROUP_0, _1, ...
     PBS, Torque                        the file PBS_NODEFILE, a line a slot
+    OAR, Cobalt                        the file OAR_NODEFILE or COBALT_NODEFILE, likewise
+    Grid Engine                        the file PE_HOSTFILE: host, slots, queue, processors
     LSF                                the file LSB_DJOB_HOSTFILE, or LSB_MCPU_HOSTS
     Kubernetes' MPI operator           the hostfile that it names or mounts
 
@@ -57,6 +60,10 @@ NODES = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 HOSTFILE_SETTINGS = ("slots", "max_slots", "max-slots")
 # File in which the MPI operator lists the workers of its job
 KUBERNETES_HOSTFILE = Path("/etc/mpi/hostfile")
+# Variables with the file in which a scheduler lists the hosts of a job
+HOSTFILES_OF_JOBS = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "OAR_NODEFILE", "COBALT_NODEFILE")
+# Largest number of components of a heterogeneous job that Slurm allows by default
+MOST_COMPONENTS = 128
 # Open MPI 4 and 5 read these; the MPI operator sets the first
 HOSTFILE_VARIABLES = ("OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile")
 
@@ -198,19 +205,18 @@ def allocation() -> Allocation | None:
 
     **Raises:** ConfigurationError if a scheduler's variables or files cannot be read.
     """
-    if nodes := os.environ.get("SLURM_JOB_NODELIST"):
-        names = expand_nodelist(nodes)
-        tasks = expand_tasks(os.environ.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))
-        if len(names) != len(tasks):
-            raise ConfigurationError(
-                f"SLURM_TASKS_PER_NODE must have a number for each of the {len(names)} nodes of "
-                f"SLURM_JOB_NODELIST={nodes}. Received {os.environ['SLURM_TASKS_PER_NODE']!r}. "
-                "Name the hosts by -H."
-            )
-        return Allocation("Slurm", merge(list(zip(names, tasks, strict=True)), "Slurm"))
-    for variable in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
+    components = [""]
+    for name, number in itertools.product(("HET", "PACK"), range(MOST_COMPONENTS)):
+        if f"SLURM_JOB_NODELIST_{name}_GROUP_{number}" in os.environ:
+            components += [f"_{name}_GROUP_{number}"]
+    # The variables without a number are those of the first component
+    if hosts := list(itertools.chain.from_iterable(map(_of_slurm, components[1:] or [""]))):
+        return Allocation("Slurm", merge(hosts, "Slurm"))
+    for variable in HOSTFILES_OF_JOBS:
         if file := os.environ.get(variable):
             return Allocation(variable, read_hostfile(Path(file)))
+    if file := os.environ.get("PE_HOSTFILE"):
+        return Allocation("PE_HOSTFILE", _of_grid_engine(Path(file)))
     if text := os.environ.get("LSB_MCPU_HOSTS", "").strip():
         if not re.fullmatch(r"\S+\s+[0-9]+(?:\s+\S+\s+[0-9]+)*", text):
             raise ConfigurationError(
@@ -224,6 +230,38 @@ def allocation() -> Allocation | None:
     for path in (*files, *[KUBERNETES_HOSTFILE] * KUBERNETES_HOSTFILE.is_file()):
         return Allocation(str(path), read_hostfile(path))
     return None
+
+
+def _of_slurm(component: str) -> list[tuple[str, int]]:
+    """Return the nodes of a component of Slurm's job with their tasks; none outside of a job."""
+    if not (nodes := os.environ.get(f"SLURM_JOB_NODELIST{component}")):
+        return []
+    names, variable = expand_nodelist(nodes), f"SLURM_TASKS_PER_NODE{component}"
+    tasks = expand_tasks(os.environ.get(variable, f"1(x{len(names)})"))
+    if len(names) != len(tasks):
+        raise ConfigurationError(
+            f"{variable} must have a number for each of the {len(names)} nodes of "
+            f"SLURM_JOB_NODELIST{component}={nodes}. Received {os.environ[variable]!r}. "
+            "Name the hosts by -H."
+        )
+    return list(zip(names, tasks, strict=True))
+
+
+def _of_grid_engine(path: Path) -> list[Host]:
+    """Read the file that Grid Engine writes for a parallel environment."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise ConfigurationError(
+            f"The file of PE_HOSTFILE is required. Received: {error}. Name the hosts by -H."
+        ) from None
+    rows = [line.split() for line in lines if line.strip()]
+    if not rows or not all(len(row) > 1 and re.fullmatch(r"[1-9][0-9]*", row[1]) for row in rows):
+        raise ConfigurationError(
+            "PE_HOSTFILE must list hosts, each with its slots, such as `node1 4 all.q UNDEFINED`. "
+            f"Received {path} with {lines[:3]}. Name the hosts by -H."
+        )
+    return merge([(row[0], int(row[1])) for row in rows], str(path))
 
 
 def slots_of(hosts: Iterable[Host]) -> int:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from tfcommx.core import ConfigurationError
 from tfcommx.launch.cluster_environment import ClusterEnvironment, srun, tf_config, torchrun
+from tfcommx.launch.hosts import allocation
 
 
 class KnownLauncher(NamedTuple):
@@ -164,7 +165,32 @@ def cluster_environment() -> ClusterEnvironment | None:
             f"{process.size} from {process.launcher}. Correct its variables, or unset them to "
             "train alone."
         )
+    if process is not None and any(":" in name for name in (process.address, *process.others)):
+        raise ConfigurationError(
+            "The address of rank 0 must be a host's name or an IPv4 address, because Horovod's "
+            f"Gloo connects by IPv4 alone. Received the IPv6 address {process.address!r} from "
+            f"{process.launcher}. Name an IPv4 address of the same host, equal on all ranks."
+        )
     return process
+
+
+def unused_tasks() -> str:
+    """Return the tasks and hosts of the job that this process, alone, does not use; "" without.
+
+    Only of a process that no launcher has started as one of several. A variable that states that
+    the process is alone, such as WORLD_SIZE=1, means that the user wants it so.
+    """
+    try:
+        job = None if says_alone() else allocation()
+    except ConfigurationError:
+        return ""
+    if job is None:
+        return ""
+    # Slurm sets it if the user has requested tasks; slots may be processors
+    tasks = os.environ.get("SLURM_NTASKS", "") if job.source == "Slurm" else ""
+    if len(job.hosts) == 1 and tasks in ("", "0", "1"):
+        return ""
+    return f"{f'{tasks} tasks on ' * bool(tasks)}{len(job.hosts)} host(s) of {job.source}"
 
 
 def says_alone() -> bool:

@@ -23,6 +23,8 @@ CENTRE_LAUNCH = (
 )
 # Holds the launch's name, because launches that a script makes inherit the variable
 CENTRE_VARIABLE = "TFCOMMX_CENTRE"
+# Holds the launch's name, and the number of calls of init() by a rank and its ancestors
+STARTED_VARIABLE = "TFCOMMX_STARTED"
 
 
 class Launcher(NamedTuple):
@@ -138,6 +140,20 @@ def run_name() -> str:
             "it, equal on all ranks."
         )
     return " ".join(os.environ[name] for name in names)
+
+
+def earlier_inits() -> int:
+    """Return the number of this process's ancestors that have called init() as this rank.
+
+    More than 0 in a process that a rank has started and that has inherited its variables.
+    """
+    name, _, count = os.environ.get(STARTED_VARIABLE, "").rpartition(" ")
+    return int(count) if count.isdecimal() and name == run_name() else 0
+
+
+def record_init() -> None:
+    """Let the processes that this rank starts know that it has called init(), as one of several."""
+    os.environ[STARTED_VARIABLE] = f"{run_name()} {earlier_inits() + 1}"
 
 
 def launch_interfaces() -> list[str]:
