@@ -17,9 +17,8 @@ import warm_ranks
 from launching import QUICK, free_port
 
 import tfcommx.collectives.init as init_module
-from tfcommx.collectives import horovod, rendezvous
-from tfcommx.collectives.gloo_hosts import require_rendezvous
-from tfcommx.core import ConfigurationError
+from tfcommx.collectives import gloo_hosts, horovod, rendezvous
+from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.cluster_environment import ClusterEnvironment, tf_config
 from tfcommx.launch.horovodrun import Launch, environment
 from tfcommx.launch.hosts import Host
@@ -31,7 +30,7 @@ from tfcommx.launch.known_launchers import (
     unused_tasks,
     variables,
 )
-from tfcommx.launch.launcher import STARTED_VARIABLE, launcher, record_init
+from tfcommx.launch.launcher import STARTED_VARIABLE, Launcher, launcher, record_init
 from tfcommx.ray import RayWorker
 from tfcommx.supervisor import sweep
 
@@ -296,7 +295,7 @@ def test_a_rank_of_horovodrun_without_its_rendezvous_is_refused(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=f"{named}.*unset HOROVOD_RANK"):
-        require_rendezvous()
+        gloo_hosts.require_rendezvous()
 
 
 def test_a_process_alone_in_a_job_of_several_tasks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +316,7 @@ def test_a_process_alone_in_a_job_of_several_tasks_is_told(monkeypatch: pytest.M
 def test_the_processes_that_a_rank_starts_are_not_the_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With `spawn` they import the script, joined the launch as that rank, and were aborted."""
+    """A helper of rank 0 that called init() was aborted by Gloo; under MPI it ended rank 0."""
     for name, value in {"ADDR": "a", "PORT": "1"}.items():
         monkeypatch.setenv(f"HOROVOD_GLOO_RENDEZVOUS_{name}", value)
     for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "HOSTNAME": "a"}.items():
@@ -325,18 +324,43 @@ def test_the_processes_that_a_rank_starts_are_not_the_rank(
     monkeypatch.delenv(STARTED_VARIABLE, raising=False)
     assert init_module._check_process(launcher()) == 0
     record_init()
+    # The scope of its hosts in the store, in which those of the ranks are known already
     assert init_module._check_process(launcher()) == 1
     assert STARTED_VARIABLE not in environment()
-    with monkeypatch.context() as patch:
-        patch.setattr("multiprocessing.parent_process", lambda: object())
-        with pytest.raises(ConfigurationError, match=r"rank 1 .*__main__"):
-            init_module._check_process(launcher())
     # The ranks of another launch, which a script of the rank has started by horovodrun
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "2")
     assert init_module._check_process(launcher()) == 0
-    with pytest.raises(ConfigurationError, match="rank 1 "):
-        monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
-        init_module._check_process(launcher()._replace(kind="mpi"))
+    monkeypatch.delenv("HOROVOD_RANK")
+    names = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1"}
+    for name, value in names.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("PMIX_NAMESPACE", "prterun-1")
+    assert init_module._check_process(launcher()) == 0
+    record_init()
+    with pytest.raises(ConfigurationError, match=r"rank 1 .*__main__"):
+        init_module._check_process(launcher())
+
+
+def test_a_helper_of_a_rank_is_told_that_no_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendezvous_store = {"tfcommx_hosts/0": "a", "tfcommx_hosts/1": "b"}
+
+    def ask(store: gloo_hosts.Store, method: str, key: str, *more: object) -> tuple:
+        name = f"{store.scope}/{key}"
+        if method == "PUT":
+            rendezvous_store[name] = json.loads(more[-1])
+            return 200, b"", ""
+        known = name in rendezvous_store
+        return (200, json.dumps(rendezvous_store[name]).encode(), "") if known else (404, b"", "")
+
+    monkeypatch.setattr(gloo_hosts.Store, "_ask", ask)
+    monkeypatch.setenv("TFCOMMX_RENDEZVOUS_SECONDS", "0.1")
+    for name, value in {"RENDEZVOUS_ADDR": "a", "RENDEZVOUS_PORT": "1"}.items():
+        monkeypatch.setenv(f"HOROVOD_GLOO_{name}", value)
+    monkeypatch.setenv("HOROVOD_HOSTNAME", "a")
+    rank = Launcher("gloo", 0, 2, 0)
+    assert gloo_hosts.gloo_hosts(rank) == ["a", "b"]
+    with pytest.raises(LaunchError, match=r"Rank 1 of 2 .*helper of a rank"):
+        gloo_hosts.gloo_hosts(rank, inits=1)
 
 
 def test_an_mpi_that_does_not_know_its_launcher_is_refused() -> None:

@@ -146,7 +146,7 @@ def test_a_model_that_cannot_hold_what_was_saved_is_refused(comm: Comm, folder: 
     with pytest.raises(cx.CheckpointError, match=r"\b5\b.*'adam.*\b6\b"):
         checkpoint.restore(made(decaying), folder)
     # The whole reason, in which the file was said to be damaged, too
-    with pytest.raises(cx.CheckpointError, match=r"^A restored .*same kind of learning rate\.$"):
+    with pytest.raises(cx.CheckpointError, match=r"^A restored\b.*\brate\.$"):
         checkpoint.restore(made(decaying), folder)
     with pytest.raises(cx.CheckpointError, match=r"out/kernel'.*bfloat16\[8, 1\]"):
         checkpoint.restore(made(0.1, "bfloat16"), folder)

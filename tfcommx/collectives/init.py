@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import multiprocessing
 
 from tfcommx.collectives import comm as base
 from tfcommx.collectives import gpu_checks, horovod, mpi, process, rendezvous
@@ -51,7 +50,7 @@ def init(
     verified. None per step; process sets are static.
     **Raises:** ConfigurationError for seconds that are not > 0, for a node_size that does not
     divide the number of ranks, for ranks of a host that are not consecutive, and in a process that
-    a rank has started with `multiprocessing`; LaunchError for
+    a rank of MPI has started; LaunchError for
     more ranks than GPUs on a host, for a GPU that the native library was not built for or on which
     Horovod's sums are wrong, if Horovod is missing, and if a rank is missing.
     """
@@ -128,12 +127,12 @@ def _check_process(launch: launcher.Launcher) -> int:
     if launch.kind == "gloo":
         require_rendezvous()
     inits = launcher.earlier_inits()
-    # A pool of processes that imports the script again would join as several processes of one rank
-    if inits and (launch.kind == "mpi" or multiprocessing.parent_process() is not None):
+    # MPI has one process for a rank: a second one ends the first by a segmentation fault
+    if inits and launch.kind == "mpi":
         raise ConfigurationError(
-            f"init() must be called by the ranks alone. Received a call of rank {launch.rank} in a "
-            f"process that it has started. {CHILD} If `multiprocessing` imports the script again, "
-            'put the training under `if __name__ == "__main__":`.'
+            f"Under MPI, init() must be called by the ranks alone. Received a call of rank "
+            f"{launch.rank} in a process that it has started. {CHILD} If `multiprocessing` imports "
+            'the script again, put the training under `if __name__ == "__main__":`.'
         )
     return inits
 
