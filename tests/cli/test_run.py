@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 from virtual_cluster import needs_cluster
 
 from tfcommx.cli.main import app
-from tfcommx.core import ConfigurationError
+from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import reads_script_from_input
+from tfcommx.launch.horovodrun import Launch, Running, environment, require_small_environment
+from tfcommx.launch.hosts import Host
 
 TFCOMMX = (sys.executable, "-m", "tfcommx.cli.main")
 # Every rank says its number and its process; rank 1 ends as the argument says
@@ -165,6 +167,28 @@ def test_a_script_that_no_rank_would_read_is_refused(
 )
 def test_a_command_that_names_its_script_reads_no_input(words: str) -> None:
     assert not reads_script_from_input(words.split())
+
+
+def test_an_environment_that_horovodrun_cannot_hand_on_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Linux refused the shell's command, and the rank ended with status 1 and no reason."""
+    monkeypatch.setenv("BASH_MODULES", "x" * 70_000)
+    monkeypatch.setenv("SERVICES", "'" * 20_000)  # Each becomes five bytes
+    with pytest.raises(LaunchError, match=r"SERVICES \(1000\d\d\), BASH_MODULES \(700\d\d\)"):
+        Running(Launch((Host("localhost", 2),), ("true",)))
+    monkeypatch.delenv("SERVICES")
+    require_small_environment(environment())
+
+
+def test_a_working_folder_that_was_deleted_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(LaunchError, match="deleted"):
+        Launch((Host("localhost", 2),), ("true",)).words()
 
 
 def test_a_host_that_does_not_resolve_is_named_in_bounded_time() -> None:

@@ -41,6 +41,9 @@ OF_ONE_RANK = re.compile(
 )
 # Time limit for the rest of the launcher's output, after all its processes have ended
 OUTPUT_SECONDS = 2.0
+# Longest word of a command, in bytes (MAX_ARG_STRLEN of Linux), and the share of it for the command
+# of a rank and the variables that horovodrun adds
+LONGEST_WORD, COMMAND_BYTES = 32 * os.sysconf("SC_PAGE_SIZE"), 8192
 # Spelling of Open MPI 5, because a Horovod that set-up has not changed has one dash too few
 BINDING = "--bind-to none --map-by slot"
 # Options for more ranks than cores: waiting ranks sleep, because sched_yield may starve others
@@ -101,10 +104,36 @@ class Launch:
         hidden = ("env", f"LSB_JOBID={job}") if job else ()
         # Because horovodrun does not quote the folder in its `cd` on other hosts, where ranks would
         # start in the home folder
-        folder = os.getcwd()
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError:
+            raise LaunchError(
+                "A working folder is required. Received one that was deleted. `cd` to another.", 1
+            ) from None
         in_folder = ("env", "-C", folder) if shlex.quote(folder) != folder else ()
         # -I, -S: because the user's packages may run any code when Python starts
         return (*in_folder, *hidden, sys.executable, "-I", "-S", RANK_OUTPUT, *self.command)
+
+
+def require_small_environment(variables: Mapping[str, str]) -> None:
+    """Refuse environment variables that horovodrun cannot hand on to ranks under Gloo.
+
+    **Raises:** LaunchError that names the largest variables.
+    """
+    # It writes all of them into one word of a shell's command
+    bytes_of = {
+        name: len(os.fsencode(f"{name}={shlex.quote(value)} ")) for name, value in variables.items()
+    }
+    total, most = sum(bytes_of.values()), LONGEST_WORD - COMMAND_BYTES
+    if total > most:
+        largest = sorted(bytes_of, key=bytes_of.__getitem__, reverse=True)[:3]
+        named = ", ".join(f"{name} ({bytes_of[name]})" for name in largest)
+        raise LaunchError(
+            f"Environment variables must have at most {most} bytes under Gloo, because horovodrun "
+            f"hands them on in a command. Received {total}, most of them in {named}. Unset what "
+            "the ranks do not need, or launch with --mpi.",
+            1,
+        )
 
 
 def search_path() -> str:
@@ -151,13 +180,16 @@ class Running:
 
     def __init__(self, launch: Launch, variables: Mapping[str, str] | None = None) -> None:
         self.launch = launch
+        env = environment() | dict(variables or {})
+        if launch.kind == "gloo":
+            require_small_environment(env)
         self._asked = False
         # Error of writing our output to a pipe whose reader has ended
         self._unread: OSError | None = None
         prctl = ctypes.CDLL(None).prctl
         self.process = subprocess.Popen(
             launch.words(),
-            env=environment() | dict(variables or {}),
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
