@@ -342,6 +342,23 @@ def test_the_first_batch_is_trained_once(comm: Comm) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("divided", [False, True])
+def test_ranks_that_train_on_the_same_data_are_told(
+    comm: Comm, caplog: pytest.LogCaptureFixture, divided: bool
+) -> None:
+    """With equal seeds, and data that no one has divided, two ranks learn as much as one."""
+    x = np.random.default_rng(1).normal(size=(32, 4)).astype("float32")
+    if divided:
+        x = x[comm.rank :: comm.topology.size]
+    keras.utils.set_random_seed(4)
+    for values in (x, np.ones_like(x)):  # Made-up data are no mistake
+        net = net_of(layers.Dense(1))
+        net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+        net.fit(values, values[:, :1], verbose=0, callbacks=[callbacks.BroadcastState()])
+    told = [text for text in caplog.messages if "same first batch" in text]
+    assert len(told) == (comm.topology.size > 1 and comm.rank == 0 and not divided)
+
+
 class OwnStep(keras.Model):
     """A model without a call."""
 

@@ -78,7 +78,8 @@ class BroadcastState(keras.callbacks.Callback):
     It compares the models of the ranks: the names given by the user, classes, settings,
     vocabularies. Then each rank calls the model once on rank `root`'s first batch, in inference
     mode, and outputs and loss are compared, because the state of a layer outside of variables, such
-    as a constant of random numbers, may differ under equal weights.
+    as a constant of random numbers, may differ under equal weights. A warning says if all ranks
+    have the same first batch, as of data that are not divided between them.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState()]
@@ -269,7 +270,7 @@ class BroadcastState(keras.callbacks.Callback):
         def compare_and_train(train: Any, iterator: Any) -> Any:
             restore()
             batch = None
-            if process.rank() == self.root and model.distribute_strategy.num_replicas_in_sync == 1:
+            if model.distribute_strategy.num_replicas_in_sync == 1:
                 batch, iterator = batch_and_again(iterator, model.steps_per_execution)
             self._compare_outputs(batch)
             return train(iterator)

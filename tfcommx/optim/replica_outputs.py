@@ -93,7 +93,8 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
 
     Args:
         model: built.
-        batch: of rank `root`, as `fit` gives it to `train_step`; None: nothing is compared.
+        batch: this rank's, as `fit` gives it to `train_step`; None on rank `root`: nothing is
+            compared.
 
     **Ranks:** all. **Cost:** one pass over the variables; the batch is sent to all ranks, and each
     calls the model once, outside of a graph; if the digests of the results differ twice more.
@@ -103,7 +104,15 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
     comm = process.current()
     if comm.topology.size == 1:
         return
-    batch = _unpack(*comm.gather_objects(_pack(batch if comm.rank == root else None))[root])
+    local = _varied_digest(batch)
+    gathered = comm.gather_objects((_pack(batch if comm.rank == root else None), local))
+    if local and comm.rank == root and all(remote == local for _, remote in gathered):
+        log.warning(
+            "All ranks train on the same first batch, so that they learn no more than one of them. "
+            "Give each rank its part of the data, such as `dataset.shard(cx.size(), cx.rank())` "
+            "or `x[cx.rank()::cx.size()]`, or separate seeds to ranks that shuffle all of it."
+        )
+    batch = _unpack(*gathered[root][0])
     if batch is None:
         return
     weights = [_digest(variable) for variable in model.weights]
@@ -153,6 +162,18 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
                 f"equal. Received {names[0]} of rank {root}'s first batch that differs between "
                 f"rank {root} and rank {rank}{difference}. {_first_layer(model, batch, root, rank)}"
             )
+
+
+def _varied_digest(batch: Any) -> str:
+    """Return a digest of a batch; "" for none, and for one whose samples are all alike."""
+    # Made-up data, such as np.ones, are no mistake
+    parts = [
+        np.asarray(part)
+        for part in tf.nest.flatten(batch, expand_composites=True)
+        if tf.is_tensor(part) or isinstance(part, np.ndarray)
+    ]
+    varied = any(part.ndim and np.any(part != part[:1]) for part in parts)
+    return _digest(batch) if varied else ""
 
 
 def _pack(batch: Any) -> tuple[str, Any]:
