@@ -363,6 +363,20 @@ def test_a_helper_of_a_rank_is_told_that_no_others_come(monkeypatch: pytest.Monk
         gloo_hosts.gloo_hosts(rank, inits=1)
 
 
+def test_a_host_on_which_gloo_would_crash_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container whose name does not resolve, ranks ended by SIGSEGV, without a line."""
+    gloo_hosts.require_network()
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "no0")
+    with pytest.raises(LaunchError, match=r"HOROVOD_GLOO_IFACE.*'no0'.*\blo\b"):
+        gloo_hosts.require_network()
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "lo")
+    gloo_hosts.require_network()
+    for name in ("no-such-host.invalid", "a..b", "x" * 70):
+        monkeypatch.setattr("socket.gethostname", lambda name=name: name)
+        with pytest.raises(LaunchError, match=f"'{name}'.*/etc/hosts"):
+            gloo_hosts.require_network()
+
+
 def test_an_mpi_that_does_not_know_its_launcher_is_refused() -> None:
     """An mpirun of another MPI started N trainings of one rank; so did variables that were left."""
     code = "from tfcommx.collectives import mpi; mpi.start()"

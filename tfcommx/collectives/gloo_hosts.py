@@ -15,6 +15,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
 import time
 from typing import Any
 
@@ -35,6 +36,39 @@ REQUEST_SECONDS = 10.0
 GONE_SECONDS = 15.0
 # Exceptions of http.client if the store, or another server at its port, does not answer correctly
 NO_STORE = (OSError, http.client.HTTPException)
+
+
+def require_network() -> None:
+    """Refuse a host on which Gloo would end the process without a reason that Python sees.
+
+    **Ranks:** local. **Raises:** LaunchError for a name of this host that does not resolve, and for
+    an interface in HOROVOD_GLOO_IFACE that it does not have.
+    """
+    host = socket.gethostname()
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        raise LaunchError(
+            "The name of this host must resolve, because Gloo looks it up. Received "
+            f"{host!r}: {error}. Add a line `127.0.1.1 {host}` to /etc/hosts, or start the "
+            "container with another --hostname."
+        ) from error
+    chosen = os.environ.get("HOROVOD_GLOO_IFACE", "")
+    if not chosen:
+        return
+    import psutil  # A requirement of Horovod
+
+    interfaces = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(address.family == socket.AF_INET for address in addresses)
+    ]
+    if chosen not in interfaces:
+        raise LaunchError(
+            f"HOROVOD_GLOO_IFACE must name a network interface of {host} that has an IPv4 address. "
+            f"Received {chosen!r}, and this host has {', '.join(interfaces)}. Name one of them, or "
+            "unset the variable."
+        )
 
 
 def require_rendezvous() -> None:

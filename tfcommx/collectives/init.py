@@ -7,7 +7,7 @@ import logging
 
 from tfcommx.collectives import comm as base
 from tfcommx.collectives import gpu_checks, horovod, mpi, process, rendezvous
-from tfcommx.collectives.gloo_hosts import CHILD, gloo_hosts, require_rendezvous
+from tfcommx.collectives.gloo_hosts import CHILD, gloo_hosts, require_network, require_rendezvous
 from tfcommx.collectives.unwrapped import UnwrappedOptimizers
 from tfcommx.core import ConfigurationError, Topology, check_number
 from tfcommx.launch import known_launchers, launcher
@@ -68,6 +68,8 @@ def init(
     if process.started():
         return _started_before(node_size)
     launch = launcher.launcher()
+    if launch.kind != "mpi":
+        require_network()
     if launch.kind == "environment" and (cluster := known_launchers.cluster_environment()):
         rendezvous.join(cluster, any_order=node_size is not None)
         launch = launcher.launcher()  # Gloo, because `join` has set its variables
