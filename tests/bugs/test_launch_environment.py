@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import threading
@@ -375,6 +376,13 @@ def test_a_host_on_which_gloo_would_crash_is_refused(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("socket.gethostname", lambda name=name: name)
         with pytest.raises(LaunchError, match=f"'{name}'.*/etc/hosts"):
             gloo_hosts.require_network()
+    # As in an image of another machine
+    row = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [row])
+    with pytest.raises(LaunchError, match=r"192\.0\.2\.1.*/etc/hosts"):
+        gloo_hosts.require_network()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [row, (*row[:4], ("127.0.1.1", 0))])
+    gloo_hosts.require_network()
 
 
 def test_an_mpi_that_does_not_know_its_launcher_is_refused() -> None:

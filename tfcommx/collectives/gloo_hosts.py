@@ -38,21 +38,35 @@ GONE_SECONDS = 15.0
 NO_STORE = (OSError, http.client.HTTPException)
 
 
+def _binds(row: tuple[Any, ...]) -> bool:
+    """Return True if a row of `getaddrinfo` has an address of this host."""
+    family, kind, protocol, _, address = row
+    try:
+        with socket.socket(family, kind, protocol) as listener:
+            listener.bind(address)
+    except OSError:
+        return False
+    return True
+
+
 def require_network() -> None:
     """Refuse a host on which Gloo would end the process without a reason that Python sees.
 
-    **Ranks:** local. **Raises:** LaunchError for a name of this host that does not resolve, and for
-    an interface in HOROVOD_GLOO_IFACE that it does not have.
+    **Ranks:** local. **Raises:** LaunchError for a name of this host that does not resolve to one
+    of its addresses, and for an interface in HOROVOD_GLOO_IFACE that it does not have.
     """
     host = socket.gethostname()
     try:
-        socket.getaddrinfo(host, None)
+        rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        problem = "" if any(map(_binds, rows)) else f"{rows[0][4][0]} is of another host"
     except (OSError, UnicodeError) as error:
+        problem = str(error)
+    if problem:
         raise LaunchError(
-            "The name of this host must resolve, because Gloo looks it up. Received "
-            f"{host!r}: {error}. Add a line `127.0.1.1 {host}` to /etc/hosts, or start the "
-            "container with another --hostname."
-        ) from error
+            "The name of this host must resolve to one of its own addresses, because Gloo binds to "
+            f"it. Received {host!r}: {problem}. Let /etc/hosts have a line `127.0.1.1 {host}` and "
+            "no other with that name, or start the container with another --hostname."
+        )
     chosen = os.environ.get("HOROVOD_GLOO_IFACE", "")
     if not chosen:
         return
