@@ -63,7 +63,7 @@ def require_network() -> None:
         problem = str(error)
     if problem:
         raise LaunchError(
-            "The name of this host must resolve to one of its own addresses, because Gloo binds to "
+            "The name of this host must resolve to one of its addresses, because Gloo binds to "
             f"it. Received {host!r}: {problem}. Let /etc/hosts have a line `127.0.1.1 {host}` and "
             "no other with that name, or start the container with another --hostname."
         )

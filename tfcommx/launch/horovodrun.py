@@ -130,8 +130,8 @@ def require_small_environment(variables: Mapping[str, str]) -> None:
         named = ", ".join(f"{name} ({bytes_of[name]})" for name in largest)
         raise LaunchError(
             f"Environment variables must have at most {most} bytes under Gloo, because horovodrun "
-            f"hands them on in a command. Received {total}, most of them in {named}. Unset what "
-            "the ranks do not need, or launch with --mpi.",
+            f"hands them on in a command. Received {total}, most of them in {named}. Unset "
+            "those that ranks do not need, or launch with --mpi.",
             1,
         )
 

@@ -105,14 +105,14 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
     if comm.topology.size == 1:
         return
     local = _varied_digest(batch)
-    gathered = comm.gather_objects((_pack(batch if comm.rank == root else None), local))
-    if local and comm.rank == root and all(remote == local for _, remote in gathered):
+    batches = comm.gather_objects((_pack(batch if comm.rank == root else None), local))
+    if local and comm.rank == root and all(remote == local for _, remote in batches):
         log.warning(
             "All ranks train on the same first batch, so that they learn no more than one of them. "
             "Give each rank its part of the data, such as `dataset.shard(cx.size(), cx.rank())` "
             "or `x[cx.rank()::cx.size()]`, or separate seeds to ranks that shuffle all of it."
         )
-    batch = _unpack(*gathered[root][0])
+    batch = _unpack(*batches[root][0])
     if batch is None:
         return
     weights = [_digest(variable) for variable in model.weights]
