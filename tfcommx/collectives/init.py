@@ -120,9 +120,9 @@ def _check_process(launch: launcher.Launcher) -> int:
     if launch.size == 1:
         if launch.kind == "none" and (unused := known_launchers.unused_tasks()):
             log.warning(
-                "This process trains alone, in a job of %s. To train on all: `srun python "
-                "train.py` in a job of Slurm, or `tfcommx run -- python train.py`. To train in one "
-                "process without this warning, set WORLD_SIZE=1.",
+                "This process trains alone, in a job of %s. To train on all, start it by `tfcommx "
+                "run -- python train.py`, or in a job of Slurm by srun. To train in one process "
+                "without this warning, set WORLD_SIZE=1.",
                 unused,
             )
         return 0
