@@ -18,7 +18,7 @@ NAMES = {
     "step_ahead": "`StepAhead()`, the largest 2 % of updates",
     "local_sgd": "weights, averaged every 8 steps",
     "diloco": "DiLoCo: weights every 32 steps, moved by an outer optimizer",
-    "streaming_diloco": "the same in 4 fragments, each sent during 8 steps",
+    "streaming_diloco": "DiLoCo in 4 fragments, each sent during 8 steps",
     "ddp": "PyTorch DDP: everything",
     "ddp_fp16": "PyTorch DDP with its hook for 16 bits",
     "ddp_powersgd_4": "PyTorch DDP with its hook for PowerSGD, rank 4",
@@ -76,7 +76,5 @@ TABLES = {
     "end_to_end_details": whole_trainings(
         "end_to_end_commlib", "end_to_end_lossless", details=True
     ),
-    "end_to_end_two_sites": whole_trainings(
-        "end_to_end_two_sites", "end_to_end_two_sites_seed0", details=True
-    ),
+    "end_to_end_two_sites": whole_trainings("end_to_end_two_sites", details=True),
 }
