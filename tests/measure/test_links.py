@@ -146,7 +146,7 @@ def test_the_slots_of_a_node_share_its_port() -> None:
     One repeat of three is twice as fast, and does not count.
     """
     clocks: dict[int, float] = {}
-    fast = range(links.MOST, 2 * links.MOST)  # The first one opens connections
+    fast = range(engine.MOST, 2 * engine.MOST)  # The first one opens connections
 
     def work(comm: Comm) -> links.ProbeResult:
         comm.messages._make = None
@@ -209,17 +209,6 @@ def test_the_probe_measures_what_the_engine_at_work_takes_for_short_allreduces(
     sizes, seconds = zip(*found.calibration.points, strict=True)
     assert (found.calibration.ranks, sizes) == (4, (1024, 16384, 65536))
     assert seconds == pytest.approx((1e-3, 1e-3, 2e-3), rel=0.01)
-
-
-def test_an_allreduce_may_be_faster_than_long_messages_of_all_gathers() -> None:
-    """A line of 1 s a MiB, on which the longest messages take twice as long, as on two Gloo ranks.
-
-    Messages below a quarter of a MiB may be part of a shaper's burst, so their rate does not count.
-    """
-    points = [(1.0, 2.0**16, 2.0**-6), (1.0, 2.0**18, 2.0**-2), (1.0, 2.0**24, 2.0**5)]
-    fitted = NOMINAL._replace(between=Link(0.0, 2.0**-19))
-    found = links._at_full_rate(fitted, {"between": points})
-    assert found == fitted._replace(between=Link(0.0, 2.0**-20))
 
 
 def test_links_of_nccl_are_measured_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,17 +300,32 @@ def test_results_that_are_not_in_the_hosts_memory_are_waited_for(
 
 
 def test_no_allreduce_counts_as_shorter_than_its_bytes_take() -> None:
-    """An idle port that is shaped lets 1 MB pass as a burst; the next one would wait."""
+    """An idle port that is shaped passes 256 KiB as a burst, and the rest at 1 s a MB.
 
-    def turns(work: Callable[[], object]) -> list[float]:
-        work()
-        return [9e-3, 5e-3, 1e-3]
+    Allreduces follow each other until 16 bursts have passed, so a single one does not look free.
+    """
+    burst, engine_s = 2**18, 1e-3
 
     def work(comm: ThreadComm) -> Calibration:
-        return calibrate(comm, [1024, 2**20], 1e-3, 1e-7, turns)
+        clock = [0.0, burst]
+
+        def allreduce(vector: tf.Tensor, *given: object, **more: object) -> None:
+            size = 4 * len(vector)
+            waits, clock[1] = max(0.0, size - clock[1]), max(0.0, clock[1] - size)
+            clock[0] += engine_s + waits * 1e-6
+
+        def timer(work: Callable[[], object]) -> list[float]:
+            clock[:] = [0.0, burst]
+            work()
+            return [9 * clock[0], clock[0], clock[0]]
+
+        comm.allreduce = allreduce
+        return calibrate(comm, [65536, 2**20, 2**22], engine_s, 16 * burst, timer)
 
     found = ThreadComm.run(Topology(4, 1), work)[0]
-    assert dict(found.points) == pytest.approx({1024: 4e-3, 2**20: 2**20 * 1e-7})
+    # 16 of the shortest are four bursts
+    shares = dict(zip([size for size, _ in found.points], [3 / 4, 15 / 16, 15 / 16], strict=True))
+    assert dict(found.points) == pytest.approx({n: n * 1e-6 * share for n, share in shares.items()})
 
 
 def test_the_engines_time_is_not_when_ranks_start() -> None:

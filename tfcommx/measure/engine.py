@@ -31,6 +31,8 @@ TINY = 8
 IN_A_ROW = 10
 # Number of allreduces that wait for the engine at the same time
 WAITING = 16
+# Most exchanges that are timed in a row until a shaper's burst is used up
+MOST = 16
 # Rows of the square matrices whose product is the load
 ROWS = 384
 
@@ -99,31 +101,44 @@ def latency_terms(engine: str, ranks: int, group: str) -> float:
     return engines.get(engine).all_reduce(4 * TINY, topology, Links(unit, unit))
 
 
+def repetitions(steady: int, through: float) -> int:
+    """Return how many exchanges in a row are timed, 1 to MOST, to send `steady` bytes.
+
+    Args:
+        steady: bytes through a port that exceed the burst of most traffic shapers.
+        through: bytes of an exchange through a port, > 0.
+    """
+    return min(MOST, max(1, int(steady // through)))
+
+
 def calibrate(
-    comm: Comm, sizes: Sequence[int], engine_s: float, least: float, timer: Timer
+    comm: Comm, sizes: Sequence[int], engine_s: float, steady: int, timer: Timer
 ) -> Calibration:
     """Measure allreduces of all ranks, without the engine's own time.
 
     Args:
         sizes: bytes of the vectors, ascending, multiples of 4, >= 4.
         engine_s: seconds of the engine for each collective.
-        least: lower limit of the seconds per byte of a vector, >= 0.
+        steady: allreduces are repeated until this many bytes have passed through a port.
 
-    **Ranks:** all. **Cost:** an allreduce of each size for each repeat.
+    **Ranks:** all. **Cost:** 1 to MOST allreduces of each size for each repeat.
     """
     measured = []
     for size in sizes:
         name = f"tfcommx/probe/allreduce/{size}"
         with tf.device(where_carried(comm)):
             vector = tf.zeros([size // 4])
-
-        def work(vector: tf.Tensor = vector, name: str = name) -> object:
-            with tf.device(where_carried(comm)):
-                return comm.allreduce(vector, "world", name, counted=False)
-
         # A shaped port that was idle passes a burst, which the earlier messages of a training step
         # have used up
-        measured.append((size, max(statistics.median(timer(work)) - engine_s, least * size)))
+        times = repetitions(steady, size)
+
+        def work(vector: tf.Tensor = vector, name: str = name, times: int = times) -> object:
+            with tf.device(where_carried(comm)):
+                return [comm.allreduce(vector, "world", name, counted=False) for _ in range(times)][
+                    -1
+                ]
+
+        measured.append((size, statistics.median(timer(work)) / times - engine_s))
     return Calibration.of(comm.topology.size, measured)
 
 

@@ -16,7 +16,6 @@ in MPICH" (2005).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -28,9 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfcommx import engines
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import NOMINAL, Bucket, EngineSettings, Link, Links, Topology
+from tfcommx.core import NOMINAL, Bucket, EngineSettings, Link, Links
 from tfcommx.core.links import fit
 from tfcommx.kernels.device import residual_device
 from tfcommx.measure.engine import (
@@ -41,6 +39,7 @@ from tfcommx.measure.engine import (
     finish,
     measure_contention,
     measure_engine,
+    repetitions,
     sends_messages,
     where_carried,
 )
@@ -117,9 +116,9 @@ def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) 
 SIZES = tuple(4**power for power in range(5, 13))
 # Sizes of the pipeline's blocks to try, bytes
 BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)
-# Messages are repeated, at most MOST times, until this many bytes have passed through the port,
-# because traffic shapers pass a burst
-STEADY, MOST = 2**22, 16
+# Messages and allreduces are repeated, at most MOST times, until this many bytes have passed
+# through the port, because traffic shapers pass a burst
+STEADY = 2**22
 # Messages that detect a change of the network: bytes of each, bytes through a port per measured
 # time, and number of times. While other programs compute on the ranks' processors, half of the
 # times are twice as long as the fastest.
@@ -173,7 +172,8 @@ def probe(
             blocks and additions, the fastest.
         blocks: bytes of the pipeline's blocks to try, multiples of 4, >= 4; the vector has half the
             bytes of the largest of `sizes`.
-        steady: messages are repeated until this many bytes have passed through a port.
+        steady: messages and allreduces are repeated until this many bytes have passed through a
+            port, at most MOST times.
         load: computes while messages are timed again (`measure.engine.matmul_load`, or a step of a
             model); None: contention is not measured.
         fusion: True to measure if the engine fuses allreduces; `comm` must work in graphs.
@@ -182,8 +182,8 @@ def probe(
         The same on every rank; times of messages are those of the slowest rank.
 
     **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) times 1 to
-    16 exchanges of each size and group, 20 tiny collectives a group, an allreduce of each size of
-    the curve and of block.
+    16 exchanges of each size and group and allreduces of each size of the curve, 20 tiny
+    collectives a group, an allreduce of each size of block.
     **Raises:** ConfigurationError if the nodes have unequal numbers of slots.
     """
     topology = comm.topology
@@ -212,12 +212,10 @@ def probe(
     if topology.size > 1:
         fields |= _under_load(comm, sizes, load, timer, spread)
         fields["fuses"] = fusion and engine_fuses(comm, timer)
-        name = engine_at_work(comm)
-        fields["engine"] = EngineSettings(name)
+        fields["engine"] = EngineSettings(engine_at_work(comm))
         curve = [size for size in CURVE if size <= max(sizes)]
         if len(curve) > 1:
-            least = _ring_seconds_per_byte(name, topology, _at_full_rate(Links(**fields), points))
-            fields["calibration"] = calibrate(comm, curve, fields["engine_s"], least, timer)
+            fields["calibration"] = calibrate(comm, curve, fields["engine_s"], steady, timer)
         port = "between" if topology.nodes > 1 else "inside"
         fields["spread"] = spread[f"{port}.beta_s_per_byte"] / fields[port].beta_s_per_byte
     tried = _time_blocks(comm, max(sizes) // 8, blocks, timer)
@@ -243,24 +241,6 @@ def fastest_message(comm: Comm, clock: Callable[[], float] = time.perf_counter) 
     # Not the median, because a slower network lengthens all messages, and other work on a machine
     # only some, up to 30 times if it takes a processor from a rank
     return min(row[2])
-
-
-def _at_full_rate(links: Links, points: dict[str, list[tuple[float, float, float]]]) -> Links:
-    """Return the links with the rates of their fastest messages that no shaper's burst shortens."""
-    # Two ranks of Gloo mostly send the long messages of an all-gather one after the other. Probably
-    # a rank's notice that it receives waits behind its own message. The segments of an allreduce do
-    # not wait, so the fit to all messages is too slow for them, up to twice.
-    for kind, timed in points.items():
-        link = getattr(links, kind)
-        rates = [time_s / size for _, size, time_s in timed if size >= STEADY / MOST]
-        fastest = dataclasses.replace(link, beta_s_per_byte=min([link.beta_s_per_byte, *rates]))
-        links = links._replace(**{kind: fastest})
-    return links
-
-
-def _ring_seconds_per_byte(engine: str, topology: Topology, links: Links) -> float:
-    hop = engines.get(engine).flat_ring(topology, links)
-    return 2 * (topology.size - 1) / topology.size * hop.beta_s_per_byte
 
 
 def _spread(kind: str, timed: list[tuple[float, float, list[float]]]) -> dict[str, float]:
@@ -308,7 +288,7 @@ def _time(
     with _exchange(comm, group) as exchange:
         for size in sizes:
             through = parts * size * together
-            times = min(MOST, max(1, steady // through))
+            times = repetitions(steady, through)
             work = functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}", times)
             points.append((latencies, float(through), [time_s / times for time_s in timer(work)]))
     return points

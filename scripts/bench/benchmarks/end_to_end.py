@@ -18,9 +18,9 @@ only, and the first call installs PyTorch into build/frameworks.
 Links are shaped so that an exchange costs plain Horovod as much of a step as on a real cluster,
 which end_to_end.yaml names: `ratio_wanted` is (its step - the step without exchange) / the step
 without exchange there, `ratio_measured` the same here, within 5 %, and `rate_mbit` the rate at
-which probes measured it. Compute is this machine's, so seconds are not the real cluster's. Their
-ratios stand for its if codes cost as much beside compute as there; tracing, which is the same for a
-short training and a long one, makes them too small.
+which probes measured it, on batches that are loaded as in a training. Compute is this machine's, so
+seconds are not the real cluster's. Their ratios stand for its if codes cost as much beside compute
+as there; tracing, which is the same for a short training and a long one, makes them too small.
 
 `seconds` is a whole training, the median over seeds: opening data, Horovod's start, building,
 tracing, measuring links, trials and averages count; evaluations, and imports before the first of

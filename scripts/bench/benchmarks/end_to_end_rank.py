@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -257,12 +257,12 @@ def bytes_sent(interface: str) -> int:
 
 def probe(run: Run, turns: int) -> dict[str, float]:
     """Measure the step without exchange, and plain Horovod's, which take turns. **Ranks:** all."""
-    batch = first_batch(run)
+    batches = all_batches(run)
     models = {name: compiled(run, name) for name in (ALONE, HOROVOD)}
 
     def turn(model: keras.Model) -> None:
         for _ in range(TURN):
-            model.train_on_batch(*batch)
+            model.train_on_batch(*next(batches))
 
     steps = {name: lambda model=model: turn(model) for name, model in models.items()}
     seconds = rounds.take_turns(steps, turns, run.comm)
@@ -280,12 +280,13 @@ def predicted_steps(run: Run, job: dict[str, Any]) -> dict[str, float | None]:
     links = measure_links(
         comm, training.PROBED, 5, blocks=[NOMINAL.block_bytes], load=matmul_load(), fusion=True
     ).links
-    batch = first_batch(run)
+    batches = all_batches(run)
+    batch = tf.nest.map_structure(np.asarray, next(batches))
     alone = compiled(run, ALONE)
     timing, seconds = StepTiming(alone, [batch]), list[float]()
     for _ in range(job["turns"]):
-        alone.train_on_batch(*batch)
-        seconds.append(rounds.seconds_of(lambda: alone.train_on_batch(*batch), comm))
+        alone.train_on_batch(*next(batches))
+        seconds.append(rounds.seconds_of(lambda: alone.train_on_batch(*next(batches)), comm))
         timing.step()
     alone_s = statistics.median(seconds)
     selected = argparse.Namespace(selection="mstopk", density=0.1)
@@ -313,7 +314,7 @@ def predicted_steps(run: Run, job: dict[str, Any]) -> dict[str, float | None]:
     return steps
 
 
-def first_batch(run: Run) -> Any:
-    """Return a batch of this rank as arrays."""
-    batch = next(iter(run.batches(FitCall(0, range(1)))))
-    return tf.nest.map_structure(np.asarray, batch)
+def all_batches(run: Run) -> Iterator[Any]:
+    """Yield this rank's batches without end; loading them takes time, as in a training."""
+    while True:
+        yield from run.batches(FitCall(0, range(1)))
