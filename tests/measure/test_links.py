@@ -323,8 +323,8 @@ def test_no_allreduce_counts_as_shorter_than_its_bytes_take() -> None:
         return calibrate(comm, [65536, 2**20, 2**22], engine_s, 16 * burst, timer)
 
     found = ThreadComm.run(Topology(4, 1), work)[0]
-    # 16 of the shortest are four bursts
-    shares = dict(zip([size for size, _ in found.points], [3 / 4, 15 / 16, 15 / 16], strict=True))
+    # 16 of 64 KiB are four bursts, 2 of 1 MiB eight
+    shares = {65536: 3 / 4, 2**20: 7 / 8, 2**22: 15 / 16}
     assert dict(found.points) == pytest.approx({n: n * 1e-6 * share for n, share in shares.items()})
 
 

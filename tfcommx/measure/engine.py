@@ -123,14 +123,14 @@ def calibrate(
 
     **Ranks:** all. **Cost:** 1 to MOST allreduces of each size for each repeat.
     """
-    measured = []
+    ranks, measured = comm.topology.size, []
     for size in sizes:
         name = f"tfcommx/probe/allreduce/{size}"
         with tf.device(where_carried(comm)):
             vector = tf.zeros([size // 4])
         # A shaped port that was idle passes a burst, which the earlier messages of a training step
         # have used up
-        times = repetitions(steady, size)
+        times = repetitions(steady, 2 * (ranks - 1) / ranks * size)
 
         def work(vector: tf.Tensor = vector, name: str = name, times: int = times) -> object:
             with tf.device(where_carried(comm)):
@@ -139,7 +139,7 @@ def calibrate(
                 ]
 
         measured.append((size, statistics.median(timer(work)) / times - engine_s))
-    return Calibration.of(comm.topology.size, measured)
+    return Calibration.of(ranks, measured)
 
 
 def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> EngineCost:

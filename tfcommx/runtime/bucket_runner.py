@@ -177,7 +177,8 @@ class BucketSelector:
 class Compressor:
     """The compression of one bucket on this rank, with error feedback around it.
 
-    A rank whose gradients are not finite sends NaN, so that all ranks see it with any compression.
+    A rank whose gradients are not finite sends NaN or Inf, so that all ranks see it with any
+    compression.
     """
 
     def __init__(self, bucket: Bucket, state: BucketState, comm: Comm) -> None:
@@ -203,9 +204,11 @@ class Compressor:
         shapes = [tf.TensorSpec(shape) for shape in self.bucket.shapes]
         parts = unflatten(full, shapes, self.bucket)
         waiting = iter(self._vectors)
-        # Added to each vector, because a NaN or Inf must reach all ranks even if the compression
-        # leaves it out of its vectors
-        poison = tf.where(_is_finite(full), 0.0, float("nan"))
+        # 0, or a NaN or Inf. Added to each vector, because that must reach all ranks even if the
+        # compression leaves it out of its vectors. Not a constant NaN, because
+        # `tf.debugging.enable_check_numerics` would raise at it
+        total = tf.reduce_sum(full)
+        poison = tf.where(tf.math.is_finite(total), 0.0, total)
         sums = []
 
         def add(vector: tf.Tensor) -> tf.Tensor:

@@ -18,9 +18,9 @@ only, and the first call installs PyTorch into build/frameworks.
 Links are shaped so that an exchange costs plain Horovod as much of a step as on a real cluster,
 which end_to_end.yaml names: `ratio_wanted` is (its step - the step without exchange) / the step
 without exchange there, `ratio_measured` the same here, within 5 %, and `rate_mbit` the rate at
-which probes measured it, on batches that are loaded as in a training. Compute is this machine's, so
-seconds are not the real cluster's. Their ratios stand for its if codes cost as much beside compute
-as there; tracing, which is the same for a short training and a long one, makes them too small.
+which probes, short trainings in turn, measured it. Compute is this machine's, so seconds are not
+the real cluster's. Their ratios stand for its if codes cost as much beside compute as there;
+tracing, which is the same for a short training and a long one, makes them too small.
 
 `seconds` is a whole training, the median over seeds: opening data, Horovod's start, building,
 tracing, measuring links, trials and averages count; evaluations, and imports before the first of
@@ -87,7 +87,7 @@ CONTESTANTS = (
     *("auto", "torus", "asa_int4", "elias_int4", "local_sgd", "momentum_int2", "one_bit_adam"),
 )
 # Rate of the first probe, and by how much the ratio may be off
-FIRST_MBIT, TOLERANCE, MOST_PROBES = 100.0, 0.05, 8
+FIRST_MBIT, TOLERANCE, MOST_PROBES = 500.0, 0.05, 8
 
 
 def parser() -> argparse.ArgumentParser:
@@ -313,7 +313,7 @@ def next_rate(points: Sequence[tuple[float, float]], wanted: float) -> float:
     changes single ones. One probe, or a fit that falls the wrong way, is taken for proportional.
 
     >>> next_rate([], 4.0), next_rate([(100.0, 8.0)], 4.0)
-    (100.0, 200.0)
+    (500.0, 200.0)
     >>> next_rate([(100.0, 8.0), (200.0, 4.5)], 4.0)
     233.3
 

@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,8 @@ from tfcommx.training.steps import FitCall, Position, fit_calls
 ALONE, HOROVOD = "none", "horovod"
 # Contestants without tfcommx -> compression of plain Horovod's allreduce; None: no allreduce
 PLAIN = {ALONE: None, HOROVOD: hvd.Compression.none, "horovod_fp16": hvd.Compression.fp16}
-# Steps of a turn of the probe, of which the mean counts: a barrier is before each turn
-TURN = 3
+# Steps of a turn of the probe; the mean of all but the first counts
+TURN = 20
 
 
 def carry_out(job: dict[str, Any], train: Callable[[Run, dict[str, Any], float], Any]) -> None:
@@ -256,17 +256,31 @@ def bytes_sent(interface: str) -> int:
 
 
 def probe(run: Run, turns: int) -> dict[str, float]:
-    """Measure the step without exchange, and plain Horovod's, which take turns. **Ranks:** all."""
-    batches = all_batches(run)
+    """Measure the step without exchange, and plain Horovod's, which take turns. **Ranks:** all.
+
+    Each turn is a short training, because its steps also load batches, and without exchange no rank
+    waits for another.
+    """
     models = {name: compiled(run, name) for name in (ALONE, HOROVOD)}
+    steps: dict[str, list[float]] = {name: [] for name in models}
+    for number in range(-1, turns):  # The first turn traces
+        for name in rounds.turns(models, number):
+            seconds = trained_seconds(run, models[name])
+            if number >= 0:
+                steps[name].append(seconds)
+    return {name: statistics.median(times) for name, times in steps.items()}
 
-    def turn(model: keras.Model) -> None:
-        for _ in range(TURN):
-            model.train_on_batch(*next(batches))
 
-    steps = {name: lambda model=model: turn(model) for name, model in models.items()}
-    seconds = rounds.take_turns(steps, turns, run.comm)
-    return {name: statistics.median(times) / TURN for name, times in seconds.items()}
+def trained_seconds(run: Run, model: keras.Model) -> float:
+    """Train TURN steps; return the mean seconds of one, of the slowest rank. **Ranks:** all."""
+    ends: list[float] = []
+    end = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter())
+    )
+    run.comm.gather_objects("ready")
+    batches = run.batches(FitCall(0, range(1)))
+    model.fit(batches, steps_per_epoch=TURN, verbose=0, shuffle=False, callbacks=[end])
+    return max(run.comm.gather_objects((ends[-1] - ends[0]) / (TURN - 1)))
 
 
 def predicted_steps(run: Run, job: dict[str, Any]) -> dict[str, float | None]:
@@ -280,13 +294,12 @@ def predicted_steps(run: Run, job: dict[str, Any]) -> dict[str, float | None]:
     links = measure_links(
         comm, training.PROBED, 5, blocks=[NOMINAL.block_bytes], load=matmul_load(), fusion=True
     ).links
-    batches = all_batches(run)
-    batch = tf.nest.map_structure(np.asarray, next(batches))
+    batch = first_batch(run)
     alone = compiled(run, ALONE)
     timing, seconds = StepTiming(alone, [batch]), list[float]()
+    trained_seconds(run, alone)  # Traces
     for _ in range(job["turns"]):
-        alone.train_on_batch(*next(batches))
-        seconds.append(rounds.seconds_of(lambda: alone.train_on_batch(*next(batches)), comm))
+        seconds.append(trained_seconds(run, alone))
         timing.step()
     alone_s = statistics.median(seconds)
     selected = argparse.Namespace(selection="mstopk", density=0.1)
@@ -314,7 +327,7 @@ def predicted_steps(run: Run, job: dict[str, Any]) -> dict[str, float | None]:
     return steps
 
 
-def all_batches(run: Run) -> Iterator[Any]:
-    """Yield this rank's batches without end; loading them takes time, as in a training."""
-    while True:
-        yield from run.batches(FitCall(0, range(1)))
+def first_batch(run: Run) -> Any:
+    """Return a batch of this rank as arrays."""
+    batch = next(iter(run.batches(FitCall(0, range(1)))))
+    return tf.nest.map_structure(np.asarray, batch)

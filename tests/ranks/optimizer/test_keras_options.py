@@ -74,6 +74,25 @@ def test_what_the_config_leaves_out_survives_the_wrap(
     np.testing.assert_allclose(bias.numpy(), 1.0 if excluded else 0.5)
 
 
+def test_a_search_for_nan_by_tensorflow_finds_none_in_the_exchange(comm: Comm) -> None:
+    """PowerSGD's graph had a constant NaN, for a rank whose gradients are not finite."""
+    net = model()
+    schemes = {
+        "*hidden*": cx.Scheme(compression="powersgd/1", dense_below=8),
+        "*out*": cx.Scheme("hitopk", "mstopk", 0.2, wire="elias/int4", dense_below=8),
+        "*": cx.Scheme("asa", wire="int4"),
+    }
+    wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=schemes)
+    tf.debugging.enable_check_numerics()
+    try:
+        step = tf.function(lambda *grads: wrapped.apply(list(grads), net.trainable_variables))
+        for number in range(2):
+            step(*gradients_of(net, batch(comm.rank, number)))
+    finally:
+        tf.debugging.disable_check_numerics()
+    assert same_on_all_ranks(comm, net)
+
+
 def test_accumulated_steps_are_exchanged_once(comm: Comm) -> None:
     net = compiled(
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4))
