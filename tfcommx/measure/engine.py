@@ -116,21 +116,24 @@ def calibrate(
 ) -> Calibration:
     """Measure allreduces of all ranks, without the engine's own time.
 
+    None counts as shorter than its bytes take at the rate of the longest, which is repeated in a
+    row, because a shaped port that was idle passes a burst. The earlier messages of a training step
+    have used that up.
+
     Args:
         sizes: bytes of the vectors, ascending, multiples of 4, >= 4.
         engine_s: seconds of the engine for each collective.
-        steady: allreduces are repeated until this many bytes have passed through a port.
+        steady: the longest is repeated until this many bytes have passed through a port.
 
-    **Ranks:** all. **Cost:** 1 to MOST allreduces of each size for each repeat.
+    **Ranks:** all. **Cost:** an allreduce of each size, and 1 to MOST of the longest, for each
+    repeat.
     """
-    ranks, measured = comm.topology.size, []
-    for size in sizes:
+    ranks, measured = comm.topology.size, list[tuple[int, float]]()
+    least, times = 0.0, repetitions(steady, 2 * (ranks - 1) / ranks * sizes[-1])
+    for size in reversed(sizes):
         name = f"tfcommx/probe/allreduce/{size}"
         with tf.device(where_carried(comm)):
             vector = tf.zeros([size // 4])
-        # A shaped port that was idle passes a burst, which the earlier messages of a training step
-        # have used up
-        times = repetitions(steady, 2 * (ranks - 1) / ranks * size)
 
         def work(vector: tf.Tensor = vector, name: str = name, times: int = times) -> object:
             with tf.device(where_carried(comm)):
@@ -138,8 +141,10 @@ def calibrate(
                     -1
                 ]
 
-        measured.append((size, statistics.median(timer(work)) / times - engine_s))
-    return Calibration.of(ranks, measured)
+        seconds = statistics.median(timer(work)) / times - engine_s
+        least, times = least or seconds / size, 1
+        measured.append((size, max(seconds, least * size)))
+    return Calibration.of(ranks, measured[::-1])
 
 
 def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> EngineCost:

@@ -116,8 +116,8 @@ def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) 
 SIZES = tuple(4**power for power in range(5, 13))
 # Sizes of the pipeline's blocks to try, bytes
 BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)
-# Messages and allreduces are repeated, at most MOST times, until this many bytes have passed
-# through the port, because traffic shapers pass a burst
+# Messages and the longest allreduce are repeated, at most MOST times, until this many bytes have
+# passed through the port, because traffic shapers pass a burst
 STEADY = 2**22
 # Messages that detect a change of the network: bytes of each, bytes through a port per measured
 # time, and number of times. While other programs compute on the ranks' processors, half of the
@@ -172,8 +172,8 @@ def probe(
             blocks and additions, the fastest.
         blocks: bytes of the pipeline's blocks to try, multiples of 4, >= 4; the vector has half the
             bytes of the largest of `sizes`.
-        steady: messages and allreduces are repeated until this many bytes have passed through a
-            port, at most MOST times.
+        steady: messages and the longest allreduce are repeated until this many bytes have passed
+            through a port, at most MOST times.
         load: computes while messages are timed again (`measure.engine.matmul_load`, or a step of a
             model); None: contention is not measured.
         fusion: True to measure if the engine fuses allreduces; `comm` must work in graphs.
@@ -182,8 +182,8 @@ def probe(
         The same on every rank; times of messages are those of the slowest rank.
 
     **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) times 1 to
-    16 exchanges of each size and group and allreduces of each size of the curve, 20 tiny
-    collectives a group, an allreduce of each size of block.
+    16 exchanges of each size and group and of the longest allreduce, 20 tiny collectives a group,
+    an allreduce of each size of the curve and of block.
     **Raises:** ConfigurationError if the nodes have unequal numbers of slots.
     """
     topology = comm.topology

@@ -378,7 +378,7 @@ def links_of(
     None for nodes with unequal numbers of slots, on which nothing is measured. `again` measures
     without reading or writing the cache.
 
-    **Ranks:** all, outside of traced code. **Cost:** about 13 MB through each port, if measured.
+    **Ranks:** all, outside of traced code. **Cost:** about 8 MB through each port, if measured.
     """
     if comm.topology.uneven:
         return None
