@@ -86,7 +86,7 @@ def judge(engine: str, ended: Ended, gpus: int) -> list[Finding]:
 
 def on_host(host: str) -> list[Finding]:
     """Check another host over ssh, with this host's Python and folder."""
-    words = [sys.executable, "-m", "tfcommx.cli.main", "doctor", "--no-launch", "--json"]
+    words = [sys.executable, "-m", "tfcommx", "doctor", "--no-launch", "--json"]
     path = os.environ.get("PYTHONPATH", "")
     remote = f"cd {shlex.quote(os.getcwd())} && PYTHONPATH={shlex.quote(path)} {shlex.join(words)}"
     ended = _run([*SSH, "--", check_host_name(host, "-H"), remote], environment())

@@ -54,7 +54,7 @@ def train_command(words: list[str]) -> tuple[str, ...]:
         words = [*words, "--terminal", os.ttyname(sys.stdout.fileno())]
     # Not its messages about a dead rank, because the launcher names that rank
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
-    return (sys.executable, "-m", "tfcommx.cli.main", *words)
+    return (sys.executable, "-m", "tfcommx", *words)
 
 
 def supervise_train(

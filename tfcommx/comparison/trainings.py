@@ -115,7 +115,7 @@ def run_command(words: Sequence[str], log: Path) -> None:
     **Raises:** TrainingError; SystemExit after a signal.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "tfcommx.cli.main", *words]
+    command = [sys.executable, "-m", "tfcommx", *words]
     seen: list[int] = []
     with log.open("a") as file:
         # In a new session, because Ctrl-C would otherwise reach the process twice
