@@ -47,6 +47,16 @@ _MODULES = {
     "testing": "tfcommx.testing",
 }
 
+# Asked of tfcommx by scripts whose `import horovod.tensorflow.keras as hvd` was replaced
+_HOROVODS = (
+    *("allgather", "allgather_object", "allreduce", "alltoall", "broadcast", "is_homogeneous"),
+    *("broadcast_object", "grouped_allgather", "grouped_allreduce", "reducescatter", "Average"),
+    *("Sum", "Adasum", "Compression", "ProcessSet", "DistributedGradientTape", "cross_rank"),
+    *("cross_size", "is_initialized", "join", "shutdown", "elastic", "load_model"),
+    *("broadcast_global_variables", "PartialDistributedOptimizer", "SyncBatchNormalization"),
+    *("mpi_built", "nccl_built", "gloo_built", "mpi_enabled", "start_timeline", "stop_timeline"),
+)
+
 __all__ = [*_PUBLIC, *_MODULES]
 
 
@@ -55,7 +65,13 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
-    raise AttributeError(f"module 'tfcommx' has no attribute {name!r}")
+    remedy = (
+        " It is Horovod's. docs/how-to/move-from-horovod.md has what replaces it; Horovod's own "
+        "collectives work beside tfcommx: `import horovod.tensorflow as hvd`."
+    )
+    raise AttributeError(
+        f"module 'tfcommx' has no attribute {name!r}.{remedy * (name in _HOROVODS)}"
+    )
 
 
 def __dir__() -> list[str]:

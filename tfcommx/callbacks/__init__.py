@@ -3,6 +3,10 @@
 Every rank adds the same callbacks, in the same order.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 from tfcommx.callbacks.agree import AgreeOnStop, CompareReplicas
 from tfcommx.callbacks.average import AverageBatchNorm, AverageMetrics, RecalibrateBatchNorm
 from tfcommx.callbacks.broadcast_state import BroadcastState
@@ -22,3 +26,20 @@ __all__ = [
     "SwitchScheme",
     "WarmUp",
 ]
+
+# Horovod's callbacks -> what replaces them
+_HOROVODS = {
+    "BroadcastGlobalVariablesCallback": "BroadcastState(root=0)",
+    "MetricAverageCallback": "BroadcastState, which averages metrics, or AverageMetrics",
+    "LearningRateWarmupCallback": "WarmUp(rate, steps=...)",
+    "LearningRateScheduleCallback": "a schedule of Keras",
+    "CommitStateCallback": "cx.checkpoint.Checkpoint",
+    "BestModelCheckpoint": "keras.callbacks.ModelCheckpoint on rank 0",
+}
+
+
+def __getattr__(name: str) -> Any:
+    remedy = ""
+    if name in _HOROVODS:
+        remedy = f" Take {_HOROVODS[name]}: docs/how-to/move-from-horovod.md."
+    raise AttributeError(f"module 'tfcommx.callbacks' has no attribute {name!r}.{remedy}")

@@ -1,0 +1,37 @@
+"""Scripts whose `import horovod.tensorflow.keras as hvd` became `import tfcommx as hvd`."""
+
+from __future__ import annotations
+
+import horovod.tensorflow as hvd
+import keras
+import pytest
+
+import tfcommx as cx
+
+
+def test_names_of_horovod_are_explained() -> None:
+    of_keras = {"load_model", "PartialDistributedOptimizer"}
+    assert {name for name in cx._HOROVODS if not hasattr(hvd, name)} == of_keras
+    for name in cx._HOROVODS:
+        with pytest.raises(AttributeError, match="move-from-horovod"):
+            getattr(cx, name)
+    for name, instead in cx.callbacks._HOROVODS.items():
+        with pytest.raises(AttributeError, match=instead.split("(")[0]):
+            getattr(cx.callbacks, name)
+
+
+@pytest.mark.parametrize("module", [cx, cx.callbacks])
+def test_other_unknown_names_are_errors_as_ever(module: object) -> None:
+    assert not hasattr(module, "nothing")
+    with pytest.raises(AttributeError, match="'nothing'"):
+        _ = module.nothing
+
+
+def test_the_name_of_a_route_stands_for_its_scheme() -> None:
+    cx.init()
+    named = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), {"*a*": "torus", "*": cx.Scheme()})
+    assert named.exchanger.requested.schemes == {"*a*": cx.Scheme("torus"), "*": cx.Scheme()}
+    named = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), "auto")
+    assert named.exchanger.requested.schemes == {"*": cx.Scheme("auto")}
+    with pytest.raises(cx.ConfigurationError, match=r"'torsu'.*'torus'"):
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1), "torsu")
