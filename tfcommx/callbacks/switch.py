@@ -124,6 +124,12 @@ class SwitchScheme(keras.callbacks.Callback):
                 "`resolution`, the variable that the input pipeline reads, is required with "
                 "`resolutions`. Received None."
             )
+        for changes in (schemes or {}, resolutions or {}):
+            if not isinstance(changes, Mapping):
+                raise ConfigurationError(
+                    f"A mapping from epochs is required, such as {{0: cx.Scheme()}}. Received "
+                    f"{changes!r}."
+                )
         for epoch, change in [*(schemes or {}).items(), *(resolutions or {}).items()]:
             if not isinstance(epoch, Integral) or epoch < 0:
                 raise ConfigurationError(

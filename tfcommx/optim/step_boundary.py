@@ -19,7 +19,7 @@ from tfcommx.optim.wrapped import exchanger_in, wrapped_optimizers
 from tfcommx.strategies import ElasticRun, ShardedRun
 
 
-def consolidate(optimizer: keras.optimizers.Optimizer) -> None:
+def consolidate(optimizer: keras.optimizers.Optimizer | keras.Model) -> None:
     """Make a model ready to be evaluated or saved, under any strategy.
 
     Weights become whole and equal on all ranks; the state of shards is gathered on rank 0. `fit`
@@ -32,11 +32,18 @@ def consolidate(optimizer: keras.optimizers.Optimizer) -> None:
     >>> optimizer = cx.DistributedOptimizer(keras.optimizers.Adam(0.1), strategy="sharded")
     >>> cx.consolidate(optimizer)
 
+    Args:
+        optimizer: wrapped; or a model, all of whose wrapped optimizers are meant.
+
     **Ranks:** all, between the same two steps, outside of traced code. **Cost:** nothing where
     weights are whole and equal after each step; otherwise as the strategy says, and the state of
     shards is sent once.
     **Raises:** RuntimeError if the optimizer is not wrapped.
     """
+    if isinstance(optimizer, keras.Model):
+        for part in wrapped_optimizers(optimizer):
+            consolidate(part)
+        return
     consolidate_weights(optimizer)
     exchanger = exchanger_in(optimizer)
     if exchanger.sharding is not None:

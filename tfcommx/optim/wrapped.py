@@ -111,7 +111,7 @@ def exchanger_in(optimizer: keras.optimizers.Optimizer | None) -> Exchanger:
     """Return the exchanger of a wrapped optimizer. **Raises:** RuntimeError for any other."""
     exchanger = find_exchanger(optimizer)
     if exchanger is None:
-        raise RuntimeError(NOT_WRAPPED)
+        raise RuntimeError(f"{NOT_WRAPPED} Received {optimizer!r}.")
     return exchanger
 
 

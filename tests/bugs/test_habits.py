@@ -1,4 +1,4 @@
-"""Scripts whose `import horovod.tensorflow.keras as hvd` became `import tfcommx as hvd`."""
+"""Habits of users of Horovod and Keras: other names, a name or a model in place of an object."""
 
 from __future__ import annotations
 
@@ -35,3 +35,19 @@ def test_the_name_of_a_route_stands_for_its_scheme() -> None:
     assert named.exchanger.requested.schemes == {"*": cx.Scheme("auto")}
     with pytest.raises(cx.ConfigurationError, match=r"'torsu'.*'torus'"):
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1), "torsu")
+
+
+def test_a_model_stands_for_its_optimizers_where_weights_are_consolidated() -> None:
+    cx.init()
+    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with pytest.raises(RuntimeError, match="wrapped optimizer"):
+        cx.consolidate(net)
+    with pytest.raises(RuntimeError, match="Received <keras"):
+        cx.consolidate(keras.optimizers.SGD(0.1))
+    net.compile(cx.DistributedOptimizer(keras.optimizers.Adam(0.1), strategy="sharded"), "mse")
+    cx.consolidate(net)
+
+
+def test_one_scheme_for_no_epoch_is_refused() -> None:
+    with pytest.raises(cx.ConfigurationError, match="mapping from epochs"):
+        cx.callbacks.SwitchScheme(cx.Scheme())
