@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import Topology
+from tfcommx.core import ConfigurationError, Topology
+from tfcommx.strategies import Synchronous
+from tfcommx.strategies.strategy import agree_on_strategy
 
 
 def test_the_tensors_of_earlier_collectives_are_freed() -> None:
@@ -18,3 +21,23 @@ def test_the_tensors_of_earlier_collectives_are_freed() -> None:
         return len(comm._meeting.rooms)
 
     assert max(ThreadComm.run(Topology(1, 2), work)) <= 1
+
+
+def test_ranks_in_different_exchanges_of_objects_are_named() -> None:
+    """A rank took the objects of another function for its own, and failed to unpack them."""
+
+    def work(comm: Comm) -> None:
+        if comm.rank == 0:
+            agree_on_strategy(Synchronous(), comm)
+        else:
+            comm.gather_objects(comm.rank)
+
+    with pytest.raises(ConfigurationError, match=r"agree_on_strategy\) on rank 0 .* on rank 1"):
+        ThreadComm.run(Topology(3, 1), work)
+
+
+def test_users_functions_may_meet_in_one_exchange_of_objects() -> None:
+    def work(comm: Comm) -> list[str]:
+        return comm.gather_objects("first") if comm.rank == 0 else comm.gather_objects("other")
+
+    assert ThreadComm.run(Topology(2, 1), work) == [["first", "other"]] * 2

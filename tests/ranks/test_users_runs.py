@@ -78,6 +78,19 @@ def test_a_rank_that_stops_alone_after_an_epoch_is_named_on_all(comm: Comm) -> N
     assert fit(net, comm, epochs=2).identical
 
 
+@pytest.mark.parametrize("chief", [0, 1])
+def test_a_callback_that_one_rank_alone_has_is_named(comm: Comm, chief: int) -> None:
+    """Each rank took the objects of the other's exchange: "too many values to unpack"."""
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    x, y = batch(comm.rank, rows=32)
+    added = [callbacks.BroadcastState()] if comm.rank == chief else None
+    with pytest.raises(cx.ConfigurationError, match=r"BroadcastState.on_train_begin\) on rank"):
+        net.fit(x, y, batch_size=8, verbose=0, callbacks=added)
+    assert fit(net, comm, epochs=1).identical
+
+
 def test_an_optimizer_that_one_rank_alone_makes(comm: Comm) -> None:
     """Keras's numbers of optimizers are in names of operations, by which Horovod knows tensors."""
     if comm.rank == 0:

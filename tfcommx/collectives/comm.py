@@ -17,20 +17,22 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import NoReturn, TypeVar
 
 import tensorflow as tf
 
 from tfcommx.collectives.comparisons import Comparisons
 from tfcommx.collectives.messages import Messages
 from tfcommx.collectives.plain_data import decode, encode
-from tfcommx.core import PlanError, Topology, Traffic
+from tfcommx.core import ConfigurationError, PlanError, Topology, Traffic
 from tfcommx.core.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.watch.membership import Membership
-from tfcommx.watch.progress import Progress
+from tfcommx.watch.progress import Progress, function_of, source_line
 
 T = TypeVar("T")
 # Number of calls of other members after which an inactive member is skipped
@@ -242,15 +244,32 @@ class Comm(abc.ABC):
             item: plain data, as plain_data.py encodes it; no object of a class.
 
         **Ranks:** all, outside of traced code. **Raises:** TypeError for other data; PlanError, on
-        every rank, if facts that were stated by `comparisons` differ between ranks.
+        every rank, if facts that were stated by `comparisons` differ between ranks;
+        ConfigurationError, on every rank, if ranks are in different functions of this package, as
+        with a callback that only one rank has.
         """
         if self.topology.size == 1:
             # Encoded, because items that other ranks could not receive must fail here, too
             return [decode(encode(item))]
-        everyone = self._gather_objects((item, self.comparisons.digests()))
-        digests = [received for _, received in everyone]
+        caller = sys._getframe(1)
+        own = (item, self.comparisons.digests(), function_of(caller))
+        items, digests, functions = zip(*self._gather_objects(own), strict=True)
+        if len(set(functions)) > 1:
+            self._refuse_functions(functions, caller)
         self.comparisons.settle(self.rank, digests, self._gather_objects)
-        return [received for received, _ in everyone]
+        return list(items)
+
+    def _refuse_functions(self, functions: Sequence[str], caller: FrameType) -> NoReturn:
+        """Raise the difference between the exchanges in which the ranks take part."""
+        # Ranks would take the objects of another function for theirs
+        lines = self._gather_objects(source_line(caller))
+        rank = next(rank for rank, name in enumerate(functions) if name != functions[0])
+        raise ConfigurationError(
+            f"All ranks must take part in the same exchange. Received {lines[0]} on rank 0 and "
+            f"{lines[rank]} on rank {rank}. Pass the same callbacks in the same order on every "
+            "rank, except those that only write files; broadcast, restore and measure on all ranks "
+            "or on none."
+        )
 
     def traffic(self) -> Traffic:
         """Return the bytes that this rank has sent so far, inside its node and to other nodes.

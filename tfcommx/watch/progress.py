@@ -183,6 +183,18 @@ class Progress:
         return (COMPUTES, "") if in_library else (PYTHON, _where(frames))
 
 
+def source_line(frame: FrameType) -> str:
+    """Return the user's line that leads to a frame, and the function that the frame runs."""
+    return _where(_frames(frame))
+
+
+def function_of(frame: FrameType) -> str:
+    """Return the file and function of this package that a frame runs; empty if it is a user's."""
+    file = frame.f_code.co_filename
+    inside = file.startswith(os.path.join(PACKAGE, ""))
+    return f"{os.path.relpath(file, PACKAGE)}:{_name(frame)}" if inside else ""
+
+
 def _frames(frame: FrameType | None) -> list[FrameType]:
     # The innermost first
     frames = []
