@@ -334,6 +334,25 @@ def test_the_warm_up_counts_steps_not_calls(comm: Comm, scaled: bool) -> None:
     np.testing.assert_allclose(rates.seen, 0.05)
 
 
+def test_a_warm_up_that_ends_with_an_epoch_ends_with_the_full_rate(comm: Comm) -> None:
+    """A file saved then, or a second `fit`, continued with the rate of the warm-up's last step."""
+    net, rates, (x, y) = small(), Rates(), data(32)
+
+    def fit_epochs(first: int, *more: keras.callbacks.Callback) -> list[float]:
+        rates.seen = []
+        added = [callbacks.BroadcastState(), callbacks.WarmUp(0.4, 4, 0.0), *more, rates]
+        net.fit(x, y, batch_size=8, verbose=0, initial_epoch=first, epochs=2, callbacks=added)
+        return rates.seen
+
+    halved = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / (1 + epoch))
+    np.testing.assert_allclose(fit_epochs(0, halved), [0, 0.1, 0.2, 0.3, *[0.2] * 4], rtol=1e-6)
+    # As of a file that a callback before WarmUp has saved
+    net.optimizer.iterations.assign(4)
+    net.optimizer.learning_rate = 0.3
+    np.testing.assert_allclose(fit_epochs(1), [0.4] * 4, rtol=1e-6)
+    np.testing.assert_allclose(fit_epochs(1), [0.4] * 4, rtol=1e-6)
+
+
 def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
     recipe = Recipe.model_validate(
         {

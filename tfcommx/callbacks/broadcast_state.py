@@ -133,7 +133,8 @@ class BroadcastState(keras.callbacks.Callback):
             _require_equal(
                 steps,
                 "take the same number of steps in an epoch",
-                "Give all ranks equally many batches, or pass the same `steps_per_epoch`.",
+                "Give all ranks equally many batches, or let their data sets `.repeat()` and pass "
+                "the same `steps_per_epoch`.",
             )
             _require_equal(epochs, "train until the same epoch", "Pass the same `epochs`.")
         waiting = [

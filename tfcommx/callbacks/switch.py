@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
@@ -31,8 +32,9 @@ class WarmUp(keras.callbacks.Callback):
         optimizer: the optimizer that warms up; None: that of `compile`. A model with several
             wrapped optimizers needs one WarmUp for each that warms up.
 
-    In the step after the last one the full rate is set, unless another callback, such as a
-    LearningRateScheduler, has set another rate by then.
+    After the last step, at the latest at its epoch's end, the full rate is set, unless another
+    callback, such as a LearningRateScheduler, has set another rate by then. Put it before callbacks
+    that save the model.
 
     **Raises:** ConfigurationError for a rate or a number of steps out of range, and, before the
     first step, for an optimizer whose rate is a schedule, and without `optimizer` if the model has
@@ -75,18 +77,33 @@ class WarmUp(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set the rate of the next step."""
-        if self.over:
-            return
+        if not self.over:
+            self._set(int((self.optimizer or self.model.optimizer).iterations))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Set the full rate if the warm-up has ended: schedules and files begin with it."""
+        done = int((self.optimizer or self.model.optimizer).iterations)
+        if not self.over and done >= self.steps:
+            self._set(done)
+
+    def _set(self, done: int) -> None:
+        """Set the rate after `done` steps."""
         optimizer = self.optimizer or self.model.optimizer
-        done = int(optimizer.iterations)
+        current = float(optimizer.learning_rate)
         self.over = done >= self.steps
+        if done == self.steps and self.last is None:
+            # A file that was saved before the full rate was set has the last step's rate
+            saved = math.isclose(current, self._rate(done - 1), rel_tol=1e-6)
+            self.last = current if saved else None
         # Unchanged, because a restored optimizer or a schedule may have set another rate
-        if self.over and self.last != float(optimizer.learning_rate):
+        if self.over and self.last != current:
             return
-        start = self.learning_rate / process.size() if self.start is None else self.start
-        share = min(done / self.steps, 1.0)
-        optimizer.learning_rate = start + (self.learning_rate - start) * share
+        optimizer.learning_rate = self._rate(done)
         self.last = float(optimizer.learning_rate)
+
+    def _rate(self, done: int) -> float:
+        start = self.learning_rate / process.size() if self.start is None else self.start
+        return start + (self.learning_rate - start) * min(done / self.steps, 1.0)
 
 
 class SwitchScheme(keras.callbacks.Callback):

@@ -20,10 +20,10 @@ WAITS, COMPUTES, PYTHON, LEFT, ENDED, SERVES, UNKNOWN, OTHERS = DOINGS = (
     *("waits", "computes", "python", "left", "ended", "serves", "unknown", "others"),
 )
 CAUSES = (
-    "Usual causes: ranks take unequal numbers of steps (give `steps_per_epoch`, or equally many "
-    "batches to all); EarlyStopping by each rank's own metric (put cx.callbacks.AverageMetrics() "
-    "before it, or cx.callbacks.AgreeOnStop() after it); a part of the script that only some ranks "
-    "run."
+    "Usual causes: ranks take unequal numbers of steps (give equally many batches to all, or "
+    "`.repeat()` and `steps_per_epoch`); EarlyStopping by each rank's own metric (put "
+    "cx.callbacks.AverageMetrics() before it, or cx.callbacks.AgreeOnStop() after it); a part of "
+    "the script that only some ranks run."
 )
 SLOW = "All are there: the network or the collective itself is slow, or does not work."
 
@@ -102,8 +102,8 @@ def describe(groups: Sequence[Group]) -> str:
     ...                 Group(118, WAITS, "the exchange of bucket 2", 3, [0, 2, 3], 62.0)]))
     Ranks 0, 2, 3 have waited 62 s in the exchange of bucket 2 at step 118, and all ranks are \
 alive. Rank 1 has left `fit`, after step 117: train.py:31 in <module>. Usual causes: ranks take \
-unequal numbers of steps (give `steps_per_epoch`, or equally many batches to all); EarlyStopping \
-by each rank's own metric (put cx.callbacks.AverageMetrics() before it, or \
+unequal numbers of steps (give equally many batches to all, or `.repeat()` and `steps_per_epoch`); \
+EarlyStopping by each rank's own metric (put cx.callbacks.AverageMetrics() before it, or \
 cx.callbacks.AgreeOnStop() after it); a part of the script that only some ranks run.
     """
     waiting = [group for group in groups if group.doing == WAITS]
