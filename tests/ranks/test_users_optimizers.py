@@ -70,6 +70,8 @@ def test_optimizers_that_keras_cannot_write_down(comm: Comm, tmp_path: Path) -> 
         ("good", {"scheme": {"*": "torus"}}, "'torus'"),
         ("good", {"scheme": {0: cx.Scheme()}}, r"\b0\b"),
         ("good", {"plan": "x"}, "`plan`.*'x'"),
+        ("adam", {}, r"optimizers\.get\('adam'\)"),
+        (tf.compat.v1.train.AdamOptimizer(0.1), {}, r"TensorFlow 1\b.*`fit`"),
     ],
 )
 def test_wrong_arguments_are_refused_in_words(

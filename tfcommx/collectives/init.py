@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 
+import tensorflow as tf
+
 from tfcommx.collectives import comm as base
 from tfcommx.collectives import gpu_checks, horovod, mpi, process, rendezvous
 from tfcommx.collectives.gloo_hosts import CHILD, gloo_hosts, require_network, require_rendezvous
@@ -49,8 +51,8 @@ def init(
     **Cost:** one exchange of host names before Horovod starts, and on GPUs a small sum that is
     verified. None per step; process sets are static.
     **Raises:** ConfigurationError for seconds that are not > 0, for a node_size that does not
-    divide the number of ranks, for ranks of a host that are not consecutive, and in a process that
-    a rank of MPI has started; LaunchError for
+    divide the number of ranks, for ranks of a host that are not consecutive, in a process that
+    a rank of MPI has started, and in a graph of TensorFlow 1; LaunchError for
     more ranks than GPUs on a host, for a GPU that the native library was not built for or on which
     Horovod's sums are wrong, if Horovod is missing, and if a rank is missing.
     """
@@ -67,6 +69,13 @@ def init(
     )
     if process.started():
         return _started_before(node_size)
+    if not tf.executing_eagerly():
+        raise ConfigurationError(
+            "TensorFlow must execute eagerly when init() is called. Received a graph, as after "
+            "tf.compat.v1.disable_eager_execution() or in tf.Graph().as_default(). Scripts of "
+            "TensorFlow 1 are not supported: leave that call out, and train a Keras model by "
+            "`fit`, or in a loop as docs/how-to/move-from-horovod.md shows."
+        )
     launch = launcher.launcher()
     if launch.kind != "mpi":
         require_network()

@@ -246,9 +246,17 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             "TF_USE_LEGACY_KERAS, and import keras, not tf_keras."
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
+        remedy = ""
+        if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+            remedy = (
+                " Optimizers, sessions and estimators of TensorFlow 1 are not supported: train a "
+                "Keras model by `fit`, or in a loop as docs/how-to/move-from-horovod.md shows."
+            )
+        elif isinstance(optimizer, str):
+            remedy = f" Pass keras.optimizers.get({optimizer!r})."
         raise ConfigurationError(
             "A Keras optimizer is required, such as keras.optimizers.SGD(0.1). Received "
-            f"{optimizer!r}."
+            f"{optimizer!r}.{remedy}"
         )
     if type(inner_optimizer(optimizer)).__module__.partition(".")[0] == "horovod":
         raise ConfigurationError(
