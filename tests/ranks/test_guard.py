@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -86,6 +87,17 @@ def test_a_rate_of_one_rank_is_an_error_within_the_interval(comm: Comm, refused:
         fit(net, comm, callbacks.BroadcastState(), OwnRate(comm.rank))
     if comm.topology.size > 1:
         assert int(net.optimizer.iterations) <= 8
+
+
+def test_unequal_rates_in_a_short_run_are_named_at_its_end(
+    comm: Comm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The guard's next check was due after the run, whose ranks ended with different weights."""
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        fit(compiled(wrapped(every=100)), comm, callbacks.BroadcastState(), OwnRate(comm.rank))
+    named = [record for record in caplog.records if "learning rate" in record.getMessage()]
+    assert len(named) == (comm.topology.size > 1)
+    assert all("on rank 0" in record.getMessage() for record in named)
 
 
 def test_without_the_guard_ranks_drift_apart_in_silence(comm: Comm) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfcommx.callbacks.average import AverageMetrics
 from tfcommx.callbacks.choose_again import expect_steps
@@ -18,6 +19,7 @@ from tfcommx.keras_internals import (
     all_generators,
     begin_train_steps_with,
     finalize_layers,
+    has_schedule,
     layers_of,
     replace_train_function,
     restore_train_step,
@@ -46,6 +48,7 @@ from tfcommx.optim.wrapped import (
     trains_alone,
     wrapped_optimizers,
 )
+from tfcommx.runtime.replica_guard import CAUSES, by_rank
 
 log = logging.getLogger("tfcommx")
 
@@ -107,6 +110,8 @@ class BroadcastState(keras.callbacks.Callback):
         self.begun = False
         # True if ranks train alone; stored, because it takes a search of the whole model
         self.alone = False
+        # True once unequal learning rates are named in this run
+        self.rates_differ = False
         # Metrics over the samples of all ranks
         self.metrics = AverageMetrics()
         # Optimizers that the model does not hold -> their steps before this run; maxsize once named
@@ -128,7 +133,7 @@ class BroadcastState(keras.callbacks.Callback):
         for optimizer in wrapped_optimizers(self.model):
             exchanger_in(optimizer).consolidate()
         self.unbuilt, self.alone = not all(map(all, builts)), trains_alone(self.model)
-        self.begun = self.alone
+        self.begun, self.rates_differ = self.alone, False
         if not self.alone:
             _require_equal(
                 steps,
@@ -288,7 +293,10 @@ class BroadcastState(keras.callbacks.Callback):
         """Refuse another epoch than the other ranks begin; None: this rank begins no more."""
         if self.alone:
             return
-        epochs = process.current().gather_objects(epoch)
+        epochs, rates = zip(
+            *process.current().gather_objects((epoch, self._guarded_rates())), strict=True
+        )
+        self._name_unequal_rates(rates)
         if self.begun:
             requirement = "stop after the same epoch (None: it begins no more)"
             remedy = (
@@ -304,6 +312,29 @@ class BroadcastState(keras.callbacks.Callback):
             )
         self.begun = True
         _require_equal(epochs, requirement, remedy)
+
+    def _guarded_rates(self) -> list[float]:
+        """Return the learning rates that the replica guard compares with those of other ranks."""
+        # Those of schedules follow from the steps
+        return [
+            float(optimizer.learning_rate)
+            for optimizer in wrapped_optimizers(self.model)
+            if exchanger_in(optimizer).settings.check_replicas_every and not has_schedule(optimizer)
+        ]
+
+    def _name_unequal_rates(self, rates: Sequence[list[float]]) -> None:
+        """Warn once in a run: the guard's next check may come after its end."""
+        if self.rates_differ or len({*map(len, rates)}) > 1:
+            return
+        for values in zip(*rates, strict=True):
+            if len({*values}) > 1:
+                self.rates_differ = True
+                log.warning(
+                    "The learning rate must be the same on all ranks, whose weights differ "
+                    "otherwise. It is %s. %s",
+                    by_rank(np.array(values)),
+                    CAUSES["learning rate"],
+                )
 
     def _broadcast_built(self) -> None:
         self.unbuilt = False

@@ -28,7 +28,7 @@ CAUSES = {
     "in a custom loop call cx.broadcast_variables([*model.weights, *optimizer.variables]) "
     "after building or loading the model, before the first step.",
     "learning rate": "Something sets the rate from a rank's own numbers, as ReduceLROnPlateau does "
-    "with its own metric: put cx.callbacks.AverageMetrics() before it.",
+    "with its own metric: put it on every rank, and cx.callbacks.AverageMetrics() before it.",
     "step count": "Something restored the optimizer on some ranks only: restore the same "
     "checkpoint on every rank, or add cx.callbacks.BroadcastState().",
     "weights": "Something changed them on some ranks only, such as a callback that assigns or "
@@ -169,8 +169,7 @@ processors compute the update differently, take strategy=cx.strategies.Rebroadca
             )
             continue
         values = column.view(np.float64) if name == "learning rate" else column
-        parts = [f"{value:g} on {_ranks(group)}" for value, group in _groups(values).items()]
-        sentences.append(f"The {name} is {', '.join(parts)}.")
+        sentences.append(f"The {name} is {by_rank(values)}.")
     since = (
         "at the first check"
         if equal_before is None
@@ -181,6 +180,15 @@ processors compute the update differently, take strategy=cx.strategies.Rebroadca
     causes += [name for name in differing if name != "weights"]
     causes = causes or ["weights"]
     return " ".join([f"Replicas differ {since}.", *sentences, *(CAUSES[name] for name in causes)])
+
+
+def by_rank(values: np.ndarray) -> str:
+    """Return each value with the ranks that have it.
+
+    >>> by_rank(np.array([0.1, 0.2, 0.1]))
+    '0.1 on ranks 0, 2, 0.2 on rank 1'
+    """
+    return ", ".join(f"{value:g} on {_ranks(ranks)}" for value, ranks in _groups(values).items())
 
 
 def _groups(values: np.ndarray) -> dict[float, list[int]]:
