@@ -217,6 +217,57 @@ def embeddings() -> None:
     assert sparse_bytes < 0.2 * dense_bytes, found
 
 
+def numbers_in_horovods_keras_module() -> None:
+    """`horovod.tensorflow` takes tensors; the module for Keras makes them."""
+    import horovod.tensorflow.keras as hvd_keras
+
+    assert float(hvd_keras.allreduce(1.0 + cx.rank())) == (cx.size() + 1) / 2
+    assert hvd_keras.allreduce([0.0]).numpy().tolist() == [0.0]
+    assert int(hvd_keras.broadcast(cx.rank(), 1, name="epoch")) == 1
+    assert hvd_keras.allgather(np.ones(1)).numpy().tolist() == [1.0] * cx.size()
+    raises(AttributeError, lambda: hvd.allreduce(1.0))
+
+
+def the_average_is_clipped() -> None:
+    """As behind Horovod's tape; a loop that clips this rank's gradients ends elsewhere."""
+    gradient = np.array([3.0 * cx.rank(), 4.0], "float32")
+    mean = hvd.allreduce(tf.constant(gradient))
+    variable = keras.Variable(np.zeros(2, "float32"))
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(1.0, global_clipnorm=1.0))
+    optimizer.build([variable])
+    optimizer.apply([tf.constant(gradient)], [variable])
+    np.testing.assert_allclose(variable.numpy(), -mean / tf.norm(mean), rtol=1e-6)
+    each = hvd.allreduce(tf.clip_by_norm(tf.constant(gradient), 1.0)).numpy()
+    assert np.abs(variable.numpy() + each).max() > 0.01
+
+
+def local_variables() -> None:
+    """A plain optimizer steps beside a wrapped one, without a warning in the block."""
+    shared, own = keras.Variable(np.ones(3, "float32")), keras.Variable(np.ones(2, "float32"))
+    wrapped, plain = cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), keras.optimizers.SGD(0.1)
+    for _ in range(3):
+        wrapped.apply([tf.fill([3], float(cx.rank()))], [shared])
+        with cx.allow_plain_optimizers():
+            plain.apply([tf.fill([2], float(cx.rank()))], [own])
+    everyone = hvd.allgather_object((shared.numpy().tolist(), own.numpy().tolist()))
+    assert everyone[0][0] == everyone[-1][0] and everyone[0][1] != everyone[-1][1]
+
+
+def an_allreduce_is_a_barrier() -> None:
+    model = net()
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build(model.trainable_variables)
+    for step in range(2):
+        gradients = [tf.ones(one.shape) * (cx.rank() + 1) for one in model.trainable_variables]
+        path = Path(f"joined{step}.weights.h5")
+        optimizer.apply(gradients, model.trainable_variables)
+        if cx.rank() == 0:
+            model.save_weights(path)
+        hvd.allreduce(tf.constant([0.0]))
+        model.load_weights(path)
+        assert equal_weights(model), step
+
+
 CLAIMS = (
     start_and_size,
     collectives,
@@ -230,6 +281,10 @@ CLAIMS = (
     load_and_wrap,
     accumulation,
     embeddings,
+    numbers_in_horovods_keras_module,
+    the_average_is_clipped,
+    local_variables,
+    an_allreduce_is_a_barrier,
 )
 
 if __name__ == "__main__":
