@@ -217,15 +217,31 @@ def embeddings() -> None:
     assert sparse_bytes < 0.2 * dense_bytes, found
 
 
-def numbers_in_horovods_keras_module() -> None:
-    """`horovod.tensorflow` takes tensors; the module for Keras makes them."""
-    import horovod.tensorflow.keras as hvd_keras
+def numbers_in_horovods_keras_modules() -> None:
+    """`horovod.tensorflow` takes tensors; the modules for Keras make them."""
+    import horovod.keras
+    import horovod.tensorflow.keras
 
-    assert float(hvd_keras.allreduce(1.0 + cx.rank())) == (cx.size() + 1) / 2
-    assert hvd_keras.allreduce([0.0]).numpy().tolist() == [0.0]
-    assert int(hvd_keras.broadcast(cx.rank(), 1, name="epoch")) == 1
-    assert hvd_keras.allgather(np.ones(1)).numpy().tolist() == [1.0] * cx.size()
+    for module in (horovod.keras, horovod.tensorflow.keras):
+        assert float(module.allreduce(1.0 + cx.rank())) == (cx.size() + 1) / 2
+        assert module.allreduce([0.0]).numpy().tolist() == [0.0]
+        assert int(module.broadcast(cx.rank(), 1, name="epoch")) == 1
+        assert module.allgather(np.ones(1)).numpy().tolist() == [1.0] * cx.size()
     raises(AttributeError, lambda: hvd.allreduce(1.0))
+
+
+def batches_with_a_list_of_callbacks() -> None:
+    model = net()
+    model.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=False)
+    model.set_weights([weight + cx.rank() for weight in model.get_weights()])
+    driven = keras.callbacks.CallbackList([cx.callbacks.BroadcastState()], model=model)
+    driven.on_train_begin()
+    for epoch in range(2):
+        driven.on_epoch_begin(epoch)
+        model.train_on_batch(*data())
+        driven.on_epoch_end(epoch, {"loss": float(cx.rank())})
+    driven.on_train_end()
+    assert equal_weights(model)
 
 
 def the_average_is_clipped() -> None:
@@ -281,7 +297,8 @@ CLAIMS = (
     load_and_wrap,
     accumulation,
     embeddings,
-    numbers_in_horovods_keras_module,
+    numbers_in_horovods_keras_modules,
+    batches_with_a_list_of_callbacks,
     the_average_is_clipped,
     local_variables,
     an_allreduce_is_a_barrier,
