@@ -189,3 +189,97 @@ def test_on_a_file_system_without_locks_the_run_that_came_first_ends(
             lock.take(tmp_path, FIRST)
     finally:
         end(child)
+
+
+def without_locks_of_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every lock succeed, as for processes of two hosts that each have their own locks."""
+    monkeypatch.setattr(fcntl, "flock", lambda opened, kind: None)
+
+
+def test_where_each_host_has_its_own_locks_the_run_that_came_first_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `localflock` of Lustre two runs saved into one folder, and each deleted files."""
+    without_locks_of_other_hosts(monkeypatch)
+    lock.take(tmp_path, FIRST)
+    child = start_holder(tmp_path, SECOND)
+    try:
+        with pytest.raises(FolderInUse, match=rf"second\b.*\b{child}\b"):
+            lock.take(tmp_path, FIRST)
+    finally:
+        end(child)
+    (tmp_path / LOCK).unlink()  # As at the end of the second run
+    lock.take(tmp_path, FIRST)
+
+
+def test_a_rank_whose_host_has_its_own_locks_leaves_the_name_of_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks were told that they do not see the files of rank 0."""
+    without_locks_of_other_hosts(monkeypatch)
+    lock.take(tmp_path, FIRST)
+    end(start_holder(tmp_path, FIRST))
+    assert owner_of(tmp_path)["pid"] == os.getpid()
+
+
+def test_forks_of_one_process_are_different_runs() -> None:
+    """They were one run, and saved into one folder at once."""
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        os.write(write, Owner.here().run.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as told:
+        assert told.read() != Owner.here().run
+    os.waitpid(child, 0)
+    assert Owner.here().run == Owner.here().run
+
+
+def test_the_lock_file_of_another_user_blocks_only_while_its_run_lives(
+    other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of a group, the file of a dead run could not be opened for writing."""
+    opened = os.open
+
+    def open_for_reading(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if str(path).endswith(LOCK) and flags & os.O_ACCMODE != os.O_RDONLY:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", open_for_reading)
+    with pytest.raises(FolderInUse, match=r"first\b"):
+        lock.take(tmp_path, SECOND)
+    end(other)
+    lock.take(tmp_path, SECOND)
+    assert owner_of(tmp_path)["run"] == "second"
+    with pytest.raises(PermissionError):
+        lock.take(tmp_path / "new", SECOND)
+
+
+def test_a_file_system_that_numbers_files_anew_is_no_endless_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "is_still_at", lambda path, opened: False)
+    with pytest.raises(OSError, match=LOCK):
+        lock.take(tmp_path, FIRST)
+
+
+def test_a_lock_file_that_an_nfs_server_has_lost_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ESTALE at each later save ended the run after the third."""
+    lock.take(tmp_path, FIRST)
+    fstat, stale = os.fstat, lock._held[tmp_path.resolve()]
+
+    def refuse(opened: int) -> os.stat_result:
+        if opened == stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return fstat(opened)
+
+    monkeypatch.setattr(os, "fstat", refuse)
+    (tmp_path / LOCK).unlink()
+    monkeypatch.setattr(os, "close", lambda opened: None)  # The new file has another number
+    lock.take(tmp_path, FIRST)
+    monkeypatch.undo()
+    os.close(stale)
+    assert owner_of(tmp_path)["run"] == "first"

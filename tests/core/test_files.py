@@ -94,3 +94,31 @@ def test_a_private_folder(tmp_path: Path) -> None:
     (tmp_path / "mine").chmod(0o750)
     with pytest.raises(PermissionError, match="0750"):
         open_private(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("name", ["x" * 251 + ".txt", "ä" * 127 + "x", "x" * 240 + ".keras"])
+def test_a_file_has_the_longest_name(name: str, tmp_path: Path) -> None:
+    """The name of its part, with a random text, was too long."""
+    write_text(tmp_path / name, "first")
+    write_text(tmp_path / name, "second")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "second"
+
+
+def test_a_rename_that_nfs_has_carried_out_twice_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request was sent again, because its first answer was lost."""
+    replace = os.replace
+
+    def replace_twice(part: Path, path: Path) -> None:
+        replace(part, path)
+        replace(part, path)
+
+    monkeypatch.setattr(os, "replace", replace_twice)
+    write_text(tmp_path / "a", "written")
+    assert (tmp_path / "a").read_text() == "written"
+    monkeypatch.setattr(os, "replace", lambda part, path: replace(tmp_path / "none", path))
+    with pytest.raises(FileNotFoundError):
+        write_text(tmp_path / "a", "lost")
+    assert (tmp_path / "a").read_text() == "written"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import pytest
 import tfcommx as cx
 from tfcommx import checkpoint
 from tfcommx.checkpoint import lock, saving
+from tfcommx.checkpoint.files import residuals_name
 from tfcommx.collectives.comm import Comm
 
 
@@ -148,3 +151,65 @@ def test_a_folder_of_each_node_is_told(
         one.message for one in caplog.records if "is another than that of rank 0" in one.message
     ]
     assert len(told) == (comm.rank == 0)
+
+
+def test_a_name_that_one_rank_cannot_write_leaves_the_save_before(
+    comm: Comm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 had named the new save, whose files all ranks then removed: none could be restored."""
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
+    model, write_head = small(), saving.write_head
+    checkpoint.save(model, folder, 0)
+
+    def refuse_on_last(head: checkpoint.Head, into: Path) -> None:
+        if comm.rank == comm.topology.size - 1:
+            time.sleep(0.5)  # Rank 0 has written it
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        write_head(head, into)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write_head", refuse_on_last)
+        if comm.topology.slots > 1:
+            pytest.skip("takes a node for each rank, which writes the head, too")
+        with pytest.raises(checkpoint.SaveError, match=rf"rank {comm.topology.size - 1}\b"):
+            checkpoint.save(model, folder, 1)
+    assert checkpoint.restore(small(), folder) == 1
+    checkpoint.save(model, folder, 1)
+    assert checkpoint.restore(small(), folder) == 2
+
+
+def test_faults_of_one_rank_are_errors_of_all(
+    comm: Comm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were raised on that rank alone, while the others waited for it."""
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
+    model = small()
+    checkpoint.save(model, folder, 0)
+    with monkeypatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(Path, "read_text", refused)
+        with pytest.raises(checkpoint.SaveError, match=r"rank 1\b.*Errno 116"):
+            checkpoint.save(model, folder, 1)
+        with pytest.raises(cx.CheckpointError, match=r"rank 1\b.*Errno 116"):
+            checkpoint.restore(model, folder)
+    with monkeypatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(saving, "write_residuals", refused)
+            patch.setattr(saving.shutil, "disk_usage", refused)
+        with pytest.raises(checkpoint.SaveError, match=r"rank 1\b.*Errno 116"):
+            checkpoint.save(model, folder, 1)
+    assert checkpoint.restore(model, folder) == 1
+    with monkeypatch.context() as patch:
+        if comm.rank == 1:  # The file of another save on this node's own disk
+            wrong = dict(np.load(folder / residuals_name(0, 1)))
+            head = json.loads(str(wrong["head"])) | {"tag": "another"}
+            np.savez(folder / residuals_name(0, 1), **wrong | {"head": np.array(json.dumps(head))})
+        comm.gather_objects("changed")
+        with pytest.raises(cx.CheckpointError, match=r"Rank 1 .*another"):
+            checkpoint.restore(model, folder)
+
+
+def refused(*_: object, **__: object) -> None:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))

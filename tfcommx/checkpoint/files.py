@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import re
 import tempfile
 from collections.abc import Collection
@@ -12,6 +14,8 @@ from typing import Any, NamedTuple
 
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, json_text, require_equal, write_text
+
+log = logging.getLogger("tfcommx")
 
 HEAD = "checkpoint.json"
 
@@ -42,18 +46,38 @@ class Head(NamedTuple):
     finite: bool = True
     # Older saves that are kept, the newest first; each with an empty `older`
     older: tuple[Head, ...] = ()
+    # Random text that all files of the save repeat; empty if the file was written by hand
+    tag: str = ""
+
+
+class UnreadableHead(CheckpointError, OSError):
+    """A checkpoint.json that the system does not let a rank read, such as by a stale mount."""
+
+
+# First entry of the list that a rank gathers if the system does not let it read its head
+UNREADABLE = "unreadable"
 
 
 def read_heads(folder: Path) -> list[Head | None]:
     """Return the contents of checkpoint.json on each rank; None for a rank that sees no file.
 
-    **Ranks:** all. **Raises:** on all, CheckpointError if a file is damaged, ConfigurationError if
-    the ranks name different folders.
+    **Ranks:** all. **Raises:** on all, CheckpointError if a file is damaged, UnreadableHead if the
+    system does not let a rank read it, ConfigurationError if the ranks name different folders.
     """
-    own_head = _read_head(folder / HEAD)
-    seen = fields_of(own_head) if isinstance(own_head, Head) else own_head
+    seen: dict[str, Any] | list[str] | str | None
+    try:
+        own_head = _read_head(folder / HEAD)
+        seen = fields_of(own_head) if isinstance(own_head, Head) else own_head
+    except OSError as error:  # Raised on all ranks below, because the others wait in the gather
+        seen = [UNREADABLE, str(error)]
     everyone = process.current().gather_objects((str(folder), seen))
     require_equal("folder of a checkpoint", [name for name, _ in everyone])
+    for rank, (_, row) in enumerate(everyone):
+        if isinstance(row, list):
+            raise UnreadableHead(
+                f"A checkpoint.json that every rank can read is required. Received, on rank {rank}:"
+                f" {row[1]}. Check the mount, the links and the rights of {folder}."
+            )
     heads = [head_of(row) if isinstance(row, dict) else row for _, row in everyone]
     for rank, head in enumerate(heads):
         if isinstance(head, str):
@@ -67,19 +91,23 @@ def read_heads(folder: Path) -> list[Head | None]:
 
 
 def read_own_head(folder: Path) -> Head | None:
-    """Return checkpoint.json as this rank sees it; None if it is missing or damaged."""
-    head = _read_head(folder / HEAD)
+    """Return checkpoint.json as this rank sees it; None if it cannot be read, or is damaged."""
+    try:
+        head = _read_head(folder / HEAD)
+    except OSError:
+        return None
     return head if isinstance(head, Head) else None
 
 
 def _read_head(path: Path) -> Head | str | None:
-    """Return the head; the text or error of a damaged file; None without a file."""
-    if not path.is_file():
-        return None
+    """Return the head; the text of a damaged file; None without a file. **Raises:** OSError."""
     try:
         text = path.read_text(errors="replace")
-    except OSError as error:
-        return str(error)
+    except (FileNotFoundError, NotADirectoryError):
+        # A run would take a link to a disk that is not mounted for no checkpoint, and begin anew
+        if path.is_symlink():
+            raise
+        return None
     try:
         return head_of(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
@@ -98,6 +126,7 @@ def head_of(fields: dict[str, Any]) -> Head:
         notes=dict(fields.get("notes", {})),
         finite=bool(fields.get("finite", True)),
         older=tuple(map(head_of, fields.get("older", ()))),
+        tag=str(fields.get("tag", "")),
     )
     if head.save < 0 or head.epoch < -1 or head.ranks < 1 or min(head.step, head.steps) < 0:
         raise ValueError(f"numbers out of range: {head}")
@@ -112,6 +141,26 @@ def fields_of(head: Head) -> dict[str, Any]:
 def write_head(head: Head, folder: Path) -> None:
     """Write checkpoint.json; ranks that share a folder replace it by equal files."""
     write_text(folder / HEAD, json_text(fields_of(head)) + "\n")
+
+
+def put_back_head(folder: Path, failed: Head, before: Head | None) -> None:
+    """Write the head before a failed save again, if checkpoint.json names that one already."""
+    if not names_save(folder, failed):
+        return
+    with contextlib.suppress(OSError):  # Then the new head stays, with its files
+        if before is None:
+            (folder / HEAD).unlink()
+        else:
+            write_head(before, folder)
+
+
+def names_save(folder: Path, head: Head) -> bool:
+    """Return True unless checkpoint.json, as this rank sees it, names another save, or none."""
+    try:
+        seen = _read_head(folder / HEAD)
+    except OSError:  # Unknown, so the files of the save must stay
+        return True
+    return isinstance(seen, Head) and (seen.save, seen.tag) == (head.save, head.tag)
 
 
 def model_name(save: int) -> str:
@@ -130,8 +179,13 @@ def residuals_name(save: int, rank: int) -> str:
 
 
 def remove_other_saves(folder: Path, saves: Collection[int], rank: int, ranks: int) -> None:
-    """Delete this rank's files of all saves except `saves`; keep files with other names."""
-    for old in folder.iterdir():
+    """Delete this rank's files of all saves except `saves`; keep files with other names.
+
+    A warning names a file that cannot be deleted, such as one of another user.
+    """
+    # Not raised, because the new save is complete, and an error on one rank alone would end the run
+    problem = ""
+    for old in _entries(folder):
         match, half = _OURS.fullmatch(old.name), _HALF.fullmatch(old.name)
         if match and int(match[1] or match[2]) not in saves:
             writer = int(match[3] or 0)
@@ -141,7 +195,31 @@ def remove_other_saves(folder: Path, saves: Collection[int], rank: int, ranks: i
             continue
         # Files of ranks that no longer exist, from an earlier run with more, are divided, too
         if writer % ranks == rank:
-            old.unlink(missing_ok=True)
+            try:
+                old.unlink(missing_ok=True)
+            except OSError as error:
+                problem = problem or str(error)
+    if problem:
+        log.warning(
+            "Log of rank %d: a file of an earlier save stays, because it cannot be deleted: %s. "
+            "Delete it, because such files fill the disk.",
+            rank,
+            problem,
+        )
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return the paths in a folder; none if it cannot be listed."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def is_file(path: Path) -> bool:
+    """Return True if this rank sees a file at `path`; False also for an error of the system."""
+    # Not `Path.is_file`, which raises some errors, in front of a gather in which others would wait
+    return os.path.isfile(path)
 
 
 def remove_save(folder: Path, save: int, rank: int) -> None:
@@ -158,7 +236,8 @@ def why_not_writable(folder: Path) -> str | None:
         with tempfile.TemporaryFile(dir=folder) as file:  # Permissions are not enough on NFS
             file.write(b"0")
     except FileExistsError:
-        return f"{folder} is a file, and no folder"
+        kind = f"a link to {os.readlink(folder)}" if folder.is_symlink() else "a file"
+        return f"{folder} is {kind}, and no folder"
     except OSError as error:
         return str(error)
     return None

@@ -6,7 +6,8 @@ Rank 0, and the first rank of each node with a separate folder, hold a flock on 
 process ends, or `fit` does. The kernel drops it when the process dies, and so does the server of an
 NFS folder (for a dead host when its lease ends, after about 90 s), so the lock file of a dead run
 blocks no restart. On a file system without locks every run replaces the lock file by a new one,
-and the earlier run ends.
+and the earlier run ends. Where each host has its own locks (`local_lock` of NFS, `localflock` of
+Lustre), the run that came last has its name in the file, and the earlier run ends, too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfcommx.core import CheckpointError
-from tfcommx.core.files import is_still_at
+from tfcommx.core.files import NO_LOCKS, is_still_at
 from tfcommx.launch.supervision import supervision
 
 LOCK = ".checkpoint.lock"
@@ -32,9 +33,8 @@ LOCK = ".checkpoint.lock"
 LARGEST = 4096
 # Time limit for the end of a run that was asked to end
 WAIT_SECONDS = 5.0
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
-# Name of the run of this process, if no supervisor has set one
+# With the number of the process, the name of its run if no supervisor has set one
 _PROCESS = secrets.token_hex(8)
 
 
@@ -52,8 +52,11 @@ class Owner(NamedTuple):
     def here() -> Owner:
         """Return this process as the owner; all ranks use the result of rank 0."""
         supervised = supervision()
+        # With the number, because forks of a process that has drawn the name are other runs
         run, generation = (
-            (_PROCESS, 0) if supervised is None else (supervised.run, supervised.generation)
+            (f"{_PROCESS}-{os.getpid()}", 0)
+            if supervised is None
+            else (supervised.run, supervised.generation)
         )
         return Owner(run, generation, socket.gethostname(), os.getpid())
 
@@ -77,15 +80,17 @@ def take(folder: Path, owner: Owner) -> None:
     folder = folder.resolve()
     path, deadline = folder / LOCK, time.monotonic() + WAIT_SECONDS
     if folder in _held:
-        if is_still_at(path, _held[folder]):
-            return
-        holder = _read(path)
-        if holder is not None and not _is_same(owner, holder) and not _may_replace(owner, holder):
+        holder, is_there = _read(path), is_still_at(path, _held[folder])
+        # Also in the same file, because another host may have locked it, if each has its own locks
+        if holder is not None and not (
+            _is_same(owner, holder) or _may_replace(owner, holder) or holder[2:] == owner[2:]
+        ):
             raise _in_use(folder, holder)
+        if is_there:
+            return
         os.close(_held.pop(folder))
     while True:
-        # No links, because another user of a shared folder could link to a file of this user
-        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        opened = _open(path)
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -109,10 +114,43 @@ def take(folder: Path, owner: Owner) -> None:
             _replace(folder, owner)
             return
         if is_still_at(path, opened):
-            _write(opened, owner)
-            _held[folder] = opened
+            _keep(folder, opened, owner)
             return
         os.close(opened)
+        # Such as on a file system that numbers its files anew at each look
+        if time.monotonic() > deadline:
+            raise OSError(errno.ESTALE, "The lock file is another one at each look", str(path))
+
+
+def _open(path: Path) -> int:
+    """Open a lock file, or create it; for reading alone if it is another user's."""
+    # No links, because another user of a shared folder could link to a file of this user
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
+    except PermissionError as error:
+        try:
+            # Enough for a lock, by which a dead run of another user is recognised
+            return os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+        except OSError:
+            raise error from None
+
+
+def _keep(folder: Path, opened: int, owner: Owner) -> None:
+    """Write the owner into a file that this process has locked, and keep it open."""
+    try:
+        if fcntl.fcntl(opened, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:  # Another user's
+            _replace(folder, owner)
+            os.close(opened)
+            return
+        holder = _read(folder / LOCK)
+        # Not over the name of another rank of this run, whose lock only its own host sees
+        if holder is None or not _is_same(owner, holder):
+            _write(opened, owner)
+    except OSError:
+        os.close(opened)
+        raise
+    _held[folder] = opened
 
 
 def release(folder: Path) -> None:

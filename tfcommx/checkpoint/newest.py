@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +21,7 @@ from tfcommx.checkpoint.files import (
     Head,
     fields_of,
     head_of,
+    is_file,
     memory_model_name,
     model_name,
     read_heads,
@@ -51,12 +52,12 @@ def read_inherited(
     inherited = range(comm.rank, head.ranks, comm.topology.size)
     paths = [folder / residuals_name(head.save, rank) for rank in inherited]
     needed = [weights, *paths] if comm.rank == 0 else paths
-    if missing := next((str(path) for path in needed if not path.is_file()), ""):
+    if missing := next((str(path) for path in needed if not is_file(path)), ""):
         return [], missing, ""
     try:
         if comm.rank == 0:
             check_zip("The model of a checkpoint", weights, COPY)
-        files = [read_residuals(path) for path in paths]
+        files = [read_residuals(path, head) for path in paths]
     except CheckpointError as error:
         return [], "", str(error)
     return files, "", ""
@@ -180,13 +181,25 @@ def _bring(
     if head is not None and _is_newer(disk, head):
         head = None
     if head is not None:
-        for name, size, root in missing(head, everyone, hosts):
-            _broadcast(snapshot_folder, name, size, root, speaks)
+        files = missing(head, everyone, hosts)
+        problems = [_broadcast(snapshot_folder, *file, speaks) for file in files]
+        # On all ranks, because a host without room would otherwise end its own ranks alone
+        _require_copies(next(filter(None, problems), ""))
     if speaks:
         snapshot_folder.keep(set() if head is None else {head.save})
     # The other ranks of a host read the files after its first rank has stored them
     comm.gather_objects("in place")
     return head
+
+
+def _require_copies(problem: str) -> None:
+    for rank, text in enumerate(process.current().gather_objects(problem)):
+        if text:
+            raise CheckpointError(
+                "A host that continues from a snapshot in memory needs room for it in /dev/shm. "
+                f"Received, on rank {rank}: {text}. Enlarge it (--shm-size of a container), or "
+                "leave this host out."
+            )
 
 
 def make_on_all(snapshot_folder: SnapshotFolder, speaks: bool) -> None:
@@ -250,13 +263,19 @@ def missing(
 
 def _broadcast(
     snapshot_folder: SnapshotFolder, name: str, size: int, root: int, speaks: bool
-) -> None:
-    """Broadcast a file of rank `root`'s host to every host. **Ranks:** all."""
+) -> str:
+    """Broadcast a file of rank `root`'s host to every host.
+
+    Returns:
+        The reason why this rank could not write it; empty if it did, or another rank does.
+
+    **Ranks:** all.
+    """
     comm, target = process.current(), snapshot_folder.path / name
     writes = speaks and not target.exists()
     with contextlib.ExitStack() as files:
         source = files.enter_context(target.open("rb")) if comm.rank == root else None
-        copy = files.enter_context(snapshot_folder.writing(name)) if writes else None
+        copy = _Copy(snapshot_folder, name) if writes else None
         for start in range(0, size, PIECE):
             count = min(PIECE, size - start)
             piece = source.read(count) if source else bytes(count)
@@ -265,3 +284,36 @@ def _broadcast(
                 received = comm.broadcast(tensor, root, f"tfcommx/snapshot/{name}/{start}")
             if copy:
                 copy.write(received.numpy().tobytes())
+    return copy.finish() if copy else ""
+
+
+class _Copy:
+    """A file that is received piece by piece; after a failure the rest is discarded.
+
+    Because all pieces must be received, or the other ranks would wait.
+    """
+
+    def __init__(self, snapshot_folder: SnapshotFolder, name: str) -> None:
+        self._open, self.problem = contextlib.ExitStack(), ""
+        self._file: IO[bytes] | None = None
+        with self._noting():
+            self._file = self._open.enter_context(snapshot_folder.writing(name))
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.problem = self.problem or str(error)
+
+    def write(self, piece: bytes) -> None:
+        with self._noting():
+            if self._file and not self.problem:
+                self._file.write(piece)
+
+    def finish(self) -> str:
+        """Name the file, or remove it after a failure; return the reason, "" without one."""
+        with self._noting(), self._open:
+            if self.problem:
+                raise OSError(self.problem)
+        return self.problem

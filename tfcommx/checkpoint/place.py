@@ -20,7 +20,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class SnapshotFolder:
     """
 
     def __init__(self, memory: Path, folder: Path) -> None:
-        self.path = memory / f"{zlib.crc32(str(folder).encode()):08x}"
+        self.path = memory / f"{zlib.crc32(os.fsencode(folder)):08x}"
 
     def make(self) -> None:
         """Create the folder, or check that only this user can enter it; lock it against sweeps.
@@ -144,6 +144,11 @@ def head_array(head: Head) -> np.ndarray:
     return np.array(json.dumps(head._replace(older=())._asdict()))
 
 
+def head_in(stored: Mapping[str, np.ndarray]) -> Head:
+    """Return the head in the arrays of a file. **Raises:** as `head_of`."""
+    return head_of(json.loads(str(stored["head"])))
+
+
 def check_file_name(name: str) -> None:
     """Refuse a name that no file of a snapshot has. **Raises:** ValueError."""
     if not _NAME.fullmatch(name):
@@ -156,8 +161,7 @@ def read_head(path: Path) -> Head:
         reading("A rank's file of a snapshot", path, DELETE, CheckpointError),
         np.load(path) as stored,
     ):
-        fields: dict[str, Any] = json.loads(str(stored["head"]))
-        return head_of(fields)
+        return head_in(stored)
 
 
 def check_zip(kind: str, path: Path, remedy: str) -> None:

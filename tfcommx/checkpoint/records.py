@@ -15,9 +15,17 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from tfcommx.checkpoint.files import Head
+from tfcommx.checkpoint.place import head_array, head_in
 from tfcommx.checkpoint.state import copy_optimizer, exact_arrays, saved_by_keras, wide
 from tfcommx.core import CheckpointError, reading, replacing
-from tfcommx.keras_internals import all_generators, statistics_of, trainable_variables, unlisted
+from tfcommx.keras_internals import (
+    all_generators,
+    recurrent_states,
+    statistics_of,
+    trainable_variables,
+    unlisted,
+)
 from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.gradient_state import GradientState, Vectors
 from tfcommx.strategies import CommonState
@@ -79,14 +87,14 @@ def record_of(
     )
 
 
-def write_residuals(model: keras.Model, path: Path, writes_model: bool) -> None:
-    """Write this rank's state of each of the model's wrapped optimizers.
+def write_residuals(model: keras.Model, path: Path, writes_model: bool, head: Head) -> None:
+    """Write this rank's state of each of the model's wrapped optimizers, and the head of the save.
 
     The rank that writes the model adds those of `exact_arrays`, to check a restored model.
     """
     exact = exact_arrays(model) if writes_model else {}
     with replacing(path) as part, part.open("wb") as file:
-        arrays = residual_arrays(model) | exact
+        arrays = {"head": head_array(head._replace(notes={})), **residual_arrays(model), **exact}
         np.savez(file, **arrays)  # type: ignore[arg-type] # None is called allow_pickle
 
 
@@ -98,6 +106,8 @@ def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
     index = [_index_of(record, arrays) for record in records]
     for number, variable in enumerate(own_variables(model)):
         arrays[f"own{number}"] = wide(variable.numpy())
+    for number, state in enumerate(recurrent_states(model)):
+        arrays[f"recurrent{number}"] = wide(state.numpy())
     return {"index": np.array(json.dumps(index)), **arrays}
 
 
@@ -106,8 +116,8 @@ def own_variables(model: keras.Model) -> list[keras.Variable]:
     return [*statistics_of(model), *model.metrics_variables]
 
 
-def read_own(path: Path) -> list[np.ndarray]:
-    """Return the values of a rank's `own_variables`.
+def read_own(path: Path, kind: str = "own") -> list[np.ndarray]:
+    """Return the values of a rank's `own_variables`, or with "recurrent" of `recurrent_states`.
 
     **Raises:** CheckpointError for a damaged file.
     """
@@ -115,7 +125,7 @@ def read_own(path: Path) -> list[np.ndarray]:
         reading("A rank's file of a checkpoint", path, COPY, CheckpointError),
         np.load(path) as stored,
     ):
-        names = (f"own{number}" for number in range(len(stored.files)))
+        names = (f"{kind}{number}" for number in range(len(stored.files)))
         return [stored[name] for name in names if name in stored]
 
 
@@ -162,16 +172,40 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
     }
 
 
-def read_residuals(path: Path) -> list[OptimizerRecord]:
+def read_residuals(path: Path, head: Head | None = None) -> list[OptimizerRecord]:
     """Return the records in a rank's file, one for each wrapped optimizer.
 
-    **Raises:** CheckpointError for a damaged file.
+    Args:
+        head: the save to which the file must belong; None: any.
+
+    **Raises:** CheckpointError for a damaged file, and for a file of another save.
     """
     with (
         reading("A rank's file of a checkpoint", path, COPY, CheckpointError),
         np.load(path) as stored,
     ):
+        if head is not None and head.tag:
+            _require_save(head, head_in(stored) if "head" in stored else None, path)
         return [_record_in(entry, stored) for entry in json.loads(str(stored["index"]))]
+
+
+def _require_save(head: Head, stored: Head | None, path: Path) -> None:
+    """Refuse the file of another save, such as of an earlier run on this node's disk."""
+    wanted = head._replace(notes={}, older=())
+    if stored is None or stored._replace(notes={}, older=()) != wanted:
+        raise CheckpointError(
+            f"A file of {_in_words(wanted)} is required. Received {path}, which is of "
+            f"{_in_words(stored)}. Copy the files of one save to all nodes."
+        )
+
+
+def _in_words(head: Head | None) -> str:
+    if head is None:
+        return "a save without a tag"
+    return (
+        f"save {head.save} (epoch {head.epoch}, step {head.step}, {head.ranks} ranks, tag "
+        f"{head.tag or 'none'})"
+    )
 
 
 def _record_in(entry: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> OptimizerRecord:

@@ -11,15 +11,22 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from tfcommx.checkpoint.files import Head, memory_model_name, model_name, residuals_name
+from tfcommx.checkpoint.files import (
+    Head,
+    is_file,
+    memory_model_name,
+    model_name,
+    residuals_name,
+)
 from tfcommx.checkpoint.newest import Newest, newest, read_inherited
-from tfcommx.checkpoint.records import OptimizerRecord
+from tfcommx.checkpoint.records import OptimizerRecord, read_own
 from tfcommx.checkpoint.state import restore_exact, saved_by_keras, set_model, set_optimizer
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, local_path, reading
 from tfcommx.keras_internals import (
     all_generators,
     finalize_layers,
+    recurrent_states,
     trace_again,
     trainable_variables,
     unlisted,
@@ -77,7 +84,8 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     conserved: their sum over the ranks for op "sum", their sum divided by the number of ranks for
     op "average". Velocities are treated like residuals; if the plan has no momentum, they are kept
     until a plan has. Accumulated sums of gradients are redistributed likewise. Residuals of
-    variables that do not train now are kept until they do.
+    variables that do not train now are kept until they do. States of recurrent layers with
+    `stateful=True` are restored with the number of ranks and the batch of the save.
 
     Several wrapped optimizers are identified by the order in which they were set as attributes of
     the model, or by their order in dicts and lists. Keras's training step is traced again if it
@@ -141,16 +149,16 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
     if checkpoint.source == "memory":
         with np.load(weights) as arrays:
             set_model(model, arrays)
-    elif weights.is_file():  # Ranks without the file receive the weights by BroadcastState
+    elif is_file(weights):  # Ranks without the file receive the weights by BroadcastState
         with reading(kind, weights, MODEL, CheckpointError):
             model.load_weights(weights)
     for index, optimizer in enumerate(optimizers):
         # Other ranks receive the state by BroadcastState
         if comm.rank == 0 and (state := files[0][index].state):
             set_optimizer(optimizer, state)
-    if checkpoint.source != "memory" and weights.is_file():
+    if checkpoint.source != "memory" and is_file(weights):
         root_file = folder / residuals_name(head.save, 0)
-        if root_file.is_file():
+        if is_file(root_file):
             # Not on other ranks, because they receive state that Keras does not save by
             # BroadcastState
             same = [
@@ -160,6 +168,7 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
             ]
             restore_exact(model, root_file, same)
         finalize_layers(model)
+    _load_recurrent_states(model, folder, head)
     for optimizer in optimizers:
         if (sharding := exchanger_in(optimizer).sharding) is not None:
             sharding.shards.current.assign(True)  # Because the shards must follow the weights
@@ -168,6 +177,18 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
         _load_states(optimizer, records, (head.ranks, comm.topology.size), roots[index].common)
     if model.train_function is not None:
         trace_again(model)  # Because the present one uses the old residuals
+
+
+def _load_recurrent_states(model: keras.Model, folder: Path, head: Head) -> None:
+    """Set the states of stateful recurrent layers, if this rank has the same batches as before."""
+    comm, states = process.current(), recurrent_states(model)
+    path = folder / residuals_name(head.save, comm.rank)
+    if not states or head.ranks != comm.topology.size or not is_file(path):
+        return
+    values = read_own(path, "recurrent")
+    if [value.shape for value in values] == [tuple(state.shape) for state in states]:
+        for state, value in zip(states, values, strict=True):
+            state.assign(value)
 
 
 class _RootState(NamedTuple):

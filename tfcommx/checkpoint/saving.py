@@ -14,7 +14,10 @@ first.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import secrets
 import shutil
 import weakref
 from collections.abc import Callable
@@ -26,7 +29,10 @@ import keras
 from tfcommx.checkpoint import lock
 from tfcommx.checkpoint.files import (
     Head,
+    UnreadableHead,
     model_name,
+    names_save,
+    put_back_head,
     read_heads,
     read_own_head,
     remove_other_saves,
@@ -46,6 +52,8 @@ log = logging.getLogger("tfcommx")
 
 # Consecutive failed saves after which a run ends
 FAILURES = 3
+# State of the folder after most failed saves
+BEFORE = "The checkpoint before is intact."
 # Consequence of a failed save, while another will follow
 RETRY = (
     f"The run continues, and tries again at the next save; it ends after {FAILURES} failures in a "
@@ -172,51 +180,89 @@ def save(
     if trains_alone(model):
         _save_centre(model, folder, Head(0, epoch, 1, step, steps, notes or {}), keep)
         return
-    heads = read_heads(folder)
+    heads = _heads(folder)
     if folder not in _claimed.get(comm, {}):
         claim(folder)
-        heads = read_heads(folder)  # Another run may have saved until now
+        heads = _heads(folder)  # Another run may have saved until now
     # The next one, even if an epoch is saved twice, so that no file in use is ever replaced
     number = max((head.save + 1 for head in heads if head is not None), default=0)
     for optimizer in wrapped_optimizers(model):
         consolidate(optimizer)
     # Rank 0 alone checks its weights, because it writes the model
-    not_finite = comm.gather_objects(not_finite_in(model) if comm.rank == 0 else "")[0]
+    own_facts = (not_finite_in(model) if comm.rank == 0 else "", secrets.token_hex(8))
+    not_finite, tag = comm.gather_objects(own_facts)[0]
     if not_finite and heads[0] is not None and heads[0].finite:
         if comm.rank == 0:
             _warn_of_divergence(not_finite, epoch, heads[0], folder)
         return
-    older = _older(heads[0], keep)
-    head = Head(number, epoch, comm.topology.size, step, steps, notes or {}, not not_finite, older)
-
-    def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if _speaks_for_node(comm):
-            lock.take(folder, _claimed[comm][folder])
-        if comm.rank == 0:
-            _write_model(model, folder / model_name(number))
-        write_residuals(model, folder / residuals_name(number, comm.rank), comm.rank == 0)
-
-    def name() -> None:
-        if _speaks_for_node(comm):
-            write_head(head, folder)
+    older, size = _older(heads[0], keep), comm.topology.size
+    head = Head(number, epoch, size, step, steps, notes or {}, not not_finite, older, tag)
 
     # checkpoint.json names the save only when every rank has written its files
-    for stage in (write, name):
-        problems = comm.gather_objects(_problem_of(stage, model, folder))
+    for stage in (_hold, _write, _name):
+        work = functools.partial(stage, model, folder, head)
+        problems = comm.gather_objects(_problem_of(work, model, folder))
         if any(problems):
-            remove_save(folder, number, comm.rank)
-            comm.gather_objects("removed")
+            # Not after `_hold`, because files of that number may be those of the other run
+            named = stage is not _hold and _withdraw(folder, head, heads[comm.rank])
             rank = next(rank for rank, problem in enumerate(problems) if problem)
-            raise _no_room(folder, rank, problems[rank])
+            raise _no_room(folder, rank, problems[rank], named)
     saves = {number, *(older_head.save for older_head in older)}
     remove_other_saves(folder, saves, comm.rank, comm.topology.size)
 
 
-def _no_room(folder: Path, rank: int, problem: str) -> SaveError:
+def _heads(folder: Path) -> list[Head | None]:
+    """Return `read_heads`; an error of the system is a failed save, after which a run continues."""
+    try:
+        return read_heads(folder)
+    except UnreadableHead as error:
+        raise SaveError(str(error)) from error
+
+
+def _hold(model: keras.Model, folder: Path, head: Head) -> None:
+    comm = process.current()
+    folder.mkdir(parents=True, exist_ok=True)
+    if _speaks_for_node(comm):
+        lock.take(folder, _claimed[comm][folder])
+
+
+def _write(model: keras.Model, folder: Path, head: Head) -> None:
+    rank = process.current().rank
+    if rank == 0:
+        _write_model(model, folder / model_name(head.save))
+    write_residuals(model, folder / residuals_name(head.save, rank), rank == 0, head)
+
+
+def _name(model: keras.Model, folder: Path, head: Head) -> None:
+    if _speaks_for_node(process.current()):
+        write_head(head, folder)
+
+
+def _withdraw(folder: Path, head: Head, before: Head | None) -> bool:
+    """Remove a save that failed; keep its files and return True if a checkpoint.json names it.
+
+    A rank may fail after another one, or itself, has replaced checkpoint.json. It then names the
+    new save, and all files of that exist.
+
+    Args:
+        before: the head that this rank saw before the save.
+
+    **Ranks:** all.
+    """
+    comm = process.current()
+    if _speaks_for_node(comm):
+        put_back_head(folder, head, before)
+    seen = comm.gather_objects(names_save(folder, head))
+    if not any(seen):
+        remove_save(folder, head.save, comm.rank)
+    comm.gather_objects("removed")
+    return any(seen)
+
+
+def _no_room(folder: Path, rank: int, problem: str, named: bool = False) -> SaveError:
+    kept = "The new files stay, because checkpoint.json may name them." if named else BEFORE
     return SaveError(
-        f"A checkpoint needs room in {folder}. Received, on rank {rank}: {problem} The checkpoint "
-        "before is intact."
+        f"A checkpoint needs room in {folder}. Received, on rank {rank}: {problem} {kept}"
     )
 
 
@@ -229,7 +275,9 @@ def _problem_of(stage: Callable[[], None], model: keras.Model, folder: Path) -> 
             variable.value.dtype.size * variable.value.shape.num_elements()
             for variable in model.weights
         )
-        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+        free = 0
+        with contextlib.suppress(OSError):  # Because the other ranks wait for this one
+            free = shutil.disk_usage(folder).free
         return f"{error}; the weights have {size} bytes, and {free} are free there."
     return ""
 
@@ -279,14 +327,18 @@ def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> Non
         if not_finite and before is not None and before.finite:
             _warn_of_divergence(not_finite, head.epoch, before, folder)
             return
-        head = head._replace(save=number, finite=not not_finite, older=older)
+        head = head._replace(
+            save=number, finite=not not_finite, older=older, tag=secrets.token_hex(8)
+        )
 
         def write() -> None:
             _write_model(model, folder / model_name(number))
-            write_residuals(model, folder / residuals_name(number, 0), True)
+            write_residuals(model, folder / residuals_name(number, 0), True, head)
             write_head(head, folder)
 
         if problem := _problem_of(write, model, folder):
-            remove_save(folder, number, 0)
-            raise _no_room(folder, comm.rank, problem)
+            put_back_head(folder, head, before)
+            if not (named := names_save(folder, head)):
+                remove_save(folder, number, 0)
+            raise _no_room(folder, comm.rank, problem, named)
     remove_other_saves(folder, {number, *(older_head.save for older_head in older)}, 0, 1)

@@ -361,7 +361,9 @@ class Snapshots:
             ready, _ = self._vote()
         if self._due or leaves:
             ranks, noted = self._comm.topology.size, notes() | self.notes()
-            self._capture(Head(self._next, epoch - 1, ranks, step, steps, noted))
+            # Because a host that was away may hold files of the same save of another generation
+            tag = f"{self.supervised.run}/{self.supervised.generation}"
+            self._capture(Head(self._next, epoch - 1, ranks, step, steps, noted, tag=tag))
         if leaves:
             self._end()
 

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import stat
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ from tfcommx.core.errors import ConfigurationError, DataError, TfcommxError
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 # Errors of fsync on a folder, because some network file systems do not support it
 NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
+# Errors of flock on file systems without locks, such as Lustre without `-o flock`
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+# Longest name of a file, in bytes (NAME_MAX of Linux)
+LONGEST_NAME = 255
 
 
 def local_path(option: str, path: str | os.PathLike[str]) -> Path:
@@ -99,8 +104,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))  # A symbolic link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A random name, because two processes may write the same file
-    part = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
+    part = path.with_name(_part_name(path))
     try:
         yield part
         put_in_place(part, path)
@@ -111,6 +115,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
+
+
+def _part_name(path: Path) -> str:
+    """Return the name under which a file is written, as long as its own at most."""
+    # A random name, because two processes may write the same file
+    end = f"-{secrets.token_hex(4)}{path.suffix}"
+    stem, limit = os.fsencode(path.stem), LONGEST_NAME - 1 - len(os.fsencode(end))
+    # A cut character is left out, because some file systems refuse names that are not UTF-8
+    text = path.stem if len(stem) <= limit else stem[:limit].decode(errors="ignore")
+    return f".{text}{end}"
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -143,7 +157,13 @@ def _finite(value: Any) -> Any:
 def put_in_place(part: Path, path: Path) -> None:
     """Rename a written file; both are on the disk afterwards, even if the machine fails."""
     _sync(part)
-    os.replace(part, path)
+    written = os.stat(part)
+    try:
+        os.replace(part, path)
+    except FileNotFoundError:
+        # NFS may answer so to a request that it has received twice, and carried out
+        if not (path.exists() and os.path.samestat(path.stat(), written)):
+            raise
     try:
         _sync(path.parent)
     except OSError as error:
@@ -152,7 +172,8 @@ def put_in_place(part: Path, path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
+    # For writing, because SMB flushes no file that is opened for reading alone
+    opened = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(opened)
     finally:
@@ -221,6 +242,19 @@ def is_still_at(path: Path, opened: int) -> bool:
         return os.path.samestat(os.lstat(path), os.fstat(opened))
     except FileNotFoundError:
         return False
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # Another host has removed it, on NFS
+            return False
+        raise
+
+
+def crc_of(path: str | os.PathLike[str]) -> int:
+    """Return the CRC-32 of a file's bytes. **Cost:** one read. **Raises:** OSError."""
+    crc = 0
+    with open(path, "rb") as file:
+        while data := file.read(1 << 20):
+            crc = zlib.crc32(data, crc)
+    return crc
 
 
 def _why_foreign(facts: os.stat_result) -> str:

@@ -50,6 +50,17 @@ def statistics_of(model: keras.Model) -> list[keras.Variable]:
     ]
 
 
+def recurrent_states(model: keras.Model) -> list[keras.Variable]:
+    """Return the states of recurrent layers with `stateful=True`, which Keras lists nowhere."""
+    return [
+        state
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.RNN) and layer.stateful
+        for state in tf.nest.flatten(layer.states)
+        if state is not None
+    ]
+
+
 def given_name(layer: keras.layers.Layer) -> str | None:
     """Return the name that the user gave a layer; None for a name that Keras made and numbered.
 
@@ -146,15 +157,8 @@ def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], T], seed: 
         (generator.state, np.array([seed, position], "uint32"))
         for position, generator in enumerate(generators)
     ]
-    # States with `stateful=True`, which Keras lists nowhere: each rank's continue the sequences in
-    # its batches
-    states += [
-        (state, np.zeros(state.shape))
-        for layer in layers_of(model)
-        if isinstance(layer, keras.layers.RNN) and layer.stateful
-        for state in tf.nest.flatten(layer.states)
-        if state is not None
-    ]
+    # Each rank's continue the sequences in its batches
+    states += [(state, np.zeros(state.shape)) for state in recurrent_states(model)]
     # Keras adds the penalties of these to the loss by their values in the scope
     states += [
         (variable, variable.value)

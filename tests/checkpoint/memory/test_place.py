@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from tfcommx.checkpoint import newest
 from tfcommx.checkpoint.files import Head, memory_model_name, residuals_name
 from tfcommx.checkpoint.newest import choose, missing
 from tfcommx.checkpoint.place import Held, SnapshotFolder, head_array, needed
@@ -167,3 +171,45 @@ def test_a_new_host_gets_what_it_needs_and_a_host_that_has_it_sends_it() -> None
         (memory_model_name(7), 10, 0),
         (residuals_name(7, 1), 10, 0),
     ]
+
+
+def test_files_of_another_generation_are_not_mixed(tmp_path: Path) -> None:
+    """A host that was away came back with its files of the same save, of the generation before."""
+    places = [SnapshotFolder(tmp_path / name, Path("run")) for name in ("red", "blue")]
+    for rank, place in enumerate(places):
+        fill(place, head(2)._replace(tag="run/0"), [0, 1])
+        fill(place, head(3)._replace(tag=f"run/{rank}"), [rank])
+    held = [place.held() for place in places]
+    assert choose(held) == head(2)._replace(tag="run/0")
+
+
+def test_a_folder_whose_name_is_no_utf_8_has_snapshots(tmp_path: Path) -> None:
+    place = SnapshotFolder(tmp_path, Path(os.fsdecode(b"caf\xe9")))
+    assert place.path.name != SnapshotFolder(tmp_path, Path("cafe")).path.name
+
+
+def test_a_host_without_room_receives_all_pieces_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rank ended in the middle of a broadcast, in which the others waited."""
+    received = []
+
+    def broadcast(tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
+        received.append(name)
+        return tensor
+
+    comm = SimpleNamespace(rank=1, broadcast=broadcast)
+    monkeypatch.setattr(newest.process, "current", lambda: comm)
+    monkeypatch.setattr(newest, "PIECE", 1000)
+    place = SnapshotFolder(tmp_path / "memory", Path("run"))
+    place.make()
+    name, before = memory_model_name(3), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
+    try:
+        problem = newest._broadcast(place, name, 4500, 0, True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in problem and len(received) == 5
+    assert list(place.path.iterdir()) == []
+    assert newest._broadcast(place, name, 4500, 0, True) == ""
+    assert (place.path / name).stat().st_size == 4500
