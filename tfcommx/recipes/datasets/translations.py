@@ -54,21 +54,22 @@ class LinePairs:
 
     def __init__(self, source: Path, target: Path) -> None:
         self.files = source, target
-        digests = []
+        self.digests: list[str] = []
         for file in self.files:
             try:
                 with open(file, "rb") as content:
-                    digests.append(hashlib.file_digest(content, "sha256").hexdigest())
+                    self.digests.append(hashlib.file_digest(content, "sha256").hexdigest())
             except OSError as error:
                 raise DataError(f"{file}: {error.strerror}. Check the path.") from error
-        self.key = key_of(("lines", *digests))
+        self.key = key_of(("lines", *self.digests))
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """Return the pairs without those that have an empty side.
 
-        **Raises:** DataError for files of unequal length, or a file that is not UTF-8.
+        **Raises:** DataError for files of unequal length, a file that is not UTF-8, or one that has
+        changed since the key was made.
         """
-        sides = (_lines(file) for file in self.files)
+        sides = map(_lines, self.files, self.digests)
         for number, (source, target) in enumerate(itertools.zip_longest(*sides), 1):
             if source is None or target is None:
                 short = self.files[0 if source is None else 1]
@@ -90,13 +91,15 @@ OTHER_FILES = {
 }
 
 
-def _lines(file: Path) -> Iterator[str]:
+def _lines(file: Path, digest: str) -> Iterator[str]:
     """Return the lines of a UTF-8 file, without white space and byte order marks around them."""
+    read = hashlib.sha256()
     try:
         # As bytes, where only a line feed ends a line: a carriage return, a form feed or one of
         # Unicode's line separators inside a sentence would shift all later pairs
         with open(file, "rb") as content:
             for number, line in enumerate(content, 1):
+                read.update(line)
                 if number == 1:
                     _check_first_line(file, line)
                 if b"\0" in line:
@@ -109,6 +112,12 @@ def _lines(file: Path) -> Iterator[str]:
                     raise _no_text(file, number, str(error), "LATIN1") from error
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}. Check the path.") from error
+    # Because encoded pairs are kept under the key of the contents at the start
+    if read.hexdigest() != digest:
+        raise DataError(
+            f"A file that does not change during its reading is required. Received {file}, whose "
+            "contents are not those at the start. Start again."
+        )
 
 
 def _no_text(file: Path, line: int, problem: str, encoding: str) -> DataError:
@@ -159,7 +168,14 @@ class PreparedPairs:
 
     def __init__(self, builder: Any, split: str, languages: tuple[str, str]) -> None:
         self.builder, self.split, self.languages = builder, split, languages
-        self.key = key_of(("tfds", builder.info.full_name, split, *languages))
+        # With their number, because a part of a data set may have been prepared in another folder
+        self.key = key_of(("tfds", builder.info.full_name, split, self._count(), *languages))
+
+    def _count(self) -> int:
+        try:
+            return int(self.builder.info.splits[self.split].num_examples)
+        except (KeyError, ValueError, TypeError, AttributeError):  # Refused when it is read
+            return 0
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         import tensorflow_datasets

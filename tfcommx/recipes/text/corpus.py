@@ -1,9 +1,16 @@
-"""Encoded pairs of sentences, in files that all ranks of a node map into memory."""
+"""Encoded pairs of sentences, in files that all ranks of a node map into memory.
+
+folder/6a09e667f3bcc908b2fb/     a digest of the pairs and of the vocabulary's size
+  vocabulary                     word pieces, as SentencePiece writes them
+  train/, test/                  the encoded pairs, and the CRCs of these files
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -14,13 +21,18 @@ from typing import Protocol
 import numpy as np
 
 from tfcommx.core import DataError, reading, replacing
+from tfcommx.core.files import NO_LOCKS, crc_of
 from tfcommx.data.sources.source import key_of
 from tfcommx.recipes.text.vocabulary import Vocabulary, learn
 
 # Number of pairs that are encoded together
 CHUNK = 10_000
 # Version of the file format
-FORMAT = 4
+FORMAT = 5
+# Files of encoded pairs
+ENCODED = ("source.npy", "source_starts.npy", "target.npy", "target_starts.npy")
+# File in a folder of encoded pairs: name -> CRC of each file, and of the vocabulary
+CHECKSUMS = "checksums.json"
 
 
 class Pairs(Protocol):
@@ -71,14 +83,13 @@ def open_corpora(
         train: pairs for training; the vocabulary is learnt from both of their languages.
         folder: folder of vocabulary and encoded pairs, on a disk of the node.
 
-    **Ranks:** all; the first one of a node does the work while the others wait.
-    **Raises:** DataError without pairs of either kind.
+    **Ranks:** all; the first one of a node does the work while the others wait. **Cost:** one read
+    of the encoded pairs, to compare their CRCs.
+    **Raises:** DataError without pairs of either kind, and for files that are damaged.
     """
     cached = folder / key_of((FORMAT, train.key, test.key, size))[:20]
     cached.mkdir(parents=True, exist_ok=True)
-    # A lock that excludes the other processes of the machine
-    with open(cached / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _others_wait(cached / "lock"):
         if not (cached / "vocabulary").exists():
             lines = (line for pair in train for line in pair)
             first = next(lines, None)
@@ -94,10 +105,25 @@ def open_corpora(
         for name, pairs in (("train", train), ("test", test)):
             if not (cached / name).exists():
                 _encode(pairs, vocabulary, cached, name)
+    for name in ("train", "test"):
+        _check(cached / name, path)
     tests = _open(cached / "test")
     if not len(tests.source):
         raise DataError("Test pairs of sentences are required. There are none.")
     return vocabulary, _open(cached / "train"), tests
+
+
+@contextlib.contextmanager
+def _others_wait(path: Path) -> Iterator[None]:
+    """Exclude the other processes of the machine; on a file system without locks, none."""
+    # Without it several processes do the same work, and the files of the first one stay
+    with open(path, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
 
 
 def _encode(
@@ -121,7 +147,27 @@ def _encode(
             )
             starts = np.cumsum([0, *lengths[side]], dtype=np.int64)
             np.save(starts_of(complete / f"{language}.npy"), starts)
-        os.replace(complete, cached / name)
+        crcs = {path.name: crc_of(path) for path in complete.iterdir()}
+        crcs["vocabulary"] = crc_of(cached / "vocabulary")
+        (complete / CHECKSUMS).write_text(json.dumps(crcs))
+        try:
+            os.replace(complete, cached / name)
+        except OSError:
+            # A process whose lock this one does not see, as on another node, was first
+            if not (cached / name).is_dir():
+                raise
+
+
+def _check(folder: Path, vocabulary: Path) -> None:
+    """Compare the CRCs of encoded pairs, and of the vocabulary that they were encoded by."""
+    remedy = f"Delete the folder {folder.parent}: its files are made anew."
+    with reading("A table of checksums", folder / CHECKSUMS, remedy, DataError):
+        crcs = dict(json.loads((folder / CHECKSUMS).read_text()))
+        _require({*ENCODED, vocabulary.name} == crcs.keys(), "other names of files")
+    for name, crc in crcs.items():
+        path = vocabulary if name == vocabulary.name else folder / name
+        with reading("A file of encoded sentences", path, remedy, DataError):
+            _require(crc_of(path) == crc, "a wrong checksum")
 
 
 def starts_of(words: Path) -> Path:
