@@ -22,6 +22,7 @@ from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import reads_script_from_input
 from tfcommx.launch.horovodrun import Launch, Running, environment, require_small_environment
 from tfcommx.launch.hosts import Host
+from tfcommx.launch.rank_output import RankLines
 
 TFCOMMX = (sys.executable, "-m", "tfcommx.cli.main")
 # Every rank says its number and its process; rank 1 ends as the argument says
@@ -261,3 +262,19 @@ def test_a_rank_on_another_host_is_named_with_it(script: str) -> None:
         assert ended.returncode == 1 and "No answer from node1" in ended.stderr, ended.stderr
     finally:
         cluster("down")
+
+
+def test_a_full_disk_under_the_log_ends_no_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All ranks were ended, with the advice to write the output to a file."""
+    script = "import sys\nfor n in range(9): print(f'[0]<stdout>:line {n}', flush=True)\n"
+    script += "open(sys.argv[1], 'w').close()"
+    command = [sys.executable, "-c", script, str(tmp_path / "trained")]
+    monkeypatch.setattr(Launch, "words", lambda self: command)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        running = Running(Launch((Host("localhost", 1),), ("true",)))
+        assert running.wait(RankLines()) == 0
+    assert (tmp_path / "trained").exists()
+    assert "9 lines" in capsys.readouterr().err

@@ -6,6 +6,7 @@ The command line prints user errors in one line, with exit code 2.
 import io
 import json
 import os
+import resource
 import select
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from rich.console import Console
 from tfcommx import report
 from tfcommx.report import terminal
 from tfcommx.report.progress import ProgressDisplay
-from tfcommx.report.summary import PARTS, ReportError, bytes_text, phase_rows
+from tfcommx.report.summary import PARTS, ReportError, bytes_text, phase_rows, snapshots_text
 
 
 def row(epoch: int, resolution: int, route: str, **more) -> dict:
@@ -429,3 +430,35 @@ def test_tensorboard_events_are_written_while_the_run_goes(summary, tmp_path):
     }
     assert values["test_accuracy"] == pytest.approx({1: 0.8123, 2: 0.9012})
     assert values["step/waiting_for_gradients"] == pytest.approx({7: 0.1})
+
+
+def test_a_full_disk_under_the_log_ends_no_training(caplog):
+    """A line of progress that could not be written ended the run, whose checkpoints had room."""
+    with open("/dev/full", "w") as full:
+        with ProgressDisplay(steps=4, epochs=2, stream=full) as progress:
+            progress.step()
+            for _ in range(2):
+                progress.epoch(row(1, 14, "hitopk"))
+            progress.say("the target is reached")
+        assert progress.lines_lost == 3 and caplog.text.count("[Errno 28]") == 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+
+
+def test_a_full_disk_under_the_curves_ends_no_training(tmp_path, caplog):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    events = report.TensorBoardEvents(tmp_path)
+    events.epoch(row(1, 14, "hitopk"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
+    try:
+        for epoch in range(2, 6):
+            events.epoch(row(epoch, 14, "hitopk"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert events.failed and len(caplog.records) == 1 and str(tmp_path) in caplog.text
+
+
+def test_times_have_no_exponent():
+    """`steps waited 1e+03 ms`."""
+    cost = dict(count=1, copy_seconds=0.9996, write_seconds=123.4, bytes=1)
+    assert "1 s" in snapshots_text(cost) and "123 s" in snapshots_text(cost)
+    assert "e+" not in snapshots_text(cost | {"write_seconds": 12345.6})

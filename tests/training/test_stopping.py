@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -82,3 +83,19 @@ def test_a_file_asks_too_and_is_gone_afterwards(tmp_path: Path) -> None:
         assert not (tmp_path / "stop").exists() and requests.asked() and not other.asked()
         (tmp_path / "stop").touch()  # Also a request after another reason to stop
         assert requests.asked() and not (tmp_path / "stop").exists()
+
+
+def test_a_folder_that_cannot_be_looked_into_for_a_moment_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ESTALE of a network file system, asked twice a second, ended a training of days."""
+    stat = os.stat
+
+    def refuse(path: object, **options: object) -> os.stat_result:
+        if str(path).endswith("stop"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with StopRequests(tmp_path) as requests:
+        assert not requests.asked()

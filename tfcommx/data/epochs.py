@@ -47,7 +47,9 @@ class EpochStats:
             requested_at: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor, tf.Tensor]
         ) -> tuple[tf.Tensor, tf.Tensor]:
             images, labels, epoch = batch
-            row = tf.stack([clock() - requested_at, tf.cast(tf.shape(labels)[0], tf.float64)])
+            # Not below 0, because the clock may be set meanwhile
+            waited = tf.maximum(clock() - requested_at, tf.constant(0.0, tf.float64))
+            row = tf.stack([waited, tf.cast(tf.shape(labels)[0], tf.float64)])
             recorded = self._rows.scatter_nd_add([[epoch - self.first_epoch]], [row])
             with tf.control_dependencies([recorded]):
                 return tf.identity(images), tf.identity(labels)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import io
 import os
 import re
@@ -39,6 +40,8 @@ OF_ONE_RANK = re.compile(
     r"HOROVOD_(?:(?:LOCAL_|CROSS_)?(?:RANK|SIZE)|HOSTNAME)"
     r"|TFCOMMX_(?:RUN|GENERATION|SUPERVISOR|SUPERVISOR_SECRET|STARTED)"
 )
+# Errors of writing lines to a file whose disk is full
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Time limit for the rest of the launcher's output, after all its processes have ended
 OUTPUT_SECONDS = 2.0
 # Longest word of a command, in bytes (MAX_ARG_STRLEN of Linux), and the share of it for the command
@@ -212,17 +215,26 @@ class Running:
 
         **Raises:** LaunchError if the process that reads our output has ended.
         """
+        lost: list[OSError] = []
 
         def relay(stream: IO[bytes]) -> None:
             # A progress bar's \r ends a line too, and must not become \n
             with io.TextIOWrapper(stream, "utf-8", newline="", errors="replace") as text:
-                try:
-                    lines.relay(text)
-                except OSError as error:  # No process reads our output
-                    self._unread = error
-                    _discard_unread_output()
-                    self.terminate()
-                    text.read()  # So that horovodrun can write its last words
+                ended = False
+                while not ended:
+                    try:
+                        lines.relay(text)
+                        ended = True
+                    except OSError as error:
+                        # A full disk under the log must not end a training that can save elsewhere
+                        if error.errno in NO_ROOM:
+                            lost.append(error)
+                            continue
+                        # No process reads our output
+                        ended, self._unread = True, error
+                        _discard_unread_output()
+                        self.terminate()
+                        text.read()  # So that horovodrun can write its last words
 
         assert self.process.stdout and self.process.stderr
         threads = [
@@ -245,7 +257,13 @@ class Running:
                 f"it: {self._unread}. All ranks were ended; write the output to a file.",
                 128 + signal.SIGPIPE,
             )
-        lines.finish()
+        with contextlib.suppress(OSError) if lost else contextlib.nullcontext():
+            lines.finish()
+        if lost:
+            with contextlib.suppress(OSError):
+                text = f"tfcommx: {len(lost)} lines of the output are lost: {lost[0]}."
+                print(text, file=sys.stderr, flush=True)
+            _discard_unread_output()
         return status
 
     def _has_processes(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import sys
 import time
@@ -20,6 +21,8 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 
 from tfcommx.report.summary import more_scores, scheme_text, size_text
+
+log = logging.getLogger("tfcommx")
 
 # Without a terminal: seconds between two lines in long epochs
 LINE_SECONDS = 60.0
@@ -66,6 +69,8 @@ class ProgressDisplay:
         )
         self.started = self.last_line = time.monotonic()
         self.bar: Bar | None = None
+        # Number of lines that could not be written
+        self.lines_lost = 0
 
     def __enter__(self) -> ProgressDisplay:
         self.started = time.monotonic()
@@ -126,7 +131,15 @@ class ProgressDisplay:
         elapsed = self.last_line - self.started
         remaining = elapsed / self.done * (self.steps - self.done) if self.done else 0.0
         percent = 100 * self.done // self.steps
-        self.console.print(f"{line}  {percent:3} %, {elapsed:.0f} s, {remaining:.0f} s remaining")
+        self._show(f"{line}  {percent:3} %, {elapsed:.0f} s, {remaining:.0f} s remaining")
+
+    def _show(self, line: str) -> None:
+        try:
+            (self.bar.console if self.bar else self.console).print(line)
+        except OSError as error:  # A full disk under the log must not end the training
+            if not self.lines_lost:
+                log.warning("Lines of progress are lost: %s.", error)
+            self.lines_lost += 1
 
     def epoch(self, row: dict[str, Any]) -> None:
         """Show the row of a finished epoch."""
@@ -140,13 +153,13 @@ class ProgressDisplay:
             + f"{row['throughput']:7.0f} {row['counted']}/s"
         )
         if self.bar:
-            self.bar.console.print(line)
+            self._show(line)
         else:
             self._print(line)
 
     def say(self, line: str) -> None:
         if self.shown:
-            (self.bar.console if self.bar else self.console).print(line)
+            self._show(line)
 
 
 def status_parts(status: dict[str, Any]) -> list[str]:

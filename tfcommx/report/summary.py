@@ -126,9 +126,20 @@ def snapshots_text(cost: dict[str, Any]) -> str:
     """
     return (
         f"{cost['count']} of {bytes_text(cost['bytes'])}; for each one steps waited "
-        f"{1e3 * cost['copy_seconds']:.3g} ms, and it was written within "
-        f"{cost['write_seconds']:.2g} s beside them"
+        f"{short_time(cost['copy_seconds'])}, and it was written within "
+        f"{short_time(cost['write_seconds'])} beside them"
     )
+
+
+def short_time(seconds: float) -> str:
+    """Return a short time in milliseconds, and from 0.1 s on in seconds.
+
+    >>> short_time(0.0041), short_time(0.21), short_time(0.9999), short_time(1234.5)
+    ('4.1 ms', '0.21 s', '1 s', '1234 s')
+    """
+    if seconds < 0.0995:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
 
 
 def seconds_by_part(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -59,7 +60,8 @@ class StopSignal:
 
 
 def say(text: str) -> None:
-    print(f"tfcommx: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # Such as a full disk, which must not end the run
+        print(f"tfcommx: {text}", file=sys.stderr, flush=True)
 
 
 class Supervisor:

@@ -72,11 +72,11 @@ class Evaluation(RunCallback):
         self.score = run.objective.scorer(model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        start = time.time()
+        start = time.monotonic()
         scores = self.score(self.test, self.context.run.comm.gather_objects)
         if logs is not None:
             logs.update(scores)
-        self.context.timing.seconds["evaluation"] += time.time() - start
+        self.context.timing.seconds["evaluation"] += time.monotonic() - start
 
 
 class EpochHistory(RunCallback):

@@ -116,7 +116,7 @@ class SaveAndStop(keras.callbacks.Callback):
         return ("the time limit" if votes[1] else ""), bool(votes[2])
 
     def _save(self, after: Position) -> None:
-        start = time.time()
+        start = time.monotonic()
         checkpoint.save(
             self.model,
             self.context.run.checkpoint,
@@ -127,7 +127,7 @@ class SaveAndStop(keras.callbacks.Callback):
             notes=self._notes(after),
         )
         self.saved_at = time.monotonic()
-        self.context.timing.seconds["saving"] += time.time() - start
+        self.context.timing.seconds["saving"] += time.monotonic() - start
 
     def _notes(self, after: Position) -> dict[str, Any]:
         context, under_way = self.context, {}

@@ -125,7 +125,7 @@ class Timing(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        # Seconds since 1970
+        # Seconds since 1970, by TensorFlow's clock
         self.arrived, self.ready, self.exchanged = (
             tf.Variable(0.0, dtype=tf.float64, trainable=False) for _ in range(3)
         )
@@ -133,7 +133,7 @@ class Timing(keras.callbacks.Callback):
         # Steps of the epoch whose time is in `first_step`
         self.first_steps = 0
         # Seconds of the current epoch in an earlier process, and its start time in this one
-        self._before, self._epoch_start = 0.0, time.time()
+        self._before, self._epoch_start = 0.0, time.monotonic()
         # Seconds and first steps of the first epoch that an earlier process measured
         self._continued: tuple[dict[str, float], int] = {}, 0
         self.first = True
@@ -173,17 +173,21 @@ class Timing(keras.callbacks.Callback):
         seconds, self.first_steps = self._continued
         self.seconds = {kind: seconds.get(kind, 0.0) for kind in KINDS}
         self._before, self._continued = sum(seconds.values()), ({}, 0)
-        self._epoch_start = time.time()
+        self._epoch_start = time.monotonic()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, float] | None = None) -> None:
         # A change of scheme drops the plans, and the step is traced again
         self.first |= not exchanger_of(self.model).runs
-        self.batch_start = time.time()
+        self.batch_start = time.monotonic()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        end, seconds = time.time(), self.seconds
+        end, seconds = time.monotonic(), self.seconds
+        # TensorFlow has no monotonic clock, and its clock may be set while the run lasts. Within
+        # the step, so that the parts of a step in which it is set still sum to the step
+        offset = time.time() - end
         arrived, ready, exchanged = (
-            float(stamp.numpy()) for stamp in (self.arrived, self.ready, self.exchanged)
+            min(max(float(stamp.numpy()) - offset, self.batch_start), end)
+            for stamp in (self.arrived, self.ready, self.exchanged)
         )
         if self.first:
             seconds["first_step"] += end - self.batch_start
@@ -205,7 +209,7 @@ class Timing(keras.callbacks.Callback):
 
     def epoch_seconds(self) -> dict[str, float]:
         """Return the epoch's seconds by kind; they sum to its wall-clock time."""
-        total = self._before + time.time() - self._epoch_start
+        total = self._before + time.monotonic() - self._epoch_start
         return {**self.seconds, "other": total - sum(self.seconds.values())}
 
 

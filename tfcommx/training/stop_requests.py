@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from pathlib import Path
@@ -46,7 +47,8 @@ class StopRequests:
 
     def asked(self) -> bool:
         """Return True if this rank was asked to stop."""
-        if self.file is not None and self.file.exists():
+        # Not `Path.exists`, which raises errors of a network file system, such as ESTALE
+        if self.file is not None and os.path.exists(self.file):
             self.reason = self.reason or f"the file {self.file}"
             # It would stop the next run, too
             with contextlib.suppress(OSError):
