@@ -17,6 +17,7 @@ import tfcommx as cx
 from tfcommx.cli.cache import _fill
 from tfcommx.cli.main import main
 from tfcommx.core import DataError
+from tfcommx.data.disk import Disk
 from tfcommx.data.slab import Slab
 from tfcommx.data.slab_files import prefix, slab_state
 from tfcommx.data.sources import find_source
@@ -192,3 +193,23 @@ def test_a_source_that_does_not_exist_is_named_in_one_line(text, named):
     with pytest.raises(DataError, match=named) as error:
         find_source(text, "train")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("command", ["status", "drop"])
+def test_the_home_is_expanded(command, tmp_path, monkeypatch, capsys):
+    """A shell leaves `--disk=~/disk` as it is, and the command listed and removed nothing."""
+    level = Disk(tmp_path / "disk", "key", 5)
+    level.write(3, 1, b"picture")
+    level.close()
+    (tmp_path / "memory").mkdir()
+    slab = Slab(tmp_path / "memory" / f"{prefix()}y.slab", "k", 4, lambda: 10**5)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(
+        sys, "argv", ["tfcommx", "cache", command, "--memory=~/memory", "--disk=~/disk"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    slab.close()
+    listed = capsys.readouterr().out
+    assert not ended.value.code and str(level.folder) in listed
+    assert (str(slab.path) in listed) == (command == "status")

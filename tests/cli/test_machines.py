@@ -12,6 +12,7 @@ import yaml
 from launching import ROOT
 from typer.testing import CliRunner
 
+from tfcommx.cli import machines
 from tfcommx.cli.machines import offer_rows, read_offers
 from tfcommx.cli.main import app
 from tfcommx.core import ConfigurationError
@@ -188,3 +189,19 @@ def test_on_many_nodes_all_entries_in_4_bits_are_fewer_bytes_than_10_percent_of_
     if nodes == 64:
         assert [row["scheme"] for row in rows if row["best"]] == ["four_bits"]
         assert rows[1]["step_seconds"] < 0.96 * rows[2]["step_seconds"]
+
+
+def test_a_list_that_would_take_hours_is_announced_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """80,000 cells took half an hour without a word."""
+    machine = {"price": 3, "slots": [2, 4], "nodes": [1, 2, 4]}
+    text = yaml.dump({**SMALL, "machines": {"a": machine, "b": {"price": 1}}})
+    (tmp_path / "offers.yaml").write_text(text)
+    assert read_offers(tmp_path / "offers.yaml").steps == (6 + 1) * 2
+    monkeypatch.setattr(machines, "MANY_STEPS", 13)
+    told = CliRunner().invoke(app, ["machines", str(tmp_path / "offers.yaml")])
+    assert told.exit_code == 0 and "14 steps" in told.output
+    monkeypatch.setattr(machines, "MOST_STEPS", 13)
+    refused = CliRunner().invoke(app, ["machines", str(tmp_path / "offers.yaml")])
+    assert isinstance(refused.exception, ConfigurationError) and "14" in str(refused.exception)

@@ -1,5 +1,6 @@
 """Damaged and absent files, damaged memory, and the disk level."""
 
+import errno
 import os
 import warnings
 from pathlib import Path
@@ -187,3 +188,20 @@ def test_a_disk_level_among_the_samples_is_refused(folder, shm, inside):
             assert len(served(cache.dataset(WHOLE))) == 50
     with OpenCache(folder, shm) as cache:
         assert len(cache.source.classes) == 3
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_limit_of_the_process_leaves_out_no_sample(folder, shm, code, monkeypatch):
+    """With on_error="skip" a process without file descriptors trained on a part of the samples."""
+
+    def refuse(self, sample):
+        raise OSError(code, os.strerror(code))
+
+    with OpenCache(folder, shm, on_error="skip") as cache:
+        monkeypatch.setattr(type(cache.source), "read", refuse)
+        with pytest.raises(tf.errors.OpError, match=r"class\d/\d+\.jpg.*ulimit"):
+            served(cache.dataset(WHOLE))
+        with pytest.raises(SampleError, match="ulimit"):
+            cache.warm()
+        monkeypatch.undo()
+        assert len(served(cache.dataset(WHOLE, 1))) == 50

@@ -64,3 +64,23 @@ def test_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == Path("/somewhere/tfcommx")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path.home() / ".cache" / "tfcommx"
+
+
+def test_a_digit_that_has_changed_is_noticed(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A plan with another density was taken as the measured one."""
+    automatic.write("choice", KEY, {"density": 0.01})
+    (path,) = kept.iterdir()
+    path.write_text(path.read_text().replace("0.01", "0.81"))
+    assert automatic.read("choice", KEY) is None and path.name in caplog.text
+    record = json.loads(path.read_text())  # Of a version without checksums
+    path.write_text(json.dumps({name: record[name] for name in ("key", "value")}))
+    assert automatic.read("choice", KEY) == {"density": 0.81}
+
+
+def test_a_cache_that_is_no_folder_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 ended after its trial, alone, and the others waited for it."""
+    monkeypatch.setenv("TFCOMMX_CACHE", "gs://bucket/cache")
+    automatic.write("choice", KEY, {})
+    assert "gs://bucket/cache" in caplog.text

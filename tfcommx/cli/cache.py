@@ -120,7 +120,7 @@ def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     from tfcommx.data.disk import usage
     from tfcommx.data.slab_files import SlabError, paths, read_metadata, slab_state
 
-    _check_folders(memory, disk)
+    memory, disk = _folder(memory), None if disk is None else _folder(disk)
     for path in paths(memory):
         try:
             count, filled, used, alive = slab_state(path)
@@ -144,14 +144,16 @@ def drop(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     from tfcommx.data import disk as level
     from tfcommx.data.slab_files import remove_unused
 
-    _check_folders(memory, disk)  # Before anything is removed
+    # Before anything is removed
+    memory, disk = _folder(memory), None if disk is None else _folder(disk)
     for path in [*remove_unused(memory), *(level.drop(disk) if disk else ())]:
         typer.echo(f"removed {path}")
 
 
-def _check_folders(*paths: Path | None) -> None:
+def _folder(path: Path) -> Path:
+    """Return a path, with its `~` expanded. **Raises:** DataError if it is no folder."""
     from tfcommx.data.sources.folder import check_folder
 
-    for path in paths:
-        if path is not None:
-            check_folder(local_path("folder", path))
+    expanded = local_path("folder", path)
+    check_folder(expanded)
+    return expanded

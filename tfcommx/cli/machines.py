@@ -8,6 +8,8 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +25,10 @@ from tfcommx.planner.predict import MISSES
 from tfcommx.report import figures
 from tfcommx.report.terminal import show_rows
 
+# Approximate seconds of a simulated step
+STEP_SECONDS = 0.01
+# Number of simulated steps above which their time is announced, and above which they are refused
+MANY_STEPS, MOST_STEPS = 10_000, 500_000
 # Default schemes; both are lossless, and the first is plain Horovod's
 SCHEMES: dict[str, dict[str, Any]] = {"horovod": {}, "torus": {"scheme": "torus"}}
 # Keys of the file other than settings of a simulation
@@ -47,6 +53,15 @@ class Offers(NamedTuple):
     machines: dict[str, dict[str, Any]]
     # Name -> its settings.
     schemes: dict[str, dict[str, Any]]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps to simulate: each scheme in each cell."""
+        cells = (
+            math.prod(len(value) for value in settings.values() if isinstance(value, list))
+            for settings in self.machines.values()
+        )
+        return sum(cells) * len(self.schemes)
 
     @property
     def columns(self) -> list[str]:
@@ -98,6 +113,15 @@ def machines(
             f"`--map` needs rates, as `between_gbit: [1, 10]`, in each machine or above. Received "
             f"{file}."
         )
+    if offers.steps > MOST_STEPS:
+        raise ConfigurationError(
+            f"At most {MOST_STEPS:,} simulated steps are required, as many as take an hour or two. "
+            f"Received {offers.steps:,}, the product of the lists and schemes in {file}. Shorten "
+            "the lists."
+        )
+    if offers.steps > MANY_STEPS:
+        minutes = offers.steps * STEP_SECONDS / 60
+        print(f"{offers.steps:,} steps to simulate: about {minutes:.0f} min.", file=sys.stderr)
     rows = offer_rows(offers)
     best = [row for row in rows if row["best"]]
     _show(best)

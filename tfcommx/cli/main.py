@@ -45,16 +45,20 @@ RANK_0_FIRST_SECONDS = 5.0
 CANNOT_WRITE = (
     errno.EACCES,
     errno.EDQUOT,
+    errno.EEXIST,
     errno.EFBIG,
+    errno.EIO,
     errno.EISDIR,
     errno.ELOOP,
     errno.EMFILE,
     errno.ENAMETOOLONG,
+    errno.ENFILE,
     errno.ENOENT,
     errno.ENOSPC,
     errno.ENOTDIR,
     errno.EPERM,
     errno.EROFS,
+    errno.ESTALE,
 )
 
 

@@ -61,7 +61,7 @@ class Disk:
         self._entry_of = np.zeros(count, _ENTRY)
         # Descriptors of this process's pack and index
         self._out: tuple[int, int] | None = None
-        self._end = 0
+        self._end, self._owner = 0, os.getpid()
         self._looked = -_REFRESH_S
         self._refresh()
 
@@ -124,8 +124,9 @@ class Disk:
             if self.write_error is not None:
                 return
             try:
-                if self._out is None:
-                    self._out = self._create()
+                # A forked process would write over the samples of its parent
+                if self._out is None or self._owner != os.getpid():
+                    self._out, self._end, self._owner = self._create(), 0, os.getpid()
                 pack, index = self._out
                 entry = np.array(
                     (sample, label, self._end, len(data), _crc(sample, label, data)), _ENTRY
@@ -182,9 +183,10 @@ def usage(folder: str | Path) -> list[tuple[Path, int, int]]:
     rows = []
     for data_set in _folders(folder):
         sizes = {}
-        for path in data_set.iterdir():
-            with contextlib.suppress(OSError):  # Dropped in the meantime
-                sizes[path] = path.lstat().st_size
+        with contextlib.suppress(OSError):  # Dropped in the meantime
+            for path in data_set.iterdir():
+                with contextlib.suppress(OSError):
+                    sizes[path] = path.lstat().st_size
         entries = sum(
             size // _ENTRY.itemsize for path, size in sizes.items() if path.suffix == ".idx"
         )
@@ -197,7 +199,12 @@ def drop(folder: str | Path) -> list[Path]:
 
     Processes that use them continue with the source.
     """
-    data_sets = _folders(folder)
-    for path in data_sets:
-        shutil.rmtree(path)
-    return data_sets
+    dropped = []
+    for path in _folders(folder):
+        # Under another name first, because a process may write into the folder, or drop it, too
+        removed = path.with_name(f"{path.name}-removed-{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(removed)
+            shutil.rmtree(removed)
+            dropped.append(path)
+    return dropped

@@ -8,6 +8,7 @@ the disk level or, if it does not have them, from the source; several threads de
 
 from __future__ import annotations
 
+import errno
 import threading
 import warnings
 from collections import Counter
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 # Level at which `read_files` found a sample's file
 FROM_DISK, FROM_SOURCE = 1, 2
+# Errors that say nothing about a sample: too many open files, too little memory
+OF_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # Samples of a step of `warming`: enough for all threads, few enough for a steady progress bar
 WARM = 64
 
@@ -224,6 +227,12 @@ class Filler:
         message = f"Sample {sample} cannot be read: {self.source.where(sample)}: {error}."
         # Escaped, because a name that is not UTF-8 would empty the message in TensorFlow
         message = message.encode("utf-8", "backslashreplace").decode()
+        if isinstance(error, OSError) and error.errno in OF_PROCESS:
+            # Also with `skip`, which would leave out samples that are sound
+            raise SampleError(
+                f"{message} The limit is that of this process or host: raise it (`ulimit -n` for "
+                "open files)."
+            ) from error
         if not self.skip:
             raise SampleError(f"{message} Fix or remove it, or set on_error='skip'.") from error
         with self._lock:

@@ -24,6 +24,7 @@ import importlib.metadata
 import json
 import logging
 import platform
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -71,6 +72,8 @@ def read(kind: str, key: object) -> dict[str, Any] | None:
             return None
         with reading("A measurement that was kept", path, "It is measured again."):
             record = json.loads(path.read_text())
+            if "crc" in record and record["crc"] != _crc(record["value"]):
+                raise ValueError("a wrong checksum")
             if record["key"] == json.loads(json.dumps(key)):
                 return dict(record["value"])
     except (OSError, TfcommxError) as error:
@@ -81,11 +84,17 @@ def read(kind: str, key: object) -> dict[str, Any] | None:
 def write(kind: str, key: object, value: dict[str, Any]) -> None:
     """Write a measurement over the previous one; if that fails, log a warning and continue."""
     try:
-        write_text(_path(kind, key), json.dumps({"key": key, "value": value}, indent=1))
-    except OSError as error:
+        record = {"key": key, "value": value, "crc": _crc(value)}
+        write_text(_path(kind, key), json.dumps(record, indent=1))
+    # Any of them, because this is rank 0 alone, and the others would wait for it
+    except (OSError, TfcommxError) as error:
         log.warning(
             "A measurement cannot be written, and later runs will make it again: %s.", error
         )
+
+
+def _crc(value: object) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def _path(kind: str, key: object) -> Path:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tfcommx.core import DataError
 from tfcommx.data.cache import DataCache
-from tfcommx.data.disk import Disk, drop
+from tfcommx.data.disk import Disk, drop, usage
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.sources.arrays import Arrays
 from tfcommx.data.sources.decode import decode
@@ -177,3 +177,64 @@ def test_packs_of_many_runs_are_read_one_by_one(tmp_path):
     drop(tmp_path)
     assert disk.read(3) is None and disk.corrupt == 0
     disk.close()
+
+
+def test_a_forked_process_writes_a_pack_of_its_own(tmp_path):
+    """It wrote over the samples of its parent, at the same offsets."""
+    disk = Disk(tmp_path, "key", 20)
+    disk.write(0, 1, b"parent")
+    if not (child := os.fork()):
+        disk.write(1, 2, b"child!")
+        os._exit(0)
+    os.waitpid(child, 0)
+    disk.write(2, 3, b"again!")
+    disk.close()
+    later = Disk(tmp_path, "key", 20)
+    assert [later.read(n) for n in range(3)] == [(b"parent", 1), (b"child!", 2), (b"again!", 3)]
+    assert later.corrupt == 0
+    later.close()
+
+
+def test_two_drops_and_a_writer_at_once(tmp_path, monkeypatch):
+    """The second drop ended with a traceback, and so did one beside a run that wrote."""
+    disk = Disk(tmp_path, "key", 20)
+    disk.write(0, 1, b"first")
+    folder, rmtree = disk.folder, shutil.rmtree
+
+    def remove_meanwhile(path, *rest):
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        assert drop(tmp_path) == [path]  # The other one finds it under its new name
+        other = Disk(tmp_path, "key", 20)
+        other.write(1, 1, b"second")
+        other.close()
+        rmtree(path, *rest)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_meanwhile)
+    drop(tmp_path)
+    disk.write(2, 1, b"third")
+    disk.close()
+    later = Disk(tmp_path, "key", 20)
+    assert later.read(1) == (b"second", 1) and later.read(0) is None
+    later.close()
+    assert drop(tmp_path) == [folder] and list(tmp_path.iterdir()) == []
+
+
+def test_a_data_set_that_is_dropped_while_it_is_listed(tmp_path, monkeypatch):
+    disk = Disk(tmp_path, "key", 20)
+    disk.write(0, 1, b"first")
+    disk.close()
+    monkeypatch.setattr(type(tmp_path), "iterdir", lambda self: os.listdir("/nowhere"))
+    assert usage(tmp_path) == [(disk.folder, 0, 0)]
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_picture_in_two_classes_is_named(photos, link, recwarn):
+    """A data set that removes duplicates by hard links had one picture with both labels."""
+    Folder(photos)
+    assert not recwarn.list
+    link(photos / "a" / "1.jpg", photos / "a" / "9.jpg")  # Twice in one class
+    Folder(photos)
+    assert not recwarn.list
+    link(photos / "a" / "1.jpg", photos / "b" / "8.jpg")
+    with pytest.warns(UserWarning, match=r"photos/a/9\.jpg\b.*photos/b/8\.jpg\b.*label"):
+        Folder(photos)

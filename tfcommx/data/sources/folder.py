@@ -6,10 +6,13 @@ import hashlib
 import os
 import stat
 import warnings
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
+
+import numpy as np
 
 from tfcommx.core import (
     ConfigurationError,
@@ -115,6 +118,29 @@ def _listed(passed_over: Counter[str]) -> str:
     return ", ".join(f"{number:,} {ending}" for ending, number in sorted(passed_over.items()))
 
 
+def _shared_file(files: Sequence[tuple[str, int]], facts: array[int]) -> str:
+    """Return a sentence on a file that is in two classes, by any link; "" without one.
+
+    Args:
+        files: path and label of each file.
+        facts: device, inode and bytes of each file, one after the other.
+    """
+    rows = np.array(facts, np.uint64).reshape(-1, 3)
+    labels = np.array([label for _, label in files])
+    order = np.lexsort((labels, *rows.T))
+    rows, labels = rows[order], labels[order]
+    # Some file systems number no inodes
+    same = (rows[1:] == rows[:-1]).all(1) & (labels[1:] != labels[:-1]) & (rows[1:, 1] > 0)
+    if not same.any():
+        return ""
+    first = int(np.flatnonzero(same)[0])
+    one, other = (files[order[position]][0] for position in (first, first + 1))
+    return (
+        f"{one} and {other} are one file by a link, and so are {int(same.sum()):,} pairs in all: "
+        "it has the labels of both classes. Remove one of them."
+    )
+
+
 def _first_out_of_order(classes: Sequence[str]) -> int | None:
     """Return the label of the first name that is out of the order of numbers, or None.
 
@@ -131,7 +157,7 @@ def _warn_of_classes(source: Folder, shared: Sequence[str], named: bool) -> None
     """Warn if the class folders are most likely a mistake.
 
     Args:
-        shared: descriptions of folders that are in two classes.
+        shared: descriptions of folders, or of a file, in two classes.
         named: True if the user gave the order of the classes.
     """
     path, classes, problems = source.path, source.classes, list(shared[:1])
@@ -201,9 +227,9 @@ class Folder:
     other endings, and images next to the class folders, are ignored with one warning, which has
     their number by ending. A warning also names class folders whose names look alike, are numbers
     in another order than that of their labels, or those of a data set's parts, and links by which
-    a folder is in two classes. A replaced file leads to new caches, because the key is made of the
-    files' relative paths, sizes, and times of content and inode. A copy has other times of the
-    inode, and separate caches; the same files on another mount or host share theirs.
+    a folder or file is in two classes. A replaced file leads to new caches, because the key is made
+    of the files' relative paths, sizes, and times of content and inode. A copy has other times of
+    the inode, and separate caches; the same files on another mount or host share theirs.
 
     Args:
         path: the folder that holds the class folders.
@@ -249,6 +275,7 @@ class Folder:
         # (device, inode) of a folder -> its class, and classes that share one
         folder_class: dict[tuple[int, int], str] = {}
         shared: list[str] = []
+        inodes = array("Q")
         for label, kind in enumerate(self.classes):
             visited: set[tuple[int, int]] = set()
             images = _images(self.path / kind, passed_over, visited)
@@ -261,6 +288,7 @@ class Folder:
             sizes: list[object] = []
             for file, status in images:
                 self._files.append((file, label))
+                inodes.extend((status.st_dev, status.st_ino, status.st_size))
                 name = os.path.relpath(file, self.path)
                 # The time of the inode, too, because copies may keep the other one (`cp -p`, rsync)
                 facts += (name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
@@ -278,6 +306,8 @@ class Folder:
             )
         if passed_over:
             _warn(self, passed_over)
+        if not shared and (text := _shared_file(self._files, inodes)):
+            shared.append(text)
         _warn_of_classes(self, shared, classes is not None)
         self.key = key_of((*facts, *self._sampled_contents()))
 
