@@ -132,6 +132,9 @@ def test_an_older_save_that_is_whole_is_taken(
     ]
     cx.checkpoint.save(model, copy, 1, keep=2)
     assert cx.checkpoint.restore(model, copy) == 2
+    # The damaged save was kept beside the new one, and the whole one deleted
+    head = cx.checkpoint.last(copy)
+    assert head and [older.save for older in head.older] == [0]
 
 
 LOCAL: dict[str, tuple[str, Callable[[Path], Any], type[Exception]]] = {

@@ -70,11 +70,23 @@ def newest_whole(folder: Path, head: Head | None) -> Head | None:
     """
     if head is None or not head.older:
         return head
-    comm = process.current()
-    key = (folder.absolute(), repr(head), comm.rank, comm.topology.size)
+    key = _key_of(folder, head)
     if key not in _taken:
         _taken[key] = _look(folder, head)
     return _taken[key]
+
+
+def known_whole(folder: Path, head: Head | None) -> Head | None:
+    """Return the result of an earlier `newest_whole`, or the head if there was none.
+
+    **Ranks:** local; the same on all.
+    """
+    return None if head is None else _taken.get(_key_of(folder, head), head)
+
+
+def _key_of(folder: Path, head: Head) -> tuple[Path, str, int, int]:
+    comm = process.current()
+    return folder.absolute(), repr(head), comm.rank, comm.topology.size
 
 
 def _look(folder: Path, head: Head) -> Head:

@@ -40,6 +40,7 @@ from tfcommx.checkpoint.files import (
     residuals_name,
     write_head,
 )
+from tfcommx.checkpoint.newest import known_whole
 from tfcommx.checkpoint.records import write_residuals
 from tfcommx.checkpoint.state import not_finite_in
 from tfcommx.collectives import process
@@ -195,7 +196,8 @@ def save(
         if comm.rank == 0:
             _warn_of_divergence(not_finite, epoch, heads[0], folder)
         return
-    older, size = _older(heads[0], keep), comm.topology.size
+    # Not of a save that was found damaged, because it would replace one that is whole
+    older, size = _older(known_whole(folder, heads[0]), keep), comm.topology.size
     head = Head(number, epoch, size, step, steps, notes or {}, not not_finite, older, tag)
 
     # checkpoint.json names the save only when every rank has written its files
