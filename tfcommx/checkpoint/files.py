@@ -54,7 +54,7 @@ class UnreadableHead(CheckpointError, OSError):
     """A checkpoint.json that the system does not let a rank read, such as by a stale mount."""
 
 
-# First entry of the list that a rank gathers if the system does not let it read its head
+# Key of the error that a rank gathers if the system does not let it read its head
 UNREADABLE = "unreadable"
 
 
@@ -64,19 +64,19 @@ def read_heads(folder: Path) -> list[Head | None]:
     **Ranks:** all. **Raises:** on all, CheckpointError if a file is damaged, UnreadableHead if the
     system does not let a rank read it, ConfigurationError if the ranks name different folders.
     """
-    seen: dict[str, Any] | list[str] | str | None
+    seen: dict[str, Any] | str | None
     try:
         own_head = _read_head(folder / HEAD)
         seen = fields_of(own_head) if isinstance(own_head, Head) else own_head
     except OSError as error:  # Raised on all ranks below, because the others wait in the gather
-        seen = [UNREADABLE, str(error)]
+        seen = {UNREADABLE: str(error)}
     everyone = process.current().gather_objects((str(folder), seen))
     require_equal("folder of a checkpoint", [name for name, _ in everyone])
     for rank, (_, row) in enumerate(everyone):
-        if isinstance(row, list):
+        if isinstance(row, dict) and UNREADABLE in row:
             raise UnreadableHead(
                 f"A checkpoint.json that every rank can read is required. Received, on rank {rank}:"
-                f" {row[1]}. Check the mount, the links and the rights of {folder}."
+                f" {row[UNREADABLE]}. Check the mount, the links and the rights of {folder}."
             )
     heads = [head_of(row) if isinstance(row, dict) else row for _, row in everyone]
     for rank, head in enumerate(heads):
