@@ -17,12 +17,13 @@ from launching import QUICK, ROOT
 from typer.testing import CliRunner
 
 from tfcommx.cli.main import app
-from tfcommx.cli.train import LaunchStopper
+from tfcommx.cli.train import LaunchStopper, show_report_of
 from tfcommx.core import DataError
 from tfcommx.launch.horovodrun import Launch, Running
 from tfcommx.launch.hosts import Host
 from tfcommx.launch.rank_output import RankLines
 from tfcommx.recipes.recipe import read
+from tfcommx.report.summary import REQUIRED
 
 TRACE = """\
 Traceback (most recent call last):
@@ -289,3 +290,15 @@ def test_the_first_signal_asks_the_ranks_and_the_second_ends_them(tmp_path, caps
     stop.running = Process()
     stop.ask(2, None)
     assert len(ended) == 2 and not file.exists()
+
+
+def test_a_report_without_room_does_not_fail_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A training that had ended well had status 2, by which a scheduler starts it again."""
+    summary = {name: 1 for name in REQUIRED} | {"counted": "images", "rows": []}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        show_report_of(tmp_path)
+    assert f"tfcommx report {tmp_path}" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from tfcommx.cli.restart_options import RestartOptions
 from tfcommx.cli.run import carry_out
 from tfcommx.core import LaunchError, Links
 from tfcommx.launch.commands import is_local
-from tfcommx.launch.horovodrun import Launch
+from tfcommx.launch.horovodrun import NO_ROOM, Launch, discard_unread_output
 from tfcommx.launch.hosts import Host, parse_hosts, ranks_on
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
@@ -182,13 +182,26 @@ def train(
             launch_train(chosen, in_generation(0), folder, saves=not dry_run)
         # A run stopped in its first epoch has no report; a dry run has printed one already
         if (folder / "summary.json").exists() and not dry_run:
-            show_run(folder)
+            show_report_of(folder)
     elif dry_run:
         dry_run_here(recipe, folder)
     else:
         options = {"resume": resume, "minutes": minutes, "terminal": terminal, "alone": alone}
         if train_here(recipe, folder, options) and show_report:
-            show_run(folder)
+            show_report_of(folder)
+
+
+def show_report_of(folder: Path) -> None:
+    """Show a run's report; on a full disk only its command, because the training has ended well."""
+    try:
+        show_run(folder)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        text = f"tfcommx: The report cannot be printed: {error}. See `tfcommx report {folder}`."
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+        discard_unread_output()
 
 
 def check_links(recipe: Recipe, hosts: list[Host]) -> None:

@@ -166,7 +166,8 @@ def on_end_signals(handle: Callable[[int, FrameType | None], None]) -> None:
             signal.signal(number, handle)
 
 
-def _discard_unread_output() -> None:
+def discard_unread_output() -> None:
+    """Discard output that cannot be written, and all that follows."""
     # Otherwise Python would fail to flush at its end, and set the status to 120
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -232,7 +233,7 @@ class Running:
                             continue
                         # No process reads our output
                         ended, self._unread = True, error
-                        _discard_unread_output()
+                        discard_unread_output()
                         self.terminate()
                         text.read()  # So that horovodrun can write its last words
 
@@ -263,7 +264,7 @@ class Running:
             with contextlib.suppress(OSError):
                 text = f"tfcommx: {len(lost)} lines of the output are lost: {lost[0]}."
                 print(text, file=sys.stderr, flush=True)
-            _discard_unread_output()
+            discard_unread_output()
         return status
 
     def _has_processes(self) -> bool:
