@@ -211,3 +211,22 @@ def test_states_of_recurrent_layers_are_restored(tmp_path: Path) -> None:
     states = [[state.numpy() for state in one.layers[0].states] for one in (net, again)]
     assert np.any(states[0][0]) and all(map(np.array_equal, *states))
     np.testing.assert_array_equal(net.predict(data, verbose=0), again.predict(data, verbose=0))
+
+
+def test_a_folder_without_rights_is_an_error_of_all(
+    small: keras.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind root-squash, PermissionError was raised on one rank, in front of a gather."""
+    stat = os.stat
+
+    def refuse(path: object, **options: object) -> os.stat_result:
+        if str(path).startswith(str(tmp_path)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    cx.checkpoint.save(small, tmp_path, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse)
+        patch.setattr(Path, "read_text", of_system(errno.EACCES))
+        with pytest.raises(cx.CheckpointError, match=r"rank 0: .*Errno 13"):
+            cx.checkpoint.restore(small, tmp_path)

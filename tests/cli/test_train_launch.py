@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import warm_ranks
@@ -302,3 +303,18 @@ def test_a_report_without_room_does_not_fail_a_training(
         monkeypatch.setattr(sys, "stdout", full)
         show_report_of(tmp_path)
     assert f"tfcommx report {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_signal_saves_though_the_disk_of_the_log_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line that announces it raised an error in the handler, and the ranks were not asked."""
+    stop = LaunchStopper(tmp_path)
+    stop.running = SimpleNamespace(terminate=lambda: None)
+    with open("/dev/full", "w") as full:
+        # As sys.stderr, which writes each line at once
+        full.reconfigure(line_buffering=True)
+        monkeypatch.setattr(sys, "stderr", full)
+        stop.ask(15, None)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert (tmp_path / "stop").exists()

@@ -55,7 +55,7 @@ def _folder(folder: str | Path) -> Path:
     """Return the folder of a checkpoint. **Raises:** CheckpointError for a file."""
     path = local_path("folder", folder)
     # A program would otherwise take it for a folder without a checkpoint, and train anew
-    if path.is_file():
+    if is_file(path):
         raise CheckpointError(
             f"`folder` must be the folder of a checkpoint. Received the file {path}. Give its "
             f"folder: {path.parent}."

@@ -96,7 +96,8 @@ class LaunchStopper(StopSignal):
         if again or not self.saves:
             self.running.terminate()
             return
-        print("Saving before the run stops. Once more ends it at once.", file=sys.stderr)
+        with contextlib.suppress(OSError):  # Such as a full disk, in front of the request
+            print("Saving before the run stops. Once more ends it at once.", file=sys.stderr)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.touch()

@@ -284,7 +284,8 @@ class Supervisor:
         self._hosts.answering(hosts, command)
         if len(self.generations) > 1:
             result = goodput.goodput(self.generations)
-            print(goodput.table(self.generations), file=sys.stderr)
+            with contextlib.suppress(OSError):
+                print(goodput.table(self.generations), file=sys.stderr)
             say(result.in_words())
         if self._options.file:
             try:

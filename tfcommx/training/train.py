@@ -183,7 +183,8 @@ def print_stop(run: Run, stopped: dict[str, Any]) -> None:
     result = "and saved. Add --resume to continue."
     if saved != stop:
         result = f"which was not saved. --resume continues before {_words(run, saved)}."
-    print(f"Stopped by {stopped['reason']}, before {_words(run, stop)}, {result}", flush=True)
+    with contextlib.suppress(OSError):  # Such as a full disk, in front of the report
+        print(f"Stopped by {stopped['reason']}, before {_words(run, stop)}, {result}", flush=True)
 
 
 def _words(run: Run, position: Position) -> str:
