@@ -27,14 +27,10 @@ def test_other_unknown_names_are_errors_as_ever(module: object) -> None:
         _ = module.nothing
 
 
-def test_the_name_of_a_route_stands_for_its_scheme() -> None:
+def test_the_name_of_a_route_is_refused_with_its_scheme() -> None:
     cx.init()
-    named = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), {"*a*": "torus", "*": cx.Scheme()})
-    assert named.exchanger.requested.schemes == {"*a*": cx.Scheme("torus"), "*": cx.Scheme()}
-    named = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), "auto")
-    assert named.exchanger.requested.schemes == {"*": cx.Scheme("auto")}
-    with pytest.raises(cx.ConfigurationError, match=r"'torsu'.*'torus'"):
-        cx.DistributedOptimizer(keras.optimizers.SGD(0.1), "torsu")
+    with pytest.raises(cx.PlanError, match=r"Scheme\('torus'\)"):
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1), "torus")
 
 
 def test_a_model_stands_for_its_optimizers_where_weights_are_consolidated() -> None:

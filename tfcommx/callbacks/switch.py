@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
-from tfcommx.core import ConfigurationError, check_number, check_whole
+from tfcommx.core import ConfigurationError, Scheme, check_number, check_whole
 from tfcommx.keras_internals import has_schedule, trace_again
-from tfcommx.optim.requested_plan import Schemes, by_pattern
+from tfcommx.optim.requested_plan import by_pattern
 from tfcommx.optim.wrapped import exchanger_in, optimizers_in, wrapped_optimizers
 
 
@@ -117,8 +117,7 @@ class SwitchScheme(keras.callbacks.Callback):
     >>> switch = cx.callbacks.SwitchScheme({0: cx.Scheme(), 5: sparse})
 
     Args:
-        schemes: epoch (from 0) -> Scheme (or pattern -> Scheme, or a route's name) from this epoch
-            on.
+        schemes: epoch (from 0) -> Scheme (or pattern -> Scheme) from this epoch on.
         resolutions: epoch (from 0) -> pixels from this epoch on.
         resolution: the integer tf.Variable that the input pipeline reads; needed with
             `resolutions`.
@@ -131,7 +130,7 @@ class SwitchScheme(keras.callbacks.Callback):
 
     def __init__(
         self,
-        schemes: Mapping[int, Schemes] | None = None,
+        schemes: Mapping[int, Scheme | Mapping[str, Scheme]] | None = None,
         resolutions: Mapping[int, int] | None = None,
         resolution: tf.Variable | None = None,
     ) -> None:

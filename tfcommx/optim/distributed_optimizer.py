@@ -11,7 +11,7 @@ and without tfcommx.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,7 +32,7 @@ from tfcommx.keras_internals import (
     require_shardable,
 )
 from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.requested_plan import ExchangeSettings, Schemes
+from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.strategies import Strategy, strategy_of
 
 P = ParamSpec("P")
@@ -99,7 +99,7 @@ def refuse_horovod_arguments(function: Callable[P, R]) -> Callable[P, R]:
 @refuse_horovod_arguments
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
-    scheme: Schemes | None = None,
+    scheme: Scheme | Mapping[str, Scheme] | None = None,
     op: str = "average",
     plan: Plan | None = None,
     links: Links | str | Path | None = None,
@@ -133,15 +133,15 @@ def DistributedOptimizer(
     Args:
         optimizer: any Keras optimizer; its state, if it has some, is copied.
         scheme: how gradients travel; a Scheme for all variables, or a mapping from patterns of
-            variable paths (as in file names, the first match counts) to Schemes. The name of a
-            route, such as "torus", stands for its Scheme. `Scheme()` is plain Horovod: everything,
-            by its allreduce; `Scheme(wire="float16")` the same in half the bytes. `Scheme("auto")`:
-            the fastest of those that lose nothing; `Scheme("auto", wire="float16")`: gradients may
-            travel in 16 bits; `Scheme("auto", "mstopk", density=0.01)`: it may select;
-            `Scheme("auto", budget=0.15)`: at most this share of plain Horovod's bytes between
-            nodes, with the least loss. None: `Scheme("auto")`; with an optimizer that sends its
-            momentum, such as `cx.optimizers.OneBitAdam`, 1 or 2 bits an entry by "torus", or by
-            "asa" with one slot a node.
+            variable paths (as in file names, the first match counts) to Schemes. `Scheme()` is
+            plain Horovod: everything, by its allreduce; `Scheme(wire="float16")` the same in half
+            the bytes. `Scheme("auto")`: the fastest of those that lose nothing;
+            `Scheme("auto", wire="float16")`: gradients may travel in 16 bits;
+            `Scheme("auto", "mstopk", density=0.01)`: it may select; `Scheme("auto", budget=0.15)`:
+            at most this share of plain Horovod's bytes between nodes, with the least loss. None:
+            `Scheme("auto")`; with an optimizer that sends its momentum, such as
+            `cx.optimizers.OneBitAdam`, 1 or 2 bits an entry by "torus", or by "asa" with one slot a
+            node.
         op: "average" or "sum" over the ranks.
         plan: a plan made before, in place of one from the scheme and the arguments below.
         links: the cost of messages on this cluster, or its file, which `tfcommx probe` wrote;
@@ -212,7 +212,7 @@ def DistributedOptimizer(
 
 def _wrap(
     optimizer: keras.optimizers.Optimizer,
-    schemes: Schemes,
+    schemes: Scheme | Mapping[str, Scheme],
     settings: ExchangeSettings,
 ) -> keras.optimizers.Optimizer:
     """Wrap an optimizer with checked settings. **Raises:** RuntimeError before init()."""

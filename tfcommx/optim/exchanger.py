@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import NOMINAL, ConfigurationError, Plan
+from tfcommx.core import NOMINAL, ConfigurationError, Plan, Scheme
 from tfcommx.keras_internals import SendsMomentum, traced_batch
 from tfcommx.kernels.traced import untraced
 from tfcommx.optim.broadcast import average_variables
@@ -31,7 +31,6 @@ from tfcommx.optim.requested_plan import (
     ByVariable,
     ExchangeSettings,
     RequestedPlan,
-    Schemes,
     VariableNames,
     path_of,
 )
@@ -54,7 +53,9 @@ log = logging.getLogger("tfcommx")
 class Exchanger:
     """The exchange of one optimizer's gradients, for every set of variables that it receives."""
 
-    def __init__(self, comm: Comm, schemes: Schemes, settings: ExchangeSettings) -> None:
+    def __init__(
+        self, comm: Comm, schemes: Scheme | Mapping[str, Scheme], settings: ExchangeSettings
+    ) -> None:
         """Check the settings, as far as possible now. **Raises:** ConfigurationError."""
         self.comm, self.settings = comm, settings
         self.names = VariableNames()
@@ -131,7 +132,7 @@ class Exchanger:
         """This process's rank."""
         return self.comm.rank
 
-    def switch(self, schemes: Schemes) -> None:
+    def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Exchange by other schemes from now on; residuals are sent under the new ones.
 
         Velocities continue under the new schemes, their sum over the ranks conserved; under schemes

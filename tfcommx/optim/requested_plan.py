@@ -190,18 +190,13 @@ class VariableNames:
             self._names[variable] = name
 
 
-# A scheme for all variables, or one for each pattern of variable paths; the name of a route stands
-# for its scheme
-Schemes = str | Scheme | Mapping[str, str | Scheme]
-
-
 class RequestedPlan:
     """Make executors from schemes, or a given plan, and facts about the run."""
 
     def __init__(
         self,
         comm: Comm,
-        schemes: Schemes,
+        schemes: Scheme | Mapping[str, Scheme],
         settings: ExchangeSettings,
         names: VariableNames,
     ) -> None:
@@ -226,14 +221,15 @@ class RequestedPlan:
         synchronous = isinstance(self._settings.strategy, Synchronous)
         return synchronous and self._given_plan is None and find_auto(self.schemes) is not None
 
-    def check(self, schemes: Schemes) -> None:
+    def check(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Refuse schemes that cannot be carried out. **Raises:** PlanError."""
         for pattern, scheme in by_pattern(schemes).items():
             if not isinstance(pattern, str) or not isinstance(scheme, Scheme):
+                remedy = f" Write tfcommx.Scheme({scheme!r})." * isinstance(scheme, str)
                 raise PlanError(
-                    "A tfcommx.Scheme or the name of a route is required, or a mapping from "
-                    "patterns of variable paths, such as '*embedding*', to Schemes. Received "
-                    f"{scheme!r} for {pattern!r}."
+                    "A tfcommx.Scheme is required, or a mapping from patterns of variable paths, "
+                    f"such as '*embedding*', to Schemes. Received {scheme!r} for {pattern!r}."
+                    f"{remedy}"
                 )
             check_scheme(scheme, self._comm.topology, self._comm.messages.possible)
             if scheme.momentum and self._settings.own_momentum:
@@ -243,7 +239,7 @@ class RequestedPlan:
             _check_schemes_of_momenta(by_pattern(schemes), self._settings.sender)
         find_auto(by_pattern(schemes))
 
-    def replace(self, schemes: Schemes) -> None:
+    def replace(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Replace the schemes by others, already checked, and discard a given plan."""
         self.schemes, self._given_plan = by_pattern(schemes), None
 
@@ -323,17 +319,9 @@ class RequestedPlan:
         )
 
 
-def by_pattern(schemes: Schemes) -> dict[str, Scheme]:
-    """Return pattern of variable paths -> Scheme; a single one is for all.
-
-    >>> by_pattern("torus") == {"*": Scheme("torus")}
-    True
-    """
-    given = schemes if isinstance(schemes, Mapping) else {"*": schemes}
-    return {
-        pattern: Scheme(scheme) if isinstance(scheme, str) else scheme
-        for pattern, scheme in given.items()
-    }
+def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
+    """Return pattern of variable paths -> Scheme; a single Scheme is for all."""
+    return dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
 
 
 def _check_schemes_of_momenta(schemes: Mapping[str, Scheme], sender: type[SendsMomentum]) -> None:
