@@ -144,6 +144,7 @@ Put put(const SlabFile& file, int64_t sample, int64_t label, Image image, int32_
   target.pixel = Pixel::kUint8;
   target.channels = image.channels;
   stored_size(image.height, image.width, store, &target.height, &target.width);
+  if (target.height > kMostSide || target.width > kMostSide) return Put::kNot;
   const int64_t bytes = static_cast<int64_t>(target.height) * target.width * target.channels;
   thread_local std::vector<uint8_t> halves, small;
   // Interpolation by more than 2 would skip pixels.

@@ -21,6 +21,9 @@ struct SlabHeader {
   int64_t id;        // drawn when the slab was made
 };
 
+// Pixels of a side: positions in a row then fit 32 bits, and float32 holds them exactly.
+constexpr int32_t kMostSide = 1 << 24;
+
 struct Record {  // 64 bytes, then the pixels, row-major, interleaved channels
   int64_t sample;
   int64_t label;

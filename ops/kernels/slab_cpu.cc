@@ -26,8 +26,9 @@ bool record_at(const uint8_t* base, int64_t low, int64_t length, int64_t at, int
   Record& record = out->record;
   std::memcpy(&record, base + at, sizeof(Record));
   out->pixels = base + at + head;
-  if (record.sample != sample || record.height < 1 || record.width < 1 || record.channels < 1 ||
-      record.channels > 4 || record.bytes < 1 || record.bytes > length - head - at)
+  if (record.sample != sample || record.height < 1 || record.height > kMostSide ||
+      record.width < 1 || record.width > kMostSide || record.channels < 1 || record.channels > 4 ||
+      record.bytes < 1 || record.bytes > length - head - at)
     return false;
   const int64_t area = static_cast<int64_t>(record.height) * record.width;
   // Compared by a division, because four times the area may not fit 64 bits.

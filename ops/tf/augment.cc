@@ -8,6 +8,7 @@
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tf/batch_memory.h"
+#include "tf/scalar.h"
 #include "tf/share.h"
 #include "tf/slab.h"
 
@@ -80,7 +81,8 @@ REGISTER_OP("TfcommxSlabRead")
       TF_RETURN_IF_ERROR(c->GetAttr("channels", &channels));
       DimensionHandle height = c->UnknownDim(), width = c->UnknownDim();
       const Tensor* size = c->input_tensor(4);
-      if (size != nullptr && size->NumElements() == 2 && size->flat<int32_t>()(0) > 0) {
+      if (size != nullptr && size->NumElements() == 2 && size->flat<int32_t>()(0) > 0 &&
+          size->flat<int32_t>()(1) > 0) {
         height = c->MakeDim(size->flat<int32_t>()(0));
         width = c->MakeDim(size->flat<int32_t>()(1));
       }
@@ -106,7 +108,8 @@ class SlabCheck : public OpKernel {
 
   void Compute(OpKernelContext* context) override {
     const auto indices = context->input(0).flat<int64_t>();
-    const uint64_t epoch = context->input(1).scalar<int64_t>()();
+    int64_t epoch;
+    OP_REQUIRES_OK(context, get_scalar(context, 1, "epoch", &epoch));
     Tensor* state = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, context->input(0).shape(), &state));
     auto out = state->flat<uint8_t>();
@@ -120,7 +123,7 @@ class SlabCheck : public OpKernel {
         out(i) = 1;
         continue;
       }
-      const bool look = uniform(seed_, epoch, indices(i), 0) < verify_;
+      const bool look = uniform(seed_, static_cast<uint64_t>(epoch), indices(i), 0) < verify_;
       out(i) = look && !intact(sample) ? 2 : 0;
     }
   }
@@ -194,16 +197,18 @@ class SlabRead : public OpKernel {
     const auto indices = context->input(0).flat<int64_t>();
     const auto loose = context->input(1).flat<uint8_t>();
     const auto loose_at = context->input(2).flat<int64_t>();
-    const int64_t epoch = context->input(3).scalar<int64_t>()();
+    int64_t epoch;
+    OP_REQUIRES_OK(context, get_scalar(context, 3, "epoch", &epoch));
     const auto size = context->input(4).flat<int32_t>();
     const int64_t n = indices.size();
     OP_REQUIRES(context, loose_at.size() == n,
                 InvalidArgument("`loose_at` must have one entry per index. Received ",
                                 loose_at.size(), " for ", n, "."));
-    OP_REQUIRES(
-        context,
-        size.size() == 2 && size(0) >= 0 && size(1) >= 0 && (size(0) == 0) == (size(1) == 0),
-        InvalidArgument("`size` must be [height, width], both positive or both zero."));
+    OP_REQUIRES(context,
+                size.size() == 2 && size(0) >= 0 && size(1) >= 0 &&
+                    (size(0) == 0) == (size(1) == 0) && size(0) <= kMostSide &&
+                    size(1) <= kMostSide,
+                InvalidArgument("`size` must be [height, width], both in [1, 2^24] or both zero."));
     std::vector<Image> sources(n);
     std::vector<int64_t> numbers(n);  // labels
     std::vector<Window> windows(n);
@@ -241,7 +246,9 @@ class SlabRead : public OpKernel {
       windows[i] = window_of(rule_, epoch, indices(i), record.height, record.width);
     }
     Tensor *labels = nullptr, *taken = nullptr;
-    const TensorShape shape({n, target.height, target.width, target.channels});
+    TensorShape shape;  // made so, because its constructor ends the process over too many pixels
+    OP_REQUIRES_OK(context, TensorShape::BuildTensorShape(
+                                {n, target.height, target.width, target.channels}, &shape));
     Tensor images;
     if (shape.num_elements() * pixel_bytes(target.pixel) >= BatchMemory::kLeast) {
       images = Tensor(BatchMemory::instance(), output_type(0), shape);

@@ -8,6 +8,7 @@
 
 #include "kernels/select.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tf/scalar.h"
 #include "tf/share.h"
 #include "xla/stream_executor/stream.h"
 

@@ -34,7 +34,8 @@ REGISTER_OP("TfcommxDenseWrite")
 residual: a float32 variable, of which the entries from `start` on are the gradient's; updated.
 written: [n]; of bfloat16 the bits.
 scale: a power of two <= 1, of what is written.
-reach: a power of two >= 1: float16 carries up to 65504 times this of an entry.
+reach: a power of two >= 1: float16 carries up to 65504 times this of an entry. There at most 1 / scale,
+  beyond which an entry would become infinite.
 )");
 
 REGISTER_OP("TfcommxDenseAdd")
@@ -59,6 +60,11 @@ written: [parts * n].
 total: [n], the sums times `factor`.
 )");
 
+// Whether a number is a power of two whose reciprocal is one, too.
+bool is_power_of_two(float x) {
+  return x >= 0x1p-126f && x <= 0x1p126f && (bits_of(x) & 0x7fffff) == 0;
+}
+
 class DenseOp : public tensorflow::OpKernel {
  public:
   explicit DenseOp(tensorflow::OpKernelConstruction* context) : OpKernel(context) {
@@ -78,6 +84,17 @@ class DenseWriteOp : public DenseOp {
     OP_REQUIRES_OK(context, context->GetAttr("start", &start_));
     OP_REQUIRES_OK(context, context->GetAttr("scale", &scale_));
     OP_REQUIRES_OK(context, context->GetAttr("reach", &reach_));
+    OP_REQUIRES(context, is_power_of_two(scale_) && scale_ <= 1,
+                tensorflow::errors::InvalidArgument(
+                    "`scale` must be a power of two in [2^-126, 1]. Received ", scale_, " (",
+                    name(), "). Other numbers cannot be divided by without a rounding error."));
+    OP_REQUIRES(
+        context,
+        is_power_of_two(reach_) && reach_ >= 1 && (type_ != Float::float16 || reach_ * scale_ <= 1),
+        tensorflow::errors::InvalidArgument(
+            "`reach` must be a power of two in [1, 2^126], and for float16 at most 1 / scale. "
+            "Received ",
+            reach_, ", scale=", scale_, " (", name(), "). Pass 1 / scale."));
   }
 
   void Compute(tensorflow::OpKernelContext* context) override {
@@ -89,11 +106,12 @@ class DenseWriteOp : public DenseOp {
                                 context, tensorflow::HandleFromInput(context, 1), &variable));
     const tensorflow::mutex_lock lock(*variable->mu());
     const int64_t size = variable->tensor()->NumElements();
-    OP_REQUIRES(context, start_ + n <= size,
-                tensorflow::errors::InvalidArgument(
-                    "`residual` must have ", start_ + n, " entries or more: `gradient` has ", n,
-                    " of them, from ", start_, " on. Received ", variable->DebugString(), " (",
-                    name(), "). Make it anew for this bucket."));
+    OP_REQUIRES(
+        context, n <= size && start_ <= size - n,  // start_ + n may not fit 64 bits
+        tensorflow::errors::InvalidArgument(
+            "`residual` must have ", static_cast<uint64_t>(start_) + n,
+            " entries or more: `gradient` has ", n, " of them, from ", start_, " on. Received ",
+            variable->DebugString(), " (", name(), "). Make it anew for this bucket."));
     float* residual;
     OP_REQUIRES_OK(context, open_state<kGpu>(context, "residual", variable.get(), size, &residual));
     tensorflow::Tensor* written;

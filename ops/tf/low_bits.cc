@@ -1,6 +1,7 @@
 // TfcommxLowBitsWrite, TfcommxLowBitsAdd, TfcommxLowBitsRead: a dense vector in codes of few bits.
 #include "kernels/low_bits.h"
 
+#include <algorithm>
 #include <string>
 
 #include "tensorflow/core/framework/common_shape_fns.h"
@@ -20,6 +21,10 @@ absl::Status get_layout(Context* context, LowBits* layout) {
   std::string type;
   TF_RETURN_IF_ERROR(context->GetAttr("type", &type));
   TF_RETURN_IF_ERROR(context->GetAttr("entries", &layout->entries));
+  if (layout->entries > std::numeric_limits<int32_t>::max())
+    return tensorflow::errors::InvalidArgument("`entries` must be in [1, 2^31). Received ",
+                                               layout->entries,
+                                               ". Cut what is longer into buckets.");
   layout->bits = type.back() - '0';  // of int8, int4, int2, int1
   return absl::OkStatus();
 }
@@ -128,6 +133,7 @@ class LowBitsStateOp : public LowBitsOp {
  public:
   explicit LowBitsStateOp(tensorflow::OpKernelConstruction* context) : LowBitsOp(context) {
     OP_REQUIRES_OK(context, context->GetAttr("real", &real_));
+    real_ = std::max<int64_t>(real_, 0);  // the entries before a shard are subtracted from it
   }
 
  protected:
@@ -140,11 +146,11 @@ class LowBitsStateOp : public LowBitsOp {
         tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, 1), &variable));
     const tensorflow::mutex_lock lock(*variable->mu());
     const int64_t size = variable->tensor()->NumElements();
-    if (start + n > size)
+    if (n > size || start > size - n)  // start + n may not fit 64 bits
       return tensorflow::errors::InvalidArgument(
-          "`residual` must have ", start + n, " entries or more: the shards have ", n,
-          " of them, from ", start, " on. Received ", variable->DebugString(), " (", name(),
-          "). Make it anew for this bucket.");
+          "`residual` must have ", static_cast<uint64_t>(start) + n,
+          " entries or more: the shards have ", n, " of them, from ", start, " on. Received ",
+          variable->DebugString(), " (", name(), "). Make it anew for this bucket.");
     float* residual;
     TF_RETURN_IF_ERROR(open_state<kGpu>(context, "residual", variable.get(), size, &residual));
     return body(residual + start);

@@ -38,11 +38,17 @@ class MergeOp : public tensorflow::OpKernel {
  public:
   explicit MergeOp(tensorflow::OpKernelConstruction* construction) : OpKernel(construction) {
     OP_REQUIRES_OK(construction, construction->GetAttr("k", &k_));
+    // Threads of a GPU count positions in 32 bits, up to a few hundred beyond the end of a run
+    OP_REQUIRES(construction, !kGpu || k_ <= int64_t{1} << 30,
+                tensorflow::errors::InvalidArgument("`k` must be at most 2^30 on a GPU. Received ",
+                                                    k_, " (", name(), "). Merge on /cpu:0."));
   }
 
   void Compute(tensorflow::OpKernelContext* context) override {
     const tensorflow::Tensor &indices = context->input(0), &values = context->input(1);
-    const int64_t size = context->input(2).scalar<int64_t>()(), pairs = indices.NumElements();
+    const int64_t pairs = indices.NumElements();
+    int64_t size;
+    OP_REQUIRES_OK(context, get_scalar(context, 2, "size", &size));
     OP_REQUIRES(context, indices.dims() == 1 && indices.shape() == values.shape(),
                 tensorflow::errors::InvalidArgument(
                     "`indices` and `values` must be vectors of one length. Received ",

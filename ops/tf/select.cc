@@ -1,5 +1,6 @@
 // TfcommxSelect, TfcommxSelectResidual, TfcommxSelectMomentum: k entries of a gradient by
 // magnitude; variables keep the rest.
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -98,7 +99,10 @@ class SelectOp : public tensorflow::OpKernel {
 
   void Compute(tensorflow::OpKernelContext* context) override {
     const tensorflow::Tensor& gradient = context->input(0);
-    const int64_t n = gradient.NumElements(), k = context->input(1 + kStates).scalar<int64_t>()();
+    const int64_t n = gradient.NumElements();
+    int64_t k, seed;
+    OP_REQUIRES_OK(context, get_scalar(context, 1 + kStates, "k", &k));
+    OP_REQUIRES_OK(context, get_scalar(context, 2 + kStates, "seed", &seed));
     OP_REQUIRES_OK(context, check_vector(context, "gradient", gradient));
     OP_REQUIRES_OK(context, check_k(context, k, n));
 
@@ -114,21 +118,23 @@ class SelectOp : public tensorflow::OpKernel {
                 tensorflow::errors::InvalidArgument(
                     "`velocity` must be another variable than `residual`. Received ",
                     variables[0]->DebugString(), " for both (", name(), ")."));
-    for (int i = 0; i < kStates; ++i) {
-      locks[i] = std::make_unique<tensorflow::mutex_lock>(*variables[i]->mu());
+    // In one order, so that two such operations cannot wait for each other.
+    std::array<tensorflow::Var*, 2> ordered = {variables[0].get(), variables[1].get()};
+    std::sort(ordered.begin(), ordered.begin() + kStates);
+    for (int i = 0; i < kStates; ++i)
+      locks[i] = std::make_unique<tensorflow::mutex_lock>(*ordered[i]->mu());
+    for (int i = 0; i < kStates; ++i)
       OP_REQUIRES_OK(context,
                      open_state<kGpu>(context, names[i], variables[i].get(), n, &states[i]));
-    }
 
     tensorflow::Tensor *indices, *values;
     OP_REQUIRES_OK(context, context->allocate_output(0, {k}, &indices));
     OP_REQUIRES_OK(context, context->allocate_output(1, {k}, &values));
-    const uint64_t seed = static_cast<uint64_t>(context->input(2 + kStates).scalar<int64_t>()());
-    OP_REQUIRES_OK(context,
-                   select_on_device<kGpu>(
-                       context, {gradient.data(), float_of<T>(), states[0], states[1], momentum_, n,
-                                 k, seed, rule_, static_cast<int32_t*>(indices->data()),
-                                 static_cast<float*>(values->data())}));
+    OP_REQUIRES_OK(context, select_on_device<kGpu>(
+                                context, {gradient.data(), float_of<T>(), states[0], states[1],
+                                          momentum_, n, k, static_cast<uint64_t>(seed), rule_,
+                                          static_cast<int32_t*>(indices->data()),
+                                          static_cast<float*>(values->data())}));
   }
 
  private:

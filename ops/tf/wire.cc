@@ -13,12 +13,18 @@ constexpr char kFormats[] =
     "format: {'pair32', 'pair16/float16', 'pair16/bfloat16', 'block16/float32', 'block16/float16', "
     "'block16/bfloat16', 'elias/float32', 'elias/float16', 'elias/int8', 'elias/int4'}";
 
-// The layout that the attributes name, all except k.
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+
+// The layout that the attributes name, all except k. Words are counted in 64 bits without overflow
+// if sizes are below 2^31.
 template <class Context>
 absl::Status layout_of(Context* context, WireLayout* layout) {
   std::string format;
   TF_RETURN_IF_ERROR(context->GetAttr("format", &format));
   TF_RETURN_IF_ERROR(context->GetAttr("size", &layout->size));
+  if (layout->size > kMost)
+    return tensorflow::errors::InvalidArgument("`size` must be in [0, 2^31). Received ",
+                                               layout->size, ". Cut what is longer into buckets.");
   const size_t slash = format.find('/');
   const std::string places = format.substr(0, slash);
   const std::string type = slash == std::string::npos ? "float32" : format.substr(slash + 1);
@@ -103,10 +109,6 @@ class WireOp : public tensorflow::OpKernel {
  public:
   explicit WireOp(tensorflow::OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, layout_of(context, &layout_));
-    OP_REQUIRES(
-        context, layout_.size <= std::numeric_limits<int32_t>::max(),
-        tensorflow::errors::InvalidArgument("`size` must be in [0, 2^31). Received ", layout_.size,
-                                            " (", name(), "). Cut what is longer into buckets."));
   }
 
  protected:
@@ -153,7 +155,10 @@ class DecodeOp : public WireOp {
   explicit DecodeOp(tensorflow::OpKernelConstruction* context) : WireOp(context) {
     OP_REQUIRES_OK(context, context->GetAttr("k", &layout_.k));
     OP_REQUIRES_OK(context, context->GetAttr("shards", &shards_));
-    OP_REQUIRES(context, shards_ * layout_.size <= std::numeric_limits<int32_t>::max(),
+    OP_REQUIRES(context, layout_.k <= kMost,
+                tensorflow::errors::InvalidArgument("`k` must be in [0, 2^31). Received ",
+                                                    layout_.k, " (", name(), ")."));
+    OP_REQUIRES(context, layout_.size == 0 || shards_ <= kMost / layout_.size,
                 tensorflow::errors::InvalidArgument(
                     "`shards` * `size` must be below 2^31. Received ", shards_, " and ",
                     layout_.size, " (", name(), "). Cut what is longer into buckets."));
@@ -183,10 +188,11 @@ class DecodeOp : public WireOp {
       const int64_t bad = wire_decode_cpu(layout_, from, buffers, shards_, places, numbers,
                                           shared_with_pool(context));
       OP_REQUIRES(context, bad < 0,
-                  tensorflow::errors::InvalidArgument("Each buffer must hold ", layout_.k,
-                                                      " indices in [0, ", layout_.size,
-                                                      "). Buffer ", bad, " does not (", name(),
-                                                      "). Do all ranks have the same plan?"));
+                  tensorflow::errors::InvalidArgument(
+                      "Each buffer must hold ", layout_.k,
+                      layout_.places != Positions::pair ? " ascending" : "", " indices in [0, ",
+                      layout_.size, "). Buffer ", bad, " does not (", name(),
+                      "). Do all ranks have the same plan?"));
     }
   }
 

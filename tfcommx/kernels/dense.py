@@ -38,13 +38,14 @@ def write(
         dtype: float16 or bfloat16.
         start: position of the first entry in the residual, >= 0.
         scale: a power of two in (0, 1]; entries times the scale are rounded and written.
-        reach: a power of two >= 1, which multiplies the limits of float16.
+        reach: a power of two >= 1, for float16 <= 1 / scale; multiplies the limits of float16.
 
     Returns:
         float16 [n]; for bfloat16, its bits.
 
     **Ranks:** local. **Cost:** one pass, 14 bytes per entry.
-    **Raises:** InvalidArgumentError if the residual is too short or not float32.
+    **Raises:** InvalidArgumentError if the residual is too short or not float32, or the scale or
+    the reach is no such power of two.
     """
     ops = loader.library()
     if ops is None:
