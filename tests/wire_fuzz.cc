@@ -1,7 +1,8 @@
-// Decodes hostile buffers of all wire formats under sanitizers: nothing outside a buffer is read or
-// written, and a buffer that is accepted has its indices in range.
+// Decodes hostile buffers of all wire formats, and encodes hostile entries, under sanitizers: nothing
+// outside a buffer is read or written, and what is accepted has its indices in range and order.
 //
 //   wire_fuzz SEED COUNT
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -71,9 +72,39 @@ bool decodes_safely() {
   const int64_t bad =
       wire_decode_cpu(layout, sent.get(), buffers, shards, indices.get(), values.get(), each);
   if (bad < -1 || bad >= buffers) return false;
-  for (int64_t i = 0; bad == -1 && i < buffers * k; ++i)
+  for (int64_t i = 0; bad == -1 && i < buffers * k; ++i) {
     if (indices[i] < 0 || indices[i] >= shards * size) return false;
+    if (places != Positions::pair && i % k && indices[i] <= indices[i - 1]) return false;
+  }
   return true;
+}
+
+bool encodes_safely() {
+  const Positions places = static_cast<Positions>(below(3));
+  const int64_t size = below(8) ? 1 + below(below(2) ? 300 : 200000) : 0, k = below(300);
+  const WireLayout layout = {k, size, static_cast<Values>(below(5)), places};
+  auto indices = exactly<int32_t>(k), read = exactly<int32_t>(k);
+  auto values = exactly<float>(k);
+  for (int64_t i = 0; i < k; ++i) {
+    indices[i] = size ? static_cast<int32_t>(below(size)) : 0;
+    values[i] = float_of(static_cast<uint32_t>(draw()));
+  }
+  if (below(4)) {
+    std::sort(indices.get(), indices.get() + k);
+    std::fill(std::unique(indices.get(), indices.get() + k), indices.get() + k, INT32_MAX);
+  }
+  if (k && below(2)) indices[below(k)] = hostile_word();
+  bool right = true;
+  for (int64_t i = 0; i < k; ++i) {
+    right &= indices[i] >= 0 && indices[i] < size;
+    right &= places == Positions::pair || i == 0 || indices[i] > indices[i - 1];
+  }
+  auto words = exactly<int32_t>(layout.words());
+  const int64_t bad = wire_encode_cpu(layout, indices.get(), values.get(), words.get());
+  if (bad < -1 || bad >= k || (bad == -1) != right) return false;
+  if (bad >= 0) return true;
+  return wire_decode_cpu(layout, words.get(), 1, 1, read.get(), values.get(), each) == -1 &&
+         std::equal(indices.get(), indices.get() + k, read.get());
 }
 
 }  // namespace
@@ -82,8 +113,8 @@ int main(int, char** arguments) {
   draw.seed(std::strtoull(arguments[1], nullptr, 10));
   const int64_t count = std::strtoll(arguments[2], nullptr, 10);
   for (int64_t n = 0; n < count; ++n) {
-    if (!decodes_safely()) {
-      std::printf("buffer %lld was accepted with indices out of range\n",
+    if (!decodes_safely() || !encodes_safely()) {
+      std::printf("buffer %lld was accepted with indices out of range or order, or refused\n",
                   static_cast<long long>(n));
       return 1;
     }

@@ -104,7 +104,7 @@ TFCOMMX_DEVICE float low_bits_value(uint32_t code, float step) {
   }
   const uint32_t three = bits == 2 ? mask_if(code & 2) : 0;
   const uint32_t size = (bits_of(product(step, 3.0f)) & three) | (bits_of(step) & ~three);
-  return float_of(size | code << 31);
+  return float_of(size ^ code << 31);  // The step's sign counts, too, if a damaged one has one
 }
 
 // Writes gradient + residual, of shards * layout.entries entries each, to words[shards *

@@ -56,8 +56,9 @@ int64_t wire_encode_cpu(const WireLayout& layout, const int32_t* indices, const 
 
 // Reads `buffers` buffers, one after another, to indices[buffers * k] and values[buffers * k]: as
 // many for each of `shards` equal parts of a vector of shards * size < 2^31 entries, into which the
-// indices point then. Returns the first buffer that does not hold k indices in [0, size), and then
-// the outputs are unspecified; -1: none. Cost: one pass, the buffers side by side.
+// indices point then. Returns the first buffer that does not hold k indices in [0, size), ascending
+// unless `places` is pair, and then the outputs are unspecified; -1: none. Cost: one pass, the
+// buffers side by side.
 int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t buffers,
                         int64_t shards, int32_t* indices, float* values,
                         const ParallelFor& parallel_for);
@@ -65,8 +66,8 @@ int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t 
 // The same on a GPU, queued on the stream. Nothing waits, so nothing can
 // be refused: if the indices to encode are out of range or order, `words` is unspecified;
 // indices that are not in [0, size), and all of a buffer whose counts do not add up to k, become
-// -1, which merge_cuda answers with NaN. Return null, or CUDA's message if a kernel could not be
-// launched.
+// -1, which merge_cuda answers with NaN, as it does indices that do not ascend. Return null, or
+// CUDA's message if a kernel could not be launched.
 const char* wire_encode_cuda(const WireLayout& layout, const int32_t* indices, const float* values,
                              int32_t* words, CUstream_st* stream);
 const char* wire_decode_cuda(const WireLayout& layout, const int32_t* words, int64_t buffers,

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "kernels/clones.h"
 #include "kernels/wire_float.h"
 
 namespace tfcommx {
@@ -23,29 +24,39 @@ void widen(const int32_t* words, int64_t k, float* values) {
   for (int64_t i = 0; i < k; ++i) values[i] = convert(narrowed[i]);
 }
 
-// Adds `first` to the indices of one buffer; false if they are not k in [0, size).
+// Whether each offset is above the one before it.
+TFCOMMX_CLONES
+bool ascend(const uint16_t* offsets, int64_t count) {
+  uint16_t wrong = 0;  // as wide as the offsets, so that as many fit a register
+  for (int64_t i = 1; i < count; ++i) wrong |= offsets[i] <= offsets[i - 1];
+  return wrong == 0;
+}
+
+// Adds `first` to the indices of one buffer; false if they are not k in [0, size), or do not ascend
+// where the format's do.
 bool decode_positions(const WireLayout& layout, const int32_t* words, int64_t first,
                       int32_t* indices) {
-  bool outside = false;
-  const auto put = [&](int64_t i, int64_t index) {
-    outside |= index < 0 || index >= layout.size;
-    indices[i] = static_cast<int32_t>(first + index);
-  };
   if (layout.places == Positions::elias)
     return elias_decode_cpu(layout.elias(), words, first, indices);
   if (layout.places == Positions::pair) {
-    for (int64_t i = 0; i < layout.k; ++i) put(i, words[i]);
+    bool outside = false;
+    for (int64_t i = 0; i < layout.k; ++i) {
+      outside |= words[i] < 0 || words[i] >= layout.size;
+      indices[i] = static_cast<int32_t>(first + words[i]);
+    }
     return !outside;
   }
   const uint16_t* offsets = reinterpret_cast<const uint16_t*>(words + layout.counts());
   int64_t done = 0;
   for (int64_t block = 0; block < layout.counts(); ++block) {
     const int64_t count = words[block], start = block * 65536;
-    if (count < 0 || done + count > layout.k) return false;
-    for (int64_t i = done; i < done + count; ++i) put(i, start + offsets[i]);
+    if (count < 0 || done + count > layout.k || !ascend(offsets + done, count)) return false;
+    for (int64_t i = done; i < done + count; ++i)
+      indices[i] = static_cast<int32_t>(first + start + offsets[i]);
     done += count;
+    if (count && start + offsets[done - 1] >= layout.size) return false;
   }
-  return done == layout.k && !outside;
+  return done == layout.k;
 }
 
 // Returns the position of the first index that is refused; -1: none.

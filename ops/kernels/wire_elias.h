@@ -44,8 +44,8 @@ struct EliasLayout {
 int64_t elias_encode_cpu(const EliasLayout& layout, const int32_t* indices, int32_t* words);
 
 // Reads them, and adds `first` to each. One more word must follow: it is read, and not used.
-// Returns whether they are k indices in [0, size); if not, indices[k] is unspecified. Cost: one
-// pass.
+// Returns whether they are k ascending indices in [0, size); if not, indices[k] is unspecified. Cost:
+// one pass.
 bool elias_decode_cpu(const EliasLayout& layout, const int32_t* words, int64_t first,
                       int32_t* indices);
 

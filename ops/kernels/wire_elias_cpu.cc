@@ -164,23 +164,27 @@ void read_lows(const EliasLayout& layout, const Gaps& gaps, const uint32_t* word
   for (int64_t j = 0; j < count; ++j) lows[j] = bytes[j];
 }
 
-// Makes an index of each place and its low part. Returns whether they are in [0, size).
+// Makes an index of each place and its low part. Returns whether they ascend and are in [0, size).
 bool join(const EliasLayout& layout, const uint32_t* words, int64_t first, int32_t* places) {
   const int width = layout.low_bits;
+  // Places ascend, so the last high part is the largest; within this limit no index overflows
+  const uint32_t highest =
+      static_cast<uint32_t>(places[layout.k - 1]) - static_cast<uint32_t>(layout.k - 1);
+  if (highest > (layout.size - 1) >> width) return false;
   const Gaps gaps(std::min(width, kWidest));
-  uint32_t highest = 0, largest = 0, lows[kBlock];
+  uint32_t wrong = 0, lows[kBlock];
   for (int64_t i = 0; i < layout.k; i += kBlock) {
     const int64_t count = std::min<int64_t>(kBlock, layout.k - i);
     read_lows(layout, gaps, words, i, count, lows);
     for (int64_t j = 0; j < count; ++j) {
       const uint32_t high = static_cast<uint32_t>(places[i + j]) - static_cast<uint32_t>(i + j);
       const uint32_t index = high << width | lows[j];
-      highest = std::max(highest, high);
-      largest = std::max(largest, index);
       places[i + j] = static_cast<int32_t>(static_cast<uint32_t>(first) + index);
     }
   }
-  return highest <= (layout.size - 1) >> width && largest < layout.size;
+  for (int64_t i = 1; i < layout.k; ++i) wrong |= places[i] <= places[i - 1];
+  return !wrong &&
+         static_cast<uint32_t>(places[layout.k - 1]) - static_cast<uint32_t>(first) < layout.size;
 }
 
 }  // namespace
@@ -201,6 +205,7 @@ int64_t elias_encode_cpu(const EliasLayout& layout, const int32_t* indices, int3
 TFCOMMX_CLONES
 bool elias_decode_cpu(const EliasLayout& layout, const int32_t* words, int64_t first,
                       int32_t* indices) {
+  if (layout.k == 0) return true;  // also of an empty vector, which has no highest index
   if (!read_bitmap(layout, reinterpret_cast<const uint8_t*>(words), indices)) return false;
   return join(layout, reinterpret_cast<const uint32_t*>(words + layout.bitmap()), first, indices);
 }

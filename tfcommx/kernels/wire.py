@@ -104,7 +104,7 @@ def decode(
     **Ranks:** local.
     **Cost:** one pass, with the buffers in parallel.
     **Raises:** InvalidArgumentError if the length, a buffer's counts or its indices do not fit k
-    and size; a GPU returns indices of -1 instead.
+    and size, or indices that must ascend do not; a GPU returns indices of -1 or as they are.
     """
     ops = loader.library()
     if ops is None:
