@@ -24,9 +24,15 @@ SOURCES = {
         "augment_rows_avx2",
         "augment_rows_avx512",
     ],
+    "array_fuzz": [
+        *("dense_cpu", "keep_cpu", "lars_cpu", "low_bits_cpu", "merge_cpu", "norms_cpu"),
+        *("norms_chunk_avx2", "norms_chunk_avx512", "norms_chunk_portable"),
+        *("select_cpu", "select_band_cpu", "select_scan_choice"),
+        *("select_scan_avx2", "select_scan_avx512", "select_scan_portable"),
+    ],
 }
 # In some 20 seconds; 400,000 buffers passed once.
-COUNTS = {"wire_fuzz": 60_000, "slab_fuzz": 60_000}
+COUNTS = {"wire_fuzz": 60_000, "slab_fuzz": 60_000, "array_fuzz": 3_000}
 
 
 @pytest.mark.exhaustive
