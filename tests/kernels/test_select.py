@@ -246,6 +246,19 @@ def test_unknown_rules_and_partial_all_are_refused():
         selection.rule("all").select(tf.zeros([10]), 3)
 
 
+@pytest.mark.parametrize("k", [0, 11, -1])
+@pytest.mark.parametrize("name", selection.RULES)
+def test_every_rule_refuses_k_out_of_range(name, k):
+    """Fewer entries than k, or others than none, were chosen if k was a tensor."""
+    refused = (PlanError, tf.errors.InvalidArgumentError)
+    choose = tf.function(lambda gradient, k: selection.rule(name).select(gradient, k).indices)
+    for number in (k, tf.constant(k)):
+        with pytest.raises(refused, match=r"\bk\b"):
+            selection.rule(name).select(tf.ones([10]), number)
+    with pytest.raises(refused, match=r"\bk\b"):
+        choose(tf.ones([10]), tf.constant(k))
+
+
 THREADS = """
 import hashlib, json, sys
 import tensorflow as tf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
 
@@ -25,13 +26,15 @@ class All:
             seed: not used.
 
         **Cost:** one pass at most.
-        **Raises:** PlanError if k is not n.
+        **Raises:** PlanError if k is not n; InvalidArgumentError if that is known only in the step.
         """
         size = traced.length(gradient)
-        if isinstance(size, int) and isinstance(k, int) and k != size:
-            raise PlanError(
-                f"Rule 'all' needs k = n. Received k={k}, n={size}. Use density 1, or another rule."
-            )
+        problem = "Rule 'all' needs k = n. Received k={}, n={}. Use density 1, or another rule."
+        if isinstance(size, int) and isinstance(k, int):
+            if k != size:
+                raise PlanError(problem.format(k, size))
+        else:
+            tf.debugging.assert_equal(tf.cast(k, tf.int32), size, problem.format("a tensor", size))
         # Counted in int64: TensorFlow's int32 range would be created in the host's memory for a GPU
         indices = tf.cast(tf.range(tf.size(gradient, tf.int64)), tf.int32)
         return Sparse(indices, tf.cast(gradient, tf.float32), size)
@@ -86,7 +89,9 @@ class Dgc:
         **Ranks:** local.
         **Cost:** three passes, a sample, and a partial sort of about 1.25 k entries on one thread;
         of all n if too few entries reach the threshold.
+        **Raises:** PlanError, or in the step InvalidArgumentError, if k is not in [1, n].
         """
+        _check_k(k, gradient, "dgc")
         acc = tf.cast(gradient, tf.float32)
         magnitude = _magnitude(acc)
         # Int64: TensorFlow moves a GPU's int32 through the host
@@ -111,6 +116,19 @@ class Dgc:
         rank = tf.math.ceil(self.margin * share * tf.cast(samples, tf.float32))
         rank = tf.clip_by_value(tf.cast(rank, tf.int32), 1, samples)
         return tf.reduce_min(tf.math.top_k(tf.gather(magnitude, drawn), rank).values)
+
+
+def _check_k(k: Any, gradient: tf.Tensor, rule: str) -> None:
+    """Require k entries in [1, n], or none of none, as `kernels.select` does for its rules."""
+    size = traced.length(gradient)
+    problem = f"Rule {rule!r} needs k in [1, n]. Received k={{}}, n={{}}. Change `density`."
+    if isinstance(k, int) and isinstance(size, int):
+        if not min(size, 1) <= k <= size:
+            raise PlanError(problem.format(k, size))
+        return
+    k, problem = tf.cast(k, tf.int32), problem.format("a tensor", size)
+    tf.debugging.assert_less_equal(k, size, problem)
+    tf.debugging.assert_greater_equal(k, tf.minimum(size, 1), problem)
 
 
 def _magnitude(x: tf.Tensor) -> tf.Tensor:
@@ -160,7 +178,9 @@ class Threshold:
 
         **Ranks:** local.
         **Cost:** about eight passes, no sort of more than k entries.
+        **Raises:** PlanError, or in the step InvalidArgumentError, if k is not in [1, n].
         """
+        _check_k(k, gradient, "threshold")
         acc = tf.cast(gradient, tf.float32)
         bad = ~tf.math.is_finite(acc)
         reaching = ~bad & (tf.abs(acc) >= self.threshold)
