@@ -96,6 +96,20 @@ def test_a_batch_of_too_many_pixels_is_refused() -> None:
         read_picture(size=[side, side], indices=np.zeros(count, int), loose_at=np.zeros(count, int))
 
 
+def test_a_picture_with_a_side_of_many_pixels_is_refused() -> None:
+    """Positions in a row of four channels did not fit 32 bits, from 2^29 pixels on."""
+    side = 2**24
+
+    def read(*shape: int) -> tf.Tensor:
+        record = pack(0, 7, np.zeros(shape, np.uint8))
+        return read_picture(loose=np.frombuffer(record, np.uint8), channels=1)
+
+    assert read(side, 1, 1).shape == [1, 2, 3, 1]
+    for shape in ((side + 1, 1, 1), (1, side + 1, 1)):
+        with pytest.raises(tf.errors.DataLossError, match=r"\b0\b"):
+            read(*shape)
+
+
 @pytest.mark.parametrize("start", [2**63 - 2, 2**62, 3])
 def test_a_start_beyond_the_residual_is_refused(start: int) -> None:
     """Start plus length was negative, so that entries before the residual were written."""
