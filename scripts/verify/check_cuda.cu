@@ -3,11 +3,12 @@
 // scripts/check_cuda; needs neither TensorFlow nor Python.
 //
 // Checks, on fresh random inputs: selection against its definition, computed with sums and
-// magnitudes in float64, and against the CPU kernel; merge, wire, dense, low bits, norms and the update of
-// LARS against the CPU kernels; every array lies between guards that must stay untouched. Then times
-// selection (check_cuda_timing.h) in turns with a copy of 8 bytes an entry (which moves 16) and with
-// the bare addition r += g. Prints one JSON object a line: {"name": "check", "cases", "failures"},
-// then those of the benchmark `select`.
+// magnitudes in float64, and against the CPU kernel; merge, wire (also damaged), dense, low bits,
+// norms and the update of LARS against the CPU kernels; every array lies between guards that must
+// stay untouched. Then times selection (check_cuda_timing.h) in turns with a copy of 8 bytes an
+// entry (which moves 16) and with the bare addition r += g. Prints one JSON object a line: {"name":
+// "check", "cases", "failures"}, then those of the benchmark `select`.
+#include "check_cuda_damage.h"
 #include "check_cuda_timing.h"
 
 #include "kernels/dense.h"
@@ -458,6 +459,8 @@ int main(int count, char** words) {
     check_merge(random);
     check_keep(random);
     check_wire(random);
+    const std::string problem = problem_with_damage(random);
+    report(problem.empty(), problem);
     check_dense(random);
     check_low_bits(random);
     check_norms(random);
