@@ -315,9 +315,9 @@ class BroadcastState(keras.callbacks.Callback):
 
     def _guarded_rates(self) -> list[float]:
         """Return the learning rates that the replica guard compares with those of other ranks."""
-        # Those of schedules follow from the steps
+        # Those of schedules follow from the steps; Keras's MultiOptimizer has none
         return [
-            float(optimizer.learning_rate)
+            float(getattr(optimizer, "learning_rate", 0.0))
             for optimizer in wrapped_optimizers(self.model)
             if exchanger_in(optimizer).settings.check_replicas_every and not has_schedule(optimizer)
         ]
