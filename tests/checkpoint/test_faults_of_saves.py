@@ -102,7 +102,7 @@ def test_a_file_of_another_save_is_refused(small: keras.Model, tmp_path: Path) -
     with pytest.raises(cx.CheckpointError, match=rf"second/{foreign.name}.*tag"):
         cx.checkpoint.restore(small, tmp_path / "second")
     assert cx.checkpoint.restore(small, tmp_path / "first") == 1
-    # Of two saves that are kept the other one is taken
+    # The older save is taken, because two are kept
     cx.checkpoint.save(small, tmp_path / "first", 1, keep=2)
     shutil.copy(foreign, tmp_path / "first" / residuals_name(1, 0))
     assert cx.checkpoint.restore(small, tmp_path / "first") == 1

@@ -172,6 +172,16 @@ def test_what_is_no_lock_file_names_no_owner(kind: str, tmp_path: Path) -> None:
                 os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
 
 
+def the_second_run_ends_the_first(folder: Path) -> None:
+    """Start another run in the folder that this process holds; it is refused to this one then."""
+    child = start_holder(folder, SECOND)
+    try:
+        with pytest.raises(FolderInUse, match=rf"second\b.*\b{child}\b"):
+            lock.take(folder, FIRST)
+    finally:
+        end(child)
+
+
 def test_on_a_file_system_without_locks_the_run_that_came_first_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,12 +193,7 @@ def test_on_a_file_system_without_locks_the_run_that_came_first_ends(
     monkeypatch.setattr(fcntl, "flock", refuse)
     lock.take(tmp_path, FIRST)
     lock.take(tmp_path, FIRST)
-    child = start_holder(tmp_path, SECOND)
-    try:
-        with pytest.raises(FolderInUse, match=rf"second\b.*\b{child}\b"):
-            lock.take(tmp_path, FIRST)
-    finally:
-        end(child)
+    the_second_run_ends_the_first(tmp_path)
 
 
 def without_locks_of_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,12 +207,7 @@ def test_where_each_host_has_its_own_locks_the_run_that_came_first_ends(
     """With `localflock` of Lustre two runs saved into one folder, and each deleted files."""
     without_locks_of_other_hosts(monkeypatch)
     lock.take(tmp_path, FIRST)
-    child = start_holder(tmp_path, SECOND)
-    try:
-        with pytest.raises(FolderInUse, match=rf"second\b.*\b{child}\b"):
-            lock.take(tmp_path, FIRST)
-    finally:
-        end(child)
+    the_second_run_ends_the_first(tmp_path)
     (tmp_path / LOCK).unlink()  # As at the end of the second run
     lock.take(tmp_path, FIRST)
 

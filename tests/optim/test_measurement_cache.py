@@ -72,7 +72,7 @@ def test_a_digit_that_has_changed_is_noticed(kept: Path, caplog: pytest.LogCaptu
     (path,) = kept.iterdir()
     path.write_text(path.read_text().replace("0.01", "0.81"))
     assert automatic.read("choice", KEY) is None and path.name in caplog.text
-    record = json.loads(path.read_text())  # Of a version without checksums
+    record = json.loads(path.read_text())  # An older version wrote no checksum
     path.write_text(json.dumps({name: record[name] for name in ("key", "value")}))
     assert automatic.read("choice", KEY) == {"density": 0.81}
 
