@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -46,6 +48,13 @@ def test_weights_of_every_width_have_fingerprints(dtype: str) -> None:
     sums = _sums([ones, others])
     assert sums.dtype == tf.int64 and sums[0] != sums[1]
     assert _combine(sums) != _combine(_sums([others, ones]))
+
+
+def test_small_drifts_of_two_variables_do_not_cancel() -> None:
+    """A rank whose sums differed by -3 and 1, or by 5 and -1 further on, counted as equal."""
+    drifts = list(itertools.product(range(-5, 6), repeat=3))
+    combined = tf.map_fn(_combine, tf.constant(drifts, tf.int64))
+    assert len(set(combined.numpy().tolist())) == len(drifts)
 
 
 def test_a_start_from_different_weights_is_told_with_its_remedy() -> None:

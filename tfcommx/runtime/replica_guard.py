@@ -86,6 +86,8 @@ class ReplicaGuard:
         """
         if not self._on:
             return
+        # Numbered at the first check, which all ranks make in one order; a wrap may be one rank's
+        # alone
         self._scope = self._scope or self._comm.own_scope()
         with tf.device("/cpu:0"):
             remaining = self._remaining.value()
@@ -113,6 +115,8 @@ class ReplicaGuard:
         rate = tf.bitcast(tf.cast(learning_rate, tf.float64), tf.int64)
         row = tf.stack([_combine(sums), rate, tf.cast(steps, tf.int64)])
         with self._comm.scope(self._scope):
+            # The gathered rows are the same on all ranks, so all of them or none enter the branch
+            # below, which has another collective
             rows = self._comm.all_gather(row, "world", "replicas", counted=False)
             rows = tf.reshape(rows, [size, len(COMPARED)])
             tf.cond(
@@ -224,5 +228,8 @@ def _zeros(weights: Mapping[str, tf.Variable]) -> tf.Tensor:
 
 def _combine(sums: tf.Tensor) -> tf.Tensor:
     """Return an int64 that changes if any of the sums changes, or if two are exchanged."""
-    places = tf.range(1, 2 * sums.shape[0], 2, dtype=tf.int64)
-    return tf.reduce_sum(sums * places * tf.constant(_MULTIPLIER, tf.int64))
+    # Odd factors, which have inverses modulo 2^64, so that no change of one sum is lost. Mixed
+    # bits, because with factors such as 1 and 3 small changes of two sums, -3 and 1, would cancel
+    powers = [pow(_MULTIPLIER, position, 2**64) for position in range(1, 1 + sums.shape[0])]
+    factors = [power - 2**64 if power >= 2**63 else power for power in powers]
+    return tf.reduce_sum(sums * tf.constant(factors, tf.int64))
