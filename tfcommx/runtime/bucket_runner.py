@@ -37,6 +37,7 @@ def cut(gradients: Mapping[str, tf.Tensor], plan: Plan) -> dict[str, tf.Tensor]:
     pieces: dict[str, tf.Tensor] = {}
     for piece in [Piece.of(name) for bucket in plan.buckets for name in bucket.variables]:
         tensor = gradients[piece.path]
+        # A plan cuts variables on sparse routes that are too long for int32 indices
         if piece.stop is not None:
             size = piece.stop - piece.start
             tensor = tf.slice(tf.reshape(tensor, [-1]), [piece.start], [size])
@@ -52,6 +53,7 @@ def join(pieces: Mapping[str, tf.Tensor], like: Mapping[str, tf.Tensor]) -> dict
         parts.setdefault(piece.path, []).append((piece.start, tensor))
     joined: dict[str, tf.Tensor] = {}
     for path, numbered in parts.items():
+        # Sorted by the start alone, because tensors have no order
         tensors = [tensor for _, tensor in sorted(numbered, key=lambda part: part[0])]
         joined[path] = tensors[0]
         if len(tensors) > 1:
@@ -116,6 +118,7 @@ def clip_before_accumulation(
         )
     # Squared norms of independent gradients add up; an average divides by their number after that
     limit = norm * ranks ** (0.5 if operation == "average" else -0.5)
+    # In float32, because the square of a float16 above 255 is infinite
     length = tf.linalg.global_norm([tf.cast(gradient, tf.float32) for gradient in gradients])
     # Unchanged if NaN or Inf is among them, which must reach every rank
     scale = tf.where(tf.math.is_finite(length) & (length > limit), limit / length, 1.0)
@@ -136,6 +139,8 @@ def clip_buckets(gradients: Mapping[str, tf.Tensor], plan: Plan) -> dict[str, tf
     """
     clipped = dict(gradients)
     norms = {bucket.clip_norm for bucket in plan.buckets if bucket.clip_norm is not None}
+    # Buckets share one factor, because with a factor for each of them the direction of the update
+    # would depend on the merging
     for norm in norms:
         names = [
             name for bucket in plan.buckets if bucket.clip_norm == norm for name in bucket.variables
@@ -154,6 +159,8 @@ class BucketSelector:
         self.bucket, self.state = plan.buckets[index], state
         assert self.bucket.k is not None
         self._rule, self._k = selection.rule(self.bucket.selection), self.bucket.k
+        # Consecutive numbers for all pairs of bucket and rank. A step is 2^20 apart in `seed`, so
+        # no two steps share a seed while there are fewer pairs than that
         stream = (self.bucket.seed * len(plan.buckets) + index) * plan.topology.size + comm.rank
         self._stream = stream % 2**63
 
@@ -170,6 +177,8 @@ class BucketSelector:
         )
         sparse, rounding_error = codec.rounded(chosen, bucket.wire)
         if rounding_error is not None:
+            # The selection has set these entries to 0. One native op writes their errors, in 1.8 ms
+            # for 800,000 where six ops of TensorFlow took 4.7
             keep(state.residual, chosen, rounding_error)
         return sparse
 
@@ -219,8 +228,8 @@ class Compressor:
         if next(waiting, None) is not None:
             raise self._miscounted()
         unsent = full - flatten(done.sent, self.bucket)
-        # Neither may ever hold NaN or Inf. `usable` is equal on all ranks, while `unsent` is this
-        # rank's own
+        # Neither may ever hold NaN or Inf. `usable` is equal on all ranks, because a compression's
+        # state must be kept or replaced on all of them alike; `unsent` is this rank's own
         usable = tf.reduce_all([_is_finite(value) for value in (*sums, done.state)])
         _assign_if(usable, state.compression, done.state)
         _assign_if(usable & _is_finite(unsent), state.residual, unsent)
@@ -250,6 +259,8 @@ def _assign_if(wanted: tf.Tensor, variable: tf.Variable, value: tf.Tensor) -> No
 
 def _is_finite(vector: tf.Tensor) -> tf.Tensor:
     """Return True if the sum of all entries is finite, a check for NaN and Inf in one pass."""
+    # By a sum, because `reduce_all(is_finite)` writes a vector of flags: with one copy less, the
+    # error feedback of ResNet-50 took 24 ms in place of 38. A sum that overflows counts as infinite
     return tf.math.is_finite(tf.reduce_sum(vector))
 
 
@@ -264,6 +275,8 @@ class BucketRunner:
         # True if this bucket is a plain allreduce: no residual, momentum or pending state, which
         # need it as a flat vector
         changed = bucket.keeps_residual or bucket.momentum or state.pending is not None
+        # A list of tensors needs no flat vector, whose copies had made plain allreduces 1.13 times
+        # as slow as Horovod's
         self.is_plain = isinstance(self._route, ListRoute) and not changed
         self._average = plan.operation == "average"
         # The result is the sum over the ranks times this factor
@@ -315,6 +328,7 @@ class BucketRunner:
             return self.compressor.exchange(flat)
         route = self._route
         if self.selector is not None and isinstance(route, SparseRoute):
+            # The route calls it, because some routes add the gradients of a node first
             select = functools.partial(self.selector.select, seed=self.selector.seed(step))
             return route.run(flat, self.bucket, self._comm, self.codec, select)
         assert isinstance(route, DenseRoute), "a sparse route has a selector"

@@ -57,6 +57,8 @@ class PlanExecutor(GradientStore):
         differ, or for routes of messages without an MPI launch.
         """
         agree_on_plan(plan, comm)
+        # Here and not in the first step, because opening duplicates a communicator, which all ranks
+        # must do together and outside of a graph
         if any(routes.get(bucket.route).needs_messages(bucket) for bucket in plan.buckets):
             comm.messages.open()
         super().__init__(plan, comm)
@@ -125,6 +127,8 @@ class PlanExecutor(GradientStore):
         **Ranks:** all, with a `work` of the same collectives.
         """
         with self.scope():
+            # Read before the assignment, which waits for the last gradient: a bucket that selects
+            # needs the number as soon as its own gradients exist
             step = self.steps.read_value() + 1
             # In the last call of an iterator, which has no data, TensorFlow still runs ops without
             # a data dependency; the control dependency keeps it from counting a step
@@ -136,6 +140,8 @@ class PlanExecutor(GradientStore):
             done: list[list[tf.Tensor]] = []
             for position, runner in enumerate(self.runners):
                 if runner.bucket not in part.buckets:
+                    # It counts as ended, or the stall watch would report a bucket that this step
+                    # does not send
                     self._waits.end(position, [], number)
                     continue
                 done.append(work(runner, [pieces[name] for name in runner.bucket.variables], step))
@@ -149,6 +155,8 @@ class PlanExecutor(GradientStore):
 
     def dense_bytes_between_nodes(self) -> float:
         """Return plain Horovod's bytes between nodes for these steps, as the mean over ranks."""
+        # A restored step count includes steps of the process that wrote the checkpoint, whose sent
+        # bytes this process has not counted
         steps = int(self.steps.numpy()) - self._steps_before
         return float(steps) * self.dense_bytes_of_a_step()
 

@@ -33,6 +33,7 @@ Vectors = dict[str, Any]
 T = TypeVar("T")
 
 
+# Without equality, because a comparison of two arrays is an array
 @dataclass(frozen=True, eq=False)
 class GradientState:
     """The state by variable path. Residuals and velocities of zeros are left out."""
@@ -53,6 +54,9 @@ class GradientState:
         """
         return GradientState(
             add_vectors(self.residuals, other.residuals),
+            # Residuals and velocities are addends of a sum. Of two compression states the later one
+            # counts, because their sum would be the state of neither; the most steps count, because
+            # seeds of random selections must not repeat under the next plan
             add_vectors(self.velocities, other.velocities),
             self.compressions | other.compressions,
             _highest(self.steps, other.steps),
@@ -137,6 +141,7 @@ def variable_sizes(plan: Plan) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for bucket in plan.buckets:
         for piece, size in zip(map(Piece.of, bucket.variables), bucket.sizes, strict=True):
+            # A variable is as long as the end of its last piece
             sizes[piece.path] = max(sizes.get(piece.path, 0), piece.stop or size)
     return sizes
 

@@ -58,6 +58,8 @@ class MomentumExecutor:
         self._others = [] if others is None else [PlanExecutor(others, comm)]
         self._momenta = PlanExecutor(momenta, comm)
         self._all = [*self._others, self._momenta]
+        # Only a plan: its buckets use the state of the momenta's, which saves 4 bytes an entry on
+        # each rank
         self._learning = [] if learning is None else [_of_gradients(momenta, learning.wire)]
         for plan in self._learning:
             agree_on_plan(plan, comm)
@@ -89,6 +91,8 @@ class MomentumExecutor:
             result |= self._momenta.exchange(sent)
             return result
         frozen, (learning,) = self._phase.frozen_at > 0, self._learning
+        # Made in each trace, because `load` may replace the momenta's runners, whose state these
+        # share
         of_gradients = {
             runner.bucket.name: BucketRunner(learning, index, runner.state, self.comm)
             for index, runner in enumerate(self._momenta.runners)

@@ -18,7 +18,8 @@ from collections.abc import Collection
 
 import tensorflow as tf
 
-# Larger than the exponent of any rate
+# Larger than the exponent of any rate, so that the first rate is no rise. NaN and Inf have it, too,
+# and are never the highest
 UNKNOWN = 128
 
 
@@ -69,6 +70,8 @@ class HighestRate:
         """
 
         def shrink() -> tf.Tensor:
+            # After steps at a rate of 0 it is below 2^-100 for any usual rate, so gradients of such
+            # steps are never applied
             factor = power_of_two(highest - exponent)
             before: list[tf.Operation] = []
             for residual in residuals:

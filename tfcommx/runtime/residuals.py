@@ -133,6 +133,8 @@ class GradientStore:
         """Return a copy of this rank's state of these variables; None: of all. Untraced."""
         # Sorted, because a set's order differs between processes, and files must not
         paths = sorted(self.plan.paths)
+        # From rank 0 alone, because all ranks have the same: addends of all would load as a
+        # multiple
         compressions = {
             path: np.array(part)
             for state in self.states.values()
@@ -177,6 +179,8 @@ class GradientStore:
         """
         plan, comm = self.plan, self.comm
         own_state = state.of(plan.paths)
+        # Every rank learns who has a state of which variables, because the collectives below need
+        # all ranks, also those that load nothing
         states_of_ranks = comm.gather_objects(
             [
                 max(own_state.steps.values(), default=0),
@@ -187,6 +191,7 @@ class GradientStore:
             ]
         )
         steps, exponents, residuals, velocities, compressions = zip(*states_of_ranks, strict=True)
+        # The highest number of any rank, because seeds must follow one count and not repeat
         self.steps.assign(max(int(self.steps.numpy()), *steps))
         self._highest_rate.continue_from(set().union(*exponents))
         with_residual, moving = set().union(*residuals), set().union(*velocities)
@@ -225,6 +230,8 @@ class GradientStore:
         total = tf.constant(full)
         # This rank's shard of the sum over its node
         if state.shard.stop - state.shard.start < bucket.padded:
+            # The ranks of a node hold its shards, so this adds within the node only: the sum over
+            # the nodes is conserved, because each node keeps the residuals that its ranks had
             total = comm.reduce_scatter(total, "node", f"{bucket.name}/import_{kind}")
         if not bucket.keeps_residual:
             total = comm.allreduce(total, "world", f"{bucket.name}/import_{kind}_sum")
@@ -242,6 +249,7 @@ class GradientStore:
             for (path, part_before), fit in zip(before, fits, strict=True)
         ]
         name = f"{state.bucket.name}/import_compression"
+        # A sum, in which ranks without a state count as zeros, because one rank alone holds it
         total = self.comm.allreduce(tf.constant(np.concatenate(part)), "world", name).numpy()
         rows = zip(_cut_compression(state.bucket, total), before, fits, strict=True)
         state.compression.assign(

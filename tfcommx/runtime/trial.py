@@ -39,9 +39,10 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.gradient_state import GradientState, Vectors, variable_sizes, without
 from tfcommx.runtime.residuals import send_with_residual
 
-# Most steps of a trial; a round that would go beyond is not begun
+# Most steps of a trial, six rounds of three plans; a round that would go beyond is not begun
 STEPS = 18
-# Least number of rounds of a trial; the first does not count
+# Least number of rounds of a trial. The first does not count, the slowest step of each plan is left
+# out, and a standard error needs two
 LEAST_ROUNDS = 4
 # A plan takes no more turns if its fastest step takes this many times the median of the best plan,
 # after this number of rounds that count
@@ -90,6 +91,7 @@ class TrialRounds:
 
     def record(self, seconds: Sequence[float]) -> None:
         """Take the times of a round's steps, in the order of `order`; decide, or begin the next."""
+        # The first use of a plan opens connections, which may take seconds
         if self._rounds:
             for plan, taken in zip(self.order, seconds, strict=True):
                 self._seconds[plan].append(taken)
@@ -233,6 +235,8 @@ class TrialExecutor:
 
     def _now(self, results: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the time at which a turn ended: its results exist, and its state is written."""
+        # The stamp reads an entry, because with Horovod's asynchronous completion an op ends before
+        # its result exists
         entry = next(result for result in results if result.shape.num_elements())
         with tf.control_dependencies([self._last.read_value(), *results]):
             return stamp(tf.reshape(entry, [-1])[:1])
@@ -244,7 +248,11 @@ class TrialExecutor:
         waits = tf.cast(tf.reshape(waits, [1]), tf.float64)
         local = tf.concat([ends[1:] - ends[:-1], waits], axis=0)
         with self.comm.scope(self._scope):
+            # The flag `waits` travels along, because ranks may leave the queue of trials at
+            # different times, and must still take the same turn
             gathered = self.comm.all_gather(local, "world", "trial", counted=False)
+        # The slowest rank's times, because all wait for it, and ranks that measure differently must
+        # decide alike
         slowest = tf.reduce_max(tf.reshape(gathered, [-1, count + 1]), axis=0)
         order, steps, waits = tf.py_function(
             self._conclude, [slowest[:-1], slowest[-1] > 0], [tf.int32, tf.int32, tf.bool]
@@ -268,6 +276,7 @@ class TrialExecutor:
         if counts:
             rounds.record(seconds.numpy()[: len(rounds.order)].tolist())
         if rounds.chosen is None:
+            # The variable keeps its length; a round of fewer plans reads its first entries only
             padded = np.resize(rounds.order, count)
             return padded.astype(np.int32), len(rounds.order), False
         losers = [executor for executor in self.executors if executor is not self.chosen]
