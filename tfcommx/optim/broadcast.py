@@ -15,7 +15,8 @@ from tfcommx.core import ConfigurationError, check_whole, require_equal
 from tfcommx.keras_internals import numbered_stem
 from tfcommx.optim.requested_plan import AGREED_NAMES, path_of
 
-# Dtypes that Horovod does not support; a complex number travels as its two parts.
+# Dtypes that Horovod does not support; a complex number travels as its two parts. The wider type
+# holds each value exactly, and a uint64 wraps to int64 and back
 _CARRIED_AS = {
     tf.bfloat16: tf.float32,
     tf.dtypes.experimental.float8_e4m3fn: tf.float32,
@@ -64,9 +65,13 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
             f"{comm.rank}. Leave it out, and set it alike on all ranks."
         )
     for variable, name in zip(variables, names, strict=True):
+        # A model that only some ranks have loaded from a file has other paths, such as "out/bias"
+        # for "net/out/bias", and plans and checkpoints refer to variables by path
         if name != path_of(variable):
             AGREED_NAMES[variable] = name
     for number, variable in enumerate(variables):
+        # Named by position below, because the engine pairs by name, and paths may differ between
+        # ranks
         value = tf.convert_to_tensor(variable)
         if value.dtype.is_complex:
             parts = tf.stack([tf.math.real(value), tf.math.imag(value)])

@@ -74,6 +74,7 @@ def refuse_horovod_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Before the call, in which Python would refuse the argument without a remedy
         if argument := next((name for name in kwargs if name in INSTEAD), None):
             raise ConfigurationError(
                 f"tfcommx.DistributedOptimizer has no `{argument}`. {INSTEAD[argument]} All "
@@ -196,6 +197,8 @@ def DistributedOptimizer(
         strategy=strategy,
         check_replicas_every=check_replicas_every,
         profile=_profile_of(profile),
+        # Adam's beta_1 counts, too, because gradients in 1 or 2 bits diverge in front of any
+        # momentum
         own_momentum=getattr(inner, "momentum", 0.0) or getattr(inner, "beta_1", 0.0),
         sender=type(inner) if isinstance(inner, SendsMomentum) else None,
     )
@@ -224,6 +227,8 @@ def _wrap(
     wrapped.exchanger = exchanger
     exchanger.serve(wrapped)
     if inner is not optimizer:
+        # Both have the exchanger: the inner optimizer exchanges, and the outer one agrees with the
+        # other ranks on the steps that are skipped
         wrapped = copy_with(AgreedLossScale, optimizer, inner_optimizer=wrapped)
         wrapped.exchanger, exchanger.guard.loss_scale = exchanger, "agreed"
     # Last, because it builds the copy, which asks the exchanger for its shards

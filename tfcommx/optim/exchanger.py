@@ -191,11 +191,13 @@ class Exchanger:
         overlapping = {self._set_of[name] for name in names if name in self._set_of} - {names}
         is_new = names not in self.runs
         expected = self.requested.expected_run
+        # The length of the traced step's input, if it is known, counts more than an earlier number
         if is_new and not expected.whole_run:
             self.requested.expected_run = expected._replace(batch=traced_batch() or expected.batch)
         taken_over = any(last_exchanger(variable) is not self for variable in variables)
         if is_new or overlapping or taken_over:
-            # Variables and collectives of a plan outlive the graph of the step that needs it first
+            # Variables and collectives of a plan outlive the graph of the step that needs it first;
+            # and tf.function traces again if its first trace has made a variable
             with untraced():
                 self._take_from_overlapping(overlapping, set(names))
                 self._take_from_predecessors(variables)
@@ -204,6 +206,8 @@ class Exchanger:
                     with tf.device("/cpu:0"):
                         self._replaced[names] = tf.Variable(False, trainable=False)
                 else:
+                    # The state that other sets of variables, or other optimizers, have just handed
+                    # over
                     self.waiting = self.runs[names].executor.load(self.waiting)
                     self._replaced[names].assign(False)
         self._set_of |= dict.fromkeys(names, names)
@@ -233,6 +237,8 @@ class Exchanger:
 
     def _take_from_overlapping(self, overlapping: Set[tuple[str, ...]], names: set[str]) -> None:
         """Take the state that the plans of other sets have of these variables."""
+        # Sorted, because each of them has collectives, and the order of a set differs between
+        # processes
         for paths in sorted(overlapping):
             run = self.runs[paths]
             log.warning(
@@ -241,6 +247,8 @@ class Exchanger:
                 "each other.",
                 sorted(names ^ set(paths))[0],
             )
+            # Otherwise weights that differ between the ranks would count as equal in the next run,
+            # and the replica guard would end it
             run.consolidate()
             self._replaced[paths].assign(True)
             common = run.common_state()
@@ -286,6 +294,7 @@ class Exchanger:
         # Velocities are not handed over, because a new optimizer begins with none
         renamed = dict(zip(self.names.of(variables), names.of(variables), strict=True))
         for run in self.runs.values():
+            # A round under way changes the residuals, which are read next
             run.settle()
         state = self.export(renamed.keys())
         for run in self.runs.values():
@@ -353,6 +362,8 @@ class Exchanger:
             equal = run.weights_are_equal()
             self.guard.replicas.check(weights, learning_rate, steps, equal)
         gradients = [
+            # Some gradients have no static shape, as of custom functions; buckets are planned by
+            # sizes
             tf.ensure_shape(gradient, variable.shape)
             for gradient, variable in zip(gradients, variables, strict=True)
         ]

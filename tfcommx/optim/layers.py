@@ -70,6 +70,7 @@ class SyncBatchNormalization(OwnMoments):
         self, inputs: tf.Tensor, axes: list[int], mask: tf.Tensor | None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the mean and variance of each channel over all ranks. **Ranks:** all."""
+        # Not in the constructor, because models may be made and loaded before init()
         if self._statistics is None or self._gradient is None:
             self._statistics = self._watched_sum("statistics")
             self._gradient = self._watched_sum("gradient")
@@ -90,6 +91,8 @@ class SyncBatchNormalization(OwnMoments):
                 of_mean, of_variance = (
                     _along(part, values, axes) for part in tf.unstack(gradients)
                 )
+                # The derivatives of mean and variance by an entry are 1 / count and 2 (x - mean) /
+                # count
                 result = of_mean + 2 * of_variance * (values - _along(mean, values, axes))
                 return result if counted is None else tf.where(counted, result, 0)
 
@@ -120,6 +123,7 @@ def _over_ranks(
     channels = mean.shape[0]
     count, total, squares = tf.split(flat, [count.shape[0], channels, channels])
     mean = tf.math.divide_no_nan(total, count)
+    # Rounding can make the difference negative where all entries are equal
     variance = tf.maximum(tf.math.divide_no_nan(squares, count) - mean**2, 0)
     return count, tf.cast(mean, values.dtype), tf.cast(variance, values.dtype)
 

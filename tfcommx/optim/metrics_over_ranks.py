@@ -192,8 +192,10 @@ def metric_results_over_ranks(
     ]
     # Prefix -> the first rank that has this state: it computes the results
     leads: dict[str, int] = {}
+    # Backwards, so that the lowest rank is assigned last
     for rank, report in reversed(list(enumerate(reports))):
         leads |= dict.fromkeys(report.forms, rank)
+    # Sorted, because all ranks add their sums in one flat vector, by position
     prefixes = sorted(leads)
     forms = {prefix: _common_forms(prefix, reports) for prefix in prefixes}
     totals = _add(states, starts, forms)
@@ -276,6 +278,8 @@ def _add(
                     value = states[prefix].values[position][number].astype(np.float64)
                     increases.append(np.ravel(value - start))
                 else:
+                    # A rank that lacks this phase, as one without validation data, still takes part
+                    # in the allreduce
                     increases.append(np.zeros(int(np.prod(shapes[-1]))))
     if not shapes:
         return {prefix: [[] for _ in of_phase] for prefix, of_phase in forms.items()}
@@ -338,6 +342,7 @@ def _with_sums(
 ) -> list[np.ndarray]:
     """Return a metric's values with the sums of all ranks, in the dtypes of its variables."""
     remaining = iter(added)
+    # `_overflows` finds sums that the dtype cannot hold
     with np.errstate(over="ignore"):
         return [
             value if start is None else (start + next(remaining)).astype(value.dtype)
@@ -366,6 +371,7 @@ def _choose(
         is_result = name in results and all(name in report.explained for report in having)
         if is_result and name not in not_sums:
             chosen[name] = results[name]
+        # Equal numbers stay as they are: a mean may change their last bit, or their type
         elif all(np.array_equal(values[0], value, equal_nan=True) for value in values):
             chosen[name] = values[0]
         elif len({np.shape(value) for value in values}) == 1:

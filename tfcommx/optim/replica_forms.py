@@ -56,6 +56,7 @@ def require_equal_forms(model: keras.Model) -> None:
         _require_equal_names(everyone[0], remote, rank)
         for first, remote_form in zip(everyone[0], remote, strict=False):
             _require_equal_settings(first.label, first.settings, remote_form.settings, rank)
+        # After the layers in common, whose first difference says more than two numbers
         if len(remote) != len(everyone[0]):
             raise ConfigurationError(
                 "The model must have the same layers on every rank. Received "
@@ -161,6 +162,7 @@ def _plain(value: Any, words: bool) -> Any:
 def _gather_if_unequal(forms: list[T]) -> list[list[T]]:
     """Return the forms of all ranks; those of this one alone if all are equal."""
     comm = process.current()
+    # Digests first, because the forms of a large model are long, and nearly always equal
     digests = comm.gather_objects(zlib.crc32(repr(forms).encode()))
     return [forms] if len(set(digests)) == 1 else comm.gather_objects(forms)
 

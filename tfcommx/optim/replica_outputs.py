@@ -75,6 +75,8 @@ def _dataset_of(batch: Any, spec: Any) -> tf.data.Dataset:
 
     def with_shapes(*parts: tf.Tensor) -> Any:
         relaxed = [
+            # It hides the batch's static shape, by which a step with batches of unknown length
+            # would be traced again
             tf.compat.v1.placeholder_with_default(part, shape)
             for part, shape in zip(parts, shapes, strict=True)
         ]
@@ -118,6 +120,8 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
     weights = [_digest(variable) for variable in model.weights]
     if any(remote != weights for remote in comm.gather_objects(weights)):
         return  # A run that continues in mid-epoch has separate statistics on each rank
+    # From here on each return and branch follows from gathered values, so all ranks leave at the
+    # same point
     result = _result_of(model, batch)
     everyone = comm.gather_objects((result.digests, result.error))
     errors = [error for _, error in everyone]
@@ -294,6 +298,7 @@ def _first_layer(model: keras.Model, batch: Any, root: int, rank: int) -> str:
     for position, (root_layer, rank_layer) in enumerate(
         zip(root_layers, rank_layers, strict=False)
     ):
+        # Equal inputs and unequal outputs: all layers before it have computed the same
         if root_layer[1] == rank_layer[1] and root_layer[2] != rank_layer[2]:
             first, second = our_constants[position], their_constants[position]
             attributes = sorted(

@@ -39,7 +39,8 @@ from tfcommx.runtime.gradient_state import Executor
 from tfcommx.runtime.phased import LearningPhase, MomentumExecutor
 from tfcommx.strategies import Strategy, Synchronous
 
-# Wire of the gradients of variables that send no momentum
+# Wire of the gradients of variables that send no momentum. `asa` and `torus` add bfloat16 in
+# float32, and so keep all rounding errors; `torus` adds float16 in float16 between nodes
 WIRE_OF_OTHERS = "bfloat16"
 
 
@@ -237,6 +238,7 @@ class RequestedPlan:
             self._settings.check_wire(scheme.wire)
         if self._settings.sender is not None:
             _check_schemes_of_momenta(by_pattern(schemes), self._settings.sender)
+        # Only for its errors
         find_auto(by_pattern(schemes))
 
     def replace(self, schemes: Scheme | Mapping[str, Scheme]) -> None:

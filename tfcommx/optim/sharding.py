@@ -42,6 +42,7 @@ class Sharding:
     def attach(self, run: StrategyRun, names: Sequence[str]) -> None:
         """Attach a run of the strategy to the shards. **Ranks:** all."""
         assert isinstance(run, ShardedRun), "only Sharded makes shards"
+        # Ranks may have agreed on other names since the build
         self.shards.rename(names)
         self.run = run
         run.attach(self.shards)
@@ -57,6 +58,8 @@ class Sharding:
         **Ranks:** all, outside of traced code. **Cost:** a pass over this rank's state and a small
         exchange on the host; then the state is sent once, and rank 0 keeps it in memory.
         """
+        # At an epoch's end the state is asked for twice. An optimizer without state has an empty
+        # digest, so the number of steps counts, too
         digest = [zlib.crc32(array.numpy().tobytes()) for array in self.state]
         is_current = self._gathered is not None and self._gathered[0] == steps
         # One rank alone may have loaded another state, and a caller may have set it
@@ -103,6 +106,8 @@ class Sharding:
                 name: [None if part is None else (part.shape, part.dtype.name) for part in arrays]
                 for name, arrays in sorted(self._loaded.items())
             }
+        # The root's forms decide on all ranks which broadcasts follow, because the others may have
+        # loaded nothing
         forms = self.comm.gather_objects(own_forms)[root]
         if forms is not None:
             state: WholeState = {}

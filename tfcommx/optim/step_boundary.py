@@ -86,6 +86,8 @@ def begin_step(optimizer: keras.optimizers.Optimizer, inputs: Any) -> None:
         assert exchanger.sharding is not None, "its steps begin with a pull"
         run = exchanger.run_for(exchanger.sharding.variables)
         assert isinstance(run, ShardedRun), "only Sharded makes shards"
+        # One input is enough to keep the pull out of the last call of an iterator, which has no
+        # data
         run.begin(tensors[:1])
 
 

@@ -56,6 +56,8 @@ class StepGuard:
                 f"{counts[id(repeated)]} for {path_of(repeated)!r}. Pass each variable once: a "
                 "layer that two parts of a model share is in the lists of both."
             )
+        # In the order of the build, because numbers of repeated paths must not depend on which
+        # variables have gradients first
         self._names.of([*built, *variables])
         if compiled_by_xla():
             raise ConfigurationError(
