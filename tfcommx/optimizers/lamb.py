@@ -94,6 +94,7 @@ class LAMB(LayerwiseOptimizer):
     ) -> None:
         """Update all variables, after computing all updates and their norms."""
         parts = zip(gradients, variables, positions, strict=True)
+        # All updates before any is applied, because one operation computes the norms of all
         updates = [self.adam(*part) for part in parts]
         self.apply_updates(updates, variables, positions, learning_rate)
 
@@ -112,6 +113,7 @@ class LAMB(LayerwiseOptimizer):
                     update += decay * variable
                 else:
                     rate = tf.cast(learning_rate, variable.dtype)
+                    # Before the norm of the weights is taken, as in keras.optimizers.Lamb
                     variable.assign_sub(variable * decay * rate)
             decayed.append(update)
         ratios = self.ratios(
@@ -127,6 +129,7 @@ class LAMB(LayerwiseOptimizer):
         mean, square = self._momentums[position].value, self._velocities[position].value
         mean.assign_add((gradient - mean) * (1 - self.beta_1))
         square.assign_add((tf.square(gradient) - square) * (1 - self.beta_2))
+        # In float32, because the usual beta_2 of .999 is 1 in bfloat16
         step = tf.cast(self.iterations, tf.float32) + 1.0
         first, second = (
             tf.cast(1.0 - tf.pow(beta, step), gradient.dtype) for beta in (self.beta_1, self.beta_2)

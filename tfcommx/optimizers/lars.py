@@ -98,6 +98,8 @@ class LARS(LayerwiseOptimizer):
         decays = [self.decay_of(position) for position in positions]
         momenta = [self.momentums[position].value for position in positions]
         options = (decays, self.momentum, self.nesterov)
+        # XLA cannot compile the native operation, which is for float32 alone. By plain operations a
+        # step takes 5 to 10 times as long
         if not compiled_by_xla() and all(variable.dtype == tf.float32 for variable in variables):
             gradients = [tf.cast(gradient, tf.float32) for gradient in gradients]
             lars_update(variables, momenta, gradients, rates, *options)

@@ -99,6 +99,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         weight_norms, update_norms = tf.unstack(tf.sqrt(squares), axis=1)
         nonzero = (weight_norms > 0) & (update_norms > 0)
         decays = tf.constant([self.decay_of(positions[i]) for i in included], tf.float32)
+        # The formula may divide 0 by 0 where a norm is 0
         ratios = tf.where(nonzero, formula(weight_norms, update_norms, decays), 1.0)
         # In the order of `positions`; the appended 1 is the ratio of excluded variables
         order = [

@@ -136,6 +136,7 @@ class LowBitLARS(SendsLargeMatrices, LARS):
             for gradient, variable in zip(clipped, variables, strict=True)
             if self.sends_momentum(variable)
         ]
+        # With `list` as the clip, because these gradients are clipped already
         received = list(super().exchange_and_clip(clipped, variables, exchange, list))
         if sketches and self.exchanger.ranks > 1:
             guard = self.exchanger.guard
@@ -148,6 +149,8 @@ class LowBitLARS(SendsLargeMatrices, LARS):
     def sketch(self, gradient: tf.Tensor, position: int) -> tf.Tensor:
         """Return sums of a gradient's entries with random signs, float32 [SKETCH]."""
         flat = tf.cast(tf.reshape(gradient, [-1]), tf.float32)
+        # The same on all ranks, because the sketch of the mean gradient is the mean of their
+        # sketches only if the signs are equal
         seed = [tf.cast(self.iterations, tf.int32), position]
         # The same on every device. Not int32, which TensorFlow compares on the host, even on a GPU
         numbers = tf.random.stateless_uniform(flat.shape, seed, alg="philox")
@@ -163,6 +166,7 @@ class LowBitLARS(SendsLargeMatrices, LARS):
         formula: Formula,
     ) -> tf.Tensor:
         """Return the trust ratios by the sketches, and let the running means follow them."""
+        # Set in this step by `exchange_and_clip`; empty on one rank
         known = self.exchanger.guard.step.norms_of if self.is_wrapped else {}
         included = [position for position in positions if self.adapted[position]]
 

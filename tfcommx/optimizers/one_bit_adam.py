@@ -116,5 +116,6 @@ class OneBitAdam(FreezesSecondMoments, keras.optimizers.Adam):
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()
+        # It is always False, and no option of this class
         del config["amsgrad"]
         return config

@@ -138,8 +138,10 @@ class ParallelOperator:
             return list(self.op(local_items)) if items else []
         specs = [tf.nest.map_structure(spec_of, item) for item in items]
         traced = not tf.executing_eagerly()
+        # In a graph and eagerly `op` takes different times, so each has its own choice
         key = (str(specs), traced)
         if key not in self._shares:
+            # Outside of the graph, because planning exchanges objects and times the work
             with tf.init_scope():
                 ranges = len(local_items) < len(items)
                 self._shares[key] = self._planner.plan(specs, ranges, traced)
@@ -168,6 +170,7 @@ class ParallelOperator:
         rows = tf.reshape(gathered, [len(self._planner.members), HEAD + width])
         failed, message = outcome_of(rows[:, :HEAD])
         check = tf.debugging.Assert(tf.logical_not(failed), [message])
+        # Assert returns None eagerly, where it has raised at once
         with tf.control_dependencies([] if check is None else [check]):
             parts = tf.unstack(rows[:, HEAD:])
         results: list[Any] = [None] * len(items)
@@ -184,4 +187,5 @@ class ParallelOperator:
         while isinstance(getattr(graph, "outer_graph", None), FuncGraph):
             graph = graph.outer_graph  # A branch has a separate graph
         number = self._calls[graph] = self._calls.get(graph, 0) + 1
+        # Horovod ignores the names of eager collectives
         return f"parallel_operator{0 if tf.executing_eagerly() else number}"

@@ -60,6 +60,7 @@ class Shares(NamedTuple):
     @property
     def width(self) -> int:
         """The bytes that each member sends: those of the largest share's results."""
+        # Equal for all, because all-gathers of unequal parts are slow on NCCL
         sizes = [sum(size_bytes(self.results[i]) for i in member) for member in self.positions]
         return max(sizes, default=0)
 
@@ -169,6 +170,7 @@ class SharesPlanner:
                 HEAD + shares.width, self.group, self.comm.topology, self.links
             )
         measured = self.comm.gather_objects((local_s, share_s, gather_s))
+        # The slowest rank's times, because all wait for it, and the choice must be the same on all
         local_s, share_s, gather_s = map(max, zip(*measured, strict=True))
         if math.inf in (local_s, share_s):
             return Choice("local", "op fails on random numbers, so that it cannot be timed")
