@@ -58,6 +58,8 @@ class BackgroundCalls:
         """Start a call after the given operations have run."""
 
         def start() -> np.bool_:
+            # For this call alone, because atexit would keep a run that is replaced, and its copies
+            # of the weights
             atexit.register(self._stop)
             call = functools.partial(self._carry_out, number)
             self._under_way = number, in_thread(call, "tfcommx-background")
@@ -84,6 +86,8 @@ class BackgroundCalls:
         try:
             self._calls[number]()
         finally:
+            # Also after an error, which `_take` raises in the step: without an entry it would wait
+            # forever
             self._ended.enqueue(True)
             atexit.unregister(self._stop)
 

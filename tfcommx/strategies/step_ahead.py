@@ -168,6 +168,8 @@ class StepAheadRun(StrategyRun):
         with self.executor.scope():
             for bucket in plan.buckets:
                 parts = [pieces[name] for name in bucket.variables]
+                # The slots of a node must make the same update, to the bit, because each of them
+                # sends and keeps one shard of it
                 total = comm.allreduce(flatten(parts, bucket), "node", f"{bucket.name}/node")
                 mean = total * tf.constant(1 / self._nodes.slots, total.dtype)
                 means |= zip(bucket.variables, unflatten(mean, parts, bucket), strict=True)
@@ -196,6 +198,7 @@ class StepAheadRun(StrategyRun):
         for path, weight in step.weights.items():
             agreed = self._agreed[path].assign_add(means[path]).read_value()
             weight.assign(agreed + ahead[path] if path in ahead else agreed)
+        # Not in a call without data, as in PlanExecutor.exchange_buckets
         with tf.control_dependencies(list(means.values())[-1:]):
             self._consolidated.assign(False)
 

@@ -173,6 +173,7 @@ def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:
     **Ranks:** all. **Cost:** one small exchange on the host, before training.
     **Raises:** PlanError that names both strategies and the rank.
     """
+    # By its repr, which shows all options, because ranks exchange plain data only
     strategies = comm.gather_objects(repr(strategy))
     for rank, received in enumerate(strategies):
         if received != strategies[0]:

@@ -66,6 +66,7 @@ class Root(Strategy):
 
     def check(self, plan: Plan) -> None:
         """Refuse momentum in the scheme. **Raises:** PlanError."""
+        # Without the base class's check, which refuses plans that reduce to rank 0
         if any(bucket.momentum for bucket in plan.buckets):
             raise PlanError(
                 'With strategy="root" only rank 0 has the sums that momentum is made of. Received '
@@ -143,5 +144,6 @@ class RebroadcastRun(StrategyRun):
         if self._every == 1:
             broadcast_weights(step.weights, self.executor)
         else:
+            # `exchange` has counted this step already
             due = self.executor.steps % self._every == 0
             tf.cond(due, lambda: broadcast_weights(step.weights, self.executor), lambda: None)

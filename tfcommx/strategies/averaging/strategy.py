@@ -270,6 +270,7 @@ class WeightAveragingRun(StrategyRun):
     def _since_round(self, fragment: int, steps: Steps) -> Steps:
         """Return the number of steps since a fragment's round; 0: a round is due."""
         every = self._options.every
+        # The remainder is never negative, in Python as in TensorFlow, also before the first round
         return (steps - (fragment + 1) * every // len(self._fragments)) % every
 
     @tf.autograph.experimental.do_not_convert
@@ -283,6 +284,8 @@ class WeightAveragingRun(StrategyRun):
             before = self._steps.read_value()
         if self._options.sends == "updates" or overlap:
             starts = self._open(step.weights) if self._starts is None else self._starts
+            # Before the update, because the weights are equal on all ranks only here, and the
+            # updates of the round count from them
             self._when(self._since_equal(before) == 0, lambda: starts.set(step.weights))
         with tf.control_dependencies([before]):
             step.apply()
@@ -293,6 +296,8 @@ class WeightAveragingRun(StrategyRun):
         if rounds is not None:
             begin = rounds.begin
             for number in range(len(self._fragments)):
+                # Rounds end before others begin, because the next one may begin in the same step,
+                # and there is one thread for all
                 due = (after > overlap) & (self._since_round(number, after - overlap) == 0)
                 self._when(due, functools.partial(rounds.finish, number))
         for number in range(len(self._fragments)):
@@ -341,6 +346,7 @@ class WeightAveragingRun(StrategyRun):
         """Keep, average or reset the optimizer's state, by the option `momentum`."""
         comm = self.executor.comm
         for position, slot in enumerate(self._state):
+            # Integers are counts of steps, which are equal on all ranks
             if not slot.dtype.is_floating or self._options.momentum == "keep":
                 continue
             if self._options.momentum == "reset":
@@ -353,10 +359,12 @@ class WeightAveragingRun(StrategyRun):
     def consolidate(self) -> None:
         steps = int(self._steps.numpy())
         if self._rounds is not None:
+            # First, because its variables are averaged again below
             self._rounds.finish_now()
         if not self._since_equal(steps):
             return
         for number in range(len(self._fragments)):
+            # A fragment whose round has just ended is equal already, and would be sent twice
             if self._since_round(number, steps):
                 self._average(number)
         self._steps_before += steps
@@ -367,6 +375,7 @@ class WeightAveragingRun(StrategyRun):
             self._rounds.settle()
 
     def dense_bytes_between_nodes(self) -> float:
+        # By steps and not by rounds, because a round that ends early would count as a whole one
         steps = self._steps_before + int(self._steps.numpy())
         return steps * self.executor.dense_bytes_of_a_step()
 

@@ -55,6 +55,8 @@ class CentreProcess:
         """
         while self._ranks - self._membership.gone():
             if not self.answer_next():
+                # The watch may miss an end: of three ranks that were killed at once it had reported
+                # one
                 self._membership.find_dead()
                 time.sleep(LOOK_SECONDS)
         for server in self.servers:
@@ -79,6 +81,8 @@ class CentreProcess:
                 self._failed.add(rank)
                 log.warning("Rank %d has failed: it ended with exit status %d.", rank, status)
         heard = [server.answer_next() for server in self.servers]
+        # There is always one server without a centre, so that the START of another optimizer finds
+        # it
         if self.servers[-1].centre is not None:
             self.servers.append(self._next_server(len(self.servers) + 1))
         trains = any(server.trains for server in self.servers)

@@ -103,6 +103,7 @@ class Centre:
 
     def __init__(self, start: np.ndarray, alpha: float) -> None:
         self.values = np.array(start)
+        # In the centre's dtype, because the float64 of a START message would widen the force
         self._alpha = self.values.dtype.type(alpha)
 
     def meet(self, weights: np.ndarray) -> np.ndarray:
@@ -160,6 +161,7 @@ class CentreServer:
         self._answer(source, (force, FORCE))
 
     def _read(self, source: int, message: np.ndarray) -> None:
+        # A copy, because a snapshot may move the centre while the answer is in transit
         self._answer(source, (self._begun().values.copy(), VALUES))
 
     def _begun(self) -> Centre:
@@ -207,4 +209,6 @@ class CentreServer:
                 if not self.answer_next():
                     time.sleep(LOOK_SECONDS)
         except Exception:
+            # By the hook of the rank, which tells the other ranks: they would wait for answers
+            # forever, because an exception that ends a thread is only printed
             sys.excepthook(*sys.exc_info())

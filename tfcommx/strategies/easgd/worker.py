@@ -163,6 +163,8 @@ class EasgdWorker:
             for array, part in zip(arrays, self._parts, strict=True)
         ]
         received = [self._await(answer) for answer in answers]
+        # The answers show that all have been received, but MPI keeps a request until it is waited
+        # for
         for request in requests:
             self._messages.wait_any([request])
         return received
@@ -195,6 +197,8 @@ class EasgdWorker:
                     AWAITED.get(tag, "the centre"),
                     missing,
                 )
+            # The watch may miss the end of a server, if this rank's neighbours in it have died
+            # before
             self._membership.find_dead()
             time.sleep(LOOK_SECONDS)
         return [received[server] for server in servers]

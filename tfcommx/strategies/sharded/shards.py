@@ -199,6 +199,7 @@ class Shards:
 
     def _make_variables(self) -> list[keras.Variable]:
         return [
+            # Zeros, because the first step takes the shards from the weights
             keras.Variable(
                 np.zeros(segment.length, segment.dtype), segment.dtype, name=segment.name
             )
@@ -239,6 +240,7 @@ class Shards:
     def gather(self, slots: Slots, comm: Comm, group: str) -> WholeSlots:
         """Return all ranks' state, by whole variable, on rank 0, by all-gathers. **Ranks:** all."""
         whole: WholeSlots = {}
+        # Sorted, because all ranks must gather in one order
         for name in sorted(slots):
             whole[name] = {}
             for segment, shard in zip(self.segments, slots[name], strict=True):
@@ -281,6 +283,8 @@ class Shards:
 
     def take_from_weights(self) -> None:
         """Set the shards to their entries of the weights, if the weights are current."""
+        # Otherwise the next pull would undo weights that were restored or assigned since the last
+        # one
         current = self.current.read_value()
         for position, shard in enumerate(self.variables):
             value = tf.cond(
@@ -312,6 +316,7 @@ class Shards:
                 part = flat[at : at + stop - start]
                 parts.append(part * tf.cast(factors[path], part.dtype))
                 at += stop - start
+            # The rest of the shard is padding
             scaled.append(tf.reshape(tf.concat([*parts, flat[at:]], axis=0), gradient.shape))
         return scaled
 

@@ -60,6 +60,8 @@ def lay_out_whole(
     decaying = dict(zip(weights, decays, strict=True))
 
     def segment(name: str, dtype: str, bucket: str, paths: list[str]) -> Segment:
+        # Side by side by rank, because a reduce-scatter and an all-gather cut the vector into
+        # consecutive parts
         paths = sorted(paths, key=owners.__getitem__)  # Stable: a rank's keep their order
         sizes = {path: sizes_by_path[path][1] for path in paths}
         loads = [sum(sizes[path] for path in paths if owners[path] == r) for r in range(ranks)]
