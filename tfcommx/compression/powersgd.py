@@ -84,7 +84,10 @@ class PowerSGD(Compression):
         ]
         first = add(_joined([*lefts, *uncompressed]))
         summed = _cut(first, [tuple(part.shape) for part in (*lefts, *uncompressed)])
+        # Each rank decomposes the same sums: processors of other types may round differently, and
+        # the replica guard would then end the run
         lefts = [tf.linalg.qr(left_factor).q for left_factor in summed[: len(lefts)]]
+        # With the same P on all ranks, so the sum of the ranks' P' M is P' times the sum of all M
         own_rights = [
             tf.matmul(left_factor, matrix, transpose_a=True)
             for matrix, left_factor in zip(matrices, lefts, strict=True)

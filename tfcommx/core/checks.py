@@ -127,6 +127,7 @@ def check_whole(name: str, value: Any, least: int | None = None) -> int:
     **Raises:** ConfigurationError, also for less than `least`.
     """
     is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+    # Python counts True as 1, so `every=True` would pass
     if isinstance(value, bool) or not is_whole:
         raise ConfigurationError(f"`{name}` must be a whole number. Received {value!r}.")
     if least is not None and value < least:
@@ -141,7 +142,7 @@ def python_number(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-# Range in words -> True if a number is in it
+# Range in words -> True if a number is in it. NaN is in none, because its comparisons are false
 RANGES: dict[str, Callable[[float], bool]] = {
     "> 0": lambda number: 0 < number < math.inf,
     ">= 0": lambda number: 0 <= number < math.inf,

@@ -70,6 +70,7 @@ def alltoall_traffic(sent: float, group: str, topology: Topology) -> Traffic:
         return Traffic(sent, 0.0)
     if group == "peers":
         return Traffic(0.0, sent)
+    # The share of the ordered pairs of ranks that are on one node
     pairs = sum(slots * (slots - 1) for slots in topology.slots_by_node)
     inside = pairs / (topology.size * (topology.size - 1))
     return Traffic(sent * inside, sent * (1 - inside))

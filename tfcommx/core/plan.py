@@ -98,6 +98,7 @@ class Plan:
 
 def _bucket(row: Mapping[str, Any], read_options: ReadOptions) -> Bucket:
     names = (row.get(name) for name in ("route", "selection", "wire", "compression"))
+    # First, because `read_options` imports the module of a route that the file names
     require_named_members("A plan", *names, *row["options"].values())
     fields = {
         **row,

@@ -109,6 +109,7 @@ class Topology:
         """
         counts: dict[str, int] = {}
         for rank, host in enumerate(hosts):
+            # The groups of a rank follow from its number alone, see `group`
             if rank and host != hosts[rank - 1] and host in counts:
                 raise PlanError(
                     f"Consecutive ranks are required on each host. Received {hosts}: rank {rank} "

@@ -163,6 +163,7 @@ class Engine(abc.ABC):
 
     def shared_port(self, links: Links, streams: int) -> Links:
         """Return links whose port is the share of one of several streams; for groups of peers."""
+        # The stream's share of the port contains that of the adapters
         engine = dataclasses.replace(links.engine, nics=1)
         return links._replace(between=self.port(links, streams), engine=engine)
 
@@ -212,6 +213,7 @@ class Calibrated(Engine):
         of long messages are slower than an allreduce's segments between two ranks of Gloo.
         """
         price = self._engine.all_reduce
+        # The curve is that of all ranks; the ranks of a node, or peers, take other steps
         if topology.size != self._calibration.ranks:
             return price(total_bytes, topology, links)
         sizes = [size for size, _ in self._calibration.points]

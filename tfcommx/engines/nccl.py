@@ -88,6 +88,7 @@ class Nccl(Engine):
         if topology.size == 1:
             return 0.0
         rings = self._rings(2, total_bytes, topology, links)
+        # Added after the choice, because NCCL's estimates, by which it chooses, count no additions
         added = links.inside.gamma_s_per_byte * total_bytes
         return added + min(*rings, *self._trees(total_bytes, topology, links))
 
@@ -138,6 +139,7 @@ class Nccl(Engine):
     def _trees(self, total_bytes: float, topology: Topology, links: Links) -> list[float]:
         """Return the price of the double binary tree, a chain in each node, in each protocol."""
         inside = topology.size / topology.nodes - 1
+        # Rounded down, as `log2i` in NCCL's model
         levels = int(math.log2(topology.nodes))
         sent = 2 * total_bytes * self.flat_ring(topology, links).beta_s_per_byte
         power = int(math.log2(max(total_bytes, 64) / 64))

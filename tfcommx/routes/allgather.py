@@ -30,6 +30,7 @@ class Allgather(SparseRoute):
         """
         words = codec.encode(select(flat), bucket.wire)
         gathered = comm.all_gather(words, "world", bucket.name)
+        # All ranks add the same words in the same order, so they get the same bits
         return codec.merge(gathered, bucket.selected, bucket.padded, bucket.wire)
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:

@@ -78,6 +78,8 @@ class Allreduce(PeerRoute, ListRoute):
         An addition is priced as one of float32, even in float16.
         """
         total, ranks = formats.dense_bytes(bucket), topology.size
+        # The engine's price counts additions by the bytes that travel, and in float16 there are as
+        # many as in float32
         narrower = (ranks - 1) / ranks * (bucket.padded_bytes - total)
         price = engines.of(links).all_reduce(total, topology, links)
         return price + narrower * slowest_link(topology, links).gamma_s_per_byte

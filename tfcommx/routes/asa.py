@@ -91,6 +91,8 @@ class Asa(DenseRoute):
         scale = own * formats.sum_scale(dtype, len(members))
         total = codec.write_dense(flat, dtype, 0, own, 1 / own)
         if len(members) > 1:
+            # Not a reduce-scatter, in which the engine would add in the wire's dtype, if it can,
+            # and lose the rounding error of each addition
             parts = comm.alltoall(total, group, f"{bucket.name}/alltoall")
             start = members.index(comm.rank) * (flat.shape[0] // len(members))
             total = codec.add_and_write_dense(parts, dtype, len(members), start, own, scale)

@@ -68,7 +68,8 @@ def _swaps(core: int, cut: list[int]) -> tuple[list[Transfer], list[Transfer], l
     halves, collects, gathers = [], [], []
     for step, position in itertools.product(range(steps), range(core)):
         reach, back = core >> (step + 1), steps - 1 - step
-        # `first`: the first of the `reach` parts that the position holds after this step
+        # Pairs differ in one bit of their positions, in the highest one first. `first`: the first
+        # of the `reach` parts that the position holds after this step
         peer, first = position ^ reach, position & -reach
         first_of_peer = peer & -reach
         kept_part = cut[first], cut[first + reach]

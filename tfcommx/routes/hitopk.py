@@ -80,6 +80,7 @@ class Hitopk(SparseRoute[HitopkOptions]):
         slots, wire = comm.topology.slots, bucket.wire
         length = bucket.padded // slots
         part = comm.reduce_scatter(flat, "node", f"{bucket.name}/scatter")
+        # The slots of a node select from different shards of its sum, so no entry leaves it twice
         words = codec.encode(select(part), wire)
         pairs = comm.all_gather(words, "peers", f"{bucket.name}/pairs")
         if bucket.options.last_step == "dense":

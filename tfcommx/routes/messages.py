@@ -131,6 +131,7 @@ def carry_out(
     result, position = array.copy(), participants.position
     transfers = own_transfers(schedule, operation, len(ranks), len(array), block, position)
     run_transfers(transfers, result, participants)
+    # Positions other than the root hold partial sums in `result`
     return array.copy() if operation == "reduce" and position else result
 
 
@@ -389,4 +390,6 @@ def tag_of(name: str) -> int:
 
     It is the same on every rank, and in [0, 2**15), which every MPI allows.
     """
+    # Two names that have one tag by chance do no harm, because a rank's messages to another arrive
+    # in the order in which their collectives run
     return zlib.crc32(name.encode()) % 2**15

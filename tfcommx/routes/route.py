@@ -82,7 +82,8 @@ class Route(abc.ABC, Generic[Options]):
 
     def padding(self, size: int, wire: str, topology: Topology) -> int:
         """Count the zeros that must follow `size` entries, so that equal shards can be cut."""
-        # In fewer bits the number of ranks counts, because peers also cut a slot's shard
+        # Equal, because collectives of unequal parts are slow on NCCL. In fewer bits the number of
+        # ranks counts, because peers also cut a slot's shard
         shards = "ranks" if self.shards == "slots" and wire in NARROW else self.shards
         return -size % {"none": 1, "slots": topology.slots, "ranks": topology.size}[shards]
 

@@ -102,6 +102,7 @@ class Dgc:
             lambda: tf.range(tf.cast(tf.size(acc), tf.int64)),
         )
         largest = tf.math.top_k(tf.gather(magnitude, reaching), k).indices
+        # Ascending, because wire formats write indices so
         indices = tf.cast(tf.sort(tf.gather(reaching, largest)), tf.int32)
         return Sparse(indices, tf.gather(acc, indices), traced.length(gradient))
 
@@ -127,6 +128,7 @@ def _check_k(k: Any, gradient: tf.Tensor, rule: str) -> None:
             raise PlanError(problem.format(k, size))
         return
     k, problem = tf.cast(k, tf.int32), problem.format("a tensor", size)
+    # A k beyond n would choose fewer entries than the buffers of the other ranks have room for
     tf.debugging.assert_less_equal(k, size, problem)
     tf.debugging.assert_greater_equal(k, tf.minimum(size, 1), problem)
 
@@ -187,6 +189,8 @@ class Threshold:
         chosen = _positions(bad)[:k]
         for offset, candidates in enumerate((_positions(reaching), _positions(~bad & ~reaching))):
             need = tf.minimum(k - tf.size(chosen), tf.size(candidates))
+            # Cast first, because a tensor wraps where a seed of 2^63 - 1 plus the offset does not
+            # fit int64
             start = below(tf.cast(seed, tf.int64) + offset, tf.size(candidates) - need + 1)
             chosen = tf.concat([chosen, candidates[start : start + need]], 0)
         ascending = tf.ensure_shape(tf.sort(chosen), [k if isinstance(k, int) else None])
