@@ -63,6 +63,7 @@ class AgreeOnStop(keras.callbacks.Callback):
             return
         self.wanted |= bool(self.model.stop_training)
         if ask:
+            # On the host, where the result is read at once
             with tf.device("/cpu:0"):
                 votes = process.current().allreduce(
                     tf.constant([float(self.wanted)]), "world", "tfcommx/stop"

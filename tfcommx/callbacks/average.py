@@ -61,6 +61,8 @@ class AverageMetrics(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Copy the state of training, which Keras is about to reset."""
+        # Only before the epoch's first evaluation: afterwards the metrics are those of an
+        # evaluation
         self._states.setdefault("", _state_of(self.model))
 
     def on_test_end(self, logs: Any = None) -> None:

@@ -131,6 +131,8 @@ class BroadcastState(keras.callbacks.Callback):
         steps, epochs, builts, roots = zip(*everyone, strict=True)
         require_root(roots)
         for optimizer in wrapped_optimizers(self.model):
+            # A `fit` before may have left weights that are unequal or one update old, and the
+            # root's are broadcast next
             exchanger_in(optimizer).consolidate()
         self.unbuilt, self.alone = not all(map(all, builts)), trains_alone(self.model)
         self.begun, self.rates_differ = self.alone, False
@@ -163,6 +165,8 @@ class BroadcastState(keras.callbacks.Callback):
         self._prepare_optimizers()
         self._forget_step_of_other_optimizers()
         self._turn_off_xla()
+        # Variables are paired by position, so built layers are broadcast now only if all ranks have
+        # built the same ones
         if not self.unbuilt or all(rank_built == built for rank_built in builts):
             self._broadcast()
         # Armed later if the first step builds layers, because these are equal only after it
@@ -188,6 +192,8 @@ class BroadcastState(keras.callbacks.Callback):
         """Agree on a loss scale that Keras made; build the optimizer of `compile`, if possible."""
         for optimizer in wrapped_optimizers(self.model):
             scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+            # Asked in each `fit`, because a second `compile` puts a new LossScaleOptimizer around
+            # the same wrapped one
             if scales_loss and exchanger_in(optimizer).guard.loss_scale == "local":
                 agree_on_loss_scale(optimizer)
             if optimizer is self.model.optimizer and not optimizer.built and not self.unbuilt:
@@ -264,6 +270,8 @@ class BroadcastState(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Require that no rank begins another epoch; restore the training step."""
         self.metrics.on_train_end(logs)
+        # Otherwise ranks that begin another epoch would wait for this one, forever if its script
+        # has other work
         self._compare_epoch(None)
         self._compare_outputs(None)
         restore_train_step(self.model)
@@ -274,6 +282,7 @@ class BroadcastState(keras.callbacks.Callback):
         model = self.model
 
         def compare_and_train(train: Any, iterator: Any) -> Any:
+            # First, so that an error of the comparison leaves the training function as it was
             restore()
             batch = None
             if model.distribute_strategy.num_replicas_in_sync == 1:

@@ -107,6 +107,8 @@ class ChooseAgain(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Add the time since the previous call; check the mean after `every` calls."""
         time_now = time.perf_counter()
+        # The time before an epoch's first step contains the evaluation and the saving of the epoch
+        # before
         if batch:
             self._calls, self._seconds = self._calls + 1, self._seconds + time_now - self._since
         if self._calls == self.every:
@@ -130,6 +132,7 @@ class ChooseAgain(keras.callbacks.Callback):
         tries = any(trial.chosen is None for trial in trials)
         before, self._runs = self._runs, weakref.WeakSet(runs)
         everyone = process.current().gather_objects((mean, tries or before != self._runs))
+        # The slowest rank's, because all ranks must draw the same conclusion
         mean = max(seconds for seconds, _ in everyone)
         self._training += mean * self.every
         if any(is_new for _, is_new in everyone):
@@ -181,6 +184,8 @@ class ChooseAgain(keras.callbacks.Callback):
     def _compare(self, mean: float, steps_left: dict[Exchanger, int | None]) -> None:
         """Measure a message; if the network has changed permanently, start a trial of plans."""
         assert self._usual is not None
+        # The fastest counts, because a busy machine delays single messages by up to 30 times, and
+        # nothing makes them faster
         comm, usual, before = process.current(), self._usual, min(self._messages)
         latest = self._measure()
         if not has_changed(usual, mean, before, latest):
@@ -201,8 +206,10 @@ class ChooseAgain(keras.callbacks.Callback):
         for exchanger, steps in steps_left.items():
             requested = exchanger.requested
             requested.links = links
+            # The choice is not kept, because the next run begins with the usual network
             expected = requested.expected_run._replace(steps=steps, keeps_choice=False)
             requested.expected_run = expected
+            # The same schemes: a switch drops the plans, and the next step plans by the new links
             exchanger.switch(requested.schemes)
         trace_again(self.model)
 

@@ -176,6 +176,7 @@ class SwitchScheme(keras.callbacks.Callback):
             self.resolution.assign(pixels)
         changed = False
         for exchanger in map(exchanger_in, optimizers):
+            # An equal scheme would drop the plans and trace the step again for nothing
             if scheme is not None and exchanger.requested.schemes != by_pattern(scheme):
                 exchanger.switch(scheme)
                 changed = True

@@ -85,6 +85,7 @@ def backward_pieces(plan: Plan, profile: Profile) -> list[tuple[str, float, list
         complete[seconds].append(number)
     names: dict[float, str] = {}
     for row in profile.variables:
+        # Gradients that are ready at the same time share a piece
         names[row.ready_s] = row.name
     pieces, last_s = [], 0.0
     for seconds in sorted(names):
@@ -187,7 +188,8 @@ class _Step:
         ]
         self.pieces = backward_pieces(plan, profile)
         self.spans: list[Span] = []
-        # (seconds, number of the event, callback), a heap
+        # (seconds, number of the event, callback), a heap. The number decides between events of one
+        # time, because callbacks cannot be compared
         self.events: list[tuple[float, int, _After]] = []
         self.number = itertools.count()
         # Resource -> waiting tasks, each list a heap
@@ -215,6 +217,7 @@ class _Step:
             self._note(Span("compute", "update", "update", end, end + update))
         return Timeline(
             tuple(sorted(self.spans, key=_drawing_order)),
+            # The next batch is loaded during the step, which cannot be shorter
             max(end + update, self.assumptions.loading_s),
             self.profile.compute_s,
             self.profile.batch,
@@ -272,6 +275,7 @@ class _Step:
             self.looked[resource] = now_s
         if is_message and self.assumptions.fuses:
             task = self._negotiated(resource, self._fused(resource, task))
+        # Messages are slower while the ranks compute; `_speed_up` ends that with the backward pass
         slow = 1.0 + self.contention if is_message and self.is_backward else 1.0
         self._start(resource, _Running(now_s, task), now_s + task.seconds * slow)
 
@@ -289,6 +293,7 @@ class _Step:
             return task
         room = self.links.engine.fusion_bytes - self._dense_bytes(task)
         joined: list[_Task] = []
+        # The list is a heap, of which only the first entry is in its place
         waiting = sorted(self.waiting[resource])
         if task.number in self.negotiated:  # With an earlier message
             waiting = [message for message in waiting if message.number in self.negotiated]

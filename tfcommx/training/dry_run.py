@@ -51,6 +51,7 @@ def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str
     optimizer, timing = compile_model(model, run, schemes[0]), Timing()
     timing.watch(model)
     phases, round_steps = [], recipe.strategy.every
+    # Whole rounds, because a strategy may exchange in one step of a round only
     steps = -(-steps // round_steps) * round_steps
     for number, scheme in enumerate(schemes):
         if number and scheme != schemes[number - 1]:
@@ -80,6 +81,7 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     spec = run.samples_of(FitCall(number, range(1))).element_spec
     batch_size = run.global_batch(number) // run.comm.topology.size
     batch = made_up(spec, run.objective.outputs, batch_size, phase.resolution)
+    # One batch in memory, repeated, so that no step waits for data
     data = without_autotune(
         run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat()
     )

@@ -110,6 +110,7 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
         tf.config.threading.set_inter_op_parallelism_threads(recipe.threads)
     comm = cx.init(node_size=recipe.node_size)
     _require_writable(comm, folder)
+    # Each node reads its own file, which may be an old one
     _require_equal(comm, "recipe", recipe.name, _settings(recipe), SAME_RECIPE)
     data_rank = DataRank(comm.topology, comm.rank, recipe.seed, recipe.threads)
     data = recipe.data.build(data_rank)
@@ -119,6 +120,7 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
         for batch, phase in zip(batches, recipe.phases, strict=True)
     )
     facts = {"samples": f"{data.count}", **getattr(data, "contents", {})}
+    # A node whose copy lacks an empty class would give other labels to the same pictures
     facts |= {f"class {number}": name for number, name in enumerate(data.classes)}
     facts |= {f"steps of phases[{number}]": f"{count}" for number, count in enumerate(steps)}
     _require_equal(comm, "data set", f"that of the recipe {recipe.name!r}", facts, SAME_DATA)

@@ -89,6 +89,8 @@ class SaveAndStop(keras.callbacks.Callback):
             and self.context.snapshots.supervised
             and self.context.requests.reason == signal.SIGTERM.name
         ):
+            # Under a supervisor a host that is asked to end leaves, and the next generation
+            # continues without it
             self.context.snapshots.leave()
             must_stop = False
         # Rank 0's alone, because the ranks' clocks differ, and all must save after the same step

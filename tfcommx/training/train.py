@@ -75,6 +75,7 @@ def train(
     run = prepare(recipe, output_folder)
     requests = StopRequests(output_folder if run.comm.rank == 0 else None)
     with requests:
+        # The same on all ranks, for the first weights; BroadcastState then gives each its own draws
         keras.utils.set_random_seed(recipe.seed)
         model = recipe.build_model(run.objective)
         saved = last_checkpoint(run, options.resume)

@@ -136,6 +136,7 @@ class Builder:
                 f"This model needs larger images: a window of {high} x {wide} does not fit into "
                 "the remaining pixels. Leave `size` out for the usual ones."
             )
+        # Rounded up, also where the window has been subtracted: that is the number of whole windows
         self.height = -(-self.height // stride)
         self.width = -(-self.width // stride)
 

@@ -46,6 +46,7 @@ def bert_large(words: int = 128) -> LayerTable:
 
 def _bert(name: str, blocks: int, width: int, words: int) -> LayerTable:
     tables = (("words", BERT_VOCABULARY), ("positions", POSITIONS), ("segments", SEGMENTS))
+    # A look-up has no multiply-adds
     shapes = tuple((kind, (length, width)) for kind, length in tables)
     layers = [Layer("embedding", 0, shapes), normalization("embedding/norm", width, width * words)]
     for number in range(1, blocks + 1):
@@ -63,6 +64,7 @@ def _bert(name: str, blocks: int, width: int, words: int) -> LayerTable:
 def _block(name: str, width: int, words: int) -> list[Layer]:
     return [
         *(dense(f"{name}/{kind}", width, width, times=words) for kind in ("query", "key", "value")),
+        # Two products: of queries with keys, and of their scores with the values
         Layer(f"{name}/attention", 2 * words * words * width),
         dense(f"{name}/output", width, width, times=words),
         normalization(f"{name}/norm1", width, width * words),
