@@ -54,6 +54,7 @@ def check(slab: Slab, indices: tf.Tensor, epoch: tf.Tensor, verify: float, seed:
     def state(sample: int, epoch: int) -> int:
         if slab.get(sample) is None:
             return ABSENT
+        # A check costs a pass over the sample, so each epoch draws a few, and each epoch others
         drawn = uniform(seed ^ _CHECK_STREAM, epoch, sample, 0) < verify
         return DAMAGED if drawn and not slab.intact(sample) else 0
 
@@ -185,6 +186,7 @@ def _read_definition(
         images, labels, windows = [], [], []
         for sample, at in zip(samples.tolist(), loose_at.tolist(), strict=True):
             held = slab.get(sample) if at < 0 else unpack(loose, at)
+            # `check` has found the sample, and only a slab that is closed loses all of them
             assert held is not None, "the slab is closed"
             pixels, label = held
             window = window_of(rule, int(epoch), sample, *pixels.shape[:2])
@@ -193,6 +195,7 @@ def _read_definition(
             images.append(image.numpy())
             labels.append(label)
             windows.append(window)
+        # NumPy cannot stack an empty list, as of a batch whose samples were all skipped
         empty = np.zeros((0, side or 0, side or 0, channels), dtype.as_numpy_dtype)
         return (
             np.stack(images) if images else empty,

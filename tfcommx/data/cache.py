@@ -111,6 +111,7 @@ def open_slab(
     try:
         capacity.check_length(slab, source, disk, part, options)
     except BaseException:
+        # Otherwise this process would hold the lock of another run's slab until it ends
         slab.close()
         raise
     return slab
@@ -189,6 +190,7 @@ class DataCache:
         facts = contents_of(self.source) | self.options.to_agree_on()
         kind = "samples and options of a DataCache"
         self._state_equal(kind, facts, SAME_SAMPLES)
+        # Before the new slab's length is chosen, because slabs of killed runs occupy memory
         self.reclaimed = remove_unused(Path(self.options.memory))
         self.disk = None
         if self.options.disk is not None:
@@ -203,6 +205,8 @@ class DataCache:
         # Epoch -> number of samples received from other nodes for it
         self._arrived: dict[int, int] = {}
         self._stats: list[EpochStats] = []
+        # Not `__del__`, because that may not run at the end of the process, and the node's last
+        # process would leave the slab in shared memory
         self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
 
     def _state_equal(self, kind: str, values: Mapping[str, str], remedy: str) -> None:
@@ -294,9 +298,11 @@ class DataCache:
 
         length = len(self.share(0, False))
         bounds = order.batch_bounds(length, spec.batch, request.steps)
+        # Without the dropped remainder: `Filler` compares it with the number of skipped samples
         of_epoch = int(bounds[-1])
         indices = request.indices(weak_method(self, share), length)
         at_once, ready = prefetch_sizes(self._loader.batch_bytes(spec), self._threads())
+        # In order, because a run that resumes at (epoch, step) must receive the remaining batches
         batches = indices.map(load, num_parallel_calls=at_once, deterministic=True)
         count, is_known = epochs * request.steps - step, True
         if not spec.shuffle:

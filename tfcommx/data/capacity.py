@@ -50,6 +50,7 @@ def remaining_bytes(proc: Path = Path("/proc/self")) -> int | None:
     """
     offers = []
     for folder, top, version in _folders(proc):
+        # The limit of a group holds for all groups below it together, so the smallest rest counts
         for group in (folder, *(parent for parent in folder.parents if parent.is_relative_to(top))):
             try:
                 limit = (group / version.limit).read_text().strip()
@@ -73,6 +74,7 @@ def _folders(proc: Path) -> list[tuple[Path, Path, Version]]:
         return []
     groups = {}
     for line in memberships:
+        # `0::/path` is version 2; version 1 has a line with controllers for each hierarchy
         _, controllers, group = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
             groups["cgroup" if controllers else "cgroup2"] = group
@@ -108,6 +110,8 @@ def estimate_sample_bytes(
     slab would have no room.
     """
     sizes, last_error = [], None
+    # A random choice, because the standard error holds for independent samples, and neighbours in a
+    # folder are often alike
     for sample in shuffled(part, 0)[:PROBES].tolist():
         try:
             on_disk = disk.read(sample) if disk is not None else None
@@ -189,6 +193,8 @@ def choose_length(
     # Half as much again for the error of the estimate. Other slabs can still use that memory,
     # because a slab takes memory only as it fills
     length = min(offered, needed if options.partial else needed + needed // 2)
+    # Without a key for a slab that holds a share of the part, so that `check_length` looks at it
+    # anew in a run without `partial`
     fits = part_key(part) if needed <= offered else ""
     return length, {"need": str(min(needed, length)), "part": fits}
 

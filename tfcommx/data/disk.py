@@ -115,6 +115,8 @@ class Disk:
             return data, label
         with self._lock:
             self.corrupt += 1
+            # The next read takes the sample from the source, and writes it again: the later entry
+            # replaces this one
             self._pack_of[sample] = -1
         return None
 
@@ -169,6 +171,7 @@ class Disk:
 def _entries(path: Path, seen: int) -> np.ndarray:
     """Return the complete entries of an index after the first `seen`."""
     with opened_own(path) as file:
+        # Its writer may be in the middle of an entry, which is then read at the next look
         data = os.pread(file, os.fstat(file).st_size, seen * _ENTRY.itemsize)
     return np.frombuffer(data[: len(data) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
 

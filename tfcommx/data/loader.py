@@ -102,6 +102,7 @@ class Filler:
             # One task per thread, because one per sample would cost as much Python as its reading
             absent = np.flatnonzero(state == ABSENT)
             shares = [absent[first :: self._threads] for first in range(self._threads)]
+            # `list` waits for the threads, and raises the error of any of them
             list(self._pool.map(bring, shares))
         return encoded, labels, level
 
@@ -255,6 +256,7 @@ class Filler:
         Returns:
             As `fetch`, with the next sample of the share that can be read; none without such.
         """
+        # From the batch's position, so that each empty batch of an epoch gets another sample
         start = int(np.flatnonzero(share == skipped[0])[0])
         for sample in np.roll(share, -start).tolist():
             # Counted for no epoch, because the sample is served in its own batch, too
@@ -340,6 +342,7 @@ class Loader:
         state = batches.check(slab, samples, epoch, options.verify, options.seed)
         requested = samples
         present = (samples, tf.zeros([0], tf.uint8), -tf.ones_like(samples))
+        # An epoch whose samples are all in memory calls no Python, whose lock training may hold
         samples, loose, at = tf.cond(
             tf.reduce_any(state > 0),
             lambda: self._bring(samples, state, epoch, of_epoch),
@@ -352,6 +355,7 @@ class Loader:
                 lambda: _vectors(replace, [requested, epoch]),
                 lambda: batch,
             )
+        # It depends on results of the fill, so TensorFlow cannot read a sample before it is stored
         images, labels, _ = batches.read(
             slab, samples, loose, at, epoch, spec, self.source.channels, options.seed
         )

@@ -25,11 +25,13 @@ _PART, _OFFER, _POOL, _SHUFFLE = range(4)
 # Number of epochs whose parts are kept, besides the first: the served one, the one that is loaded
 # ahead, and the one before a reshuffle
 EPOCHS_KEPT = 3
+# TensorFlow's threads and the training thread ask for parts, and change one cached dictionary
 _lock = threading.Lock()
 
 
 def shuffled(samples: np.ndarray, *stream: int) -> np.ndarray:
     """Return the samples, int64 [n], in an order that depends only on their set and `stream`."""
+    # Sorted first, because the order of the argument must not count
     samples = np.sort(samples)
     return samples[np.argsort(draws(*stream, of=samples), kind="stable")]
 
@@ -122,6 +124,7 @@ def steps(count: int, topology: Topology, batch: int, drop: bool) -> int:
     >>> steps(100, Topology(1, 2), 16, drop=True), steps(100, Topology(1, 2), 16, drop=False)
     (3, 4)
     """
+    # All ranks take the steps of the one with the fewest samples: each step is a collective
     if drop:
         return count // topology.size // batch
     return math.ceil(math.ceil(count / topology.size) / batch)

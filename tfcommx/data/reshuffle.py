@@ -51,6 +51,8 @@ def reshuffle(
     arrived, lost = 0, 0
     while True:
         shards = [_take(slab, queue, free, ROUND_BYTES // len(queues)) for queue in queues]
+        # All ranks continue until the last has sent everything, with padded shards of one length,
+        # because an alltoall needs all ranks and cuts buffers into equal shards
         longest = max(comm.gather_objects(max(map(len, shards))))
         if longest == 0:
             break
@@ -124,6 +126,7 @@ def _take(slab: Slab, queue: list[int], free: list[tuple[int, int]], enough: int
     size = 0
     while queue and size < enough:
         sample = queue.pop()
+        # A damaged sample is not sent, because the receiver would give it a new CRC and serve it
         if (got := slab.get(sample)) is not None and slab.intact(sample):
             records.append(pack(sample, got[1], got[0]))
             size += len(records[-1])

@@ -98,6 +98,8 @@ class Slab:
             Their byte offset; None if the slab is full, 0 if the sample `unless` is present.
         """
         with self._lock, allocation_lock(self.file):
+            # Within the lock, because another process may have stored the sample since the caller
+            # looked, and the sample would take space twice
             if unless is not None and self.get(unless) is not None:
                 return 0
             at = self.used_bytes
@@ -106,6 +108,7 @@ class Slab:
             if not is_sound or self.length - at < size:
                 self.full = True
                 return None
+            # A process that is killed before it publishes loses this space, until `holes` finds it
             struct.pack_into("<q", self._map, NEXT_AT, at + size)
         return at
 
@@ -149,6 +152,7 @@ class Slab:
         ]
         # Bytes of the pixels, at byte 16 of a record
         sizes = np.frombuffer(self._map, np.int64, self.length // 8)[(starts + 16) // 8]
+        # Ascending, so that a record with a damaged size opens no hole over the records behind it
         ends = np.maximum.accumulate(
             np.append(self.data_at, starts + RECORD - -sizes // RECORD * RECORD)
         )
@@ -175,6 +179,7 @@ class Slab:
     def get(self, sample: int) -> tuple[np.ndarray, int] | None:
         """Return (a view of the pixels uint8 [h, w, c], label); None if the sample is absent."""
         at = int(self.index[sample])
+        # Each value is checked, because a damaged index or header must not lead out of the mapping
         if at < self.data_at or at % RECORD or at > self.length - RECORD:
             return None
         stored_sample, label, size, *shape, _ = HEAD.unpack_from(self._map, at)

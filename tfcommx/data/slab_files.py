@@ -102,6 +102,8 @@ def allocation_lock(file: int) -> Iterator[None]:
     """
 
     def ask(command: int, kind: int) -> None:
+        # `struct flock` of 64-bit Linux: type, whence, start, bytes, and the process, which must be
+        # 0 for these locks of open files
         fcntl.fcntl(file, command, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 8, 0))
 
     ask(fcntl.F_OFD_SETLKW, fcntl.F_WRLCK)
@@ -174,6 +176,7 @@ def open_or_create(
                 "cannot write to."
             ) from error
         fcntl.flock(file, fcntl.LOCK_SH)
+        # Its last user may have removed it between the opening and the lock
         if is_still_at(path, file):
             return file, False
         os.close(file)
@@ -184,10 +187,13 @@ def _make(path: Path, key: str, count: int, length: int, metadata: dict[str, str
     part = path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}.part")
     file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        # Locked before it is named, because another process takes a slab without a lock for that of
+        # a dead run, and removes it
         fcntl.flock(file, fcntl.LOCK_SH)
         _write_header(file, key, count, length, metadata)
         _rename_if_free(part, path)
         return file
+    # Another process has named its slab first, or has removed this one's file before it was locked
     except (FileExistsError, FileNotFoundError):
         os.close(file)
         return None
@@ -213,6 +219,8 @@ def _write_header(file: int, key: str, count: int, length: int, metadata: dict[s
     data_at = overhead_bytes(count)
     length = max(length, data_at)
     os.ftruncate(file, length)
+    # The index is stored to through the mapping, where a full file system would end the process by
+    # a signal; samples take memory only when they are written
     os.posix_fallocate(file, 0, data_at)
     text = json.dumps({"key": key, "pid": os.getpid(), "created": time.time(), **metadata}).encode()
     if len(text) >= PAGE - METADATA_AT:
