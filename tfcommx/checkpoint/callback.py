@@ -76,6 +76,8 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse a folder or a model for which no checkpoint could be written."""
         self._claim_folder()
+        # The result is not needed: a damaged checkpoint.json ends the run here, before the first
+        # step, and not at its first save
         read_heads(self.folder)
         wrapped_optimizers(self.model)
         try:
@@ -154,12 +156,14 @@ class Checkpoint(keras.callbacks.Callback):
         steps, together = (self.params or {}).get("steps"), self.model.steps_per_execution
         # The same share of the epoch, which has other steps if the number of ranks has changed
         step = head.step * steps // head.steps if head.steps and steps else head.step
+        # `fit` can skip whole executions only, which take `steps_per_execution` batches each
         self._skipped = self._done = step // together * together
         skip_steps(self.model, self._skipped)
 
     # Not on_train_batch_end, because Keras would wait for every step
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Take a snapshot after the previous step, if one is due."""
+        # The first batch has no finished step before it, and skipped steps change nothing
         if self._snapshots is not None and batch > self._skipped:
             self._snapshots.after_step(
                 self._epoch, batch, (self.params or {}).get("steps") or 0, batch - self._done
@@ -180,5 +184,6 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Restore the effect of SIGTERM, and unlock the folder."""
+        # SIGTERM has its former effect first, because no rank votes on leaving after `fit`
         self._open.close()
         release(self.folder)

@@ -70,7 +70,9 @@ def read_heads(folder: Path) -> list[Head | None]:
         seen = fields_of(own_head) if isinstance(own_head, Head) else own_head
     except OSError as error:  # Raised on all ranks below, because the others wait in the gather
         seen = {UNREADABLE: str(error)}
+    # Each rank reads the file itself, because a folder on its node's own disk may lack it
     everyone = process.current().gather_objects((str(folder), seen))
+    # Compared first, because other differences follow from different folders
     require_equal("folder of a checkpoint", [name for name, _ in everyone])
     for rank, (_, row) in enumerate(everyone):
         if isinstance(row, dict) and UNREADABLE in row:
@@ -128,6 +130,7 @@ def head_of(fields: dict[str, Any]) -> Head:
         older=tuple(map(head_of, fields.get("older", ()))),
         tag=str(fields.get("tag", "")),
     )
+    # A user may write this file by hand, as the error of `read_heads` advises
     if head.save < 0 or head.epoch < -1 or head.ranks < 1 or min(head.step, head.steps) < 0:
         raise ValueError(f"numbers out of range: {head}")
     return head

@@ -159,6 +159,8 @@ def release(folder: Path) -> None:
     opened = _held.pop(folder, None)
     if opened is not None:
         with contextlib.suppress(OSError):
+            # Unlinked before it is unlocked, because another run could take the lock in between,
+            # and this process would remove the file of that run
             if is_still_at(folder / LOCK, opened):
                 (folder / LOCK).unlink()
         os.close(opened)

@@ -116,6 +116,7 @@ class Mirrors:
         for name, size in files:
             with self.place.writing(name) as file:
                 _copy(connection, file, size)
+        # The last complete save is deleted only now, because the sender may die at any byte
         self.place.keep(set(message["keep"]), int(message["rank"]))
         connection.sendall(b"1", socket.MSG_NOSIGNAL)
 

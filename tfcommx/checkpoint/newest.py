@@ -71,6 +71,7 @@ def newest_whole(folder: Path, head: Head | None) -> Head | None:
     if head is None or not head.older:
         return head
     key = _key_of(folder, head)
+    # All files of a save are read to check it, so `last`, `next_epoch` and `restore` share one look
     if key not in _taken:
         _taken[key] = _look(folder, head)
     return _taken[key]
@@ -144,6 +145,7 @@ def newest(folder: Path) -> Newest | None:
     if supervised is None or not supervised.generation:
         return None if disk is None else Newest(disk, folder, "file")
     snapshot_folder = SnapshotFolder(supervised.memory, folder)
+    # Once, because `_bring` deletes the other snapshots, and later calls must name the same one
     if folder not in _found:
         _found[folder] = _bring(snapshot_folder, supervised, disk)
     memory = _found[folder]
@@ -168,6 +170,7 @@ def newest_of_run(folder: Path) -> Newest | None:
 
 def _is_newer(disk: Head | None, memory: Head) -> bool:
     """Return True if a save of the same run is newer on disk than in memory."""
+    # An earlier run in this folder may have come further, but this one continues its own steps
     if disk is None or disk.notes.get(RUN) != memory.notes.get(RUN):
         return False
     return (disk.epoch, disk.step) > (memory.epoch, memory.step)
@@ -242,6 +245,8 @@ def choose(everyone: Sequence[dict[int, Held]]) -> Head | None:
         parts = [held[number] for held in everyone if number in held]
         head = parts[0].head
         names = {name for part in parts for name in part.files}
+        # A host that was away may hold a save of the same number from an earlier generation, with
+        # another tag in its head
         if all(part.head == head for part in parts) and names.issuperset(needed(head)):
             return head
     return None
@@ -288,6 +293,7 @@ def _broadcast(
     with contextlib.ExitStack() as files:
         source = files.enter_context(target.open("rb")) if comm.rank == root else None
         copy = _Copy(snapshot_folder, name) if writes else None
+        # In pieces, because a collective carries at most 2^31 - 1 entries
         for start in range(0, size, PIECE):
             count = min(PIECE, size - start)
             piece = source.read(count) if source else bytes(count)

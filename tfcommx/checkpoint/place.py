@@ -83,6 +83,8 @@ class SnapshotFolder:
             try:
                 with os.fdopen(opened, "wb") as file:
                     yield file
+                # By descriptors, because another user of /dev/shm could replace a folder between
+                # two uses of its path
                 os.rename(part, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with contextlib.suppress(OSError):

@@ -71,6 +71,7 @@ def record_of(
 ) -> OptimizerRecord:
     """Return this rank's state of one of a model's optimizers; `seeds` are the model's."""
     exchanger = exchanger_in(optimizer)
+    # `model.save` writes only optimizers that Keras finds in the attributes of the model
     writes_state = exchanger.comm.rank == 0 and not saved_by_keras(model, optimizer)
     return OptimizerRecord(
         trained=exchanger.names.of(trainable_variables(optimizer)),
@@ -113,6 +114,7 @@ def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
 
 def own_variables(model: keras.Model) -> list[keras.Variable]:
     """Return the variables that differ between ranks in mid-epoch: statistics, then metrics."""
+    # `RestoreRankValues` splits the arrays of the file by the number of statistics
     return [*statistics_of(model), *model.metrics_variables]
 
 

@@ -313,6 +313,8 @@ def _load_states(
     """Load the states that this rank inherits; `ranks` is their number in the save, and now."""
     exchanger, (old, new) = exchanger_in(optimizer), ranks
     settings = exchanger.settings
+    # A residual contributes its value over the number of ranks to an average, so with more ranks it
+    # must grow by their ratio
     averages = settings.strategy.in_lock_step and settings.operation == "average"
     factor = new / old if averages else 1.0
     states = (

@@ -114,6 +114,7 @@ def claim(folder: Path) -> list[int]:
         problem = _problem_of_lock(folder, owner)
     (problem_of_root, of_root), *_ = comm.gather_objects((problem, tuple(owner)))
     owner = lock.Owner._make(of_root)
+    # After rank 0, whose lock decides which run owns a folder that all nodes see
     if not problem_of_root and comm.rank and _speaks_for_node(comm):
         problem = _problem_of_lock(folder, owner)
     rows = comm.gather_objects((problem, lock.seen_owner(folder) == owner))
@@ -187,6 +188,7 @@ def save(
         heads = _heads(folder)  # Another run may have saved until now
     # The next one, even if an epoch is saved twice, so that no file in use is ever replaced
     number = max((head.save + 1 for head in heads if head is not None), default=0)
+    # Before the check of weights, which may differ between ranks, or be one update old
     for optimizer in wrapped_optimizers(model):
         consolidate(optimizer)
     # Rank 0 alone checks its weights, because it writes the model
@@ -210,6 +212,7 @@ def save(
             rank = next(rank for rank, problem in enumerate(problems) if problem)
             raise _no_room(folder, rank, problems[rank], named)
     saves = {number, *(older_head.save for older_head in older)}
+    # Only now, because until now a checkpoint.json may have named them as the newest
     remove_other_saves(folder, saves, comm.rank, comm.topology.size)
 
 
@@ -225,6 +228,7 @@ def _hold(model: keras.Model, folder: Path, head: Head) -> None:
     comm = process.current()
     folder.mkdir(parents=True, exist_ok=True)
     if _speaks_for_node(comm):
+        # Again at each save, because a run that could not see the lock may have come since
         lock.take(folder, _claimed[comm][folder])
 
 

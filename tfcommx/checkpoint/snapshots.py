@@ -130,6 +130,7 @@ class Writing:
             # In this thread, because it costs a pass over the weights
             captured.check_finite()
             folder.make()  # Because the user may have removed the folder
+            # Before the write, so that the memory holds at most two saves at a time
             folder.keep(saves, rank)
             if captured.model is not None:
                 folder.keep_models(saves)
@@ -399,8 +400,11 @@ class Snapshots:
             vote = tf.constant([busy, failed, pause, wish], tf.float32)
             total = self._comm.allreduce(vote, "world", "tfcommx/snapshots", counted=False)
             votes = total.numpy()
+        # From the sum of the votes, which is equal on all ranks, so that all vote again at the same
+        # step; a rank that voted alone would wait in the allreduce
         self._until = self._between = max(1, round(float(votes[3])))
         self._asked_at = time.monotonic()
+        # A rank still writes, so no rank may call the snapshot complete, nor begin the next one
         if votes[0]:
             return False, bool(votes[2])
         if writing is not None:
@@ -420,6 +424,8 @@ class Snapshots:
                 shutil.disk_usage(MEMORY).free,
                 self.place.path,
             )
+        # A snapshot that one rank could not write is of no use to any, and the one before stays the
+        # last complete one on all
         if failed:
             return
         self._whole = writing.save
@@ -438,7 +444,9 @@ class Snapshots:
         for optimizer in wrapped_optimizers(self.model):
             consolidate(optimizer)
             sharded |= exchanger_in(optimizer).sharding is not None
+        # With shards only rank 0 has the optimizer's whole state, gathered by `consolidate`
         writes = self._comm.rank == 0 if sharded else self._writes_model
+        # Copied, because the next step changes the variables while the thread still writes
         own_arrays = {name: np.array(array) for name, array in residual_arrays(self.model).items()}
         model = copy_model(self.model) if writes else None
         finite = tuple(weight.path for weight in self.model.weights) if self._began_finite else ()
