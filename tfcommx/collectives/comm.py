@@ -144,6 +144,7 @@ class Comm(abc.ABC):
         collectives do.
         """
         ranks = self._check(tensor, group)
+        # A group of one rank has no process set, and needs no collective
         if len(ranks) == 1:
             return tensor
         if counted:
@@ -254,6 +255,7 @@ class Comm(abc.ABC):
         caller = sys._getframe(1)
         own = (item, self.comparisons.digests(), function_of(caller))
         items, digests, functions = zip(*self._gather_objects(own), strict=True)
+        # `functions` is equal on all ranks, so all raise, and take part in the exchange of lines
         if len(set(functions)) > 1:
             self._refuse_functions(functions, caller)
         self.comparisons.settle(self.rank, digests, self._gather_objects)

@@ -95,6 +95,7 @@ class Comparisons:
         """
         if not any(everyone):
             return
+        # Equal on all ranks, so that all call `gather` below, or none
         counts = [Counter(digests) for digests in everyone]
         for digest in functools.reduce(operator.and_, counts).elements():
             del self._stated[self.digests().index(digest)]

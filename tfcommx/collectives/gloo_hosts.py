@@ -131,6 +131,7 @@ def gloo_hosts(launch: Launcher, inits: int = 0) -> list[str]:
         if not written:
             reason = store.put(str(launch.rank), own_host, deadline)
             written = not reason
+        # After the deadline each rank looks for the missing one itself, because it may be rank 0
         one_by_one = launch.rank == 0 or late
         key = str(len(hosts)) if one_by_one else "all"
         answer, problem = store.get(

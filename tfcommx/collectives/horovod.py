@@ -160,6 +160,7 @@ def smaller_groups(topology: Topology) -> list[tuple[int, ...]]:
     groups = {
         topology.group(name, rank) for rank in range(topology.size) for name in ("node", "peers")
     }
+    # In one order on all ranks, because Horovod numbers process sets as they are registered
     return sorted(ranks for ranks in groups if 1 < len(ranks) < topology.size)
 
 
@@ -202,11 +203,13 @@ class HorovodComm(Comm):
         messages = Messages(launch.rank, topology, make_messages, centre_rank)
         super().__init__(launch.rank, topology, messages)
         self._hvd, self._ops = hvd, mpi_ops
+        # Static sets, because dynamic ones add an exchange of all ranks to each of Horovod's cycles
         sets = {ranks: hvd.ProcessSet(ranks) for ranks in smaller_groups(topology)}
         self._start(launch, list(sets.values()))
         self._gloo_scatters = launch.kind != "mpi" and not nccl_scatters(hvd)
         self._sets = {tuple(range(topology.size)): hvd.global_process_set, **sets}
         with tf.device("/cpu:0"):
+            # Variables, because traced code counts in each step; float64 is exact up to 2^53 bytes
             self._sent = {
                 kind: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=f"bytes_{kind}")
                 for kind in Traffic._fields
@@ -307,6 +310,7 @@ class HorovodComm(Comm):
             return tf.ensure_shape(
                 tf.add_n(tf.unstack(shards)), [tensor.shape[0] // ranks, *tensor.shape[1:]]
             )
+        # Horovod renegotiates each reduce-scatter, because its response cache has none of them
         shard = self._ops._reducescatter(
             tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group)
         )

@@ -135,6 +135,7 @@ class Messages:
         """
         inside = between = 0
         own_node, last = self._topology.node_of(self._rank), self._topology.size - 1
+        # Copied, because another thread of this rank may send to a new rank in the meantime
         pairs = [pair for messages in self._counted for pair in list(messages.sent.items())]
         for rank, amount in pairs:
             if rank == self._rank:  # It may be worker and server

@@ -157,6 +157,7 @@ class MpiPointToPoint:
         pending = [request for request, _ in requests]
         start, turns, late = time.monotonic(), 0, TIMEOUT_SECONDS
         while True:
+            # Polled, because MPI's own wait has no time limit, and occupies a core
             position, done = self._mpi.Request.Testany(pending)
             if done:
                 return position
@@ -187,6 +188,7 @@ class MpiPointToPoint:
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:
         """Receive a message that has arrived from any rank; None if there is none."""
         status, arriving = self._mpi.Status(), self._arriving.setdefault(tag, [])
+        # A matched probe, because after a plain one another thread could receive the message
         message = self._world.Improbe(self._mpi.ANY_SOURCE, tag, status)
         if message is not None:
             array = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)

@@ -125,6 +125,7 @@ def _gather(
             arrivals.setdefault(arrival.rank, arrival)
             everyone.append(arrival)
     entrance.close()
+    # Ranks that have called since then must get the reason, too, and not wait until their deadline
     while not callers.empty():
         if (arrival := _arrival(callers.get())) is not None:
             everyone.append(arrival)

@@ -160,6 +160,7 @@ class ThreadComm(Comm):
             except BaseException as error:
                 with meeting.lock:
                     failures.append((rank, error))
+                    # The first one, because the others fail only as they were left alone by it
                     meeting.failure = meeting.failure or error
                     meeting.lock.notify_all()
 

@@ -52,6 +52,7 @@ def _factor(optimizer: keras.optimizers.Adam, variable: keras.Variable, nodes: i
     # A tensor with gradient_accumulation_steps, and a variable without
     step = tf.cast(tf.convert_to_tensor(optimizer.iterations) + 1, m.dtype)
     unbiased = m / (1 - tf.pow(tf.cast(optimizer.beta_1, m.dtype), step))
+    # At most v, so that the noise, v - s, is not negative
     signal = tf.minimum(
         tf.square(unbiased) * (1 - tf.pow(tf.cast(optimizer.beta_2, m.dtype), step)), v
     )

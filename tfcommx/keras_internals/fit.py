@@ -49,6 +49,7 @@ def skip_steps(model: keras.Model, steps: int) -> None:
 
     def skip(_: TrainFunction, iterator: Iterator[Any]) -> dict[str, Any]:
         nonlocal remaining
+        # Read and discarded, because the iterator alone decides which batch is the next
         for _step in range(together):
             next(iterator)
         remaining -= together

@@ -55,6 +55,7 @@ def watch_update(metric: keras.metrics.Metric) -> None:
 
     def update_state(*args: Any, **kwargs: Any) -> Any:
         unwatch_update(metric)
+        # Without the tensors, because those of a graph must not outlive its trace
         _forms[metric] = tf.nest.map_structure(form_of, (args, kwargs))
         return update(*args, **kwargs)
 

@@ -77,6 +77,7 @@ def _copy_attributes(
 ) -> None:
     """Copy attributes that the config may lack: numbers, words, functions, excluded variables."""
     for name, value in vars(optimizer).items():
+        # `built` stays False, because the copy has no variables yet
         if name in _NOT_IN_CONFIG or (name != "built" and isinstance(value, _PLAIN)):
             setattr(copy, name, value)
 

@@ -85,6 +85,8 @@ class UpdatesShards(ExchangesGradients):
         shards = sharding.shards.variables
         if decaying:
             for shard, decays_too in zip(shards, sharding.shards.decays, strict=True):
+                # In Keras's cache of decisions, because a shard has neither the name nor the
+                # identity by which a user has excluded a variable
                 self._exclude_from_weight_decay_cache[self._var_key(shard)] = decays_too
         # A rank accumulates whole gradients, which are exchanged once a step
         steps = self.gradient_accumulation_steps
@@ -95,6 +97,7 @@ class UpdatesShards(ExchangesGradients):
             self.gradient_accumulation_steps = steps
         sharding.slots = slots_of(self)
         for position, variable in enumerate(variables):
+            # `apply` receives whole variables, which Keras looks up here
             self._trainable_variables_indices[self._var_key(variable)] = position
         if steps:
             self._add_accumulators(variables)

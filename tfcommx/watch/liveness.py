@@ -164,6 +164,7 @@ def start(
         **limits._asdict(),
     }
     rows = gather(row)
+    # Rank 0 decides for all, because a rank without a watcher would be reported as missing
     if rows[0]["limit"] is None:
         listening.close()
         return
@@ -209,6 +210,7 @@ def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socke
     """Start the watcher's process; return the socket connected to it."""
     to_watcher, watcher_end = socket.socketpair()
     fds = [watcher_end.fileno(), listening.fileno()]
+    # stderr is inherited, because the watcher writes the last words of a rank that could not
     subprocess.Popen(
         [*isolated("tfcommx.watch.watcher"), *map(str, fds)],
         pass_fds=fds,

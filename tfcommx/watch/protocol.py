@@ -251,6 +251,7 @@ class WatchProtocol:
     @property
     def finished(self) -> bool:
         """True if the watcher has no more work."""
+        # A rank that died without an alarm was allowed to leave, and has nothing to forward
         return self.gone and (
             self.over or self.alarm.told or (not self.leaving and not self.alarm.lost)
         )
@@ -258,6 +259,7 @@ class WatchProtocol:
     def connected(self, peer: int, time_now: float) -> None:
         """Record a connection to a neighbour, and send it the current state."""
         neighbour = self.neighbours[peer]
+        # Lines to a neighbour without a connection are dropped, so it needs the present state
         neighbour.connected, neighbour.heard = True, time_now
         if not self.stopped:
             self.outbox.append((peer, "."))
@@ -272,6 +274,7 @@ class WatchProtocol:
         """Record that a neighbour's connection has ended; `event` describes how, for messages."""
         neighbour = self.neighbours[peer]
         neighbour.connected = False
+        # A watcher that was killed after its rank's bye sends no `ended`; others would wait
         if neighbour.leaving:
             self._see_whether_all_ended()
         else:

@@ -74,6 +74,8 @@ def merge(groups: Sequence[Group]) -> list[Group]:
     not_waiting = sorted(entry for entry in merged.values() if entry.doing not in (WAITS, OTHERS))
     overflow = [entry for entry in merged.values() if entry.doing == OTHERS]
     places = GROUPS - 1
+    # Each kind has half of the places, and those that the other kind leaves free, because a report
+    # needs both the waiting ranks and their cause
     kept_waiting = waiting[: max(places // 2, places - len(not_waiting))]
     kept_not_waiting = not_waiting[: places - len(kept_waiting)]
     for group in waiting[len(kept_waiting) :] + not_waiting[len(kept_not_waiting) :]:

@@ -84,6 +84,8 @@ class Watcher:
 
     def dial_all(self) -> None:
         """Connect to the lower neighbours, repeatedly. Runs in a thread, because it blocks."""
+        # The higher rank of a pair dials, because two watchers that dialled each other at once
+        # would have two connections
         lower = [peer for peer in self.places if peer < self.member.rank]
         while True:
             while waiting := [peer for peer in lower if peer not in self.dialled]:
@@ -226,6 +228,7 @@ class Watcher:
                         key.data(key.fileobj)
                     if not member.gone:
                         member.rank_is_gone(time_now)
+                # Its neighbours hear no beat from now on, and report it after `limit`
                 member.stopped = state == "T"
                 member.beat(time_now, max(0.0, time_now - last_turn - self.beat_seconds))
             last_turn = time_now
@@ -245,6 +248,7 @@ def _state_of(pid: int) -> str:
     """Return the state letter of proc(5): T is stopped, Z and X are dead; empty if it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
+            # Behind the last parenthesis, because the name before it may contain any character
             return file.read().rpartition(")")[2].split()[0]
     except OSError:
         return ""
