@@ -76,6 +76,8 @@ def _random_window(
     )
     for attempt in range(10):
         area, aspect, down, right = (
+            # Draw 0 is the flip's. The native op numbers its draws alike, so that both cut the same
+            # window
             uniform(rule.seed, epoch, sample, 1 + 4 * attempt + k) for k in range(4)
         )
         area = height * width * (area_low + area * (area_high - area_low))

@@ -48,6 +48,7 @@ def compare_with_cpu(device: str) -> None:
     **Raises:** NativeLibraryError that names the difference, before any training.
     """
     problem = ""
+    # The calls run now, also if the residuals are made while a step is traced
     with tf.init_scope():
         for results_on in (_exchange, _selections, _dense, _low_bits, _updates, _many_strips):
             try:

@@ -32,4 +32,5 @@ def draws(*stream: int, of: np.ndarray) -> np.ndarray:
 
 def uniform(seed: int, epoch: int, sample: int, draw: int) -> float:
     """Return draw number `draw` of the stream of (seed, epoch, sample), a float in [0, 1)."""
+    # The upper 53 bits, which a float holds exactly: rounding would make 1.0 of the largest draws
     return int(draws(seed, epoch, sample, of=np.array([draw]))[0] >> np.uint64(11)) * 2.0**-53

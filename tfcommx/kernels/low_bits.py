@@ -123,6 +123,7 @@ def add_and_write_definition(
     words: tf.Tensor, residual: tf.Variable, wire: str, entries: int, start: int, real: int
 ) -> tf.Tensor:
     """Define `add_and_write` in plain TensorFlow."""
+    # Added in the order of the ranks, because the last bits of a float32 sum depend on the order
     total, *summands = tf.unstack(tf.reshape(read_definition(words, wire, entries), [-1, entries]))
     old, stop = residual.read_value(), start + entries
     for part in (*summands, old[start:stop]):
@@ -192,6 +193,7 @@ def _steps(values: tf.Tensor, counts: tf.Tensor, wire: str) -> tf.Tensor:
         while terms.shape[2] > 1:
             half = terms.shape[2] // 2
             terms = terms[:, :, :half] + terms[:, :, half:]
+        # The mean of the entries that are not padding; a block of padding alone has none
         size = terms * tf.math.divide_no_nan(float(DENSE_CODE_BLOCK), counts)
         step = size * (0.625 if wire == "int2" else 1.0)
     nearest = tf.cast(tf.cast(step, tf.bfloat16), tf.float32)
@@ -201,6 +203,7 @@ def _steps(values: tf.Tensor, counts: tf.Tensor, wire: str) -> tf.Tensor:
 def _codes(values: tf.Tensor, steps: tf.Tensor, wire: str) -> tf.Tensor:
     if wire in ("int8", "int4"):
         return tf.cast(tf.round(values * tf.math.divide_no_nan(1.0, steps)), tf.int32)
+    # The bit of the sign is read, as in the kernels, because -0.0 < 0 is False
     negative = tf.cast(tf.bitcast(values, tf.int32) < 0, tf.int32)
     if wire == "int1":
         return negative

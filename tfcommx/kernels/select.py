@@ -164,6 +164,7 @@ def with_error_feedback(
     # In int64, because TensorFlow moves a GPU's int32 through the host
     positions = tf.cast(chosen.indices, tf.int64)[:, None]
     sent = tf.scatter_nd(positions, tf.ones_like(chosen.values), tf.shape(acc, tf.int64)) > 0
+    # A NaN is sent once, by `choose`; in the residual it would return in every step
     bad = ~tf.math.is_finite(acc)
     residual.assign(tf.where(bad, old, tf.where(sent, 0.0, acc)))
     if velocity is not None:
@@ -211,6 +212,7 @@ def _choose(acc: tf.Tensor, k: int, seed: int, rule: str) -> tf.Tensor:
         ),
     ]
     with tf.control_dependencies(checks):
+        # NaN and Inf have the highest key: they are sent, and stay in no residual (law 5)
         key = tf.where(_keys(acc) >= NOT_FINITE, 0x7FFFFFFF, _keys(acc))
     if rule == "exact":
         # top_k takes the lowest index of equal keys
@@ -232,4 +234,5 @@ def _choose_mstopk(key: tf.Tensor, k: tf.Tensor, seed: int) -> tf.Tensor:
     need = k - tf.size(above)
     # All non-finite keys are equal; if they alone reach k, the lowest indices are chosen
     offset = tf.where(band == BANDS - 1, 0, below(seed, tf.size(inside) - need + 1))
+    # The run starts at random, because the band's lowest indices would otherwise win in every step
     return tf.sort(tf.concat([above, inside[offset : offset + need]], 0))

@@ -27,6 +27,7 @@ def elias_encode_definition(indices: tf.Tensor, size: int) -> tf.Tensor:
     """Write int32 [k], ascending in [0, size), as int32 words: the bitmap, then the low bits."""
     k = traced.length(indices)
     width, length = low_bits(k, size), bitmap_bits(k, size)
+    # High bits may repeat; their position in the list is added, so that each index sets a bit alone
     positions = tf.cast(tf.bitwise.right_shift(indices, width), tf.int64) + tf.range(
         k, dtype=tf.int64
     )

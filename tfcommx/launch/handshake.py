@@ -59,6 +59,8 @@ class Handshake(NamedTuple):
                 f"another program, or version, listens there: {greeting['protocol']!r}"
             )
         challenge = os.urandom(16).hex()
+        # The answer's proof covers it and thus holds for this call alone: a recorded one does not
+        # pass
         proof = self._proof(greeting["challenge"], said, challenge)
         _write(connection, {"said": said, "challenge": challenge, "proof": proof})
         answer = _read(connection, end)

@@ -190,6 +190,8 @@ class Running:
         self._asked = False
         # Error of writing our output to a pipe whose reader has ended
         self._unread: OSError | None = None
+        # Looked up before the fork: in the child, a lock that another thread holds is never
+        # released
         prctl = ctypes.CDLL(None).prctl
         self.process = subprocess.Popen(
             launch.words(),

@@ -60,6 +60,7 @@ class ExitStatus:
 
         1 for a message in place of a status, and after an uncaught exception.
         """
+        # Python sets it when it prints an uncaught exception
         if hasattr(sys, "last_value"):
             return 1
         if self._code is None or isinstance(self._code, int):

@@ -91,6 +91,7 @@ class Relay:
 
 def start(command: list[str]) -> subprocess.Popen[bytes]:
     """Start the rank, which ends with this process; forward this process's signals to it."""
+    # Looked up before the fork, as in horovodrun.py
     prctl = ctypes.CDLL(None).prctl
     early: list[int] = []
     rank: list[subprocess.Popen[bytes]] = []

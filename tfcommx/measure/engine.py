@@ -180,6 +180,7 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
     # three nodes both have two, and latency and engine cannot be separated.
     more_terms = round(terms) - steps
     difference = statistics.median(reduced) - statistics.median(gathered)
+    # At most that of all-gathers, which contains the engine's time
     alpha_s = min(max(difference / more_terms, 0.0), alpha_s) if more_terms else 0.0
     return EngineCost(alpha_s, [max(time_s - steps * alpha_s, 0.0) for time_s in gathered])
 

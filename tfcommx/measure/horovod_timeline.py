@@ -195,6 +195,7 @@ class Recording(NamedTuple):
     @property
     def typical(self) -> RecordedStep:
         """Step of median length."""
+        # The lower one of two, because a mean of them is no step
         middle = median_low(step.step_s for step in self.steps)
         return next(step for step in self.steps if step.step_s == middle)
 

@@ -148,6 +148,7 @@ def statistics_kept(model: keras.Model) -> Iterator[None]:
     finally:
         for variable, value in zip(model.non_trainable_variables, values, strict=True):
             variable.assign(value)
+        # `compute_loss` has added the batches of the measurement to them
         model.reset_metrics()
 
 

@@ -127,6 +127,7 @@ def _stream_of(gradient: Gradient, scheme: Scheme, ways: Ways) -> Stream:
         return Stream(scheme, DenseWay(routes.DENSE["allreduce"], PLAIN), "float32")
     if ways.sparse:
         small = len(gradient.shape) <= 1 or gradient.entries < scheme.dense_below
+        # Residuals are float32, and would lose the lower bits of a float64
         if not small and gradient.dtype != "float64":
             return Stream(scheme, ways.sparse, "float32")
     compresses = ways.dense.compression != NO_COMPRESSION and gradient.dtype != "float64"
@@ -186,6 +187,7 @@ def fragment_of(entries: Mapping[str, int], count: int) -> dict[str, int]:
             f"Each fragment needs a variable. Received fragments={count} and {len(entries)} "
             "variables. Take fewer."
         )
+    # Sorted by name, because callers list the variables in different orders
     paths = sorted(entries)
     return dict(zip(paths, balance([entries[path] for path in paths], count), strict=True))
 
@@ -283,6 +285,7 @@ def make_plan(
         for chosen in _merged(stream, members, largest, cluster, profile):
             bucket = _bucket([gradient for _, gradient in chosen], stream, topology, links)
             ready.append((chosen[-1][0], bucket))
+    # In the order in which they can be sent; the sort is stable, so equal on all ranks
     ready.sort(key=lambda pair: pair[0])
     buckets = tuple(
         dataclasses.replace(bucket, name=f"tfcommx/bucket{i}")

@@ -308,6 +308,8 @@ class Hosts:
                 self.leave_out(host)
             if end_requested() or (not silent and slots_of(hosts) >= fewest):
                 return hosts
+            # Placed again without a pause, because other hosts may take the places of the silent
+            # ones
             if silent:
                 continue
             slots = slots_of(hosts)

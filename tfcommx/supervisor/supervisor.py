@@ -110,6 +110,7 @@ class Supervisor:
         self.generations.append(generation)
         lines = RankLines()
         running, status = self._carry_out(generation, launch, lines)
+        # Swept before the cause is judged, because a host that does not answer now is the cause
         self._answered = self._sweep(generation)
         if self._stop.number:
             generation.how = f"ended by signal {self._stop.number}"
@@ -171,6 +172,7 @@ class Supervisor:
                 threading.Thread(target=work, daemon=True).start()
             return running, running.wait(lines)
         finally:
+            # Set first: the threads end by it, and must not sweep the ranks of the next generation
             generation.ended = time.monotonic()
             self._stop.running = None
             ended.set()
