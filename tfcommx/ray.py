@@ -109,6 +109,7 @@ def run(
                 f"{workers_per_node}."
             )
         per_node = {name: amount * workers_per_node for name, amount in each.items()}
+        # STRICT_SPREAD puts each bundle on another node, so that all nodes have equally many ranks
         bundles, strategy = [per_node] * (num_workers // workers_per_node), "STRICT_SPREAD"
     if not ray.is_initialized():
         ray.init()
@@ -123,11 +124,13 @@ def run(
             )
         workers = _start(ray, group, each, num_workers, len(bundles))
         results = _call(ray, workers, train, args, environment or {})
+        # Asked to end first, because exit handlers do not run in a worker that `ray.kill` ends
         ends = [worker.__ray_terminate__.remote() for worker in workers]
         ray.wait(ends, num_returns=len(ends), timeout=END_SECONDS)
         return results
     finally:
         for worker in workers:
+            # Also after a failure, because the other ranks wait for the failed one in a collective
             ray.kill(worker)
         ray.util.remove_placement_group(group)
 
@@ -145,6 +148,8 @@ def _ray() -> Any:
 def _start(ray: Any, group: Any, each: dict[str, float], workers: int, bundles: int) -> list[Any]:
     """Start the workers in their places; return them, node by node, the driver's own node first."""
     own_options = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    # Zero for a resource that is not asked for, because an actor otherwise needs a CPU to be
+    # placed, which its bundle may lack
     options: dict[str, Any] = {option: each.get(name, 0) for name, option in own_options.items()}
     options["resources"] = {name: each[name] for name in each.keys() - own_options.keys()}
     actor = ray.remote(RayWorker)
@@ -191,6 +196,7 @@ def _call(
     seen: Counter[str] = Counter()
     ranks: dict[Any, int] = {}
     for rank, (worker, place) in enumerate(zip(workers, places, strict=True)):
+        # Counted by address, because several of Ray's nodes may share a host and its GPUs
         rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(seen[place.address])}
         seen[place.address] += 1
         # `cx.init` takes the GPU with the number of the local rank
@@ -200,6 +206,7 @@ def _call(
         gpus = ",".join(dict.fromkeys(filter(None, named.split(","))))
         rank_variables |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         ranks[worker.call.remote({**shared, **rank_variables}, train, *args)] = rank
+    # Received as they end, not by rank: a rank that waits for the failed one would hide the failure
     results: dict[int, Any] = {}
     waiting = list(ranks)
     while waiting:

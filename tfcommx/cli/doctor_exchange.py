@@ -28,6 +28,7 @@ def main() -> None:
     expected = ranks * values
     seconds = []
     for number in range(ROUNDS):
+        # Ranks start together, because the first one would otherwise time its wait for the last
         comm.gather_objects("ready")
         start = time.perf_counter()
         total = comm.allreduce(values, "world", f"doctor{number}").numpy()
@@ -36,6 +37,7 @@ def main() -> None:
             sys.exit(f"tfcommx: rank {comm.rank}: the sum over {ranks} ranks is wrong.")
     result = {
         "ranks": ranks,
+        # The best round, because other work only delays, on the slowest of the ranks
         "seconds": max(comm.gather_objects(min(seconds))),
         "gpus": min(comm.gather_objects(len(tf.config.list_physical_devices("GPU")))),
         "nccl": all(comm.gather_objects(bool(import_horovod()[0].nccl_built()))),

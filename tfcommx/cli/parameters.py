@@ -24,6 +24,7 @@ class Command(typer.core.TyperCommand):
         **Raises:** BadParameter with the value, which typer leaves out; ConfigurationError for an
         empty path, such as of a variable that is not set, which would be the current folder.
         """
+        # A copy, because click removes the words from its list
         words = list(args)
         try:
             rest = super().parse_args(ctx, args)

@@ -304,6 +304,7 @@ def pareto_words(points: Mapping[str, Point], text: Callable[[float], str], unit
     beaten = []
     for name, point in points.items():
         if name not in best:
+            # The dearest that costs no more scores highest, because both rise within the Pareto set
             by = next(rival for rival in reversed(best) if points[rival].cost <= point.cost)
             beaten.append(f"{name}, by {by}")
     tail = f" Beaten: {'; '.join(beaten)}." if beaten else ""

@@ -60,6 +60,7 @@ class Setup:
         recipe = parse(self.recipe.read_text(encoding="utf-8"))
         decides = [recipe, list(settings), self.nodes, self.slots]
         digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
+        # The last one counts, because a later change of a field replaces an earlier one
         seed = [setting for setting in settings if setting.startswith("seed=")]
         return "-".join([method, *(setting.replace("=", "-") for setting in seed[-1:]), digest])
 
@@ -94,6 +95,7 @@ def train(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any]:
     if not summary["replicas_identical"] or "stopped" in summary:
         raise TrainingError(f"Ranks had different weights, or were stopped: {run / LOG}.")
     training = kept(summary) | {"method": method, "settings": list(settings)}
+    # After all checks, because an existing file counts as a finished training
     write_json(training, run.parent / f"{name}.json")
     # Only now, because an interrupted comparison resumes from it
     shutil.rmtree(run / "checkpoint", ignore_errors=True)

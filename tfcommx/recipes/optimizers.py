@@ -28,6 +28,7 @@ class KerasRecipe(RecipePart):
     def options(self) -> dict[str, Any]:
         """Return the arguments of the optimizer."""
         options = self.model_dump(exclude={"name"})
+        # None in place of 0, for which Keras would still read and write every weight
         return options | {"weight_decay": options["weight_decay"] or None}
 
     def decaying(self, kind: Any, **options: Any) -> keras.optimizers.Optimizer:

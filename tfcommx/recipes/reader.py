@@ -162,6 +162,7 @@ def _construct(kind: str, loader: _Loader, node: yaml.Node) -> Any:
 _Loader.yaml_implicit_resolvers, _Loader.yaml_constructors = {}, {}
 for _name in ("null", "bool", "int", "float", "str"):
     _Loader.add_constructor(TAG + _name, functools.partial(_construct, _name))
+# SafeLoader fills containers by generators, which only recursive aliases need
 _Loader.add_constructor(TAG + "seq", _Loader.construct_sequence)  # type: ignore[type-var]
 _Loader.add_constructor(TAG + "map", _Loader.construct_mapping)
 _Loader.add_constructor(None, _Loader.construct_undefined)  # type: ignore[type-var]
@@ -198,6 +199,7 @@ class RecipePart(BaseModel):
     @classmethod
     def _known_keys(cls, settings: Any) -> Any:
         if isinstance(settings, Mapping):
+            # Checked before pydantic forbids them, because its message lacks the nearest key
             for key in settings:
                 check_name("key", key, cls.model_fields)
         return settings

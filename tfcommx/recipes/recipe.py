@@ -116,6 +116,7 @@ class LearningRate(RecipePart):
         if warm_up is None:
             warm_up = self.warm_up_epochs * steps_per_epoch
         if step < warm_up:
+            # The first step has a rate above 0, and the step after the warm-up the peak
             return peak * (step + 1) / (warm_up + 1)
         return peak * self.decay.factor(step, warm_up, steps, steps_per_epoch)
 
@@ -249,6 +250,7 @@ class Recipe(RecipePart):
         """Build the network for an objective, with the recipe's precision."""
         import keras
 
+        # Restored below, because Keras's policy holds for all later models of the process
         before = keras.config.dtype_policy()
         keras.config.set_dtype_policy(self.precision)
         try:

@@ -101,6 +101,7 @@ class InverseSqrt(RecipePart):
     name: Literal["inverse_sqrt"] = "inverse_sqrt"
 
     def factor(self, step: float, warm_up: float, steps: float, steps_per_epoch: float) -> float:
+        # At least 1, because a run without a warm-up begins at step 0
         return math.sqrt(max(1.0, warm_up) / max(1.0, warm_up, step))
 
 

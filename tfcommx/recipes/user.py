@@ -47,6 +47,7 @@ class UserFunction(BaseModel):
         if not FORM.fullmatch(name):
             raise ValueError(f"module:function is required. Received {name!r}.")
         _add_current_folder()
+        # Only the package, because `find_spec` of a module in it would import the package
         top = name.partition(":")[0].partition(".")[0]
         if importlib.util.find_spec(top) is None:
             raise ValueError(
@@ -78,6 +79,7 @@ class UserFunction(BaseModel):
                 f"Settings of {self.name!r} must not be {', '.join(both)}, which the run gives. "
                 "Rename them."
             )
+        # Before the call, because a mistake inside of the function may raise a TypeError, too
         _check_takes(function, self.name, {**arguments, **settings})
         return function(**arguments, **settings)
 
@@ -159,4 +161,5 @@ class UserOptimizer(UserFunction):
 def _add_current_folder() -> None:
     folder = str(Path.cwd())
     if folder not in sys.path:
+        # At the end, because a file with the name of a library must not replace the library
         sys.path.append(folder)

@@ -54,6 +54,7 @@ class ProgressDisplay:
         if shown and stream is None and terminal and not sys.stdout.isatty():
             # Without such a device, or without the right to open it: plain lines
             with contextlib.suppress(OSError):
+                # Not as the controlling terminal, whose Ctrl-C would also reach this rank
                 device = os.open(terminal, os.O_WRONLY | os.O_NOCTTY)
                 stream = os.fdopen(device, "w") if os.isatty(device) else None
                 width = os.get_terminal_size(device).columns or None
@@ -64,6 +65,7 @@ class ProgressDisplay:
             highlight=False,
             markup=False,
             emoji=False,
+            # Rich would wrap at 80 columns where the output is a file
             soft_wrap=True,
             width=width,
         )

@@ -174,6 +174,7 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
                 "epochs": len(rows),
                 "size": size_text(rows[0]),
                 "global_batch": rows[0]["global_batch"],
+                # The last epoch's, because the first ones may have the densities of a warm-up
                 "scheme": scheme_text(rows[-1]),
                 "counted": rows[0]["counted"],
                 "throughput": rate,

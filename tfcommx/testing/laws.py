@@ -20,7 +20,7 @@ from tfcommx.runtime.gradient_state import GradientState
 ONE_LEVEL = (Topology(1, 1), Topology(2, 1), Topology(3, 1))
 TWO_LEVELS = (Topology(2, 2),)
 
-# No length is divisible by 2 or 4
+# No length is divisible by 2 or 4, so that shards end with padding
 SHAPES = {"first/kernel": (37, 11), "first/bias": (11,), "last/kernel": (11, 53)}
 
 Values = dict[str, np.ndarray]
@@ -114,7 +114,8 @@ def check_on_sparse_routes(name: str, **named: Any) -> None:
         named: fields of the scheme: its selection, and others that differ from the default.
     """
     for route in routes.SPARSE.values():
-        # Two buckets, because the last kernel alone has more than 2000 bytes
+        # Two buckets, because the last kernel alone has more than 2000 bytes. Below the default of
+        # dense_below, 1024, both kernels would be sent whole
         scheme = Scheme(route.name, density=0.1, dense_below=8, bucket_bytes=2000, **named)
         for topology in (*ONE_LEVEL, *TWO_LEVELS):
             plan = plan_of(scheme, topology)
@@ -145,6 +146,7 @@ def check_conservation(logs: list[list[Step]], where: str, tolerance: float = 0.
         for path in SHAPES:
             expected = sum(log[step].came[path].ravel() for log in logs) + before[path]
             residuals = sum(log[step].kept[path] for log in logs)
+            # Rank 0's result stands for all, which `check_agreement` compares
             off = np.abs(logs[0][step].result[path].ravel() + residuals - expected)
             # Not `off > allowed`, because NaN is off, too
             wrong = ~(off <= tolerance * np.abs(expected).max())
@@ -173,6 +175,7 @@ def check_agreement(logs: list[list[Step]], where: str) -> None:
 
 def check_count(plan: Plan, logs: list[list[Step]], where: str) -> None:
     """Require that the bytes sent are those that the prices count."""
+    # `wire_bytes` counts the mean, because some ranks of a tree send more than others
     sent = np.mean([log[-1].sent for log in logs], axis=0)
     traffic = [routes.of(bucket).wire_bytes(bucket, plan.topology) for bucket in plan.buckets]
     promised = len(logs[0]) * np.sum(traffic, axis=0)
@@ -226,6 +229,7 @@ def check_continues(plan: Plan, where: str) -> None:
 
     def work(comm: Comm) -> bool:
         first, second = PlanExecutor(plan, comm), PlanExecutor(plan, comm)
+        # A step before, because residuals and states are zeros at first
         take(first, normal_numbers(comm.rank, 0))
         second.load(first.export())
         uninterrupted, restored = (

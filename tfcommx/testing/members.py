@@ -195,6 +195,7 @@ def check_strategy(asked: str | Strategy, steps: int = 4) -> None:
             )
         start = [variable.numpy() for variable in _variables()]
         require(
+            # Replicas that are never updated would be equal, too
             not any(map(np.array_equal, first, start))
             and all(np.isfinite(weights).all() for weights in first),
             "Steps must move the weights, and leave them finite.",
@@ -236,6 +237,7 @@ def check_wire(name: str) -> None:
     """
     if not is_member(name):
         check_name("wire format", name, SPARSE_WIRES)
+    # One entry, all entries, an odd number, and more entries than the 65,536 of a block
     for k, size in ((1, 1), (10, 10), (7, 1000), (100, 1000), (700, 70_000)):
         _check_buffers(name, k, size)
     laws.check_on_sparse_routes(repr(name), selection="exact", wire=name)

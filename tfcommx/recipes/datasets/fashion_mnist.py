@@ -125,6 +125,7 @@ def fetch(folder: Path | None = None) -> Path:
         ("TensorFlow Datasets", _from_tensorflow_datasets),
     ):
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Next to the target, because a file cannot be renamed onto another file system
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as work:
             try:
                 _put_in_place(get(Path(work)), target)
@@ -143,6 +144,7 @@ def _put_in_place(source: Path, target: Path) -> None:
     """Check the files in `source`, on the same file system, and rename each into `target`."""
     if missing := [name for name in FILES if not (source / name).is_file()]:
         raise DataError(f"{', '.join(missing)} missing in the download")
+    # Read once before, because the next run would take a damaged file from the target
     load(source)
     target.mkdir(exist_ok=True)
     # Renamed when complete, because others may read meanwhile, and a download may be killed

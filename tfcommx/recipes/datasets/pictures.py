@@ -104,6 +104,7 @@ class Pictures:
             return augment(pictures, seed, resolution), labels
 
         calls = place.threads or 2
+        # Deterministic, because a resumed run must have the same batch in each step
         return batches.enumerate(first).map(finish, num_parallel_calls=calls, deterministic=True)
 
     def test(self, batch: int, resolution: int) -> tf.data.Dataset:

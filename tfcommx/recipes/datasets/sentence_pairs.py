@@ -153,5 +153,6 @@ def _example(corpus: Corpus, batch: Batch) -> tuple[dict[str, np.ndarray], np.nd
 
 def _dataset(served: Any, signature: Any, count: int) -> tf.data.Dataset:
     batches = tf.data.Dataset.from_generator(served, output_signature=signature)
+    # A generator has no length, without which BroadcastState cannot compare steps
     with_length = tf.data.experimental.assert_cardinality(count)
     return without_autotune(batches.apply(with_length).prefetch(8))

@@ -317,6 +317,7 @@ class CataloguePairs:
 
 
 def _is_test(source: str) -> bool:
+    # By the text alone, so that more catalogues move no message between training and test
     return int(hashlib.sha256(source.encode()).hexdigest(), 16) % ONE_IN == 0
 
 

@@ -139,6 +139,7 @@ class Translation:
             translations: dict[int, str] = {}
             for inputs, (labels, numbers) in batches:
                 counts += count(inputs, labels).numpy()
+                # Only these are decoded, because that calls the model for each word
                 chosen = numbers.numpy() < self.bleu_sentences
                 if chosen.any():
                     translated = decode(inputs["source"][chosen]).numpy()

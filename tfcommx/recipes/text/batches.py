@@ -74,6 +74,7 @@ class LengthBatches:
             )
         self.ranks, self.seed = ranks, seed
         self.bounds = bounds(longest)
+        # A pair above the longest bound gets the number of no bucket, and is omitted
         bucket = np.searchsorted(self.bounds, lengths)
         self.members = [np.flatnonzero(bucket == number) for number in range(len(self.bounds))]
         # Number of sentences of a global batch, by bucket
@@ -86,6 +87,7 @@ class LengthBatches:
 
     def epoch(self, epoch: int, rank: int) -> list[Batch]:
         """Return the batches of a rank in an epoch, in order."""
+        # All ranks draw the same numbers, and take different parts of each global batch
         random = np.random.default_rng([self.seed, epoch])
         batches: list[Batch] = []
         carried = np.zeros(0, np.int64)
@@ -107,6 +109,8 @@ def in_order(lengths: np.ndarray, words: int, rank: int, ranks: int) -> list[Bat
         words: largest number of words of a batch, including padding; a longer sentence is alone in
             its batch.
     """
+    # Stable, because ranks must agree on the order of equal lengths. They take turns, so that each
+    # has about as many words
     share = np.argsort(lengths, kind="stable")[rank::ranks]
     batches: list[Batch] = []
     start = 0

@@ -105,6 +105,7 @@ def open_corpora(
         for name, pairs in (("train", train), ("test", test)):
             if not (cached / name).exists():
                 _encode(pairs, vocabulary, cached, name)
+    # Outside of the lock, because all ranks of a node can read at once
     for name in ("train", "test"):
         _check(cached / name, path)
     tests = _open(cached / "test")
@@ -136,18 +137,22 @@ def _encode(
     while chunk := list(itertools.islice(remaining, CHUNK)):
         for side in (0, 1):
             rows = vocabulary.encode([pair[side] for pair in chunk])
+            # An array per chunk, because a list of Python's numbers takes some nine times as much
             words[side].append(np.fromiter(itertools.chain(*rows), np.int32))
             lengths[side].extend(map(len, rows))
+    # Inside `cached`, because a folder cannot be renamed onto another file system
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cached) as work:
         complete = Path(work, name)
         complete.mkdir()
         for side, language in enumerate(("source", "target")):
             np.save(
+                # The empty array is for a set without pairs: `concatenate` refuses an empty list
                 complete / f"{language}.npy", np.concatenate([*words[side], np.zeros(0, np.int32)])
             )
             starts = np.cumsum([0, *lengths[side]], dtype=np.int64)
             np.save(starts_of(complete / f"{language}.npy"), starts)
         crcs = {path.name: crc_of(path) for path in complete.iterdir()}
+        # By another vocabulary the same numbers would be other words
         crcs["vocabulary"] = crc_of(cached / "vocabulary")
         (complete / CHECKSUMS).write_text(json.dumps(crcs))
         try:

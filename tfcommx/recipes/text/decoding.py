@@ -53,6 +53,7 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
 
 
 def _traced(decode: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
+    # One trace for all shapes, because nearly every batch has another length
     traced: Callable[[tf.Tensor], tf.Tensor] = tf.function(
         decode, input_signature=[tf.TensorSpec([None, None], tf.int32)]
     )
@@ -129,6 +130,7 @@ def beam_decoder(
             prefixes: tf.Tensor, logs: tf.Tensor, lengths: tf.Tensor, ended: tf.Tensor
         ) -> State:
             rows = tf.reshape(prefixes, [sentences * beam, -1])
+            # Float32 also in mixed precision, because half precision would make many sums equal
             words = tf.nn.log_softmax(tf.cast(logits_of(sources, rows), tf.float32))
             vocabulary = tf.shape(words)[1]
             words = tf.reshape(words, [sentences, beam, vocabulary])

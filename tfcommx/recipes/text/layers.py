@@ -58,8 +58,10 @@ class WordLoss(keras.losses.Loss):
         """Return float32 []: the loss of labels [n, words] and logits [n, words, vocabulary]."""
         logits = ops.cast(y_pred, "float32")
         normal = ops.logsumexp(logits, axis=-1)
+        # Gathered, because one-hot targets would take as much memory as the logits
         chosen = ops.take_along_axis(logits, ops.cast(y_true, "int32")[..., None], axis=-1)
         right = normal - ops.squeeze(chosen, -1)
+        # Cross-entropy with a target that is uniform over the vocabulary
         spread = normal - ops.mean(logits, axis=-1)
         losses = (1 - self.label_smoothing) * right + self.label_smoothing * spread
         real = ops.cast(ops.not_equal(y_true, 0), "float32")
@@ -75,6 +77,7 @@ class WordAccuracy(keras.metrics.Mean):
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         right, real = count_right(y_true, y_pred)
+        # Weighted by the words, because batches differ in their number
         super().update_state(right / ops.maximum(real, 1.0), real)
 
 

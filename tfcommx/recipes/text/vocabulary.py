@@ -79,6 +79,7 @@ def _train(lines: Iterator[str], written: io.BytesIO, size: int) -> None:
         eos_id=END,
         # A million sentences are enough; WMT has several million
         input_sentence_size=1_000_000,
+        # Nothing random, because each node learns the vocabulary, and all must learn the same
         shuffle_input_sentence=False,
         num_threads=1,
         minloglevel=2,
