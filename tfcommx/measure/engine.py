@@ -130,6 +130,7 @@ def calibrate(
     """
     ranks, measured = comm.topology.size, list[tuple[int, float]]()
     least, times = 0.0, repetitions(steady, 2 * (ranks - 1) / ranks * sizes[-1])
+    # The longest first, because its rate bounds the times of the others
     for size in reversed(sizes):
         name = f"tfcommx/probe/allreduce/{size}"
         with tf.device(where_carried(comm)):

@@ -78,6 +78,7 @@ def _step(
         raw_gradients = tape.gradient(loss, [by_name[name].value for name in names])
         gradients = dict(zip(names, map(tf.convert_to_tensor, raw_gradients), strict=True))
         sums = exchange(gradients)
+        # One sum stands for its bucket, because all of them arrive with one message
         ends = [sums[Piece.of(bucket.variables[-1]).path] for bucket in plan.buckets]
         return tf.stack([stamp(tensor) for tensor in (loss, *gradients.values(), *ends)])
 
@@ -95,6 +96,7 @@ def _timeline(
         before = ready[name]
     port, end = ("between" if plan.topology.nodes > 1 else "inside"), before
     busy_until = 0.0
+    # In the order of arrival, because a port carries one message at a time
     for number in np.argsort(arrived):
         bucket = plan.buckets[number]
         complete = max(ready[Piece.of(name).path] for name in bucket.variables)

@@ -102,6 +102,7 @@ def least_lossy(auto: Scheme, sent: SentBytes, has_momentum: bool = False) -> li
 
     if not fits(LEAST):
         raise PlanError(_nothing_fits(auto.budget, sent, [*tried, *selecting(LEAST)]))
+    # By halving, because bytes only rise with the density
     beyond = bisect.bisect_left(range(LEAST, MOST + 1), True, key=lambda steps: not fits(steps))
     densest = selecting(LEAST + beyond - 1)
     return [scheme for scheme in densest if sent.between(scheme) <= limit]

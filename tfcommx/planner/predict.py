@@ -76,6 +76,7 @@ def interval(
         spread: standard deviation / mean of the times of messages in the probe, >= 0.
     """
     varies = NINETY * spread
+    # Squares are added, because prices and repeats miss independently
     shorter = math.hypot(1 - misses.message_low, varies)
     longer = math.hypot(misses.message_high - 1, varies)
     return Interval(

@@ -78,6 +78,7 @@ def remove_stale_memory() -> None:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Lock a folder of this user's exclusively. **Raises:** OSError if a process uses it."""
+    # Not through a link, because any user may put one into shared memory
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(opened).st_uid != os.getuid():

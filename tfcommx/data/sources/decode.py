@@ -332,6 +332,7 @@ def stored_size(height: int, width: int, store: int | None) -> tuple[int, int]:
     short = min(height, width)
     if store is None or short <= store:
         return height, width
+    # Ties go to the even number, as by `lrint` in the native library
     return max(1, round(height * store / short)), max(1, round(width * store / short))
 
 
@@ -344,6 +345,7 @@ def shrink(image: np.ndarray, store: int | None) -> np.ndarray:
     size = stored_size(height, width, store)
     if size == image.shape[:2]:
         return image
+    # Halved first, because interpolation by more than 2 would skip pixels
     while min(image.shape[:2]) // 2 >= store:
         image = _halve(image)
     return image if image.shape[:2] == size else resize(image, size)
@@ -353,6 +355,7 @@ def _halve(image: np.ndarray) -> np.ndarray:
     """Average 2 x 2 pixels, rounded; an odd last row or column is dropped."""
     even = image[: image.shape[0] // 2 * 2, : image.shape[1] // 2 * 2].astype(np.uint16)
     total = even[::2, ::2] + even[1::2, ::2] + even[::2, 1::2] + even[1::2, 1::2]
+    # Rounded as in ops/kernels/fill_cpu.cc, because both fill the same slab
     return ((total + 2) >> 2).astype(np.uint8)
 
 

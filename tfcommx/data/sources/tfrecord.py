@@ -36,11 +36,13 @@ def scan(path: str | os.PathLike[str]) -> np.ndarray:
     or is not a TFRecord file.
     """
     rows, at = [], 0
+    # Unbuffered, because a buffer would also read the records, which fill the file
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         frame = os.pread(file.fileno(), _FRAME.size, 0)
         while at < size:
             length, crc = _FRAME.unpack(frame) if len(frame) == _FRAME.size else (size, None)
+            # A wrong length would lead into the middle of a record, and from there to any byte
             if crc is not None and crc != _masked_crc(frame[:8]):
                 raise SampleError(
                     f"{path} has a damaged length at byte {at}: "
@@ -119,6 +121,7 @@ class TFRecords:
         self.classes = tuple(self.features.classes)
         self.channels = self.features.channels
         self.broken: dict[str, str] = {}
+        # Threads, because a scan mostly waits for the file system
         with ThreadPoolExecutor(16) as pool:
             rows = list(pool.map(lambda file: self._scanned(file, skip), self.files))
         self._starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
