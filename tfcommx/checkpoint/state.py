@@ -73,6 +73,7 @@ def restore_exact(model: keras.Model, path: Path, same_optimizers: Sequence[bool
     """
     with np.load(path) as stored:
         content = json.loads(str(stored["exact"]))
+        # `_require_equal` names the difference if the numbers differ
         if len(content["weights"]) == len(model.weights):
             for position, variable in enumerate(model.weights):
                 name = f"exact{position}"

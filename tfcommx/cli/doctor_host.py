@@ -134,6 +134,7 @@ def native_library(facts: Mapping[str, Any], tensorflow: str) -> Finding:
 
 def instructions(machine: str, flags: set[str]) -> Finding:
     """Report the instruction set that the native library uses on this processor."""
+    # The sets that ops/kernels/augment_cpu.cc asks the processor for
     if {"avx512bw", "avx512vl"} <= flags:
         return Finding("instructions", OK, "AVX-512")
     if {"avx2", "f16c"} <= flags:

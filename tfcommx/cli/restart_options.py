@@ -155,6 +155,7 @@ def add_options(command: Callable[..., None]) -> Callable[..., None]:
         restart = RestartOptions(**{name: arguments.pop(name) for name in options})
         command(**arguments, restart=restart)
 
+    # Typer takes the command's name and help from these
     with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
     show_parameters(with_options, parameters)
     return with_options

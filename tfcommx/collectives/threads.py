@@ -53,6 +53,7 @@ class _Meeting:
 
     def wait(self, rank: int, ready: Callable[[], object], awaited: Callable[[], str]) -> None:
         """Wait, with the lock, until `ready` is true, a rank has failed, or the time is over."""
+        # Limited, because ranks that wait for each other would hang a test
         if not self.lock.wait_for(lambda: self.failure is not None or ready(), timeout=60):
             self.failure = TimeoutError(f"Rank {rank} waited for {awaited()}.")
         if self.failure is not None:

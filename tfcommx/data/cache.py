@@ -206,7 +206,8 @@ class DataCache:
         self._arrived: dict[int, int] = {}
         self._stats: list[EpochStats] = []
         # Not `__del__`, because that may not run at the end of the process, and the node's last
-        # process would leave the slab in shared memory
+        # process would leave the slab in shared memory. A function, because a method would keep the
+        # cache alive
         self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
 
     def _state_equal(self, kind: str, values: Mapping[str, str], remedy: str) -> None:

@@ -135,4 +135,5 @@ __all__ = [
     "watch_update",
 ]
 
+# At the import, because a private member that is missing would otherwise fail within a step
 require_fit_keras()

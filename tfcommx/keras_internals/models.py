@@ -27,6 +27,7 @@ def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
 def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
     """Return the generators of a model's layers, such as dropout's. Keras saves none of them."""
     generators = {
+        # By identity, because layers may share a generator
         id(generator): generator
         for layer in layers_of(model)
         for generator in layer._seed_generators

@@ -148,6 +148,8 @@ def _dense(device: str) -> dict[str, np.ndarray]:
     with tf.device(device):
         for dtype in ("float16", "bfloat16"):
             residual = tf.Variable(old)
+            # Neither the offset nor the length fits a vector instruction, so that remainders are
+            # compared
             entries = tf.constant(gradient[7:-4])
             written = dense.write(entries, residual, dtype, start=5, scale=0.5)
             parts = tf.concat([written, written[::-1], written], axis=0)
@@ -167,6 +169,7 @@ def _low_bits(device: str) -> dict[str, np.ndarray]:
     with tf.device(device):
         for codes in DENSE_CODES:
             residual, vector = tf.Variable(old[1:]), tf.constant(gradient[1:])
+            # The last 50 entries count as padding
             words = low_bits.write(vector, residual, codes, entries, 2 * entries - 50)
             after = residual.read_value()
             shard = words[len(words) // 2 :]

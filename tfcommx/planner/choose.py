@@ -69,6 +69,7 @@ def candidates(
     dense = ranked(setting, _dense(asked, topology, messages), for_optimal)
     if asked.selection == "all":
         return dense
+    # The first is plain Horovod with its best merging, because `dense` is sorted
     plain_s = next(row.step_s for row in dense if row.scheme.route == Scheme().route)
     quickest = dense[0].scheme if dense[0].step_s <= NOTABLY_FASTER * plain_s else Scheme()
     # Small variables travel as the quickest dense scheme says

@@ -208,6 +208,7 @@ def plan_in_fragments(
     ]
     buckets = [bucket for part in parts for bucket in part.buckets]
     named = tuple(
+        # Numbered anew, because each part begins at 0, and collectives meet by these names
         dataclasses.replace(bucket, name=f"tfcommx/bucket{number}")
         for number, bucket in enumerate(buckets)
     )
@@ -404,6 +405,7 @@ def _bucket(gradients: list[Gradient], stream: Stream, topology: Topology, links
         clip_norm=scheme.clip_norm,
     )
     if isinstance(way, SparseWay):
+        # That of any rank, because padding gives all shards one length
         start, stop = route.shard(bucket, topology, 0)
         # At least one: a small variable may be alone in its bucket.
         k = max(1, round(way.density * (stop - start)))
@@ -425,6 +427,7 @@ def _compressed(
     is_shorter = sum(vector.size for vector in travelling) < bucket.size
     if not travelling or not is_shorter or bucket.dtype != "float32" or topology.size == 1:
         return route.cheapest(bucket, topology, links)
+    # The longest vector decides for all, because it takes most of the time
     longest = max(travelling, key=lambda vector: vector.size)
     options = route.cheapest(longest, topology, links).options
     return dataclasses.replace(compressed, options=options)

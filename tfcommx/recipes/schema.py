@@ -84,6 +84,7 @@ def recipe_schema() -> dict[str, Any]:
     parts = schema["$defs"]
     for name, checks in SCHEME.items():
         parts["Scheme"]["properties"][name] |= checks
+    # A dataclass's schema allows other keys, which reading refuses
     parts["Scheme"]["additionalProperties"] = False
     for name in ("UserDataset", "UserModel", "UserOptimizer", "UserTask"):
         parts[name]["properties"]["name"]["pattern"] = f"^{FORM.pattern}$"
@@ -96,6 +97,7 @@ def recipe_schema() -> dict[str, Any]:
                 part["properties"][name]["description"] = comment
     for part in (schema, *parts.values()):
         for field in part["properties"].values():
+            # pydantic's titles only repeat the names
             field.pop("title", None)
     return schema
 
@@ -112,6 +114,7 @@ def comment_above(lines: list[str], number: int) -> str:
 def _comments(model: type) -> dict[str, str]:
     """Return field -> the comment above it, of a model and its base classes."""
     comments: dict[str, str] = {}
+    # Subclasses last, because their comments replace those of their bases
     for base in reversed(model.__mro__):
         if base in (object, BaseModel) or not base.__module__.startswith("tfcommx"):
             continue

@@ -75,6 +75,7 @@ def _cells(spans: list[Span], step_s: float, width: int) -> str:
     parts: list[Counter[str]] = [Counter() for _ in range(width)]
     for span in spans:
         sign = SIGNS.get(span.kind) or str(span.bucket % 10)
+        # Limited, because the end of the step would be in a cell behind the last
         first = min(int(span.start_s / cell), width - 1)
         last = min(int(span.end_s / cell), width - 1)
         for position in range(first, last + 1):

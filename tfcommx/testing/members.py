@@ -249,6 +249,7 @@ def _check_buffers(name: str, k: int, size: int) -> None:
     for number in range(BUFFERS):
         # They have many magnitudes, because a format may round by the largest entry
         random = (numbers.normal(size=k) * 10.0 ** numbers.integers(-5, 6, k)).astype(np.float32)
+        # In one buffer only, because its NaN must leave the others as they are
         if number == 1:
             random[numbers.integers(k)] = np.nan
         indices = np.sort(numbers.choice(size, k, replace=False)).astype(np.int32)
