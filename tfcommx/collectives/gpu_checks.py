@@ -91,6 +91,7 @@ def keep_one_gpu(local_rank: int) -> RankGpu:
         return RankGpu(host)
     number = local_rank % len(gpus)
     tf.config.set_visible_devices(gpus[number], "GPU")
+    # TensorFlow would otherwise take all of its memory, and NCCL find none for its buffers
     tf.config.experimental.set_memory_growth(gpus[number], True)
     details = tf.config.experimental.get_device_details(gpus[number])
     major, minor = details.get("compute_capability", (0, 0))

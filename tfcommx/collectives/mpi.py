@@ -59,6 +59,7 @@ def _communicators() -> tuple[Any, Any]:
         )
     if not launch.centre:
         return MPI.COMM_WORLD, None
+    # Both calls are collective, so the process of the centres makes them, too
     return MPI.COMM_WORLD.Split(launch.rank == launch.size), MPI.COMM_WORLD.Dup()
 
 

@@ -179,6 +179,7 @@ def computing(measured: Sequence[MeasuredSteps]) -> list[float]:
     [1.25]
     """
     return [
+        # All methods compute alike, and the median is less disturbed by other work than one of them
         statistics.median(phase)
         for phase in zip(*(steps.computing for steps in measured), strict=True)
     ]

@@ -197,6 +197,7 @@ class DataCache:
             if isinstance(self.source, Folder):
                 self.source.check_outside("disk", self.options.disk)
             self.disk = Disk(self.options.disk, self.source.key, self.source.count)
+        # A reshuffle removes samples from the slab, which another run would lose
         exclusive = self.options.reshuffle_fraction > 0 and self.topology.nodes > 1
         part = self._part()
         self.slab = open_slab(self.source, self.disk, part, self.options, self.node, exclusive)

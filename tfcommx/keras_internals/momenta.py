@@ -109,6 +109,7 @@ class LearnsThenSendsMomentum(SendsMomentum):
         clip: OfAll,
     ) -> Sequence[tf.Tensor]:
         """Exchange gradients, then clip; or clip, then exchange the momenta updated with them."""
+        # Sent one by one, as soon as each exists, because only clipping needs all of them
         if not self._clips():
             frozen = self.is_frozen()
             return exchange(

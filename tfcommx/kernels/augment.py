@@ -84,6 +84,7 @@ def _random_window(
         aspect = math.exp(
             math.log(aspect_low) + aspect * (math.log(aspect_high) - math.log(aspect_low))
         )
+        # Ties go to the even number, as by `lrint` in the native op
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
             return Window(int(down * (height - h + 1)), int(right * (width - w + 1)), h, w, flip)

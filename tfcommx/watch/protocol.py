@@ -454,9 +454,8 @@ class WatchProtocol:
             if self.left.get(child) is False:
                 continue
             groups += later(neighbour.groups, time_now - neighbour.groups_at)
-        groups = merge(
-            groups
-        )  # Before they are sent, because messages must not grow with the ranks
+        # Before they are sent, because messages must not grow with the ranks
+        groups = merge(groups)
         if self.parent is not None:
             self.outbox.append((self.parent, f"at {json.dumps(groups)}"))
             return
