@@ -76,7 +76,7 @@ class UpdatesShards(ExchangesGradients):
             return
         if self.use_ema:
             _pull_after_swaps()
-        # By name, because this class is generated, and has the name of the plain optimizer's
+        # By name, because this class is generated, and has the name of the plain one
         needs_whole = type(self).__name__ not in ELEMENTWISE
         # Also without `weight_decay`, because Muon has a weight decay of another name
         decaying = self.weight_decay is not None or needs_whole

@@ -100,7 +100,7 @@ def facts() -> dict[str, Any]:
 
 def plain_function(name: str) -> Any | None:
     """Return a C function of the library, not a TensorFlow op; None if there is no library."""
-    # `library` comes first, because it refuses another TensorFlow's build, which `CDLL` would load
+    # `library` is called first: it refuses another TensorFlow's build, which `CDLL` would load
     if library() is None:
         return None
     return getattr(ctypes.CDLL(str(FOLDER / "libtfcommx.so")), name)

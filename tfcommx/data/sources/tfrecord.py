@@ -36,7 +36,6 @@ def scan(path: str | os.PathLike[str]) -> np.ndarray:
     or is not a TFRecord file.
     """
     rows, at = [], 0
-    # Unbuffered, because a buffer would also read the records, which fill the file
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         frame = os.pread(file.fileno(), _FRAME.size, 0)
