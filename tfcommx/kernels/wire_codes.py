@@ -92,7 +92,7 @@ def round_definition(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tenso
     """Define `round_values` in plain TensorFlow."""
     steps, codes = _codes(values, dtype)
     written = _values(steps, codes, dtype)[: traced.length(values)]
-    # Zero is not subtracted, because a device that flushes denormals would lose such a value
+    # Zero is not subtracted, because a device that flushes denormals would lose a denormal value
     difference = tf.where(written == 0, values, values - written)
     return written, tf.where(tf.math.is_finite(values), difference, tf.zeros_like(values))
 

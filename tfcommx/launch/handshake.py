@@ -58,9 +58,8 @@ class Handshake(NamedTuple):
             raise ValueError(
                 f"another program, or version, listens there: {greeting['protocol']!r}"
             )
+        # The answer's proof covers this challenge, so that a recorded answer does not pass
         challenge = os.urandom(16).hex()
-        # The answer's proof covers it and thus holds for this call alone: a recorded one does not
-        # pass
         proof = self._proof(greeting["challenge"], said, challenge)
         _write(connection, {"said": said, "challenge": challenge, "proof": proof})
         answer = _read(connection, end)

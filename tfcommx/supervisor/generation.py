@@ -326,7 +326,6 @@ class Generation:
         first = self.steps is None
         if first:
             self.first_steps, self.first_step_at = total, time_now
-        # The report of a snapshot names an earlier step, because it is written while steps continue
         self.steps, self.last_step_at = max(total, self.steps or 0), time_now
         return "first step" if first else ""
 

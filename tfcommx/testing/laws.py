@@ -114,7 +114,7 @@ def check_on_sparse_routes(name: str, **named: Any) -> None:
         named: fields of the scheme: its selection, and others that differ from the default.
     """
     for route in routes.SPARSE.values():
-        # Two buckets, because the last kernel alone has more than 2000 bytes. Below the default of
+        # Two buckets, because the last kernel alone has more than 2000 bytes. With the default of
         # dense_below, 1024, both kernels would be sent whole
         scheme = Scheme(route.name, density=0.1, dense_below=8, bucket_bytes=2000, **named)
         for topology in (*ONE_LEVEL, *TWO_LEVELS):
