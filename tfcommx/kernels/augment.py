@@ -75,9 +75,8 @@ def _random_window(
         float(np.float32(bound)) for bound in (*rule.area, *rule.aspect)
     )
     for attempt in range(10):
+        # Draw 0 is the flip's. The native op numbers draws alike, so that both cut the same window
         area, aspect, down, right = (
-            # Draw 0 is the flip's. The native op numbers its draws alike, so that both cut the same
-            # window
             uniform(rule.seed, epoch, sample, 1 + 4 * attempt + k) for k in range(4)
         )
         area = height * width * (area_low + area * (area_high - area_low))

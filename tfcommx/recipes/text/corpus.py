@@ -145,8 +145,8 @@ def _encode(
         complete = Path(work, name)
         complete.mkdir()
         for side, language in enumerate(("source", "target")):
+            # The empty array is for a set without pairs: `concatenate` refuses an empty list
             np.save(
-                # The empty array is for a set without pairs: `concatenate` refuses an empty list
                 complete / f"{language}.npy", np.concatenate([*words[side], np.zeros(0, np.int32)])
             )
             starts = np.cumsum([0, *lengths[side]], dtype=np.int64)
