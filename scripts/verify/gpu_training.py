@@ -2,6 +2,9 @@
 
     scripts/verify/gpu_training.py --ranks 2
     scripts/verify/gpu_training.py --ranks 2 --tests tests/ranks
+    scripts/cluster up --nodes 2 --slots 1 --rate 25gbit
+    scripts/cluster run -- horovodrun -np 2 --gloo python scripts/verify/gpu_training.py \
+        --rates 25gbit 10gbit 1gbit
 
 Trains a ResNet-50 on one batch under several schemes, after a comparison of the kernels with the
 CPU's. Prints one JSON object for each scheme: the median milliseconds of a step, the loss before
@@ -11,7 +14,8 @@ the ranks run these tests in place of it. Requires `make setup TFCOMMX_SETUP=--g
 
 Several ranks may share one GPU: a UTS namespace, which needs root, makes each a separate host for
 NCCL and `init()`. Collectives then run over the loopback device, so their times are not a
-cluster's.
+cluster's. On the nodes of `scripts/cluster` they run over its links; with `--rates` each step is
+timed at these rates, one after another, and nothing is traced. "auto" plans anew for each.
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ if TYPE_CHECKING:
 
 NEW_UTS_NAMESPACE = 0x04000000
 SMALL_BYTES = 4096  # Copies of step counters, losses and rates
-SCHEMES: dict[str, dict[str, Any] | None] = {
-    "no exchange": None,
+PLAIN = ("no exchange", "horovod", "horovod fp16")  # Without tfcommx
+SCHEMES: dict[str, dict[str, Any]] = {
     "allreduce": {},
     "asa bfloat16": {"route": "asa", "wire": "bfloat16"},
     "asa int4": {"route": "asa", "wire": "int4"},
@@ -48,6 +52,7 @@ SCHEMES: dict[str, dict[str, Any] | None] = {
         "route": "hitopk", "selection": "mstopk", "density": 0.01, "wire": "elias/int4",
     },
     "hitopk .001": {"route": "hitopk", "selection": "mstopk", "density": 0.001},
+    "auto": {"route": "auto"},
 }  # fmt: skip
 LOW_BIT = ["LowBitSGD", "LowBitLARS"]  # Optimizers whose momenta travel in 2 bits
 
@@ -101,8 +106,28 @@ def copies_and_kernels(folder: Path) -> dict[str, Any]:
     }
 
 
+def average_by_horovod(optimizer: keras.optimizers.Optimizer, compression: Any) -> None:
+    """Make the optimizer average each gradient by Horovod's allreduce before it applies them."""
+    import horovod.tensorflow as hvd
+
+    import tfcommx as cx
+
+    apply = optimizer.apply
+
+    def averaged(gradients: Any, variables: Any = None) -> None:
+        averages = [
+            hvd.allreduce(gradient, op=hvd.Average, name=f"plain/{i}", compression=compression)
+            for i, gradient in enumerate(gradients)
+        ]
+        with cx.allow_plain_optimizers():
+            apply(averages, variables)
+
+    optimizer.apply = averaged
+
+
 def make_model(pixels: int, name: str) -> keras.Model:
-    """Return a compiled ResNet-50 with this scheme or low-bit optimizer."""
+    """Return a compiled ResNet-50 with this scheme, low-bit optimizer or plain Horovod."""
+    import horovod.tensorflow as hvd
     import keras
 
     import tfcommx as cx
@@ -115,40 +140,75 @@ def make_model(pixels: int, name: str) -> keras.Model:
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
     if name in LOW_BIT:
         optimizer = cx.DistributedOptimizer(getattr(cx.optimizers, name)(0.01))
-    elif (fields := SCHEMES[name]) is not None:
-        optimizer = cx.DistributedOptimizer(optimizer, scheme=cx.Scheme(**fields))
+    elif name in SCHEMES:
+        optimizer = cx.DistributedOptimizer(optimizer, scheme=cx.Scheme(**SCHEMES[name]))
+    elif name != "no exchange":
+        kinds = hvd.Compression
+        average_by_horovod(optimizer, kinds.fp16 if name.endswith("fp16") else kinds.none)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, jit_compile=False)
     return model
 
 
-def fit(
-    model: keras.Model, data: tf.data.Dataset, steps: int, exchanges: bool, trace: Path | None
-) -> tuple[list[float], list[float]]:
-    """Train; return the seconds and the loss of each step. The last one is traced."""
+class Clock:
+    """Times steps: `steps` at each rate of the cluster's links, of which the last may be traced."""
+
+    def __init__(self, rates: list[str], steps: int, trace: Path | None) -> None:
+        self.rates, self.steps, self.trace = rates, steps, trace
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def begin(self, batch: int) -> None:
+        """Begin a step, at the first of a rate with that rate."""
+        import tensorflow as tf
+
+        if batch % self.steps == 0:
+            set_rate(self.rates[batch // self.steps])
+        if self.trace and batch == len(self.rates) * self.steps - 1:
+            tf.profiler.experimental.start(str(self.trace))
+        self.start = time.perf_counter()
+
+    def end(self, loss: Any) -> None:
+        """End a step, for which reading its loss waits."""
+        import tensorflow as tf
+
+        self.losses.append(float(loss))
+        self.seconds.append(time.perf_counter() - self.start)
+        if self.trace and len(self.losses) == len(self.rates) * self.steps:
+            tf.profiler.experimental.stop()
+
+    def medians(self) -> dict[str, float]:
+        """Return the median milliseconds of a step at each rate: of the last two thirds but one."""
+        n = self.steps
+        return {
+            rate or "loopback": round(
+                1000 * statistics.median(self.seconds[i * n + n // 3 : (i + 1) * n - 1]), 1
+            )
+            for i, rate in enumerate(self.rates)
+        }
+
+
+def set_rate(rate: str) -> None:
+    """Give the links of the virtual cluster this rate, unless it is empty. Rank 0 does it."""
+    if rate and os.environ["HOROVOD_RANK"] == "0":
+        cluster = Path(__file__).resolve().parents[1] / "cluster"
+        subprocess.run([sys.executable, str(cluster), "rate", rate], check=True)
+
+
+def fit(model: keras.Model, data: tf.data.Dataset, clock: Clock, exchanges: bool) -> None:
+    """Train for all steps of the clock."""
     import keras
-    import tensorflow as tf
 
     import tfcommx as cx
 
-    seconds: list[float] = []
-    losses: list[float] = []
-
-    class Clock(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if trace and batch == steps - 1:
-                tf.profiler.experimental.start(str(trace))
-            self.start = time.perf_counter()
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            losses.append(float(logs["loss"]))  # Waits for the step
-            seconds.append(time.perf_counter() - self.start)
-            if trace and batch == steps - 1:
-                tf.profiler.experimental.stop()
-
-    callbacks = [*([cx.callbacks.BroadcastState()] if exchanges else []), Clock()]
-    model.fit(data, steps_per_epoch=steps, callbacks=callbacks, verbose=0)
-    return seconds, losses
+    timed = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: clock.begin(batch),
+        on_train_batch_end=lambda batch, logs: clock.end(logs["loss"]),
+    )
+    callbacks = [*([cx.callbacks.BroadcastState()] if exchanges else []), timed]
+    with cx.allow_plain_optimizers():
+        steps = len(clock.rates) * clock.steps
+        model.fit(data, steps_per_epoch=steps, callbacks=callbacks, verbose=0)
 
 
 def train(comm: Comm, options: argparse.Namespace) -> None:
@@ -176,20 +236,30 @@ def train(comm: Comm, options: argparse.Namespace) -> None:
     shape = [options.batch, options.pixels, options.pixels, 3]
     batch = numbers.standard_normal(shape, np.float32), numbers.integers(0, 1000, options.batch)
     data = tf.data.Dataset.from_tensors(batch).cache().repeat()
-    for name in options.schemes or [*SCHEMES, *LOW_BIT]:
-        trace = Path(tempfile.mkdtemp()) if comm.rank == 0 and on_gpu else None
-        model = make_model(options.pixels, name)
-        seconds, losses = fit(model, data, options.steps, name != "no exchange", trace)
-        weights = [variable.numpy() for variable in model.trainable_variables]
-        sums = comm.gather_objects([float(np.abs(one).sum(dtype=np.float64)) for one in weights])
-        tell(
-            scheme=name,
-            step_ms=round(1000 * statistics.median(seconds[options.steps // 3 : -1]), 1),
-            loss=[round(losses[0], 3), round(losses[-1], 3)],
-            equal=all(theirs == sums[0] for theirs in sums),
-            finite=all(np.isfinite(one).all() for one in weights),
-            **(copies_and_kernels(trace) if trace else {}),
-        )
+    traced = comm.rank == 0 and on_gpu and not options.rates
+    rates = options.rates or [""]
+    for name in options.schemes or [*PLAIN, *SCHEMES, *LOW_BIT]:
+        for together in [[rate] for rate in rates] if name == "auto" else [rates]:
+            set_rate(together[0])  # Before "auto" measures the links
+            clock = Clock(together, options.steps, Path(tempfile.mkdtemp()) if traced else None)
+            model = make_model(options.pixels, name)
+            fit(model, data, clock, name not in PLAIN)
+            tell(scheme=name, **results(comm, model, clock))
+
+
+def results(comm: Comm, model: keras.Model, clock: Clock) -> dict[str, Any]:
+    """Return the columns of a training's row. **Ranks:** all."""
+    import numpy as np
+
+    weights = [variable.numpy() for variable in model.trainable_variables]
+    sums = comm.gather_objects([float(np.abs(w).sum(dtype=np.float64)) for w in weights])
+    return {
+        "step_ms": clock.medians(),
+        "loss": [round(clock.losses[0], 3), round(clock.losses[-1], 3)],
+        "equal": all(theirs == sums[0] for theirs in sums),
+        "finite": all(np.isfinite(w).all() for w in weights),
+        **(copies_and_kernels(clock.trace) if clock.trace else {}),
+    }
 
 
 class FailuresAtOnce:
@@ -206,7 +276,10 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--steps", type=int, default=30)
     found.add_argument("--batch", type=int, default=32, help="of one rank")
     found.add_argument("--pixels", type=int, default=224)
-    found.add_argument("--schemes", nargs="+", choices=[*SCHEMES, *LOW_BIT])
+    found.add_argument("--schemes", nargs="+", choices=[*PLAIN, *SCHEMES, *LOW_BIT])
+    found.add_argument(
+        "--rates", nargs="+", default=[], help="of the links, on nodes of scripts/cluster"
+    )
     found.add_argument(
         "--tests",
         nargs=argparse.REMAINDER,
@@ -224,7 +297,10 @@ def main() -> None:
         own = {"NCCL_SOCKET_IFNAME": "lo", "TFCOMMX_TEST_NODE_SIZE": "1"}
         ended = subprocess.run([*command, sys.executable, *sys.argv], env={**os.environ, **own})
         sys.exit(ended.returncode)
-    become_host(int(rank))
+    if options.rates:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "eth0")
+    else:
+        become_host(int(rank))
     if options.tests:
         import pytest
 
