@@ -35,6 +35,36 @@ def test_resume_gives_the_batches_of_an_uninterrupted_run(folder, shm):
         np.testing.assert_array_equal(labels, labels_again)
 
 
+class CountedReads(Arrays):
+    """Counts how often samples are read."""
+
+    reads = 0
+
+    def read(self, sample):
+        self.reads += 1
+        return super().read(sample)
+
+
+def test_later_epochs_are_augmented_anew_from_memory_alone(shm):
+    """Reading and decoding happen in the first epoch only, crops and mirroring in each."""
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 16, 20, 3), np.uint8)
+    source = CountedReads(pixels, np.arange(24))
+    spec = BatchSpec(batch=8, resolution=12, crop="random", flip=True, dtype="uint8")
+    epochs, reads = [], []
+    with OpenCache(source, shm) as cache:
+        for epoch in range(3):
+            batches = list(cache.dataset(spec, epoch))
+            images = np.concatenate([images.numpy() for images, _ in batches])
+            labels = np.concatenate([labels.numpy() for _, labels in batches])
+            epochs.append(images[np.argsort(labels)])
+            reads.append(source.reads)
+        assert [cache.report(epoch)["hit_memory"] for epoch in (1, 2)] == [1, 1]
+    assert reads[0] >= 24 and reads[1:] == [reads[0]] * 2
+    for one, other in ((0, 1), (1, 2)):
+        same = [np.array_equal(a, b) for a, b in zip(epochs[one], epochs[other], strict=True)]
+        assert sum(same) < 4
+
+
 def test_an_epoch_that_is_served_again_is_announced(folder, shm):
     """`fit(cache.dataset(spec), epochs=90)` served the same crops 90 times, without a warning."""
     with OpenCache(folder, shm, store=10) as cache:

@@ -106,6 +106,7 @@ def test_one_long_tensor_is_shared_out_by_ranges(rows: int) -> None:
 
 
 def test_each_rank_computes_its_share_only() -> None:
+    """The large item costs as much as the others together; by number, ranks had two each."""
     seen: dict[int, int] = {}
 
     def body(comm: ThreadComm) -> None:
@@ -121,7 +122,7 @@ def test_each_rank_computes_its_share_only() -> None:
         assert next(count) == 1
 
     on_ranks(Topology(1, 2), body)
-    assert seen == {0: 1, 1: 3} or seen == {0: 2, 1: 2}
+    assert seen == {0: 1, 1: 3}
 
 
 def test_the_nodes_of_a_group_share_by_themselves() -> None:
