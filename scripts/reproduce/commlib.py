@@ -130,15 +130,15 @@ def run() -> tuple[list[dict[str, Any]], list[str]]:
             rows.append(row("commlib", f"{name}, {column}", time, *found, alone, role, reason))
     record = [
         (
-            steps[name, "MSTopK"]
+            steps[name, column]
             * epochs
             * known["images"]
             / ranks
             / data["rows"][name].get("batch", known["batch"])
         )
-        for name, epochs in data["record"]["epochs"].items()
+        for name, column, epochs in data["record"]["phases"]
     ]
-    total = row("commlib", "the record, MSTopK", data["record"]["seconds"], None, sum(record))
+    total = row("commlib", "the record", data["record"]["seconds"], None, sum(record))
     sparse = [one for one in rows if "Dense" not in one["name"]]
     thick = [one for one in rows if "Dense" in one["name"]]
     said = [

@@ -11,6 +11,8 @@ import pytest
 from launching import ROOT
 
 from tfcommx.planner.predict import MISSES
+from tfcommx.recipes.reader import parse
+from tfcommx.recipes.recipe import read
 
 FOLDER = ROOT / "scripts" / "reproduce"
 REPORT = (ROOT / "docs" / "laboratory" / "reproduction.md").read_text()
@@ -60,6 +62,20 @@ def test_other_tables_as_reported(name: str, scored: int, calibrated: int, tmp_p
     roles = [row["role"] for row in rows]
     assert (roles.count("scored"), roles.count("calibrated")) == (scored, calibrated)
     assert all(row["reason"] for row in rows if row["role"] == "not scored")
+
+
+def test_the_record_of_commlib_is_trained_as_the_recipe_says() -> None:
+    """All of table 4 was taken for MSTopK's; section 5.6 names 2DTAR from 128 pixels on."""
+    data = parse((FOLDER / "commlib.yaml").read_text())
+    recipe = read(ROOT / "configs" / "dawnbench_resnet50.yaml")
+    columns = {"torus": "2DTAR", "hitopk": "MSTopK"}
+    for (name, column, epochs), phase in zip(data["record"]["phases"], recipe.phases, strict=True):
+        row = data["rows"][name]
+        assert (row["size"], epochs) == (phase.resolution, phase.epochs)
+        assert row.get("batch", data["assumed"]["batch"]) == recipe.batch(phase)
+        assert column == columns[phase.scheme.route]
+        measured = dict(zip(data["columns"], row["throughput"], strict=True))
+        assert [other for other, rate in measured.items() if rate] == [column]
 
 
 def test_the_product_has_the_misses_that_are_reported() -> None:
