@@ -20,8 +20,9 @@ ON_GPUS = {
     *("AssignAddVariableOp", "AssignSubVariableOp", "Bitcast", "DivNoNan", "IdentityN", "If"),
     *("Maximum", "NotEqual", "Pad", "RealDiv", "Sqrt", "Square", "Sum"),
     # Of rules of selection in plain TensorFlow
-    *("GatherV2", "GreaterEqual", "LogicalAnd", "Min", "Neg", "Shape", "Size", "StatelessIf"),
-    *("StatelessRandomUniformIntV2", "StatelessRandomUniformV2", "TopKV2", "Where"),
+    *("GatherV2", "GreaterEqual", "LogicalAnd", "Max", "Min", "Neg", "Shape", "Size"),
+    *("StatelessIf", "StatelessRandomUniformIntV2", "StatelessRandomUniformV2", "StatelessWhile"),
+    *("TopKV2", "Where"),
 }
 # These of Horovod have one if it was built with HOROVOD_GPU_OPERATIONS=NCCL
 OF_HOROVOD = "Horovod"

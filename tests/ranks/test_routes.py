@@ -174,7 +174,7 @@ def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
 @pytest.mark.parametrize(
     ("selection", "way"),
     drawn(
-        ["mstopk", "exact", "dgc", "threshold", "random"],
+        ["mstopk", "exact", "dgc", "threshold", "random", "binary_search"],
         [("hitopk", "dense"), ("hitopk", "pairs"), ("allgather", "dense")],
     ),
 )

@@ -5,8 +5,8 @@ They price algorithms on an idle network; `simulator.step` adds the time of the 
 Source: the ring algorithms' prices of Shi et al., "Towards Scalable Distributed Training of Deep
 Learning on Public Cloud Clusters" (2021), section 3.2, equations 3 and 7 to 10. The paper counts
 log p latency terms for an all-gather, and so do we. A ring needs p - 1, an all-gather by recursive
-doubling log p. The prices of messages are table 1 of Wang et al., "Efficient
-Communications in Training Large Scale Neural Networks" (2016).
+doubling log p. Additions (gamma) are ours; the paper counts none. The prices of messages are table
+1 of Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016).
 """
 
 from __future__ import annotations

@@ -9,8 +9,10 @@ one of the node uses them (`slab`). The cache and its threads live as long as th
 (`epochs`).
 
 **Source:** Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
-Clusters" (2021), section 4.1; we keep one copy per node in shared memory and not one per process.
-Loading runs ahead of training as in Ma et al., "Theano-MPI" (2016), section 3.3.
+Clusters" (2021), section 4.1. As there, each node keeps a part of the samples; its processes share
+one copy. The paper caches samples after normalization; here it follows the cache, because decoded
+uint8 takes a quarter of float32's memory and serves every spec. Loading runs ahead of training as
+in Ma et al., "Theano-MPI" (2016), section 3.3.
 
 Before it serves samples, the cache finds the rank of this process in its launch, states the facts
 that must be equal on all ranks, and opens the node's slab.

@@ -106,7 +106,8 @@ def select_definition(gradient: tf.Tensor, k: int, seed: int, rule: str) -> Spar
 
     **Cost:** a dozen passes; `exact` sorts on one thread.
     **Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud
-    Clusters, 2021, Algorithm 1, with thresholds at the edges of bins instead of its binary search.
+    Clusters, 2021, Algorithm 1, with thresholds at the edges of bins instead of its binary search,
+    which `selection.rules.BinarySearch` has.
     """
     acc = tf.cast(gradient, tf.float32)
     indices = _choose(acc, k, seed, rule)

@@ -24,7 +24,8 @@ class LARS(LayerwiseOptimizer):
         m     = momentum m - learning_rate ratio (g + weight_decay w)
         w     = w + m                 (Nesterov: w + momentum m - learning_rate ratio (g + ...))
 
-    The ratio is 1 where |w| or |g| is 0. Excluded variables have the ratio 1 and no weight decay.
+    The ratio is 1 where |w| or |g| is 0, because weights of zero would otherwise never move.
+    Excluded variables have the ratio 1 and no weight decay.
 
     >>> import tfcommx as cx
     >>> optimizer = cx.optimizers.LARS(2.0, weight_decay=1e-4)
@@ -53,7 +54,9 @@ class LARS(LayerwiseOptimizer):
     **Raises:** ConfigurationError for numbers out of range.
     **Source:** You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
     Algorithm 1; equation 11 of Shi et al., "Towards Scalable Distributed Training of Deep Learning
-    on Public Cloud Clusters" (2021). The papers exclude no variable.
+    on Public Cloud Clusters" (2021), whose gamma is `trust_coefficient` and whose epsilon is
+    `weight_decay`. The papers exclude no variable. Where Shi et al. gather learning rates, ranks
+    gather norms, which serve LAMB as well.
     """
 
     def __init__(

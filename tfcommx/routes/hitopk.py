@@ -9,8 +9,10 @@
     [both halves]                [both halves]          4. all-gather in the node
 
 Source: Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
-Clusters" (2021), section 3.2, Algorithm 2. We add the residual, which is kept on the shard where
-the selection is made.
+Clusters" (2021), section 3.2, Algorithm 2. It drops the entries that are not selected; we keep them
+in a residual, on the shard where the selection is made. It gathers values and indices by two
+collectives, we by one. It ends with an all-gather of dense shards, while its equation 10 prices one
+of pairs: `last_step` has both.
 """
 
 from __future__ import annotations
@@ -103,7 +105,9 @@ class Hitopk(SparseRoute[HitopkOptions]):
         """Return the price, equations 7 to 10.
 
         The n slots of a node share its link to the others; the paper assumes a separate stream for
-        each. Equation 8, the selection, is priced at the link's gamma per byte.
+        each. Equations 9 and 10 count 4 bytes an entry, its value alone; here its index counts too.
+        Additions, which the paper does not count, and equation 8, the selection, are priced at the
+        link's gamma per byte.
         """
         return sum(stage.seconds for stage in self.stages(bucket, topology, links))
 

@@ -1,11 +1,12 @@
 """Which entries travel: the table of selection rules.
 
-    all        every entry; the identity: with it, a sparse route computes a dense route's sum
-    exact      the k largest magnitudes
-    mstopk     all above a narrow band of magnitudes, and a random run from it
-    dgc        the k largest of the entries that reach a threshold estimated from a sample
-    threshold  entries that reach a fixed threshold first
-    random     any k, whatever their magnitudes
+    all            every entry; the identity: with it, a sparse route computes a dense route's sum
+    exact          the k largest magnitudes
+    mstopk         all above a narrow band of magnitudes, and a random run from it
+    binary_search  mstopk with the band of its paper, found by trying 30 thresholds
+    dgc            the k largest of the entries that reach a threshold estimated from a sample
+    threshold      entries that reach a fixed threshold first
+    random         any k, whatever their magnitudes
 
 Laws: the indices are unique, ascending and in range; there are always k of them; sent + kept =
 gradient + residual, entry by entry; NaN and Inf are chosen first, and never enter a residual or a
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 # Name -> module:member of the selector
 RULES = {
     name: f"tfcommx.selection.rules:{name.upper()}"
-    for name in ("all", "dgc", "exact", "mstopk", "random", "threshold")
+    for name in ("all", "dgc", "exact", "mstopk", "random", "threshold", "binary_search")
 }
 
 

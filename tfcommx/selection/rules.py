@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -47,12 +47,14 @@ ALL = All()
 class NativeSelector:
     """A rule of `kernels.select`, which fuses the choice with error feedback in one pass.
 
-    The band of "mstopk" is 1/4096 wide, relative to its magnitude: the chosen entries differ from
-    the exact top k only within the band.
+    The two thresholds of "mstopk" are the edges of the bin in which the k-th largest magnitude
+    lies. A bin is 1/4096 wide, relative to its magnitude: the chosen entries differ from the exact
+    top k only within it.
 
     **Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud
-    Clusters, 2021, Algorithm 1; we find the thresholds by counting in bins, in one pass, instead of
-    by a binary search.
+    Clusters, 2021, Algorithm 1. We count in bins instead of searching by halves, because all edges
+    together cost one pass, and each threshold of a search costs one. `BinarySearch` has the paper's
+    thresholds.
     """
 
     # Name of the rule in the kernel: "exact" or "mstopk"
@@ -65,6 +67,104 @@ class NativeSelector:
 
 EXACT = NativeSelector("exact")
 MSTOPK = NativeSelector("mstopk")
+
+
+@dataclass(frozen=True)
+class BinarySearch:
+    """MSTopK with the thresholds of its paper: a search by halves, a pass for each one tried.
+
+    Thresholds t lie between the mean and the largest magnitude. After some halvings, thres1 is the
+    one that the most entries reach, but no more than k; thres2 that which the fewest reach, but
+    more than k:
+
+        mean <-------- thres2 -- k-th largest -- thres1 --------> largest
+                         |  a random run of   |   all of
+                            these entries         these
+
+    **Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud
+    Clusters, 2021, Algorithm 1, which calls the number of thresholds N and takes 30 (section 5.2).
+    As there, thres2 is 0 if fewer than k entries exceed the mean: the others are then a random run
+    of all smaller entries, whereas "mstopk" still takes the largest. We differ where the paper's
+    result is not k entries: if no threshold is reached by 1 to k entries, as with equal magnitudes,
+    its thres1 stays 0 and takes everything; ours is infinite. NaN and Inf are chosen first, and
+    indices ascend.
+    """
+
+    # Number of thresholds that are tried, >= 1: N in the paper
+    searches: int = 30
+
+    def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
+        """Choose k entries of float [n] by two thresholds.
+
+        **Ranks:** local.
+        **Cost:** `searches` + 8 passes of float64.
+        **Raises:** PlanError, or in the step InvalidArgumentError, if k is not in [1, n].
+        """
+        _check_k(k, gradient, "binary_search")
+        acc = tf.cast(gradient, tf.float32)
+        finite = tf.math.is_finite(acc)
+        # In float64, because a sum of magnitudes may overflow; -1 reaches no threshold
+        magnitude = tf.where(finite, tf.abs(tf.cast(acc, tf.float64)), -1.0)
+        chosen = _positions(~finite)[:k]
+        wanted = tf.cast(k, tf.int64) - tf.size(chosen, tf.int64)
+        upper, lower = self._thresholds(magnitude, wanted)
+        above = _positions(magnitude >= upper)
+        between = _positions((magnitude >= lower) & (magnitude < upper))
+        need = tf.cast(wanted - tf.size(above, tf.int64), tf.int32)
+        start = below(seed, tf.size(between) - need + 1)
+        window = between[start : start + need]
+        ascending = tf.sort(tf.concat([chosen, above, window], 0))
+        ascending = tf.ensure_shape(ascending, [k if isinstance(k, int) else None])
+        indices = tf.cast(ascending, tf.int32)
+        return Sparse(indices, tf.gather(acc, indices), traced.length(gradient))
+
+    def _thresholds(self, magnitude: tf.Tensor, k: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return thres1, which at most k magnitudes reach, and thres2, which more than k reach."""
+        counted = tf.maximum(tf.math.count_nonzero(magnitude >= 0), 1)
+        mean = tf.reduce_sum(tf.maximum(magnitude, 0.0)) / tf.cast(counted, tf.float64)
+        largest = tf.reduce_max(magnitude)
+
+        def halve(search: _Search) -> list[_Search]:
+            ratio = search.left + (search.right - search.left) / 2
+            threshold = mean + ratio * (largest - mean)
+            reached = tf.math.count_nonzero(magnitude >= threshold)
+            few = reached <= k
+            first, second = few & (reached > search.k1), ~few & (reached < search.k2)
+            return [
+                _Search(
+                    search.tried + 1,
+                    tf.where(few, search.left, ratio),
+                    tf.where(few, ratio, search.right),
+                    tf.where(first, reached, search.k1),
+                    tf.where(first, threshold, search.thres1),
+                    tf.where(second, reached, search.k2),
+                    tf.where(second, threshold, search.thres2),
+                )
+            ]
+
+        zero, one, infinite = (tf.constant(x, tf.float64) for x in (0.0, 1.0, float("inf")))
+        nothing, everything = tf.constant(0, tf.int64), tf.size(magnitude, tf.int64)
+        begin = _Search(tf.constant(0), zero, one, nothing, infinite, everything, zero)
+        (found,) = tf.while_loop(lambda search: search.tried < self.searches, halve, [begin])
+        return found.thres1, found.thres2
+
+
+class _Search(NamedTuple):
+    """The variables of Algorithm 1, by its names; all are scalars."""
+
+    # Number of thresholds so far
+    tried: tf.Tensor
+    # Ends of the interval of ratios: l and r in the paper
+    left: tf.Tensor
+    right: tf.Tensor
+    # Entries that reach thres1, and those that reach thres2
+    k1: tf.Tensor
+    thres1: tf.Tensor
+    k2: tf.Tensor
+    thres2: tf.Tensor
+
+
+BINARY_SEARCH = BinarySearch()
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,8 @@ def algorithm1(x: tf.Tensor, k: int, searches: int = 30, seed: int = 0) -> Spars
     """Choose k entries by Algorithm 1 as printed: a pass over |x| for each threshold tried.
 
     If no threshold with at most k entries is found, the upper one is infinite here (printed: 0,
-    which takes everything).
+    which takes everything). In float32, the fastest form; the rule `binary_search` is the same in
+    float64, in which no mean overflows.
 
     **Cost:** searches + 5 passes.
     **Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud
