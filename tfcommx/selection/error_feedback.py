@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfcommx.core import Sparse
+from tfcommx.core import PlanError, Sparse
 from tfcommx.kernels import select as kernel
 from tfcommx.selection.rules import NativeSelector
 
@@ -39,13 +39,20 @@ class Rule:
     # Has no access to residuals, which this class adds to any selector
     selector: Selector
 
-    def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
-        """Choose k entries of a vector without a residual, as the selector does."""
-        return self.selector.select(gradient, k, seed)
+    def select(self, gradient: Any, k: int, seed: int = 0) -> Sparse:
+        """Choose k entries of a vector without a residual, as the selector does.
+
+        Args:
+            gradient: a tensor, array or list [n]; float64 and integers are taken as float32.
+            k, seed: as for the selector.
+
+        **Raises:** PlanError if the gradient is no vector.
+        """
+        return self.selector.select(_vector(gradient), k, seed)
 
     def select_with_residual(
         self,
-        gradient: tf.Tensor,
+        gradient: Any,
         residual: tf.Variable,
         k: int,
         seed: int = 0,
@@ -63,8 +70,10 @@ class Rule:
 
         **Cost:** as `kernels.select.select_with_residual` for its rules; for other rules, about
         five passes in addition to the choice, and four more with a velocity.
+        **Raises:** PlanError if the gradient is no vector.
         **Source:** see the equations in `kernels.select.with_error_feedback`.
         """
+        gradient = _vector(gradient)
         if isinstance(self.selector, NativeSelector):
             return kernel.select_with_residual(
                 gradient, residual, k, seed, self.selector.name, velocity, momentum
@@ -72,3 +81,15 @@ class Rule:
         return kernel.with_error_feedback(
             lambda acc: self.selector.select(acc, k, seed), gradient, residual, velocity, momentum
         )
+
+
+def _vector(gradient: Any) -> tf.Tensor:
+    """Return a vector as a tensor of a dtype that every rule takes."""
+    vector = tf.convert_to_tensor(gradient)
+    if vector.shape.rank not in (None, 1):
+        raise PlanError(
+            f"A selection rule chooses from a vector. Received shape {tuple(vector.shape)}. "
+            "Flatten it: tf.reshape(gradient, [-1])."
+        )
+    taken = (tf.float32, tf.float16, tf.bfloat16)
+    return vector if vector.dtype in taken else tf.cast(vector, tf.float32)
