@@ -148,20 +148,12 @@ def test_the_plan_in_hand_is_refused_too(comm: Comm) -> None:
 def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
     if not comm.messages.possible or comm.topology.size == 1:
         pytest.skip("takes messages between several ranks: MPI")
-    comm.messages.open()
     ranks = range(comm.topology.size)
     for entries in (1, 5, 70_001):
         for root in ranks:
             mine = np.full(entries, comm.rank + 1, np.float64)
             for operation in transfers.OPERATIONS:
-                got = transfers.carry_out(
-                    operation,
-                    mine,
-                    transfers.Participants(ranks, comm.rank, root, comm.messages._of_steps),
-                    pipeline.schedule,
-                    transfers.run_when_ready,
-                    block=1000,
-                )
+                got = pipeline.ROUTE.carry_out(operation, mine, comm, root, block_bytes=8000)
                 total = sum(rank + 1 for rank in ranks)
                 expected = {
                     "broadcast": root + 1,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from tfcommx import routes
 from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.messages import Messages
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import ConfigurationError, PlanError, Topology
 from tfcommx.routes import bidirectional, messages, pipeline, tree
@@ -90,6 +92,42 @@ def test_rounds_of_the_pipeline_by_hand(operation: str, rounds: int) -> None:
     The paper's chain takes 9 rounds for the allreduce (section 3), reduce then broadcast 10.
     """
     assert 1 + max(transfer.round for transfer in pipeline.schedule(operation, 3, 4, 1)) == rounds
+
+
+@pytest.mark.parametrize("positions", [2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_rounds_messages_and_entries_of_the_papers_algorithms(positions: int, groups: int) -> None:
+    """Of blocks of 5 entries, `groups` times as many as positions; p positions.
+
+    Pipeline: the first block needs p - 1 hops, then one arrives per round. Tree: ceil(log2 p)
+    rounds of whole vectors. Bidirectional exchange, p a power of two: halves, quarters, ...
+    """
+    p, blocks = positions, positions * groups
+    entries, steps = 5 * blocks, (positions - 1).bit_length()
+
+    def counts(route: str, operation: str) -> tuple[int, int, int]:
+        """Return the rounds, the messages, and the entries that the busiest position sends."""
+        found = routes.get(route).schedule(operation, p, entries, 5)
+        sent = Counter[int]()
+        for transfer in found:
+            sent[transfer.source] += transfer.stop - transfer.start
+        return found[-1].round + 1, len(found), max(sent.values())
+
+    for operation in ("broadcast", "reduce"):
+        assert counts("pipeline", operation) == (p - 2 + blocks, (p - 1) * blocks, entries)
+        assert counts("tree", operation)[:2] == (steps, p - 1)
+    hops = max(p - 1, 2)  # Two positions send both ways on one link
+    share = 2 * (p - 1) * entries // p
+    assert counts("pipeline", "allreduce") == (
+        (groups - 1) * hops + 2 * (p - 1),
+        2 * (p - 1) * blocks,
+        share,
+    )
+    assert counts("tree", "allreduce") == (2 * steps, 2 * (p - 1), steps * entries)
+    if p == 2**steps:
+        assert counts("bidirectional", "allreduce")[::2] == (2 * steps, share)
+        assert counts("bidirectional", "broadcast")[0] == 2 * steps
+        assert counts("bidirectional", "reduce")[0] == 2 * steps
 
 
 @every_route
@@ -239,15 +277,9 @@ def test_any_number_of_ranks_root_and_length(
     ]
 
     def work(comm: Comm) -> np.ndarray:
-        comm.messages.open()
-        return messages.carry_out(
-            operation,
-            given_[comm.rank],
-            messages.Participants(range(ranks), comm.rank, root, comm.messages._of_steps),
-            routes.get(route).schedule,
-            routes.get(route).run_transfers,
-            block,
-        )
+        # An entry has 4 bytes, and a block at least 8
+        blocks = {"root": root, "block_bytes": 4 * block + 4}
+        return routes.get(route).carry_out(operation, given_[comm.rank], comm, **blocks)
 
     before = [vector.copy() for vector in given_]
     results = ThreadComm.run(Topology(ranks, 1), work)
@@ -260,6 +292,41 @@ def test_any_number_of_ranks_root_and_length(
         else:
             np.testing.assert_allclose(result, np.sum(given_, axis=0), rtol=1e-5, atol=1e-5)
             assert result.tobytes() == results[root].tobytes()
+
+
+@every_route
+def test_arrays_keep_their_shape_and_dtype(route: str) -> None:
+    """Also those whose entries are longer than a block, and views that skip entries."""
+
+    def work(comm: Comm) -> list[np.ndarray]:
+        arrays = [
+            np.full((3, 2), comm.rank, np.float16),
+            np.arange(12.0).reshape(3, 4)[:, ::2],
+            np.full(5, comm.rank + 1j),
+        ]
+        collective = routes.get(route).carry_out
+        return [collective("allreduce", array, comm, block_bytes=8) for array in arrays]
+
+    for whole, view, wide in ThreadComm.run(Topology(3, 1), work):
+        assert whole.dtype == np.float16 and whole.tolist() == [[3, 3]] * 3
+        assert view.tolist() == [[0, 6], [12, 18], [24, 30]]
+        assert wide.tolist() == [3 + 3j] * 5
+
+
+def test_a_collective_that_cannot_be_carried_out_is_refused() -> None:
+    def work(comm: Comm) -> None:
+        collective = routes.get("pipeline").carry_out
+        with pytest.raises(PlanError, match=r"root=2, ranks=\[0, 1\]"):
+            collective("broadcast", np.zeros(3), comm, root=2)
+        with pytest.raises(ConfigurationError, match=r"`block_bytes`.*\b7\b"):
+            collective("broadcast", np.zeros(3), comm, block_bytes=7)
+        comm.messages = Messages(comm.rank, comm.topology)  # As under Gloo
+        with pytest.raises(ConfigurationError, match=r"horovodrun --mpi"):
+            collective("broadcast", np.zeros(3), comm)
+
+    ThreadComm.run(Topology(2, 1), work)
+    alone = lambda comm: routes.get("tree").carry_out("reduce", np.ones(3), comm)  # noqa: E731
+    assert ThreadComm.run(Topology(1, 1), alone)[0].tolist() == [1, 1, 1]
 
 
 def test_a_root_that_does_not_take_part_is_refused() -> None:

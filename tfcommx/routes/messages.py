@@ -14,11 +14,12 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from tfcommx.core import (
+    NOMINAL,
     Bucket,
     Links,
     PlanError,
@@ -27,6 +28,7 @@ from tfcommx.core import (
     Topology,
     Traffic,
     check_name,
+    check_whole,
 )
 from tfcommx.routes.route import PeerRoute, Tensor
 
@@ -295,6 +297,47 @@ class MessageRoute(PeerRoute[MessageOptions]):
         """Return the scheme's block size, or else the one that suits the links."""
         return MessageOptions(scheme.block_bytes or links.block_bytes)
 
+    def carry_out(
+        self,
+        operation: str,
+        array: np.ndarray[Any, Any],
+        comm: Comm,
+        root: int = 0,
+        block_bytes: int = NOMINAL.block_bytes,
+    ) -> np.ndarray[Any, Any]:
+        """Run one broadcast, reduce or allreduce of an array over all ranks, outside of a step.
+
+        >>> from tfcommx import routes
+        >>> from tfcommx.collectives.threads import ThreadComm
+        >>> def work(comm):
+        ...     own = np.array([comm.rank, 1.0])
+        ...     return routes.get("pipeline").carry_out("allreduce", own, comm, block_bytes=8)
+        >>> [total.tolist() for total in ThreadComm.run(Topology(3, 1), work)]
+        [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
+
+        Args:
+            operation: one of OPERATIONS.
+            array: of the same shape and dtype on every rank; not changed.
+            comm: this rank's view of the others, such as `tfcommx.collectives.current()`.
+            root: the rank whose array is broadcast, or that receives the sum of a reduce.
+            block_bytes: bytes of a block, >= 8.
+
+        Returns:
+            An array of the same shape: see the function `carry_out`.
+
+        **Ranks:** all, with equal arguments except for the array.
+        **Raises:** ConfigurationError without an MPI launch, or for an argument out of range.
+        """
+        block = max(1, check_whole("block_bytes", block_bytes, least=8) // array.itemsize)
+        # None for a single rank, which sends no messages
+        point_to_point = cast("PointToPoint", comm.messages.open())
+        ranks = comm.members("world")
+        participants = Participants(ranks, comm.rank, root, point_to_point, tag_of(self.name))
+        result = carry_out(
+            operation, np.ravel(array), participants, self.schedule, self.run_transfers, block
+        )
+        return result.reshape(array.shape)
+
     def run(self, flat: Tensor, bucket: Bucket[MessageOptions], comm: Comm, codec: Codec) -> Tensor:
         """Return the sum of `flat` over all ranks, with the same bits on all of them.
 
@@ -376,7 +419,11 @@ class MessageRoute(PeerRoute[MessageOptions]):
             )
 
     def seconds(self, bucket: Bucket[MessageOptions], topology: Topology, links: Links) -> float:
-        """Return the price of an allreduce, by the formula in the schedule's file."""
+        """Return the price of an allreduce, by the formula in the schedule's file.
+
+        A reduce has the same price, because the broadcast of the weights that follows it is
+        included.
+        """
         return self.price(bucket, topology, links)
 
 
