@@ -6,6 +6,7 @@ docs/explanation/routes.md derives the formulas.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -25,7 +26,7 @@ from tfcommx.core import (
 )
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.routes.hitopk import HitopkOptions
-from tfcommx.routes.messages import MessageOptions, Transfer
+from tfcommx.routes.messages import WINDOW, MessageOptions, Transfer
 from tfcommx.routes.torus import TorusOptions
 
 LINK = Link(alpha_s=10, beta_s_per_byte=2, gamma_s_per_byte=1)
@@ -68,6 +69,11 @@ def bucket(
 def test_table_1(price: object, broadcast: float, reduce: float, allreduce: float) -> None:
     found = [price(operation, 1000, 4, LINK) for operation in ("broadcast", "reduce", "allreduce")]
     assert found == pytest.approx([broadcast, reduce, allreduce])
+
+
+def test_a_tree_of_five_ranks_has_three_rounds() -> None:
+    """The ceiling of log2 p, which the paper omits "for simplicity"."""
+    assert cost.spanning_tree("broadcast", 1000, 5, LINK) == 3 * (10 + 2000)
 
 
 @pytest.mark.parametrize(
@@ -366,3 +372,59 @@ def test_the_proposition() -> None:
         )
         assert tree / pipeline == pytest.approx(ranks.bit_length() - 1, rel=0.01)
         assert both / pipeline == pytest.approx(2 * (ranks - 1) / ranks, rel=0.01)
+
+
+def test_in_table_1_an_allreduce_is_as_long_on_any_number_of_ranks_but_not_the_fastest() -> None:
+    """2 n beta by the pipeline, whose one chain sends each block up and down; ours sends less."""
+    fast = Link(0, 1e-9)
+    for ranks in (2, 3, 8, 20):
+        pipeline, both = (
+            price("allreduce", 1e9, ranks, fast)
+            for price in (cost.linear_pipeline, cost.bidirectional_exchange)
+        )
+        assert pipeline == pytest.approx(2, rel=0.002)
+        assert both / pipeline == pytest.approx((ranks - 1) / ranks, rel=0.002)
+    links = Links(fast, fast)
+    on_2, on_4, on_8 = (
+        routes.get("pipeline").seconds(bucket("pipeline", 250 * 10**6), Topology(nodes, 1), links)
+        for nodes in (2, 4, 8)
+    )
+    assert on_2 == pytest.approx(1, rel=0.002)
+    assert (on_8 / on_2, on_8 / on_4) == pytest.approx((1.75, 1.75 / 1.5), rel=0.002)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_blocks_of_the_pipeline_are_shortest_where_the_page_says(ranks: int) -> None:
+    """Of table 1's broadcast sqrt(n alpha / ((p - 1) beta)), of our allreduce alpha / (w beta)."""
+    link, total = NOMINAL.between, 100 * 10**6
+    links = Links(link, dataclasses.replace(link, gamma_s_per_byte=0.0))
+
+    def table(block: float) -> float:
+        return cost.linear_pipeline("broadcast", total, ranks, link, block)
+
+    def ours(block: float) -> float:
+        one = bucket("pipeline", total // 4, block=round(block))
+        return routes.get("pipeline").seconds(one, Topology(ranks, 1), links)
+
+    best = math.sqrt(total * link.alpha_s / ((ranks - 1) * link.beta_s_per_byte))
+    assert ranks != 4 or best == pytest.approx(1.44e6, rel=0.01)
+    hidden = math.ceil(link.alpha_s / (WINDOW * link.beta_s_per_byte))
+    for seconds, block in ((table, best), (ours, hidden)):
+        assert all(seconds(block) < seconds(block * factor) for factor in (0.8, 0.98, 1.02, 1.25))
+
+
+@pytest.mark.parametrize(
+    ("route", "more"), [("pipeline", 1), ("tree", 1), ("bidirectional", 4 / 3)]
+)
+def test_bytes_of_a_reduce_and_a_broadcast_over_those_of_an_allreduce(
+    route: str, more: float
+) -> None:
+    """Strategy "root" on 4 nodes. Halving and a gather send n/2 log2 p more than n (p - 1)."""
+    one, chosen = bucket(route, 1024, block=256), routes.get(route)
+    reduces = dataclasses.replace(
+        one, options=dataclasses.replace(one.options, collective="reduce")
+    )
+    sent = chosen.wire_bytes(reduces, FOUR).between + chosen.broadcast_bytes(reduces, FOUR).between
+    assert sent == pytest.approx(more * chosen.wire_bytes(one, FOUR).between)
+    # A price has both
+    assert chosen.seconds(reduces, FOUR, LINKS) == chosen.seconds(one, FOUR, LINKS)

@@ -84,6 +84,9 @@ def linear_pipeline(
 ) -> float:
     """Price a pipeline as in the paper, whose allreduce is a reduce, then a broadcast.
 
+    The table counts p - 1 + n/b rounds. The last block arrives in round p - 2 + n/b: figure 2 has 5
+    rounds for 3 GPUs and 4 blocks.
+
     Args:
         operation: "broadcast", "reduce" or "allreduce".
         ranks: p, >= 1.
@@ -96,13 +99,16 @@ def linear_pipeline(
 
 
 def spanning_tree(operation: str, total_bytes: float, ranks: int, link: Link) -> float:
-    """Price a binomial tree that carries whole messages."""
+    """Price a binomial tree that carries whole messages, in ceil(log2 p) rounds.
+
+    The paper omits the ceiling.
+    """
     latencies, per_byte = _latencies_and_seconds_per_byte(operation, link)
     return math.ceil(math.log2(ranks)) * (latencies * link.alpha_s + total_bytes * per_byte)
 
 
 def bidirectional_exchange(operation: str, total_bytes: float, ranks: int, link: Link) -> float:
-    """Price recursive halving and doubling."""
+    """Price recursive halving and doubling; a broadcast collects around a ring."""
     p, share = ranks, (ranks - 1) / ranks * total_bytes
     latencies = {
         "broadcast": math.log2(p) + p - 1,

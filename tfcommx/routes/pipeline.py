@@ -18,7 +18,8 @@ Source: Wang et al., "Efficient Communications in Training Large Scale Neural Ne
 section 3 and figure 2. The paper's allreduce (figure 2c) also fills the pipe once, but all blocks
 have the same chain: a position in its middle sends 2 n bytes and its ends n. We rotate the chain,
 because a port is the limit if each position has one, as nodes on a switch have. The load is then
-spread: each position sends 2 (p - 1)/p n bytes; no allreduce can send less.
+spread: each position sends 2 (p - 1)/p n bytes; no allreduce can send less. The paper's reduce also
+multiplies; ours only adds, because gradients need nothing else.
 """
 
 from __future__ import annotations

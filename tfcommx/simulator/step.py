@@ -13,7 +13,8 @@ include how the slots of a node share its port.
 
 Source: the timeline of Shi et al., "Communication-Efficient Distributed Deep Learning with Merged
 Gradient Sparsification on GPUs" (2020), equations 5 to 9, with a port inside a node, the price of
-any route, and the assumptions.
+any route, and the assumptions. Equation 9 lacks brackets: messages that are not hidden end after
+tau_s(1) + t_s(1), so its last sign is a minus.
 
 `buckets_ready` returns the time at which the backward pass completes each bucket, `stages_of` the
 stages of a bucket after that. A route prices its messages on an idle network. This file adds the

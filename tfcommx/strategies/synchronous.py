@@ -9,7 +9,10 @@ Routes of messages reduce to rank 0; on other routes all ranks receive the sums.
 synchronous, and every few steps rank 0's weights replace those of all ranks.
 
 **Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
-Algorithms 2 (Root) and 3 (Rebroadcast).
+Algorithms 2 (Root) and 3 (Rebroadcast). Algorithm 1 overlaps messages with computation, layer by
+layer. Its reduces are the buckets of any strategy, which travel during the backward pass. Its
+broadcasts during the forward pass are `Sharded(pull="layers")`, by all-gathers; `Root` ends a step
+with its broadcasts.
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ class Root(Strategy):
     """Let rank 0 alone apply the gradients and broadcast the weights after each step.
 
     The other ranks' optimizer state keeps its initial values, and a checkpoint of rank 0 has the
-    whole state. It costs more bytes than an allreduce; it saves the update on all ranks but one.
+    whole state. It saves the update on all ranks but one. On the routes `pipeline` and `tree` it
+    costs as many bytes as an allreduce, on the others more.
     """
 
     reduces_to_root: ClassVar[bool] = True

@@ -45,7 +45,7 @@ def threshold(profile: Profile, prices: Prices) -> Groups:
     does the same with the gradients that are ready within a cycle.
 
     Source: MGS-SGD of Shi et al., "Communication-Efficient Distributed Deep Learning with Merged
-    Gradient Sparsification on GPUs" (2020), section V-D, merges up to 8,192 entries so.
+    Gradient Sparsification on GPUs" (2020), section V-D, closes its groups so at 8,192 entries.
     """
     groups: Groups = []
     room = 0

@@ -176,6 +176,12 @@ def ibatch(times: PullTimes) -> Batches:
     """Return the paper's choice: of the two greedy algorithms' batches those of less equation 4.
 
     Algorithm 1's if equal. Where a case was undefined, equation 4 may prefer the slower one.
+
+    >>> times = PullTimes(1.0, (1.0,) * 5, (2.5, 3.0, 1.0, 1.0, 1.0))
+    >>> from_first(times), from_last(times)
+    ([(0, 1), (1, 3), (3, 5)], [(0, 1), (1, 2), (2, 5)])
+    >>> ibatch(times), optimal(times)
+    ([(0, 1), (1, 3), (3, 5)], [(0, 1), (1, 2), (2, 4), (4, 5)])
     """
     if not times.layers:
         return []
