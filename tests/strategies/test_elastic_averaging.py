@@ -162,6 +162,39 @@ def test_ranks_follow_the_messages_that_they_have_sent(
     assert max(np.abs(before - last).max() for before, last, _ in ended) > 0.01
 
 
+@pytest.mark.parametrize(
+    ("options", "alpha"), [({}, 0.9 / 4), ({"beta": 0.6}, 0.15), ({"alpha": 0.5}, 0.5)], ids=str
+)
+def test_four_workers_meet_a_centre_that_begins_with_the_weights_of_rank_0(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, float], alpha: float
+) -> None:
+    """tau = 2: a worker exchanges after its steps 2, 4 and 6; alpha = beta / p unless given."""
+    log = Log(monkeypatch)
+
+    def work(comm: Comm) -> np.ndarray:
+        rank = Rank(comm, ElasticAveraging(every=2, blocking=True, **options))
+        for one in rank.weights.values():
+            one.assign_add(tf.fill(one.shape, 0.5 * comm.rank))  # Ranks begin apart
+        for _ in range(7):
+            rank.step()
+        rank.run.end()
+        return rank.flat()
+
+    ended = ThreadComm.run(Topology(4, 1), work)
+    assert len(log.met) == 4 * 3
+    centre = np.ones(ENTRIES)
+    for weights, force, after in log.met:
+        np.testing.assert_allclose(force, alpha * (weights - centre), rtol=0, atol=1e-5)
+        centre = centre + alpha * (weights - centre)
+        np.testing.assert_allclose(after, centre, rtol=0, atol=1e-5)
+    # The first snapshot of rank r: its start, two steps nearer to its target
+    first = [_after(np.full(ENTRIES, 1 + 0.5 * rank), 2, rank) for rank in range(4)]
+    seen = [weights for weights, _, _ in log.met]
+    assert all(min(np.abs(weights - one).max() for weights in seen) < 1e-5 for one in first)
+    for last in ended:
+        np.testing.assert_allclose(last, centre, rtol=0, atol=1e-5)
+
+
 def _after(weights: np.ndarray, steps: int, target: float) -> np.ndarray:
     return target + (weights - target) * (1 - RATE) ** steps
 

@@ -49,6 +49,13 @@ def test_the_sum_of_updates_is_the_sum_of_gradients() -> None:
     assert all_equal(summed) and furthest(summed[0], plain[0]) < 2e-6
 
 
+def test_averages_at_k_times_the_rate_are_sums_at_the_rate() -> None:
+    """Theano-MPI, section 4: AWAGD, whose rate is scaled with the k ranks, equals SUBGD."""
+    averaged = train(lambda: K.SGD(0.03, momentum=0.9), WeightAveraging(), THREE)
+    summed = train(lambda: K.SGD(0.01, momentum=0.9), "synchronous", THREE, op="sum")
+    assert all_equal(averaged) and furthest(averaged[0], summed[0]) < 2e-6
+
+
 def test_updates_may_travel_in_16_bits() -> None:
     make = lambda: K.SGD(0.1, momentum=0.9)  # noqa: E731
     rounded = train(make, WeightAveraging(sends="updates"), THREE, Scheme(wire="float16"))

@@ -82,6 +82,81 @@ def test_the_second_algorithm_as_printed() -> None:
     assert pulls.from_last(times) == [(0, 1), (1, 3), (3, 5)]
 
 
+class Printed:
+    """The paper's algorithms line by line, with its numbers: layers 1 to L, batches [first, last].
+
+    Where it leaves a choice open, that of the module's docstring.
+    """
+
+    def __init__(self, times: PullTimes) -> None:
+        self.times, self.last = times, times.layers
+
+    def pull(self, first: int, last: int) -> float:
+        """T_s + the sum of T_t over the layers first to last."""
+        return self.times.startup_s + sum(self.times.transfer_s[i - 1] for i in span(first, last))
+
+    def compute(self, first: int, last: int) -> float:
+        return sum(self.times.compute_s[i - 1] for i in span(first, last))
+
+    def algorithm_1(self) -> list[tuple[int, int]]:
+        s1 = [(l1, l2) for l1 in span(1, self.last - 1) for l2 in span(l1 + 1, self.last)]
+        s2 = [(l1, l2) for l1, l2 in s1 if self.pull(l1 + 1, l2) >= self.compute(1, l1)]
+        if not s2:
+            return [(1, self.last)]
+        most = max(self.compute(1, l1) for l1, _ in s2)
+        chosen = [(l1, l2) for l1, l2 in s2 if self.compute(1, l1) == most]
+        pulls_1 = {l1: self.pull(1, l1) for l1, _ in chosen}
+        before, latest = next((a, b) for a, b in chosen if pulls_1[a] == min(pulls_1.values()))
+        batches = [(1, before), (before + 1, latest)]
+        while latest != self.last:
+            covered = self.compute(before + 1, latest)
+            pulls_of = {x: self.pull(latest + 1, x) for x in span(latest + 1, self.last)}
+            gaps = {x: seconds - covered for x, seconds in pulls_of.items() if seconds >= covered}
+            before, latest = latest, min(gaps, key=gaps.__getitem__, default=self.last)
+            batches.append((before + 1, latest))
+        return batches
+
+    def algorithm_2(self) -> list[tuple[int, int]]:
+        s1 = [(a, b) for a in span(1, self.last - 1)[::-1] for b in span(0, a - 1)[::-1]]
+        s2 = [(a, b) for a, b in s1 if self.pull(a + 1, self.last) >= self.compute(b + 1, a)]
+        if not s2:
+            return [(1, self.last)]
+        most = max(self.compute(b + 1, a) for a, b in s2)
+        chosen = [(a, b) for a, b in s2 if self.compute(b + 1, a) == most]
+        rest = {a: self.compute(a + 1, self.last) for a, _ in chosen}
+        after, first = next((a, b) for a, b in chosen if rest[a] == min(rest.values()))
+        batches = [(first + 1, after), (after + 1, self.last)]
+        while first != 0:
+            covers = self.pull(first + 1, after)
+            work = {x: self.compute(x + 1, first) for x in span(0, first - 1)[::-1]}
+            gaps = {x: covers - seconds for x, seconds in work.items() if covers >= seconds}
+            after, first = first, min(gaps, key=gaps.__getitem__, default=0)
+            batches.insert(0, (first + 1, after))
+        return batches
+
+
+def span(first: int, last: int) -> range:
+    return range(first, last + 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_algorithms_equal_the_printed_ones(seed: int) -> None:
+    """Of 100 models each, with whole numbers, so that sums are exact and ties happen."""
+    draw, longest = random.Random(seed), 0
+    for _ in range(100):
+        count = draw.randint(2, 9)
+        rows = [[draw.choice([0, 1, 2, 5]) for _ in range(count)] for _ in range(2)]
+        times = PullTimes(draw.choice([0, 1, 3]), *map(tuple, rows))
+        printed = Printed(times)
+        for solve, expected in (
+            (pulls.from_first, printed.algorithm_1()),
+            (pulls.from_last, printed.algorithm_2()),
+        ):
+            assert [(start + 1, stop) for start, stop in solve(times)] == expected, times
+            longest = max(longest, len(expected))
+    assert longest > 3
+
+
 def test_what_the_paper_leaves_open() -> None:
     # No pair meets constraint 5: the gather of one layer never covers a computation
     assert pulls.from_first(PullTimes(0.0, (1.0, 1.0), (9.0, 9.0))) == [(0, 2)]
