@@ -328,6 +328,24 @@ def test_a_rank_that_has_left_is_not_missed_and_a_server_that_has_left_is_named(
     assert ThreadComm.run(Topology(3, 1), work)[:2] == [[0.5], [0.5]]
 
 
+def test_a_training_that_begins_anew_takes_no_force_of_the_one_before() -> None:
+    """An error had ended it while a force was in transit, which pulled to the old centre."""
+
+    def work(comm: Comm) -> tuple[bool, np.ndarray]:
+        rank = Rank(comm, ElasticAveraging(every=1))
+        rank.step()
+        for one in rank.weights.values():
+            one.assign(tf.fill(one.shape, 7.0))
+        rank.run.begin()
+        waits = rank.run._worker.waits
+        rank.run.end()
+        return waits, rank.flat()
+
+    for waits, last in ThreadComm.run(Topology(2, 1), work):
+        assert not waits
+        np.testing.assert_array_equal(last, np.full(ENTRIES, 7.0))
+
+
 def test_one_rank_trains_as_if_alone() -> None:
     def work(comm: Comm) -> np.ndarray:
         rank = Rank(comm, ElasticAveraging(every=1))

@@ -109,6 +109,11 @@ def test_a_broadcast_comes_after_whole_steps(every: object) -> None:
         Rebroadcast(every=every)
 
 
+def test_a_broadcast_comes_every_five_steps_as_in_the_paper() -> None:
+    """Wang et al. (2016), Algorithm 3, line 7."""
+    assert Rebroadcast() == Rebroadcast(every=5)
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     assert repr(Rebroadcast(every=np.int64(3))) == "Rebroadcast(every=3)"
 

@@ -83,6 +83,9 @@ def test_mg_wfbp_waits_less_than_a_latency_term() -> None:
     prices = Prices(lambda entries: 0.9 + 0.1 * entries)
     profile = profile_of([1, 1, 1], [1.0, 0.5, 2.0])
     assert merging.get("mg_wfbp").groups(profile, prices) == [[0, 1], [2]]
+    for later, groups in ((0.89, [[0, 1, 2]]), (0.91, [[0, 1], [2]])):
+        profile = profile_of([1, 1, 1], [1.0, 0.5, later])
+        assert merging.get("mg_wfbp").groups(profile, prices) == groups
     # While the port is busy, waiting costs nothing: a message of 10.9 s, then all that is ready
     busy = profile_of([100, 1, 1, 1], [1.0, 2.0, 3.0, 4.0])
     assert merging.get("mg_wfbp").groups(busy, prices) == [[0], [1, 2, 3]]
