@@ -282,6 +282,38 @@ def test_residuals_return_to_an_optimizer_that_is_used_again(comm: Comm) -> None
     np.testing.assert_array_equal(variable.numpy(), -2 * sum(comm.gather_objects(gradient)))
 
 
+@pytest.mark.parametrize("of_optimizers", [case(False, kept=False), True])
+def test_one_rank_may_trace_a_step_again_whose_parts_share_variables(
+    comm: Comm, of_optimizers: bool
+) -> None:
+    """As for a shorter last batch: it waited for the others, to move residuals."""
+    variables = [keras.Variable(np.zeros((20, 20), np.float32), name=name) for name in "abc"]
+    scheme = cx.Scheme("allgather", "mstopk", 0.1, dense_below=0)
+    first, other = (
+        cx.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme, op="sum") for _ in range(2)
+    )
+    second = other if of_optimizers else first
+    first.build(variables)
+    other.build(variables)
+    gradient = np.random.default_rng(comm.rank).integers(-60, 61, (20, 20)) / 64
+
+    @tf.function
+    def step(batch: tf.Tensor) -> None:
+        scaled = tf.constant(gradient, tf.float32) * tf.reduce_mean(batch)
+        first.apply([scaled, scaled], variables[:2])
+        second.apply([scaled, scaled], variables[1:])
+
+    for rows in (8, 8, 8 - comm.rank, 8):
+        step(tf.ones([rows]))
+    optimizers = [first, second] if of_optimizers else [first]
+    residuals = [optimizer.exchanger.export().residuals for optimizer in optimizers]
+    total = sum(comm.gather_objects(gradient))
+    for variable, times in zip(variables, (4, 8, 4), strict=True):
+        unsent = sum(part[variable.path] for part in residuals if variable.path in part)
+        unsent = sum(comm.gather_objects(np.asarray(unsent, np.float64) + np.zeros(400)))
+        np.testing.assert_array_equal(unsent.reshape(20, 20) - variable.numpy(), times * total)
+
+
 @pytest.mark.parametrize("strategy", ["step_ahead", cx.strategies.WeightAveraging(every=2)])
 def test_sets_of_variables_that_take_turns_begin_with_equal_weights(
     comm: Comm, strategy: Any

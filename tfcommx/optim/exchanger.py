@@ -77,6 +77,8 @@ class Exchanger:
         self._set_of: dict[str, tuple[str, ...]] = {}
         # Names of a set -> bool scalar, True if the state of some of them went to another set
         self._replaced: dict[tuple[str, ...], tf.Variable] = {}
+        # Names of a set -> steps of its run when another run took state of some of them
+        self._steps_at_leave: dict[tuple[str, ...], int] = {}
 
     def serve(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Record the wrapped optimizer, of which this is the exchanger.
@@ -166,7 +168,7 @@ class Exchanger:
             run.settle()
             # Other optimizers' trials would wait forever for one that takes no more steps
             self.comm.trials.leave(run.executor)
-        self.runs, self._set_of, self._replaced = {}, {}, {}
+        self.runs, self._set_of, self._replaced, self._steps_at_leave = {}, {}, {}, {}
         self.waiting, self._common = state, common
 
     def plans(self) -> list[Plan]:
@@ -195,6 +197,8 @@ class Exchanger:
         if is_new and not expected.whole_run:
             self.requested.expected_run = expected._replace(batch=traced_batch() or expected.batch)
         taken_over = any(last_exchanger(variable) is not self for variable in variables)
+        if not is_new and (overlapping or taken_over) and self._takes_turns(names):
+            return self.runs[names]
         if is_new or overlapping or taken_over:
             # Variables and collectives of a plan outlive the graph of the step that needs it first;
             # and tf.function traces again if its first trace has made a variable
@@ -210,8 +214,24 @@ class Exchanger:
                     # over
                     self.waiting = self.runs[names].executor.load(self.waiting)
                     self._replaced[names].assign(False)
+                    self._steps_at_leave.pop(names, None)
         self._set_of |= dict.fromkeys(names, names)
         return self.runs[names]
+
+    def _takes_turns(self, names: tuple[str, ...]) -> bool:
+        """Return True for a step that is traced again and whose graph is used beside another's.
+
+        It keeps its own residuals, because one rank alone may trace it again, as for a shorter last
+        batch, and would wait for the others in the collectives that move residuals.
+        """
+        if tf.executing_eagerly() or names not in self._steps_at_leave:
+            return False
+        with untraced():
+            return self.runs[names].executor.steps_taken() > self._steps_at_leave[names]
+
+    def _leave(self, paths: tuple[str, ...]) -> None:
+        """Record that another run takes state of these variables."""
+        self._steps_at_leave[paths] = self.runs[paths].executor.steps_taken()
 
     def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
         """Plan, agree, and load the state of these variables. **Ranks:** all."""
@@ -251,6 +271,7 @@ class Exchanger:
             # and the replica guard would end it
             run.consolidate()
             self._replaced[paths].assign(True)
+            self._leave(paths)
             common = run.common_state()
             self._common |= {name: common[name] for name in common.keys() & names}
             self.waiting += run.executor.export(names)
@@ -297,8 +318,10 @@ class Exchanger:
             # A round under way changes the residuals, which are read next
             run.settle()
         state = self.export(renamed.keys())
-        for run in self.runs.values():
+        for paths, run in self.runs.items():
             run.executor.clear(renamed.keys())
+            if renamed.keys() & set(paths):
+                self._leave(paths)
         residuals = without(self.waiting.residuals, renamed.keys())
         self.waiting = replace(self.waiting, residuals=residuals)
         return GradientState(
@@ -309,8 +332,9 @@ class Exchanger:
     def drop_residuals_of_momenta(self) -> None:
         """Set the residuals of momenta to 0, in traced code of a step. **Ranks:** all."""
         executor = self.run_for(self.guard.step.variables).executor
-        assert isinstance(executor, MomentumExecutor), "the optimizer sends momenta"
-        executor.drop_residuals()
+        # Otherwise no momentum is sent, because these variables are small or excluded
+        if isinstance(executor, MomentumExecutor):
+            executor.drop_residuals()
 
     def consolidate(self, averages: Sequence[keras.Variable] = ()) -> None:
         """Make the weights whole and equal, and moving averages of them that each rank has alone.
@@ -364,7 +388,7 @@ class Exchanger:
         gradients = [
             # Some gradients have no static shape, as of custom functions; buckets are planned by
             # sizes
-            tf.ensure_shape(gradient, variable.shape)
+            tf.ensure_shape(_not_whole(gradient, variable), variable.shape)
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
         result = run.exchange(dict(zip(names, gradients, strict=True)))
@@ -418,6 +442,16 @@ class Exchanger:
             return dict(zip(weights, noise_factors(nodes), strict=False))
 
         self.run_for(variables).update(Update(apply, gradients, weights, state, factors))
+
+
+def _not_whole(gradient: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
+    """Return a gradient; one of whole numbers in the dtype of its variable, as Keras's updates do.
+
+    Otherwise the average over the ranks would be rounded to whole numbers.
+    """
+    if gradient.dtype.is_floating or gradient.dtype.is_complex:
+        return gradient
+    return tf.cast(gradient, keras.backend.standardize_dtype(variable.dtype))
 
 
 # The exchanger that exchanged a variable's gradients last: another optimizer takes its residuals

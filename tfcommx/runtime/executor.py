@@ -153,6 +153,9 @@ class PlanExecutor(GradientStore):
         """The plan, as a list."""
         return [self.plan]
 
+    def steps_taken(self) -> int:
+        return int(self.steps.numpy())
+
     def dense_bytes_between_nodes(self) -> float:
         """Return plain Horovod's bytes between nodes for these steps, as the mean over ranks."""
         # A restored step count includes steps of the process that wrote the checkpoint, whose sent

@@ -177,5 +177,8 @@ class Executor(Protocol):
     def clear(self, variables: Set[str]) -> None:
         """Set the residuals and velocities of these variables to 0. Outside of traced code."""
 
+    def steps_taken(self) -> int:
+        """Return the number of steps so far, equal on all ranks. Outside of traced code."""
+
     def dense_bytes_between_nodes(self) -> float:
         """Return the bytes plain Horovod would have sent between nodes for the steps so far."""

@@ -117,6 +117,9 @@ class MomentumExecutor:
         for executor in self._all:
             executor.follow_rate(rate)
 
+    def steps_taken(self) -> int:
+        return self._momenta.steps_taken()
+
     def dense_bytes_between_nodes(self) -> float:
         return sum(executor.dense_bytes_between_nodes() for executor in self._all)
 

@@ -359,6 +359,9 @@ class TrialExecutor:
         """The plans that take turns, or the one that stays."""
         return [executor.plan for executor in self._active()]
 
+    def steps_taken(self) -> int:
+        return sum(executor.steps_taken() for executor in self.executors)
+
     def dense_bytes_between_nodes(self) -> float:
         return sum(executor.dense_bytes_between_nodes() for executor in self.executors)
 
