@@ -31,6 +31,14 @@ def test_operation(comm: Comm, operation: str) -> None:
     )
 
 
+def test_gradients_of_whole_numbers_have_a_fractional_average(comm: Comm) -> None:
+    """It was rounded to whole numbers, as their dtype was kept; Keras alone casts them."""
+    variable = keras.Variable(np.zeros(3, "float32"), name="w")
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(1.0), cx.Scheme())
+    optimizer.apply([tf.fill([3], comm.rank)], [variable])
+    np.testing.assert_allclose(variable.numpy(), -(comm.topology.size - 1) / 2)
+
+
 def test_embeddings_and_variables_without_gradients(comm: Comm) -> None:
     table = keras.Variable(np.zeros((5, 2), "float32"), name="table")
     unused = keras.Variable(np.ones(2, "float32"), name="unused")

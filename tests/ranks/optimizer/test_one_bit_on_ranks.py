@@ -86,6 +86,26 @@ def test_fit_continues_across_the_change_of_phase(
     assert wires == ({"bfloat16", "int1"} if comm.topology.size > 1 else {"plain"})
 
 
+@pytest.mark.parametrize(
+    ("kind", "frozen"),
+    [(KINDS[0], False), *(case(kind, True, kept=False) for kind in KINDS)],
+)
+def test_clipping_where_no_variable_sends_its_momentum(
+    comm: Comm, kind: type[Any], frozen: bool
+) -> None:
+    """The first trace failed: all variables are small, or the large ones are frozen."""
+    options = {"dense_below": 8 if frozen else 10**6, "freeze_after": 2}
+    net = compiled(cx.DistributedOptimizer(new(kind, global_clipnorm=0.1, **options)))
+    if frozen:  # After the change of phase
+        assert fit(net, comm, epochs=1).identical
+        for name in ("hidden", "out"):
+            net.get_layer(name).trainable = False
+        net.compile(net.optimizer, loss=net.loss, jit_compile=False)
+    before = weights(net)
+    assert fit(net, comm, epochs=1).identical
+    assert any(map(np.any, map(np.not_equal, before, weights(net))))
+
+
 @pytest.mark.exhaustive
 def test_a_loop_changes_phase_without_a_new_trace(comm: Comm) -> None:
     net, traces = model(), []
