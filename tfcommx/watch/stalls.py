@@ -22,8 +22,9 @@ WAITS, COMPUTES, PYTHON, LEFT, ENDED, SERVES, UNKNOWN, OTHERS = DOINGS = (
 CAUSES = (
     "Usual causes: ranks take unequal numbers of steps (give equally many batches to all, or "
     "`.repeat()` and `steps_per_epoch`); EarlyStopping by each rank's own metric (put "
-    "cx.callbacks.AverageMetrics() before it, or cx.callbacks.AgreeOnStop() after it); a part of "
-    "the script that only some ranks run."
+    "cx.callbacks.AverageMetrics() before it, or cx.callbacks.AgreeOnStop() after it); a gradient "
+    "that is None, or a layer that is frozen, on some ranks only (give zeros); a part of the "
+    "script that only some ranks run."
 )
 SLOW = "All are there: the network or the collective itself is slow, or does not work."
 
@@ -106,7 +107,8 @@ def describe(groups: Sequence[Group]) -> str:
 alive. Rank 1 has left `fit`, after step 117: train.py:31 in <module>. Usual causes: ranks take \
 unequal numbers of steps (give equally many batches to all, or `.repeat()` and `steps_per_epoch`); \
 EarlyStopping by each rank's own metric (put cx.callbacks.AverageMetrics() before it, or \
-cx.callbacks.AgreeOnStop() after it); a part of the script that only some ranks run.
+cx.callbacks.AgreeOnStop() after it); a gradient that is None, or a layer that is frozen, on some \
+ranks only (give zeros); a part of the script that only some ranks run.
     """
     waiting = [group for group in groups if group.doing == WAITS]
     longest = max(waiting, key=_seconds)
