@@ -6,8 +6,6 @@ apply -> unscale -> accumulate (whole) -> [push: shards of the gradients] -> cli
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -74,8 +72,6 @@ class UpdatesShards(ExchangesGradients):
         """Create the shards of these variables, and the state of the shards."""
         if self.built:
             return
-        if self.use_ema:
-            _pull_after_swaps()
         # By name, because this class is generated, and has the name of the plain one
         needs_whole = type(self).__name__ not in ELEMENTWISE
         # Also without `weight_decay`, because Muon has a weight decay of another name
@@ -165,13 +161,13 @@ class UpdatesShards(ExchangesGradients):
         elif not sharding.shards.pulls_first:
             sharding.run.pull("average")
 
-    def swap_averages(self, swap: Callable[[], None]) -> None:
-        """Swap the shards of weights and moving averages by `swap`, and the weights with them.
+    def swap_averages(self) -> None:
+        """Swap the shards of weights and moving averages, and the weights with them.
 
         **Ranks:** all, outside of traced code.
         """
         self._sharding.shards.take_from_weights()
-        swap()
+        super().swap_averages()
         self.exchanger.pull_shards()
 
     # --- files, and copies of plain optimizers ---------------------------------------------
@@ -257,20 +253,3 @@ class UpdatesShards(ExchangesGradients):
         plain.load_own_variables(store)  # Keras warns if the number of variables differs
         if len(store.keys()) == len(plain.variables) and self.built:
             self.import_state(plain)
-
-
-@functools.cache
-def _pull_after_swaps() -> None:
-    """Make Keras's SwapEMAWeights swap the weights, too, where an optimizer has their shards."""
-    # Until the process ends; for other optimizers it stays as it is
-    callback: Any = keras.callbacks.SwapEMAWeights
-    swap = callback._tf_swap_variables
-
-    @functools.wraps(swap)
-    def swap_weights(self: Any, optimizer: keras.optimizers.Optimizer) -> None:
-        if isinstance(optimizer, UpdatesShards):
-            optimizer.swap_averages(lambda: swap(self, optimizer))
-        else:
-            swap(self, optimizer)
-
-    callback._tf_swap_variables = swap_weights

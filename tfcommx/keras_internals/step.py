@@ -106,6 +106,21 @@ class ExchangesGradients(Mixin):
     def __deepcopy__(self, memo: dict[int, Any]) -> keras.optimizers.Optimizer:
         return _deep_copy(self)
 
+    def build(self, variables: list[keras.Variable]) -> None:
+        """Create the optimizer's state, as Keras does."""
+        if self.use_ema:
+            _swap_exactly()
+        super().build(variables)
+
+    def swap_averages(self) -> None:
+        """Swap the weights and their moving averages, with all bits."""
+        averages = self._model_variables_moving_average
+        for variable, average in zip(self._trainable_variables, averages, strict=True):
+            if average is not None:  # Keras averages no variable that gradients overwrite
+                value = tf.identity(variable)
+                variable.assign(average)
+                average.assign(value)
+
     def apply(
         self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None
     ) -> Any:
@@ -205,6 +220,27 @@ class ExchangesGradients(Mixin):
         """End `fit` as Keras does, after making the weights whole and equal on all ranks."""
         self.exchanger.consolidate(moving_averages(self))
         super().finalize_variable_values(var_list)
+
+
+@functools.cache
+def _swap_exactly() -> None:
+    """Make Keras's SwapEMAWeights call `swap_averages` of wrapped optimizers.
+
+    Until the process ends; for other optimizers it stays as it is.
+    """
+    # Keras adds and subtracts, which rounds, so that a rank that evaluates once more than the
+    # others would have other weights. Where an optimizer has shards, Keras swaps these alone
+    callback: Any = keras.callbacks.SwapEMAWeights
+    swap = callback._tf_swap_variables
+
+    @functools.wraps(swap)
+    def swap_weights(self: Any, optimizer: keras.optimizers.Optimizer) -> None:
+        if isinstance(optimizer, ExchangesGradients):
+            optimizer.swap_averages()
+        else:
+            swap(self, optimizer)
+
+    callback._tf_swap_variables = swap_weights
 
 
 class AgreedLossScale(Mixin):

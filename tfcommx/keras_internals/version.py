@@ -24,6 +24,7 @@ PRIVATE_MEMBERS: dict[type, tuple[str, ...]] = {
         "_get_variable_index",
         "_iterations",
         "_learning_rate",
+        "_model_variables_moving_average",
         "_overwrite_model_variables_with_average_value",
         "_overwrite_variables_directly_with_gradients",
         "_trainable_variables",
