@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,26 @@ def test_an_ignored_signal_stays_ignored(number: signal.Signals) -> None:
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
+
+
+def test_a_forked_child_ends_at_its_first_signal() -> None:
+    """A pool of processes that reads samples waited for workers that ignored their end."""
+    with StopRequests(None) as requests:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.write(writing, b"ready")  # Python drops a signal that a fork receives earlier
+                time.sleep(5)
+            finally:
+                os._exit(0)
+        os.read(reading, 5)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+    assert not requests.asked()
 
 
 def test_a_file_asks_too_and_is_gone_afterwards(tmp_path: Path) -> None:

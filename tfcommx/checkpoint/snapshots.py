@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import shutil
 import signal
 import threading
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import keras
@@ -319,7 +321,17 @@ class Snapshots:
         if self.supervised is None or threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGTERM, lambda *_: self.leave())
+        pid = os.getpid()
+
+        def leave(number: int, frame: FrameType | None) -> None:
+            if os.getpid() == pid:
+                self.leave()
+                return
+            # A forked child, such as a worker that reads samples, ends
+            signal.signal(number, before)
+            os.kill(os.getpid(), number)
+
+        before = signal.signal(signal.SIGTERM, leave)
         try:
             yield
         finally:

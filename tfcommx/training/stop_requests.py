@@ -29,6 +29,7 @@ class StopRequests:
         self.file = None if folder is None else folder / STOP_FILE
         self.reason = ""
         self._before: dict[signal.Signals, Any] = {}
+        self._pid = os.getpid()
 
     def __enter__(self) -> StopRequests:
         # Python allows signal handlers only in the main thread
@@ -58,6 +59,8 @@ class StopRequests:
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name
         self._restore()
+        if os.getpid() != self._pid:  # A forked child, such as a worker that reads samples, ends
+            os.kill(os.getpid(), number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

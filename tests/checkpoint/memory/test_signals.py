@@ -35,10 +35,36 @@ def test_two_signals_do_not_hang_a_rank() -> None:
     raise AssertionError("hangs after two signals")
 
 
-def signals_without_pause() -> None:
-    """Send this process SIGTERM again and again, while its main thread handles them."""
+def supervised() -> Snapshots:
     snapshots = object.__new__(Snapshots)
     snapshots.supervised, snapshots._leave = object(), False  # type: ignore[assignment]
+    return snapshots
+
+
+def test_a_forked_child_ends_at_its_first_signal() -> None:
+    """Keras's PyDataset with `use_multiprocessing` ends its workers by SIGTERM."""
+    snapshots = supervised()
+    with snapshots.leaving_on_sigterm():
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.write(writing, b"ready")  # Python drops a signal that a fork receives earlier
+                time.sleep(5)
+            finally:
+                os._exit(0)
+        os.read(reading, 5)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+    assert not snapshots._leave
+
+
+def signals_without_pause() -> None:
+    """Send this process SIGTERM again and again, while its main thread handles them."""
+    snapshots = supervised()
     end = time.monotonic() + 2
 
     def send() -> None:
