@@ -61,6 +61,10 @@ __all__ = [*_PUBLIC, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "init":
+        # They register classes by which Keras loads models from files
+        for module in ("layers", "optimizers"):
+            importlib.import_module(_MODULES[module])
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     if name in _MODULES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import horovod.tensorflow as hvd
 import keras
 import pytest
@@ -25,6 +27,17 @@ def test_other_unknown_names_are_errors_as_ever(module: object) -> None:
     assert not hasattr(module, "nothing")
     with pytest.raises(AttributeError, match="'nothing'"):
         _ = module.nothing
+
+
+def test_init_registers_the_classes_that_files_of_models_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`load_model` did not know LARS in a process that had not used `cx.optimizers` yet."""
+    monkeypatch.delitem(sys.modules, "tfcommx.optimizers", raising=False)
+    _ = cx.init
+    assert "tfcommx.optimizers" in sys.modules
+    for name in ("LARS", "LAMB", "OneBitAdam", "SyncBatchNormalization"):
+        assert keras.saving.get_registered_object(f"tfcommx>{name}").__name__ == name
 
 
 def test_the_name_of_a_route_is_refused_with_its_scheme() -> None:
