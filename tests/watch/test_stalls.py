@@ -60,6 +60,16 @@ def test_ranks_that_wait_for_others_that_live_on_are_told_and_end(engine: str) -
         assert re.search(said + r".*AgreeOnStop.*The limit of 15 s has been reached", output)
 
 
+@pytest.mark.exhaustive  # A group of each kind is in test_ranks_that_wait_for_each_other_end
+def test_ranks_that_wait_for_each_other_end_without_a_limit() -> None:
+    worker = [str(WORKERS / "stalls.py"), "mutual"]
+    ended = horovodrun(2, worker, seconds=120, TFCOMMX_STALL_SECONDS="3", OMP_NUM_THREADS="1")
+    assert ended.status != 0 and "killed after" not in ended.output, ended.output[-4000:]
+    for rank in (0, 1):
+        said = f"rank {rank} ends, because ranks wait for each other: .*None can continue"
+        assert re.search(said, ended.output), ended.output
+
+
 def test_every_kind_of_activity_is_described() -> None:
     kinds = {
         COMPUTES: "Rank 1 has begun a training step after step 7, and computes or waits for its",
@@ -106,6 +116,37 @@ def test_a_wait_is_reported_once_and_a_later_one_if_it_is_twice_as_long() -> Non
     said = [watch.look([Group(3, WAITS, "b", 1, [0], float(seconds))])[0] for seconds in waits]
     assert said == ["", "", "stall", *[""] * 5, "stall", "", "", "end"]
     assert StallWatch(None, None).on is False
+
+
+STEP, PYTHON_CALL = "the exchange of 'net/bias'", "a collective of AverageMetrics.on_epoch_end"
+
+
+@pytest.mark.parametrize(
+    ("second", "ends"),
+    [
+        (Group(4, WAITS, PYTHON_CALL, 1, [1], 61.0), True),
+        (Group(4, WAITS, PYTHON_CALL, 1, [1], 2.0), False),  # It has only just begun to wait
+        (Group(4, PYTHON, "train.py:3", 1, [1], 61.0), False),
+        (Group(4, LEFT, "train.py:3", 1, [1], 61.0), False),
+        (Group(5, WAITS, "the exchange of 'net/kernel'", 1, [1], 61.0), False),
+        # A network that is slow, or fails
+        (Group(4, WAITS, STEP, 1, [1], 61.0), False),
+        # The other has called more collectives, and waits for this one's evaluation
+        (Group(6, WAITS, PYTHON_CALL, 1, [1], 61.0), False),
+    ],
+)
+def test_ranks_that_wait_for_each_other_end(second: Group, ends: bool) -> None:
+    """A rank that TerminateOnNaN has stopped waited at the epoch's end, the other in a step.
+
+    Both waited forever if no limit was set.
+    """
+    groups = [Group(5, WAITS, STEP, 1, [0], 62.0), second]
+    kind, text = StallWatch(60.0, None).look(groups)
+    assert kind == ("end" if ends else "stall")
+    assert ("None can continue" in text) == ends and "TerminateOnNaN" in text
+    served = [*groups, group_of(9, 0, stalls.SERVES, "")]
+    assert StallWatch(60.0, None).look(served)[0] == kind
+    assert StallWatch(None, 500.0).look(groups) == ("", "")
 
 
 def test_settings_come_from_the_environment_first(monkeypatch: pytest.MonkeyPatch) -> None:

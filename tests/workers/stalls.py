@@ -2,11 +2,14 @@
 
 First the last rank's data end two batches early, and it takes the two steps when it has been told
 that rank 0 waits. Then EarlyStopping, by each rank's own metric, ends its `fit`.
+
+stalls.py mutual: each waits for the other, rank 0 in a step, the last rank at the epoch's end.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from typing import Any
@@ -49,6 +52,9 @@ logging.getLogger("tfcommx").addHandler(Told())
 keras.utils.set_random_seed(1)
 net = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(1, name="dense")])
 net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse", jit_compile=False)
+
+if "mutual" in sys.argv:
+    net.fit(batches(2 if LAST else 3), verbose=0, callbacks=[cx.callbacks.BroadcastState()])
 
 net.fit(batches(4 if LAST else 6), verbose=0)
 if LAST:

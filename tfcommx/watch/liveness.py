@@ -17,7 +17,7 @@ The rank that fails prints its traceback; every other rank prints one line, even
 raised an error there because the failed rank is gone.
 
 If all ranks are alive, but some wait long for others, every rank logs the waiting ranks and their
-causes (stalls.py); progress.py observes this rank.
+causes, and all end if they wait for each other (stalls.py); progress.py observes this rank.
 
 **Cost:** one process of about 15 MB per rank, asleep except for 10 messages of 2 bytes to each of
 at most 7 other watchers per `limit` seconds, and one of at most 2 kB to one of them.
@@ -111,7 +111,8 @@ class Limits(NamedTuple):
 
     # Silence after which a rank counts as missing, > 0; None: no watch
     limit: float | None
-    # Wait for living ranks that is reported, > 0; None: no report
+    # Wait for living ranks that is reported, and that ends ranks which wait for each other, > 0;
+    # None: neither
     stall_seconds: float | None = STALL_SECONDS
     # Wait for living ranks that ends the job, > 0; None: no limit
     stall_limit: float | None = None

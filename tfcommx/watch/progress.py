@@ -29,7 +29,7 @@ from types import FrameType
 import tensorflow as tf
 
 from tfcommx.kernels.traced import after, untraced
-from tfcommx.watch.stalls import COMPUTES, LEFT, PYTHON, WAITS
+from tfcommx.watch.stalls import COLLECTIVE, COMPUTES, LEFT, PYTHON, WAITS
 
 # Time limit for the last observation to end
 END_SECONDS = 2.0
@@ -230,8 +230,8 @@ def _caller(frames: list[FrameType]) -> str:
     for frame in frames:
         name = frame.f_code.co_filename
         if os.path.dirname(name) != COLLECTIVES and not _is_in(frame, "tensorflow"):
-            return f"a collective of {_name(frame)}"
-    return "a collective"
+            return f"{COLLECTIVE} of {_name(frame)}"
+    return COLLECTIVE
 
 
 def _where(frames: list[FrameType]) -> str:

@@ -22,10 +22,13 @@ WAITS, COMPUTES, PYTHON, LEFT, ENDED, SERVES, UNKNOWN, OTHERS = DOINGS = (
 CAUSES = (
     "Usual causes: ranks take unequal numbers of steps (give equally many batches to all, or "
     "`.repeat()` and `steps_per_epoch`); EarlyStopping by each rank's own metric (put "
-    "cx.callbacks.AverageMetrics() before it, or cx.callbacks.AgreeOnStop() after it); a gradient "
-    "that is None, or a layer that is frozen, on some ranks only (give zeros); a part of the "
-    "script that only some ranks run."
+    "cx.callbacks.AverageMetrics() before it, or cx.callbacks.AgreeOnStop() after it); "
+    "TerminateOnNaN without cx.callbacks.AgreeOnStop() after it; a gradient that is None, or a "
+    "layer that is frozen, on some ranks only (give zeros); a part of the script that only some "
+    "ranks run."
 )
+# Beginning of the description of a collective that Python calls, outside of a step's exchange
+COLLECTIVE = "a collective"
 SLOW = "All are there: the network or the collective itself is slow, or does not work."
 
 
@@ -107,8 +110,9 @@ def describe(groups: Sequence[Group]) -> str:
 alive. Rank 1 has left `fit`, after step 117: train.py:31 in <module>. Usual causes: ranks take \
 unequal numbers of steps (give equally many batches to all, or `.repeat()` and `steps_per_epoch`); \
 EarlyStopping by each rank's own metric (put cx.callbacks.AverageMetrics() before it, or \
-cx.callbacks.AgreeOnStop() after it); a gradient that is None, or a layer that is frozen, on some \
-ranks only (give zeros); a part of the script that only some ranks run.
+cx.callbacks.AgreeOnStop() after it); TerminateOnNaN without cx.callbacks.AgreeOnStop() after it; \
+a gradient that is None, or a layer that is frozen, on some ranks only (give zeros); a part of the \
+script that only some ranks run.
     """
     waiting = [group for group in groups if group.doing == WAITS]
     longest = max(waiting, key=_seconds)
@@ -143,11 +147,36 @@ def _ranks(group: Group) -> str:
     return f"Ranks {names}{f' and {more} more' if more else ''} have"
 
 
+def can_end(groups: Sequence[Group]) -> bool:
+    """Return False if every rank waits for another that will not begin the same collective.
+
+    Some wait in the exchange of a step. The others have taken fewer steps and wait in a collective
+    that Python calls, such as that of an epoch's end: they begin no step before it ends, and it
+    does not end before all ranks have taken part.
+
+    >>> step, end = "the exchange of 'net/bias'", "a collective of BroadcastState.on_epoch_end"
+    >>> can_end([group_of(0, 5, WAITS, step), group_of(1, 4, WAITS, end)])
+    False
+    >>> can_end([group_of(0, 5, WAITS, step), group_of(1, 4, LEFT, "train.py:31 in <module>")])
+    True
+    """
+    active = [group for group in groups if group.doing != SERVES]
+    first = min((group.step for group in active), default=0)
+    behind = [group for group in active if group.step == first]
+    ahead = [group for group in active if group.step > first]
+    return not (
+        all(group.doing == WAITS for group in active)
+        and all(group.what.startswith(COLLECTIVE) for group in behind)
+        and any(not group.what.startswith(COLLECTIVE) for group in ahead)
+    )
+
+
 class StallWatch:
     """Detects, at rank 0's watcher, ranks that wait for others.
 
     Args:
-        seconds: shortest wait that is reported, > 0; None: no report.
+        seconds: shortest wait that is reported, > 0; ranks that wait so long for each other end.
+            None: neither.
         limit: shortest wait that ends the job, > 0; None: no limit.
     """
 
@@ -162,6 +191,9 @@ class StallWatch:
         longest = max((group.seconds for group in groups if group.doing == WAITS), default=0.0)
         if self.limit is not None and longest >= self.limit:
             return "end", f"{describe(groups)} The limit of {self.limit:g} s has been reached."
+        shortest = min((group.seconds for group in groups if group.doing == WAITS), default=0.0)
+        if self.seconds is not None and shortest >= self.seconds and not can_end(groups):
+            return "end", f"{describe(groups)} None can continue, because each waits for the other."
         if self._report_at is None or self.seconds is None:
             return "", ""
         if longest < self.seconds:
