@@ -12,6 +12,7 @@ import pytest
 from tfcommx.keras_internals import (
     begin_train_steps_with,
     replace_train_function,
+    restore_train_function,
     restore_train_step,
     skip_steps,
     trace_again,
@@ -60,6 +61,24 @@ def test_a_train_function_is_replaced_until_it_is_restored(net: keras.Model) -> 
 
     assert fit(net, replace) == STEPS - 4
     assert seen == [True]
+
+
+def test_a_train_function_of_an_interrupted_fit_is_restored(net: keras.Model) -> None:
+    """As after Ctrl-C in a notebook: the next `fit` ignored batches of its first epoch."""
+
+    def interrupt(step: int) -> None:
+        if step == 0:
+            skip_steps(net, 4)
+            replace_train_function(net, lambda train, iterator: train(iterator))
+            raise KeyboardInterrupt
+
+    fit(net)
+    made = net.train_function
+    with pytest.raises(KeyboardInterrupt):
+        fit(net, interrupt)
+    assert net.train_function is not made
+    restore_train_function(net)
+    assert net.train_function is made and fit(net) == STEPS
 
 
 def test_a_train_function_that_keras_made_since_stays(net: keras.Model) -> None:

@@ -12,16 +12,19 @@ import keras
 import numpy as np
 
 from tfcommx.callbacks.average import AverageMetrics
+from tfcommx.callbacks.beside import conflicts_of, warn_of_conflicts
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, check_whole
 from tfcommx.keras_internals import (
     all_generators,
     begin_train_steps_with,
+    callbacks_of_fit,
     finalize_layers,
     has_schedule,
     layers_of,
     replace_train_function,
+    restore_train_function,
     restore_train_step,
     steps_of,
     trace_again,
@@ -82,7 +85,8 @@ class BroadcastState(keras.callbacks.Callback):
     vocabularies. Then each rank calls the model once on rank `root`'s first batch, in inference
     mode, and outputs and loss are compared, because the state of a layer outside of variables, such
     as a constant of random numbers, may differ under equal weights. A warning says if all ranks
-    have the same first batch, as of data that are not divided between them.
+    have the same first batch, as of data that are not divided between them, and names callbacks of
+    Keras that need another position, or one rank alone.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState()]
@@ -125,16 +129,22 @@ class BroadcastState(keras.callbacks.Callback):
         """Compare steps, epochs and models of all ranks, and broadcast built models."""
         params = self.params or {}
         built = [layer.built for layer in layers_of(self.model)]
+        # A `fit` that was interrupted may have left its own
+        restore_train_function(self.model)
+        self.alone = trains_alone(self.model)
+        conflicts = conflicts_of(callbacks_of_fit(), BroadcastState, not self.alone)
         everyone = process.current().gather_objects(
-            (params.get("steps"), params.get("epochs"), built, self.root)
+            (params.get("steps"), params.get("epochs"), built, self.root, conflicts)
         )
-        steps, epochs, builts, roots = zip(*everyone, strict=True)
+        steps, epochs, builts, roots, all_conflicts = zip(*everyone, strict=True)
         require_root(roots)
+        if process.rank() == 0:
+            warn_of_conflicts(all_conflicts)
         for optimizer in wrapped_optimizers(self.model):
             # A `fit` before may have left weights that are unequal or one update old, and the
             # root's are broadcast next
             exchanger_in(optimizer).consolidate()
-        self.unbuilt, self.alone = not all(map(all, builts)), trains_alone(self.model)
+        self.unbuilt = not all(map(all, builts))
         self.begun, self.rates_differ = self.alone, False
         if not self.alone:
             _require_equal(

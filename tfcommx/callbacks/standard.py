@@ -10,6 +10,7 @@ from tfcommx.callbacks.agree import AgreeOnStop
 from tfcommx.callbacks.average import AverageBatchNorm
 from tfcommx.callbacks.broadcast_state import BroadcastState
 from tfcommx.callbacks.choose_again import ChooseAgain
+from tfcommx.core import ConfigurationError
 
 
 class Standard(keras.callbacks.CallbackList):
@@ -39,6 +40,15 @@ class Standard(keras.callbacks.CallbackList):
         self._first = BroadcastState(root, compare)
         parts = [self._first, ChooseAgain(), AverageBatchNorm()]
         super().__init__([*parts, *callbacks, AgreeOnStop()])
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin the parts. **Raises:** ConfigurationError if `fit` took this for its whole list."""
+        if getattr(self, "model", None) is None:
+            raise ConfigurationError(
+                "Standard must be one of the callbacks of `fit`, which Keras gives the model. "
+                "Received it as the list itself. Pass callbacks=[cx.callbacks.Standard(...)]."
+            )
+        super().on_train_begin(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Call the parts with the logs that callbacks behind this one receive.

@@ -17,7 +17,7 @@ from tfcommx.checkpoint.saving import RETRY, Patience, SaveError, claim, release
 from tfcommx.checkpoint.snapshots import RestoreRankValues, Snapshots
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, check_whole, local_path, require_equal
-from tfcommx.keras_internals import begin_at_epoch, skip_steps
+from tfcommx.keras_internals import begin_at_epoch, restore_train_function, skip_steps
 from tfcommx.launch.supervision import supervision
 from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
 
@@ -75,6 +75,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse a folder or a model for which no checkpoint could be written."""
+        # A `fit` that was interrupted may have left a train function that skips steps
+        restore_train_function(self.model)
         self._claim_folder()
         # The result is not needed: a damaged checkpoint.json ends the run here, before the first
         # step, and not at its first save

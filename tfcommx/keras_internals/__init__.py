@@ -10,7 +10,8 @@ optimizers   copies of optimizers, and state that Keras does not save
 shards       an optimizer that updates this rank's shards of the weights
 models       layers, names, seeds and statistics of a model; values that Keras saves; the statistics
              of a batch in batch normalization
-fit          changes the first epoch, the train function and the train step of `fit`
+fit          changes the first epoch, the train function and the train step of `fit`; finds its
+             callbacks
 metrics      finds the metrics whose variables are sums
 """
 
@@ -20,7 +21,9 @@ from tfcommx.keras_internals.exchange import (
 from tfcommx.keras_internals.fit import (
     begin_at_epoch,
     begin_train_steps_with,
+    callbacks_of_fit,
     replace_train_function,
+    restore_train_function,
     restore_train_step,
     skip_steps,
     trace_again,
@@ -98,6 +101,7 @@ __all__ = [
     "begin_train_steps_with",
     "bytes_of",
     "call_alike",
+    "callbacks_of_fit",
     "calls_recorded",
     "compiled_by_xla",
     "constants_of",
@@ -118,6 +122,7 @@ __all__ = [
     "recurrent_states",
     "replace_train_function",
     "require_shardable",
+    "restore_train_function",
     "restore_train_step",
     "saved_values",
     "skip_steps",

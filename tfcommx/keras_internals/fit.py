@@ -1,18 +1,49 @@
 """Change, for a while, the first epoch, the train function and the train step of `fit`.
 
+And find the callbacks of `fit`.
+
 `fit` calls `train_function(iterator)`, which is traced and calls `train_step(data)` once or
 `steps_per_execution` times.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import keras
 
 # A model's `train_function`: takes batches from an iterator, returns logs
 TrainFunction = Callable[[Iterator[Any]], Any]
+
+
+def callbacks_of_fit() -> list[keras.callbacks.Callback]:
+    """Return all callbacks of the `fit` whose `on_train_begin` calls this, those of lists, too.
+
+    In the order in which `fit` calls them; none outside of `on_train_begin`.
+    """
+    # Keras tells no callback about the others. The list that calls this one is on the stack
+    frame: FrameType | None = sys._getframe()
+    called_by: keras.callbacks.CallbackList | None = None
+    while frame is not None and frame.f_code.co_name != "fit":
+        caller = frame.f_locals.get("self")
+        if frame.f_code.co_name == "on_train_begin" and isinstance(
+            caller, keras.callbacks.CallbackList
+        ):
+            called_by = caller
+        frame = frame.f_back
+    return [] if called_by is None else _flat(called_by)
+
+
+def _flat(callbacks: keras.callbacks.CallbackList) -> list[keras.callbacks.Callback]:
+    """Return the callbacks of a list and of the lists in it."""
+    flat: list[keras.callbacks.Callback] = []
+    for callback in callbacks.callbacks:
+        is_list = isinstance(callback, keras.callbacks.CallbackList)
+        flat += _flat(callback) if is_list else [callback]
+    return flat
 
 
 def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
@@ -37,8 +68,16 @@ def replace_train_function(
         if model.train_function is replaced:
             model.train_function = train
 
+    marked: Any = replaced
+    marked.replaces = train
     model.train_function = replaced
     return restore
+
+
+def restore_train_function(model: keras.Model) -> None:
+    """Undo all `replace_train_function` of a model, as those of a `fit` that was interrupted."""
+    while hasattr(model.train_function, "replaces"):
+        model.train_function = model.train_function.replaces
 
 
 def skip_steps(model: keras.Model, steps: int) -> None:

@@ -1,0 +1,61 @@
+"""Which callbacks conflict with those of other ranks; on one rank, with made-up hosts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import keras
+import pytest
+
+from tfcommx import callbacks
+from tfcommx.callbacks.beside import File, conflicts_of, warn_of_conflicts
+
+NONE = ([], False, [])
+
+
+def warnings(caplog: pytest.LogCaptureFixture, *rows: tuple) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        warn_of_conflicts(rows)
+    return caplog.messages
+
+
+def row(path: str, host: str, folder: str) -> tuple:
+    return [], False, [tuple(File("CSVLogger", path, host, folder))]
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        (("/run/a.csv", "node1", "7 7"), True),
+        (("/run/a.csv", "node2", "7 7"), True),  # A file system of both nodes
+        (("/run/a.csv", "node2", "8 8"), False),
+        (("/run/b.csv", "node1", "7 7"), False),
+    ],
+)
+def test_ranks_that_write_one_file_are_told(
+    caplog: pytest.LogCaptureFixture, second: tuple[str, str, str], told: bool
+) -> None:
+    rows = [row("/run/a.csv", "node1", "7 7"), NONE, row(*second)]
+    received = warnings(caplog, *rows)
+    assert [("2 ranks" in text, "0 and 2" in text) for text in received] == [(True, True)] * told
+    assert not warnings(caplog, rows[0])  # One rank
+
+
+def test_callbacks_are_known_by_class_and_position(tmp_path: Path) -> None:
+    named = keras.callbacks
+    best = named.ModelCheckpoint(tmp_path / "best.keras", save_best_only=True)
+    each = named.ModelCheckpoint("gs://bucket/each.keras")
+    first, stop, nan = callbacks.BroadcastState(), named.EarlyStopping(), named.TerminateOnNaN()
+
+    def of(*listed: keras.callbacks.Callback, in_lock_step: bool = True) -> tuple:
+        return conflicts_of(listed, callbacks.BroadcastState, in_lock_step)
+
+    early, stops_alone, files = of(stop, best, each, first, nan)
+    assert (early, stops_alone) == (["EarlyStopping", "ModelCheckpoint"], True)
+    assert [file[1] for file in files] == [str(tmp_path / "best.keras"), "gs://bucket/each.keras"]
+    assert of(stop, first, nan, in_lock_step=False)[:2] == ([], False)
+    agreed = callbacks.AgreeOnStop()
+    assert of(callbacks.AverageMetrics(), stop, first, nan, agreed) == NONE
+    assert of(first, agreed, nan)[1] and of(nan)[:2] == ([], True)
