@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import keras
@@ -59,3 +62,14 @@ def test_callbacks_are_known_by_class_and_position(tmp_path: Path) -> None:
     agreed = callbacks.AgreeOnStop()
     assert of(callbacks.AverageMetrics(), stop, first, nan, agreed) == NONE
     assert of(first, agreed, nan)[1] and of(nan)[:2] == ([], True)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_callbacks_are_copied_after_a_run(make: Callable[[object], object]) -> None:
+    """As tuners do, which copy the callbacks for each trial: ChooseAgain held a weak set."""
+    first = callbacks.Standard(keras.callbacks.EarlyStopping("loss"))
+    for callback in first.callbacks:
+        if isinstance(callback, callbacks.ChooseAgain):
+            callback.on_train_begin()
+    copied = make(first)
+    assert [type(part) for part in copied.callbacks] == [type(part) for part in first.callbacks]

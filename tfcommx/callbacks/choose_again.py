@@ -88,6 +88,10 @@ class ChooseAgain(keras.callbacks.Callback):
         super().__init__()
         self.every = check_whole("every", every, least=1)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy or a pickle, without the strategies of a run."""
+        return {name: part for name, part in vars(self).items() if name != "_runs"}
+
     def on_train_begin(self, logs: Any = None) -> None:
         # Calls since the last exchange, and their seconds; time of the last one's beginning
         self._calls, self._seconds, self._since = 0, 0.0, 0.0
