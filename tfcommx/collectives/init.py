@@ -38,7 +38,8 @@ def init(
             watch/liveness.py.
         stall_seconds: seconds (> 0) of waiting for ranks that are alive after which every rank logs
             the waiting ranks, the ranks and collectives that they wait for, and the activity of the
-            others, and all end if none of them can continue; None: neither. See watch/stalls.py.
+            others; after five times as long all end if none of them can continue; None: neither.
+            See watch/stalls.py.
             The environment variable TFCOMMX_STALL_SECONDS overrides it; 0 turns it off.
         stall_limit_seconds: seconds (> 0) of such waiting after which all end with that message;
             None: they continue to wait. TFCOMMX_STALL_LIMIT_SECONDS overrides it. Without

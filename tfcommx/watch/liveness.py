@@ -111,8 +111,8 @@ class Limits(NamedTuple):
 
     # Silence after which a rank counts as missing, > 0; None: no watch
     limit: float | None
-    # Wait for living ranks that is reported, and that ends ranks which wait for each other, > 0;
-    # None: neither
+    # Wait for living ranks that is reported, > 0; five times as long ends ranks that wait for each
+    # other; None: neither
     stall_seconds: float | None = STALL_SECONDS
     # Wait for living ranks that ends the job, > 0; None: no limit
     stall_limit: float | None = None

@@ -27,6 +27,9 @@ CAUSES = (
     "layer that is frozen, on some ranks only (give zeros); a part of the script that only some "
     "ranks run."
 )
+# Waits that are reported, after which ranks count as waiting for each other: until then the first
+# rank to leave a long broadcast may only have begun the next step before the last one has its bytes
+CERTAIN_WAITS = 5
 # Beginning of the description of a collective that Python calls, outside of a step's exchange
 COLLECTIVE = "a collective"
 SLOW = "All are there: the network or the collective itself is slow, or does not work."
@@ -175,8 +178,8 @@ class StallWatch:
     """Detects, at rank 0's watcher, ranks that wait for others.
 
     Args:
-        seconds: shortest wait that is reported, > 0; ranks that wait so long for each other end.
-            None: neither.
+        seconds: shortest wait that is reported, > 0; ranks that wait CERTAIN_WAITS times as long
+            for each other end. None: neither.
         limit: shortest wait that ends the job, > 0; None: no limit.
     """
 
@@ -192,7 +195,8 @@ class StallWatch:
         if self.limit is not None and longest >= self.limit:
             return "end", f"{describe(groups)} The limit of {self.limit:g} s has been reached."
         shortest = min((group.seconds for group in groups if group.doing == WAITS), default=0.0)
-        if self.seconds is not None and shortest >= self.seconds and not can_end(groups):
+        certain = self.seconds is not None and shortest >= CERTAIN_WAITS * self.seconds
+        if certain and not can_end(groups):
             return "end", f"{describe(groups)} None can continue, because each waits for the other."
         if self._report_at is None or self.seconds is None:
             return "", ""
