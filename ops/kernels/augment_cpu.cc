@@ -159,6 +159,7 @@ __attribute__((target("avx512f"))) int64_t copy_past_caches(const uint8_t* from,
     _mm_prefetch(reinterpret_cast<const char*>(from + i + 2048), _MM_HINT_NTA);
     _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_load_si512(from + i));
   }
+  // Streaming stores are weakly ordered: the pixels must be in memory before the turn ends
   _mm_sfence();
   return i;
 }

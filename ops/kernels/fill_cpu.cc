@@ -28,6 +28,7 @@ bool lock(int file, Lock which, short kind, bool wait = false) {
   request.l_whence = SEEK_SET;
   request.l_start = static_cast<int64_t>(which);
   request.l_len = 8;
+  // Locks of the open file, because those of a process end when it closes any descriptor of it
   return fcntl(file, wait ? F_OFD_SETLKW : F_OFD_SETLK, &request) == 0;
 }
 
@@ -39,6 +40,7 @@ Put take(const SlabFile& file, int64_t sample, int64_t size, int64_t* at) {
   int64_t* next = &reinterpret_cast<SlabHeader*>(file.slab.base)->next;
   Put found = Put::kNot;
   Sample there;
+  // Looked for under the lock, because another process may have put it there meanwhile
   if (find(file.slab, sample, &there)) {
     found = Put::kThere;
   } else {
@@ -167,6 +169,8 @@ Put put(const SlabFile& file, int64_t sample, int64_t label, Image image, int32_
   if (found != Put::kWritten) return found;
   if (!write(file, at, record, pixels)) return Put::kNot;
   int64_t* index = reinterpret_cast<int64_t*>(file.slab.base + file.slab.header.index_at);
+  // Last, because a reader that sees the offset reads the record. A process that is killed before
+  // leaves a gap, and no half record
   __atomic_store_n(index + sample, at, __ATOMIC_RELEASE);
   return Put::kWritten;
 }

@@ -65,6 +65,7 @@ void write_block(const LowBits& layout, int64_t block, float* __restrict whole, 
   if (most < kInfinite) {
     step = low_bits_step<kBits>(kBits >= 4 ? float_of(most) : mean_size(whole, count));
     const float scale = low_bits_scale<kBits>(step);
+    // The loop writes whole blocks, and the residual of a shorter one ends before that
     float room[kLowBitsBlock];
     float* __restrict const left = count == kLowBitsBlock ? residual : room;
     for (int i = 0; i < kLowBitsBlock; i += kWords) {
@@ -146,6 +147,7 @@ struct Add {
       const int count = layout.count(block, real);
       float* const kept = residual + block * kLowBitsBlock;
       float sums[kLowBitsBlock], more[kLowBitsBlock], whole[kLowBitsBlock];
+      // Not added to zeros, because 0 + -0 is 0, and the sum on GPUs begins with -0
       read_block<kBits>(layout, block, written, sums);
       for (int64_t part = 1; part < parts; ++part) {
         read_block<kBits>(layout, block, written + part * layout.words(), more);

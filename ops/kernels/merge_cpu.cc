@@ -63,6 +63,7 @@ int64_t merge_cpu(const Merge& merge, int64_t run, const ParallelFor& parallel_f
     std::fill(merge.dense + first, merge.dense + last, 0.0f);
     if (ascending) return add_parts(merge, run, first, last);
     const int64_t found = add_any(merge, first, last);
+    // Each turn reads the whole list, and finds the same
     if (turn == 0) outside = found;
   });
   return outside;

@@ -53,6 +53,7 @@ std::vector<int64_t> histogram(const std::vector<uint32_t>& keys, const Band& ba
     std::array<uint32_t, kBins> bins{};
     for (int64_t j = count * part / parts; j < count * (part + 1) / parts; ++j)
       if (band(keys[j])) ++bins[(keys[j] - band.lower) >> shift];
+    // In any order, because sums of integers do not depend on it
     const std::lock_guard<std::mutex> lock(mutex);
     for (uint32_t bin = 0; bin < kBins; ++bin) totals[bin] += bins[bin];
   });

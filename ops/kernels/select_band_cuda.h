@@ -104,6 +104,8 @@ __device__ inline void take(uint32_t* all, uint32_t* bins) {
 
 // True in the block that comes here last; it sees what all blocks have written.
 __device__ inline bool last_block(uint32_t* blocks_done) {
+  // The first fence publishes this block's writes before it is counted; the second keeps the last
+  // block's reads behind the count
   __shared__ bool last;
   __threadfence();
   __syncthreads();

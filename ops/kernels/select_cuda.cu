@@ -402,6 +402,7 @@ const char* run(const Selection& s, char* workspace, cudaStream_t stream) {
   const int64_t adding = blocks(plan.strips, kAddingBlocks),
                 reading = blocks(plan.strips, kReadingBlocks),
                 narrowing = blocks(plan.strips, kNarrowingBlocks);
+  // Counters and bins begin at 0; each kernel's last block leaves them so for the next kernel
   cudaMemsetAsync(workspace, 0, plan.warp_tallies, stream);
   launch(sample<T>, plan.runs * kRun / kThreads + 1, stream, job, plan.runs,
          static_cast<uint32_t>(plan.rank));
@@ -410,6 +411,7 @@ const char* run(const Selection& s, char* workspace, cudaStream_t stream) {
                    : (s.residual ? add_and_list<T, true, false> : add_and_list<T, false, false>),
                adding, stream, job);
   if (s.k == 0) return launch_error();
+  // As many levels as a sample that misled needs, because the host does not see whether it did
   for (int level = s.rule == Rule::exact ? 3 : 2; level > 0; --level)
     launch_early(narrow<T>, narrowing, stream, job);
   launch_early(tally<T>, reading, stream, job);

@@ -97,6 +97,7 @@ KeyWindow predict(int64_t n, int64_t k, uint64_t seed, double width, int open, c
       my_squares += count * count;
     });
     const std::lock_guard<std::mutex> lock(mutex);
+    // In any order, because only ranks among the keys are asked for
     keys.insert(keys.end(), mine.begin(), mine.end());
     reaching += my_reaching;
     squares += my_squares;

@@ -36,6 +36,7 @@ bool record_at(const uint8_t* base, int64_t low, int64_t length, int64_t at, int
 }
 
 void foresee(const Slab& slab, int64_t sample) {
+  // Relaxed, because an old offset only wastes a prefetch
   const int64_t at =
       __atomic_load_n(reinterpret_cast<const int64_t*>(slab.base + slab.header.index_at) + sample,
                       __ATOMIC_RELAXED);
@@ -43,6 +44,7 @@ void foresee(const Slab& slab, int64_t sample) {
 }
 
 bool find(const Slab& slab, int64_t sample, Sample* out) {
+  // Pairs with the release in `put`, after which the record is complete
   const int64_t at =
       __atomic_load_n(reinterpret_cast<const int64_t*>(slab.base + slab.header.index_at) + sample,
                       __ATOMIC_ACQUIRE);

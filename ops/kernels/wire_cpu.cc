@@ -15,6 +15,7 @@ template <uint16_t (*convert)(float)>
 void narrow(const float* values, int64_t k, int32_t* words) {
   uint16_t* narrowed = reinterpret_cast<uint16_t*>(words);
   for (int64_t i = 0; i < k; ++i) narrowed[i] = convert(values[i]);
+  // Written, because equal entries must have equal bytes, and the memory is not cleared
   if (k % 2) narrowed[k] = 0;
 }
 
@@ -134,6 +135,7 @@ int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t 
     float* to = values + buffer * layout.k;
     const int64_t first = buffer / (buffers / shards) * layout.size;
     if (!decode_positions(layout, mine, first, indices + buffer * layout.k)) {
+      // The first of several, whichever thread finds it, so that all ranks report the same
       int64_t least = bad.load();
       while (buffer < least && !bad.compare_exchange_weak(least, buffer)) {
       }

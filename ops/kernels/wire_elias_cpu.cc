@@ -61,6 +61,7 @@ class Gaps {
 // Returns the position of the first index that is refused; -1: none.
 int64_t first_refused(const EliasLayout& layout, const int32_t* indices) {
   if (layout.k == 0) return -1;
+  // Without a branch, for vector instructions; which one it is matters only after a refusal
   int refused = indices[0] < 0 || indices[layout.k - 1] >= layout.size;
   for (int64_t i = 1; i < layout.k; ++i) refused |= indices[i] <= indices[i - 1];
   if (!refused) return -1;
@@ -128,6 +129,8 @@ bool read_bitmap(const EliasLayout& layout, const uint8_t* bitmap, int32_t* plac
   const int64_t bytes = 4 * layout.bitmap();
   for (; byte < bytes && i + 8 <= layout.k; ++byte) {
     const uint8_t bits = bitmap[byte];
+    // All eight, because a loop of varying length is mispredicted; the next byte overwrites the
+    // places beyond this one's ones
     for (int j = 0; j < 8; ++j)
       places[i + j] = static_cast<int32_t>(8 * byte) + kSetBits.places[bits][j];
     i += kSetBits.count[bits];

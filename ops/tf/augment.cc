@@ -38,6 +38,7 @@ REGISTER_OP("TfcommxSlabCheck")
     .Attr("id: int")              // in the header of the slab
     .Attr("verify: float = 0.0")  // share of the samples whose CRC is checked
     .Attr("seed: int = 0")
+    // The slab changes between calls, which TensorFlow must therefore neither share nor fold
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       ShapeHandle indices, scalar;
@@ -115,6 +116,7 @@ class SlabCheck : public OpKernel {
     auto out = state->flat<uint8_t>();
     for (int64_t i = 0; i < indices.size(); ++i) {
       OP_REQUIRES_OK(context, check_index(indices(i), slab_.count()));
+      // All are prefetched before the first is read, because each is a cache miss
       foresee(slab_.slab(), indices(i));
     }
     for (int64_t i = 0; i < indices.size(); ++i) {

@@ -112,6 +112,7 @@ class SlabFill : public OpKernel {
     while (scale > 0 && (store_ == 0 || small >> scale < store_)) --scale;
 
     Tensor contents(tensorflow::DT_STRING, {});
+    // A view, because the file outlives the call, and a copy would cost another pass over it
     contents.scalar<tstring>()().assign_as_view(file);
     const tensorflow::TensorValue input(&contents);
     const tensorflow::AllocatorAttributes memory;
