@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
+from children import signal_that_ends_child
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,20 +79,7 @@ def test_an_ignored_signal_stays_ignored(number: signal.Signals) -> None:
 def test_a_forked_child_ends_at_its_first_signal() -> None:
     """A pool of processes that reads samples waited for workers that ignored their end."""
     with StopRequests(None) as requests:
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                os.write(writing, b"ready")  # Python drops a signal that a fork receives earlier
-                time.sleep(5)
-            finally:
-                os._exit(0)
-        os.read(reading, 5)
-        os.kill(child, signal.SIGTERM)
-        _, status = os.waitpid(child, 0)
-    os.close(reading)
-    os.close(writing)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+        assert signal_that_ends_child(signal.SIGTERM) == signal.SIGTERM
     assert not requests.asked()
 
 

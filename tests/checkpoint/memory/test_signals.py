@@ -7,6 +7,8 @@ import signal
 import threading
 import time
 
+from children import signal_that_ends_child
+
 from tfcommx.checkpoint.snapshots import Snapshots
 
 
@@ -45,20 +47,7 @@ def test_a_forked_child_ends_at_its_first_signal() -> None:
     """Keras's PyDataset with `use_multiprocessing` ends its workers by SIGTERM."""
     snapshots = supervised()
     with snapshots.leaving_on_sigterm():
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                os.write(writing, b"ready")  # Python drops a signal that a fork receives earlier
-                time.sleep(5)
-            finally:
-                os._exit(0)
-        os.read(reading, 5)
-        os.kill(child, signal.SIGTERM)
-        _, status = os.waitpid(child, 0)
-    os.close(reading)
-    os.close(writing)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+        assert signal_that_ends_child(signal.SIGTERM) == signal.SIGTERM
     assert not snapshots._leave
 
 
