@@ -81,7 +81,7 @@ class Ledger:
 
 def require_conservation(comm: Comm, ledgers: Sequence[Ledger], tolerance: float) -> None:
     """Require that received averages plus residuals are what all ranks have sent."""
-    # Of all optimizers together, because one takes residuals of another over
+    # Summed over all optimizers, because one takes residuals of another over
     sent, received, unsent = (defaultdict[str, Any](float) for _ in range(3))
     for ledger in ledgers:
         assert ledger.received, "an optimizer has exchanged nothing"

@@ -37,7 +37,7 @@ def algorithm_2(gradients: np.ndarray, residuals: np.ndarray, k: int) -> np.ndar
         summed = gradients[node].sum(axis=0) + residuals[node]
         for slot in range(slots):
             start, stop = slot * size // slots, (slot + 1) * size // slots
-            # Of equal magnitudes the first, as rule `exact` chooses
+            # The first of equal magnitudes, as rule `exact` chooses
             largest = start + np.argsort(-np.abs(summed[start:stop]), kind="stable")[:k]
             total[largest] += summed[largest]
             summed[largest] = 0
