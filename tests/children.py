@@ -5,6 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def default_effect(number: signal.Signals) -> Iterator[None]:
+    """Give a signal its default effect, which a handler of the test process would replace."""
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def signal_that_ends_child(number: signal.Signals) -> int | None:

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from children import signal_that_ends_child
+from children import default_effect, signal_that_ends_child
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,7 +78,7 @@ def test_an_ignored_signal_stays_ignored(number: signal.Signals) -> None:
 
 def test_a_forked_child_ends_at_its_first_signal() -> None:
     """A pool of processes that reads samples waited for workers that ignored their end."""
-    with StopRequests(None) as requests:
+    with default_effect(signal.SIGTERM), StopRequests(None) as requests:
         assert signal_that_ends_child(signal.SIGTERM) == signal.SIGTERM
     assert not requests.asked()
 

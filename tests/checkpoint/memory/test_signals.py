@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 
-from children import signal_that_ends_child
+from children import default_effect, signal_that_ends_child
 
 from tfcommx.checkpoint.snapshots import Snapshots
 
@@ -46,7 +46,7 @@ def supervised() -> Snapshots:
 def test_a_forked_child_ends_at_its_first_signal() -> None:
     """Keras's PyDataset with `use_multiprocessing` ends its workers by SIGTERM."""
     snapshots = supervised()
-    with snapshots.leaving_on_sigterm():
+    with default_effect(signal.SIGTERM), snapshots.leaving_on_sigterm():
         assert signal_that_ends_child(signal.SIGTERM) == signal.SIGTERM
     assert not snapshots._leave
 
