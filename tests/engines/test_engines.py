@@ -19,6 +19,7 @@ from tfcommx.core import (
     Topology,
     cost,
 )
+from tfcommx.core.links import not_falling
 from tfcommx.engines import engine as wiring
 from tfcommx.engines import nccl, open_mpi
 
@@ -266,10 +267,32 @@ def test_a_measured_curve_takes_the_place_of_the_price_of_short_allreduces() -> 
     assert engine.reduce_scatter(100, FLAT, measured) == plain.reduce_scatter(100, FLAT, LINKS)
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_gathers_between_nodes_take_the_time_of_measured_ones(slots: int) -> None:
+    """Twice as long as the line at 3,000 bytes through a port, then longer by less."""
+    peers, plain = Topology(4, 1), engines.of(LINKS)
+    line = [plain.all_gather(sent / 3, peers, LINKS) for sent in (30, 3000)]
+    gathers = ((30.0, line[0]), (3000.0, 2 * line[1]))
+    measured = LINKS._replace(calibration=Calibration(nodes=4, gathers=gathers))
+    engine = engines.of(measured)
+    shared = engine.shared_port(measured, slots)
+    for own, factor in ((10 / slots, 1), (1000 / slots, 2), (4000 / slots, 2)):
+        price = plain.all_gather(own, peers, plain.shared_port(LINKS, slots))
+        assert engine.all_gather(own, peers, shared) == pytest.approx(factor * price)
+    between = engine.all_gather(500 / slots, peers, shared)
+    assert 1.4 < between / plain.all_gather(500 / slots, peers, shared) < 1.6
+    assert engine.all_to_all(1e6, peers, shared) == 2 * plain.all_to_all(1e6, peers, shared)
+    # Inside a node, of another number of nodes, and of allreduces, nothing was measured
+    for other in (Topology(1, 4), Topology(3, 1)):
+        assert engine.all_gather(1000, other, shared) == plain.all_gather(1000, other, shared)
+    assert engine.all_reduce(1000, peers, measured) == plain.all_reduce(1000, peers, LINKS)
+
+
 def test_a_calibration_does_not_fall_and_is_kept_with_the_links() -> None:
     """A disturbed time of a short vector falls to a longer one's; negative times become 0."""
-    curve = Calibration.of(4, [(64, -1e-6), (1024, 9e-4), (4096, 1e-4), (65536, 3e-4)])
+    curve = Calibration(4, not_falling([(64, -1e-6), (1024, 9e-4), (4096, 1e-4), (65536, 3e-4)]))
     assert curve.points == ((64, 0.0), (1024, 1e-4), (4096, 1e-4), (65536, 3e-4))
+    curve = dataclasses.replace(curve, nodes=2, gathers=((3.0, 1e-4),))
     links = NOMINAL._replace(calibration=curve)
     assert Links.from_dict(json.loads(json.dumps(links.to_dict()))) == links
     with pytest.raises(ConfigurationError, match=r"\(4096, 0\.0001\)"):

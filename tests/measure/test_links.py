@@ -209,6 +209,9 @@ def test_the_probe_measures_what_the_engine_at_work_takes_for_short_allreduces(
     sizes, seconds = zip(*found.calibration.points, strict=True)
     assert (found.calibration.ranks, sizes) == (4, (1024, 16384, 65536))
     assert seconds == pytest.approx((1e-3, 1e-3, 2e-3), rel=0.01)
+    # With messages, they stand for all-gathers
+    gathered = () if messages else sizes
+    assert tuple(size for size, _ in found.calibration.gathers) == gathered
 
 
 def test_links_of_nccl_are_measured_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +300,40 @@ def test_results_that_are_not_in_the_hosts_memory_are_waited_for(
     monkeypatch.setattr(engine, "_in_host_memory", lambda part: False)
     engine.finish(result)
     assert [part.shape for part in read] == [[3], [2, 2]]
+
+
+def test_single_all_gathers_among_peers_are_measured() -> None:
+    """Each byte through a port takes 1 us in an allreduce, and 2 us in an all-gather of 32 bytes.
+
+    4 bytes from each of 2 slots go to 3 other nodes, so that nothing is smaller than 24 bytes.
+    """
+    sent: list[int] = []
+
+    def work(comm: ThreadComm) -> Calibration:
+        clock = [0.0]
+
+        def allreduce(vector: tf.Tensor, *given: object, **more: object) -> None:
+            clock[0] += 1e-3 + 4 * len(vector) * 2 * 7 / 8 * 1e-6
+
+        def all_gather(vector: tf.Tensor, group: str, *given: object, **more: object) -> None:
+            assert group == "peers"
+            sent.append(through := 4 * len(vector) * 2 * 3)
+            clock[0] += 1e-3 + through * (2e-6 if through == 48 else 1e-7)
+
+        def timer(work: Callable[[], object]) -> list[float]:
+            clock[0] = 0.0
+            work()
+            return clock
+
+        comm.allreduce, comm.all_gather = allreduce, all_gather
+        return calibrate(comm, [16, 48, 480], 1e-3, 1, timer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "sends_messages", lambda comm: False)
+        found = ThreadComm.run(Topology(4, 2), work)[0]
+    assert set(sent) == {48, 480} and found.nodes == 4
+    # The longest was faster than any allreduce of its bytes: a burst
+    assert dict(found.gathers) == pytest.approx({48: 96e-6, 480: 480e-6})
 
 
 def test_no_allreduce_counts_as_shorter_than_its_bytes_take() -> None:

@@ -23,6 +23,7 @@ from tfcommx.core import (
     Topology,
     VariableProfile,
 )
+from tfcommx.core.links import not_falling
 from tfcommx.planner.predict import Prediction, Setting
 from tfcommx.simulator.assumptions import IDEAL, Assumptions, disturbed_links, slowest_rate
 from tfcommx.simulator.step import simulate
@@ -113,11 +114,14 @@ def test_without_disturbances_links_are_what_they_are() -> None:
     assert found.timeline == simulate(found.plan, profile(), NOMINAL, IDEAL, quantile=0.9)
 
 
-def test_what_the_probe_measured_of_short_allreduces_grows_with_their_price() -> None:
+def test_what_the_probe_measured_of_collectives_grows_with_their_price() -> None:
     """Two ranks: b bytes take 2 + b at the full rate, and 2 + 2 b at half of it."""
-    links = LINKS._replace(calibration=Calibration.of(2, [(4, 10.0), (8, 20.0)]))
+    gathers = ((4.0, 10.0), (8.0, 20.0))
+    measured = Calibration(2, not_falling([(4, 10.0), (8, 20.0)]), 2, gathers)
+    links = LINKS._replace(calibration=measured)
     slower = disturbed_links(links, Topology(2, 1), Assumptions(slow_port=0.5))
-    assert slower.calibration == Calibration.of(2, [(4, 14.0), (8, 28.0)])
+    grown = not_falling([(4, 14.0), (8, 28.0)])
+    assert slower.calibration == Calibration(2, grown, 2, grown)
     assert (slower.between.beta_s_per_byte, slower.inside) == (2, LINKS.inside)
 
 

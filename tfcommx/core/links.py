@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -58,38 +58,47 @@ class EngineSettings:
         check_number("cycle_s", self.cycle_s, ">= 0")
 
 
+Size = TypeVar("Size", int, float)
+
+
 @dataclass(frozen=True)
 class Calibration:
-    """Measured times of an engine's allreduces of short vectors.
+    """Measured times of an engine's collectives, without the engine's own time."""
 
-    >>> Calibration.of(4, [(1024, 2e-4), (65536, 1e-4)]).points
-    ((1024, 0.0001), (65536, 0.0001))
-    """
-
-    # Number of ranks in the measurement; 0: not measured.
+    # Number of ranks in the allreduces; 0: not measured.
     ranks: int = 0
-    # (bytes of the vector, seconds without the engine's own time), both ascending; two or more.
+    # (bytes of the vector, seconds) of allreduces of all ranks, both ascending; two or more.
     points: tuple[tuple[int, float], ...] = ()
+    # Number of nodes in the all-gathers; 0: not measured.
+    nodes: int = 0
+    # (bytes through a node's port, seconds) of all-gathers among peers, while those of all slots
+    # travel, both ascending; two or more.
+    gathers: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        sizes, seconds = [size for size, _ in self.points], [time_s for _, time_s in self.points]
-        numbers = all(math.isfinite(time_s) for time_s in seconds)
-        if self.points and not (
-            numbers and sizes == sorted(set(sizes)) and [0, *seconds] == sorted([0, *seconds])
-        ):
-            raise ConfigurationError(
-                "A calibration needs sizes that grow and seconds >= 0 that do not fall. Received "
-                f"{self.points}."
-            )
+        for points in (self.points, self.gathers):
+            sizes, seconds = [size for size, _ in points], [time_s for _, time_s in points]
+            numbers = all(math.isfinite(time_s) for time_s in seconds)
+            if not (
+                numbers and sizes == sorted(set(sizes)) and [0, *seconds] == sorted([0, *seconds])
+            ):
+                raise ConfigurationError(
+                    "A calibration needs sizes that grow and seconds >= 0 that do not fall. "
+                    f"Received {points}."
+                )
 
-    @staticmethod
-    def of(ranks: int, measured: Sequence[tuple[int, float]]) -> Calibration:
-        """Make a calibration from measured times; none exceeds the time of a longer vector."""
-        # A longer vector's shorter time counts for both, because disturbances only lengthen times
-        sizes = [size for size, _ in measured]
-        backwards = [max(time_s, 0.0) for _, time_s in reversed(measured)]
-        seconds = list(itertools.accumulate(backwards, min))[::-1]
-        return Calibration(ranks, tuple(zip(sizes, seconds, strict=True)))
+
+def not_falling(measured: Sequence[tuple[Size, float]]) -> tuple[tuple[Size, float], ...]:
+    """Return measured (size, seconds), ascending by size, with seconds >= 0 that do not fall.
+
+    >>> not_falling([(64, -1.0), (1024, 3.0), (4096, 2.0)])
+    ((64, 0.0), (1024, 2.0), (4096, 2.0))
+    """
+    # A longer vector's shorter time counts for both, because disturbances only lengthen times
+    sizes = [size for size, _ in measured]
+    backwards = [max(time_s, 0.0) for _, time_s in reversed(measured)]
+    seconds = list(itertools.accumulate(backwards, min))[::-1]
+    return tuple(zip(sizes, seconds, strict=True))
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ class Links(NamedTuple):
     engine: EngineSettings = EngineSettings()
     # Standard deviation / mean of the times of messages in the probe, >= 0.
     spread: float = 0.0
-    # Times of the engine's allreduces of short vectors in the probe.
+    # Times of the engine's collectives in the probe.
     calibration: Calibration = Calibration()
 
     def to_dict(self) -> dict[str, Any]:
@@ -209,7 +218,11 @@ class Links(NamedTuple):
 
 
 def _calibration(fields: Mapping[str, Any]) -> Calibration:
-    return Calibration(fields["ranks"], tuple((size, time_s) for size, time_s in fields["points"]))
+    curves = {
+        name: tuple((size, time_s) for size, time_s in fields.get(name, ()))
+        for name in ("points", "gathers")
+    }
+    return Calibration(**{**fields, **curves})
 
 
 def _check_kinds(path: str | Path, points: Mapping[str, Any], topology: Topology) -> None:

@@ -1,7 +1,7 @@
 """Price the collectives of the engines under Horovod: one engine a file, and their table.
 
 engine    the base class, whose collectives are rings; the wires inside a node; `Calibrated`, an
-          engine with measured allreduces
+          engine with measured collectives
 ring      the identity: prices of the papers
 nccl gloo open_mpi hierarchical   their algorithms, and their choice by bytes and ranks
 
@@ -46,7 +46,8 @@ def get(name: str) -> Engine:
 def of(links: Links) -> Engine:
     """Return the engine of some links, with their calibration if they have one."""
     engine = get(links.engine.name)
-    return Calibrated(engine, links.calibration) if links.calibration.points else engine
+    measured = links.calibration.points or links.calibration.gathers
+    return Calibrated(engine, links) if measured else engine
 
 
 def gather_seconds(own_bytes: float, group: str, topology: Topology, links: Links) -> float:

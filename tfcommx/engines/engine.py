@@ -18,8 +18,7 @@ Source: PCI Express and NVLink are duplex; that a switch forwards between its po
 complex, and that GPUs without peer access use host memory, is in NVIDIA's "GPUDirect RDMA" guide
 ("Supported Systems") and in NCCL's path types (NVL, PIX, PXB, PHB, SYS).
 
-`Calibrated` is an engine whose allreduce of all ranks was measured: a curve for short vectors, and
-not a line.
+`Calibrated` is an engine whose collectives were measured: a curve in place of a line.
 
     seconds |                          . the engine's price from here on
             |                   o
@@ -28,7 +27,8 @@ not a line.
             +-------------------------- bytes
 
 The time of short allreduces includes costs outside of alpha and an algorithm's number of steps: the
-wake-up of threads, an engine's switch of algorithm, a protocol's handshake.
+wake-up of threads, an engine's switch of algorithm, a protocol's handshake. A single
+all-gather does not reach the rate of a row of them, because its ranks begin at different times.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tfcommx.core import Calibration, Link, Links, Topology, check_name, cost
+from tfcommx.core import Link, Links, Topology, check_name, cost
 
 
 class Wiring(NamedTuple):
@@ -200,11 +200,19 @@ class Engine(abc.ABC):
 
 
 class Calibrated(Engine):
-    """The prices of an engine, with a measured curve for allreduces of the measured ranks."""
+    """The prices of an engine, with measured curves for groups of the measured size."""
 
-    def __init__(self, engine: Engine, calibration: Calibration) -> None:
+    def __init__(self, engine: Engine, links: Links) -> None:
         self.name, self.uses_all_nics = engine.name, engine.uses_all_nics
-        self._engine, self._calibration = engine, calibration
+        self._engine, self._calibration = engine, links.calibration
+        nodes = self._calibration.nodes
+        # (price of an all-gather, measured seconds / price), because a price also contains the
+        # share of the port that a group has
+        self._stretched = [
+            (price, seconds / price)
+            for sent, seconds in self._calibration.gathers
+            if (price := engine.all_gather(sent / (nodes - 1), Topology(nodes, 1), links))
+        ]
 
     def all_reduce(self, total_bytes: float, topology: Topology, links: Links) -> float:
         """Price an allreduce by the curve, and beyond its last point by its rate or the engine's.
@@ -214,7 +222,7 @@ class Calibrated(Engine):
         """
         price = self._engine.all_reduce
         # The curve is that of all ranks; the ranks of a node, or peers, take other steps
-        if topology.size != self._calibration.ranks:
+        if topology.size != self._calibration.ranks or not self._calibration.points:
             return price(total_bytes, topology, links)
         sizes = [size for size, _ in self._calibration.points]
         seconds = [second for _, second in self._calibration.points]
@@ -227,7 +235,15 @@ class Calibrated(Engine):
         return self._engine.reduce_scatter(total_bytes, topology, links)
 
     def all_gather(self, own_bytes: float, topology: Topology, links: Links) -> float:
-        return self._engine.all_gather(own_bytes, topology, links)
+        return self._measured(self._engine.all_gather(own_bytes, topology, links), topology)
 
     def all_to_all(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        return self._engine.all_to_all(total_bytes, topology, links)
+        """Price an all-to-all like an all-gather of as many bytes, whose time it was close to."""
+        return self._measured(self._engine.all_to_all(total_bytes, topology, links), topology)
+
+    def _measured(self, price: float, topology: Topology) -> float:
+        """Return a price between the measured nodes as the all-gathers of that price took."""
+        if not self._stretched or topology.nodes != self._calibration.nodes:
+            return price
+        prices, stretched = zip(*self._stretched, strict=True)
+        return price * float(np.interp(price, prices, stretched))

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfcommx import engines
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import Calibration, Link, Links, Topology
+from tfcommx.core.links import not_falling
 
 # Repeats work on all ranks; returns the seconds of the slowest rank for each repeat
 Timer = Callable[[Callable[[], object]], list[float]]
@@ -114,19 +115,22 @@ def repetitions(steady: int, through: float) -> int:
 def calibrate(
     comm: Comm, sizes: Sequence[int], engine_s: float, steady: int, timer: Timer
 ) -> Calibration:
-    """Measure allreduces of all ranks, without the engine's own time.
+    """Measure allreduces of all ranks and all-gathers of peers, without the engine's own time.
 
     None counts as shorter than its bytes take at the rate of the longest, which is repeated in a
     row, because a shaped port that was idle passes a burst. The earlier messages of a training step
     have used that up.
 
     Args:
-        sizes: bytes of the vectors, ascending, multiples of 4, >= 4.
+        sizes: bytes of the vectors, ascending, multiples of 4, >= 4; an all-gather sends as many
+            through each port between nodes.
         engine_s: seconds of the engine for each collective.
         steady: the longest is repeated until this many bytes have passed through a port.
 
-    **Ranks:** all. **Cost:** an allreduce of each size, and 1 to MOST of the longest, for each
-    repeat.
+    Where messages between two ranks are possible, they stand for all-gathers.
+
+    **Ranks:** all. **Cost:** an allreduce and an all-gather of each size, and 1 to MOST of the
+    longest allreduce, for each repeat.
     """
     ranks, measured = comm.topology.size, list[tuple[int, float]]()
     least, times = 0.0, repetitions(steady, 2 * (ranks - 1) / ranks * sizes[-1])
@@ -145,7 +149,36 @@ def calibrate(
         seconds = statistics.median(timer(work)) / times - engine_s
         least, times = least or seconds / size, 1
         measured.append((size, max(seconds, least * size)))
-    return Calibration.of(ranks, measured[::-1])
+    nodes, slots = comm.topology.nodes, comm.topology.slots
+    gathers: list[tuple[int, float]] = []
+    if nodes > 1 and not sends_messages(comm):
+        # Of an allreduce's vector, 2 (p - 1) / p travel through a port
+        least *= ranks / (2 * (ranks - 1))
+        for size in sizes:
+            entries = size // (4 * (nodes - 1) * slots)
+            if entries:
+                seconds = gather_s(comm, entries, timer) - engine_s
+                gathers.append((size, max(seconds, least * size)))
+    return Calibration(ranks, not_falling(measured[::-1]), nodes, not_falling(gathers))
+
+
+def gather_s(comm: Comm, entries: int, timer: Timer) -> float:
+    """Return the seconds of an all-gather of `entries` float32 from each rank among its peers.
+
+    Unlike the messages by which links are measured, it is not one of a row: the ranks of a training
+    also begin it at different times.
+
+    **Ranks:** all.
+    """
+    name = f"tfcommx/probe/gather/{entries}"
+
+    def work() -> tf.Tensor:
+        with tf.device(where_carried(comm)):
+            return comm.all_gather(vector, "peers", name, counted=False)
+
+    with tf.device(where_carried(comm)):
+        vector = tf.zeros([entries])
+    return statistics.median(timer(work))
 
 
 def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> EngineCost:

@@ -183,7 +183,7 @@ def probe(
 
     **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) times 1 to
     16 exchanges of each size and group and of the longest allreduce, 20 tiny collectives a group,
-    an allreduce of each size of the curve and of block.
+    an allreduce and an all-gather of each size of the curve, and an allreduce for each block.
     **Raises:** ConfigurationError if the nodes have unequal numbers of slots.
     """
     topology = comm.topology

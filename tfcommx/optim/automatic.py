@@ -159,7 +159,7 @@ PLAIN_HOROVOD = "plain Horovod"
 # Increased when a trial decides by another rule or between other plans: this voids cached choices
 TRIAL = 2
 # Quick measurement before the first step: bytes that each rank sends, bytes received through a port
-# before a time counts, rounds that count. These are 8 MB through each port; longer rows, with 13
+# before a time counts, rounds that count. These are 9 MB through each port; longer rows, with 14
 # MB, took some 6 % of a training of 100 steps at 80 Mbit/s
 SIZES, STEADY, REPEATS = (1024, 262144), 2**20, 3
 # Largest spread of links that are cached, and by which a prediction is clear, because the margin of
@@ -398,7 +398,7 @@ def links_of(
     None for nodes with unequal numbers of slots, on which nothing is measured. `again` measures
     without reading or writing the cache.
 
-    **Ranks:** all, outside of traced code. **Cost:** about 8 MB through each port, if measured.
+    **Ranks:** all, outside of traced code. **Cost:** about 9 MB through each port, if measured.
     """
     if comm.topology.uneven:
         return None

@@ -163,7 +163,7 @@ def DistributedOptimizer(
 
     **Ranks:** all, with equal arguments; plan and strategy are agreed on the first step.
     **Cost:** of "auto" in a run without a cached choice: a quick measurement of the links (about
-    8 MB through each port), some tenths of a second to some seconds of planning, at most 18 steps
+    9 MB through each port), some tenths of a second to some seconds of planning, at most 18 steps
     of the trial, and the tracing of three exchanges in place of one.
     **Raises:** RuntimeError before init(). ConfigurationError for a scheme that cannot be carried
     out, momentum in both the scheme and the optimizer, gradients in 1 or 2 bits in front of a

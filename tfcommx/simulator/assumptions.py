@@ -29,7 +29,6 @@ import numpy as np
 
 from tfcommx import engines
 from tfcommx.core import (
-    Calibration,
     ConfigurationError,
     Links,
     Profile,
@@ -37,6 +36,7 @@ from tfcommx.core import (
     check_name,
     check_number,
 )
+from tfcommx.core.links import not_falling
 
 # Entries of a vector -> seconds of a selection from it
 SelectionTime = Callable[[int], float]
@@ -208,7 +208,7 @@ def disturbed_links(
 ) -> Links:
     """Return links whose port between nodes is the slowest one of a step.
 
-    The probe's times of short allreduces grow by as much as the engine's price of them.
+    The probe's times of collectives grow by as much as the engine's price of them.
     """
     rate = slowest_rate(topology.nodes, assumptions, quantile)
     if rate == 1 or topology.nodes == 1:
@@ -216,8 +216,14 @@ def disturbed_links(
     beta = links.between.beta_s_per_byte / rate
     slower = links._replace(between=dataclasses.replace(links.between, beta_s_per_byte=beta))
     price = engines.get(links.engine.name).all_reduce
+    measured = links.calibration
     points = [
         (size, seconds + price(size, topology, slower) - price(size, topology, links))
-        for size, seconds in links.calibration.points
+        for size, seconds in measured.points
     ]
-    return slower._replace(calibration=Calibration.of(links.calibration.ranks, points))
+    gathers = [
+        (sent, seconds + sent * (beta - links.between.beta_s_per_byte))
+        for sent, seconds in measured.gathers
+    ]
+    curves = dataclasses.replace(measured, points=not_falling(points), gathers=not_falling(gathers))
+    return slower._replace(calibration=curves)

@@ -283,6 +283,30 @@ def trained_seconds(run: Run, model: keras.Model) -> float:
     return max(run.comm.gather_objects((ends[-1] - ends[0]) / (TURN - 1)))
 
 
+def step_begun_together(run: Run, model: keras.Model) -> float:
+    """Return the seconds of a step without exchange that all ranks begin together.
+
+    It is the median over steps of the slowest rank, for which the others wait in each exchange.
+
+    **Ranks:** all.
+    """
+    begins: list[float] = []
+    ends: list[float] = []
+
+    def begin(batch: int, logs: Any = None) -> None:
+        run.comm.gather_objects("ready")
+        begins.append(time.perf_counter())
+
+    clock = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=begin,
+        on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()),
+    )
+    batches = run.batches(FitCall(0, range(1)))
+    model.fit(batches, steps_per_epoch=TURN, verbose=0, shuffle=False, callbacks=[clock])
+    steps = [end - start for start, end in zip(begins, ends, strict=True)][1:]
+    return statistics.median(map(max, zip(*run.comm.gather_objects(steps), strict=True)))
+
+
 def predicted_steps(run: Run, job: dict[str, Any]) -> dict[str, float | None]:
     """Predict each contestant's step, as scripts/bench training does: None if no plan decides it.
 
@@ -296,16 +320,17 @@ def predicted_steps(run: Run, job: dict[str, Any]) -> dict[str, float | None]:
     ).links
     batch = first_batch(run)
     alone = compiled(run, ALONE)
-    timing, seconds = StepTiming(alone, [batch]), list[float]()
+    timing = StepTiming(alone, [batch])
     trained_seconds(run, alone)  # Traces
+    seconds, together = list[float](), list[float]()
     for _ in range(job["turns"]):
         seconds.append(trained_seconds(run, alone))
+        together.append(step_begun_together(run, alone))
         timing.step()
-    alone_s = statistics.median(seconds)
     selected = argparse.Namespace(selection="mstopk", density=0.1)
-    profile = training.joint_profile(comm, timing, alone_s, selected)
+    profile = training.joint_profile(comm, timing, statistics.median(together), selected)
     assumptions = Assumptions(measured_time(profile))
-    steps: dict[str, float | None] = {ALONE: alone_s}
+    steps: dict[str, float | None] = {ALONE: statistics.median(seconds)}
     for name, settings in job["contestants"].items():
         recipe = read(Path(job["recipe"]), settings)
         if name == ALONE or recipe.scheme_of_epoch()[0].route == AUTO:
