@@ -112,6 +112,7 @@ def _read_head(path: Path) -> Head | str | None:
         return None
     try:
         return head_of(json.loads(text))
+    # `int` overflows for the Infinity that Python reads, and nested brackets recurse
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return text
 
@@ -163,6 +164,7 @@ def names_save(folder: Path, head: Head) -> bool:
         seen = _read_head(folder / HEAD)
     except OSError:  # Unknown, so the files of the save must stay
         return True
+    # The number alone may be that of another run's save
     return isinstance(seen, Head) and (seen.save, seen.tag) == (head.save, head.tag)
 
 

@@ -87,6 +87,7 @@ def known_whole(folder: Path, head: Head | None) -> Head | None:
 
 def _key_of(folder: Path, head: Head) -> tuple[Path, str, int, int]:
     comm = process.current()
+    # The head as text, because its notes are a dict, which has no hash
     return folder.absolute(), repr(head), comm.rank, comm.topology.size
 
 
@@ -197,6 +198,7 @@ def _bring(
         head = None
     if head is not None:
         files = missing(head, everyone, hosts)
+        # A list, because each rank must take part in all broadcasts, also after its own failure
         problems = [_broadcast(snapshot_folder, *file, speaks) for file in files]
         # On all ranks, because a host without room would otherwise end its own ranks alone
         _require_copies(next(filter(None, problems), ""))
@@ -272,6 +274,8 @@ def missing(
             names |= {residuals_name(head.save, old_rank) for old_rank in inherited}
         wanted |= names - set(held[host][1] if host in held else ())
     rows = []
+    # Sorted, because a set of text has another order in each process, and files are broadcast in
+    # turn
     for name in sorted(wanted):
         rank, files = next(row for row in held.values() if name in row[1])
         rows.append((name, files[name], rank))

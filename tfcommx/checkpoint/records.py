@@ -138,6 +138,7 @@ def _spans(vector: np.ndarray) -> list[list[int]]:
     [[1024, 2048], [3072, 3074]]
     """
     used = np.logical_or.reduceat(vector != 0, np.arange(0, vector.size, BLOCK))
+    # False at both ends, so that a range at an end of the vector has two edges, too
     edges = np.flatnonzero(np.diff(np.concatenate([[False], used, [False]]))) * BLOCK
     return np.minimum(edges, vector.size).reshape(-1, 2).tolist()
 
@@ -155,6 +156,7 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
         if isinstance(value, int):
             return value
         spans, name = _spans(value), f"array{len(arrays)}"
+        # With an empty piece, because NumPy refuses to concatenate nothing: all may be zeros
         arrays[name] = np.concatenate([value[:0], *(value[start:stop] for start, stop in spans)])
         return [name, value.size, spans]
 
@@ -186,6 +188,7 @@ def read_residuals(path: Path, head: Head | None = None) -> list[OptimizerRecord
         reading("A rank's file of a checkpoint", path, COPY, CheckpointError),
         np.load(path) as stored,
     ):
+        # A head that a user has written by hand has no tag, and belongs to any files
         if head is not None and head.tag:
             _require_save(head, head_in(stored) if "head" in stored else None, path)
         return [_record_in(entry, stored) for entry in json.loads(str(stored["index"]))]
@@ -193,6 +196,7 @@ def read_residuals(path: Path, head: Head | None = None) -> list[OptimizerRecord
 
 def _require_save(head: Head, stored: Head | None, path: Path) -> None:
     """Refuse the file of another save, such as of an earlier run on this node's disk."""
+    # The ranks' files were written without notes and older saves
     wanted = head._replace(notes={}, older=())
     if stored is None or stored._replace(notes={}, older=()) != wanted:
         raise CheckpointError(

@@ -143,6 +143,7 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
     for index, optimizer in enumerate(optimizers):
         records = [file[index] for file in files]
         variables = _known_variables(optimizer, model, records, roots[index], folder)
+        # With several optimizers, only the checkpoint says which variables each of them trains
         trainable = model.trainable_variables if len(optimizers) == 1 else []
         _build_optimizer(optimizer, variables, roots[index], trainable)
     kind = f"The model of a checkpoint of {model.name!r}"
@@ -259,6 +260,7 @@ def _roots_of(
         (record.trained, record.unlisted, record.common, record.weights)
         for record in (files[0] if files else [])
     ]
+    # From rank 0, because with more ranks than saved some inherit no file
     everyone = comm.gather_objects(rows if comm.rank == 0 else [])
     roots = [_RootState(*root) for root in everyone[0]]
     if len(roots) != optimizers:

@@ -193,6 +193,7 @@ def save(
         consolidate(optimizer)
     # Rank 0 alone checks its weights, because it writes the model
     own_facts = (not_finite_in(model) if comm.rank == 0 else "", secrets.token_hex(8))
+    # Its tag, too, which distinguishes this save from another run's save of the same number
     not_finite, tag = comm.gather_objects(own_facts)[0]
     if not_finite and heads[0] is not None and heads[0].finite:
         if comm.rank == 0:
@@ -325,6 +326,7 @@ def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> Non
             f"One run at a time can save into a folder. Received {folder}; on rank {comm.rank}: "
             f"{error}"
         ) from error
+    # Read without the others, because these continue to train, and take part in no exchange
     before = read_own_head(folder)
     number = 0 if before is None else before.save + 1
     older = _older(before, keep)

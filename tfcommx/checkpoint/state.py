@@ -40,6 +40,7 @@ def wide(array: np.ndarray) -> np.ndarray:
     """Return an array of a type that NumPy's files can hold: float32 in place of bfloat16."""
     if array.dtype.kind in "biu":  # float64 does not hold all 64 bits
         return array
+    # NumPy's format has no bfloat16, and would write its entries as two bytes without a type
     return array.astype(np.promote_types(array.dtype, np.float32))
 
 
@@ -121,7 +122,8 @@ def _lost(model: keras.Model, digests: Sequence[str]) -> list[int]:
             saved.add(positions[id(value)])
         else:
             extra_digests.append(_digest(np.asarray(keras.ops.convert_to_numpy(value))))
-    # Layers may save copies of variables, which are found by their values
+    # Layers may save copies of variables, which are found by their values, and
+    # counted, because two variables with equal values need two saved copies
     spare = Counter(extra_digests)
     special = map(id, variables_with_own_files(model))
     lost = {positions[identity] for identity in special if identity in positions}
@@ -138,6 +140,7 @@ def _digests(variables: Sequence[Any]) -> list[str]:
 
 
 def _digest(array: np.ndarray) -> str:
+    # Dtype and shape are part of it, because zeros of every type have the same bytes
     crc = zlib.crc32(np.ascontiguousarray(array).tobytes())
     return f"{array.dtype.name}{list(array.shape)}:{crc:08x}"
 
@@ -175,6 +178,8 @@ def saved_by_keras(model: keras.Model, optimizer: keras.optimizers.Optimizer) ->
     """
     for layer in layers_of(model):
         for value in vars(layer).values():
+            # By identity, because `in` compares by ==, which TensorFlow and NumPy apply to each
+            # entry
             parts = value.values() if isinstance(value, dict) else value
             if value is optimizer or (
                 isinstance(value, dict | list | tuple) and any(part is optimizer for part in parts)
@@ -188,6 +193,7 @@ def _outer_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variab
     inner = inner_optimizer(optimizer)
     if inner is optimizer:
         return []
+    # A LossScaleOptimizer also lists the variables of its inner optimizer, which "inner/" has
     listed = {id(variable) for variable in inner.variables}
     return [variable for variable in optimizer.variables if id(variable) not in listed]
 

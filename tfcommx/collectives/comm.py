@@ -61,6 +61,8 @@ class TrialQueue:
 
     def is_first(self, member: object) -> bool:
         """Record that a member, perhaps a new one, is active; return True if it is the first."""
+        # Calls are counted in place of seconds, because all ranks must skip a member at the same
+        # step
         self._now += 1
         self._last[member] = self._now
         return member is next(

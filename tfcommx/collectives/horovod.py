@@ -144,6 +144,7 @@ def without_mpi() -> Iterator[None]:
     **Raises:** LaunchError if another launcher has started several processes.
     """
     check_alone()
+    # A Horovod that was built with MPI would start it in a single process, too
     with environment(dict.fromkeys(("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"), "gloo")):
         yield
 
@@ -155,6 +156,7 @@ def nccl_carries(hvd: ModuleType) -> bool:
 
 def smaller_groups(topology: Topology) -> list[tuple[int, ...]]:
     """Return the groups that need a process set, which are neither one rank nor all."""
+    # Nodes with unequal numbers of ranks have no peers; routes of two levels refuse them
     if topology.uneven:
         return []
     groups = {

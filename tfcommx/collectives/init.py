@@ -78,6 +78,7 @@ def init(
             "`fit`, or in a loop as docs/how-to/move-from-horovod.md shows."
         )
     launch = launcher.launcher()
+    # Gloo ends the process by SIGSEGV if the host's own name does not resolve
     if launch.kind != "mpi":
         require_network()
     if launch.kind == "environment" and (cluster := known_launchers.cluster_environment()):
@@ -87,6 +88,7 @@ def init(
     if launch.kind == "mpi":
         mpi.start()
     topology = _topology(launch, node_size, inits)
+    # Before any tensor is made, because TensorFlow fixes the visible GPUs when it initialises them
     gpu = gpu_checks.keep_one_gpu(launch.local_rank)
     watched = watch_seconds is not None
     # Messages between two ranks need MPI
@@ -98,6 +100,7 @@ def init(
     sums = gpu.architecture > 0 and horovod.sums_on_gpus()
     gpus = gpu_checks.check_gpus(comm, gpu._replace(sums=sums))
     if launch.size > 1:
+        # Processes that this rank starts inherit its variables, and must not join as the same rank
         launcher.record_init()
         liveness.start(
             comm,

@@ -119,6 +119,7 @@ class Messages:
                 result = tf.numpy_function(
                     call, [tensor], tensor.dtype, name=name.replace("/", "_")
                 )
+            # Again after the result, so that the next call's change waits for the end of this one
             with tf.control_dependencies([result]):
                 self._calls.assign_add(1)
         return tf.ensure_shape(result, tensor.shape)

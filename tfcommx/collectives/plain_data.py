@@ -69,6 +69,7 @@ def decode(data: bytes) -> Any:
 def _to_json(item: Any, arrays: list[bytes]) -> Any:
     if isinstance(item, np.generic):
         item = item.item()
+    # The exact type, because a subclass, such as a named tuple, would arrive as its base class
     kind = type(item)
     if item is None or kind in (bool, int, float, str):
         return item
@@ -77,6 +78,7 @@ def _to_json(item: Any, arrays: list[bytes]) -> Any:
     if kind is tuple:
         return {"tuple": [_to_json(value, arrays) for value in item]}
     if kind is dict:
+        # Pairs, because the keys of a JSON object can only be text
         pairs = item.items()
         return {"dict": [[_to_json(part, arrays) for part in pair] for pair in pairs]}
     if kind is bytes:
@@ -99,6 +101,7 @@ class _Arrays:
 
     def take(self, name: str, shape: list[int]) -> np.ndarray:
         """Return the next array. **Raises:** ValueError if there are too few bytes."""
+        # True and False are of type int to `isinstance`, and are no sizes
         if not _DTYPES.fullmatch(name) or any(type(size) is not int or size < 0 for size in shape):
             raise ValueError(f"an array of {name!r:.40}, {shape!r:.40}")
         dtype, count = np.dtype(name), math.prod(shape)
@@ -114,12 +117,14 @@ def _from_json(value: Any, arrays: _Arrays) -> Any:
         return [_from_json(part, arrays) for part in value]
     if not isinstance(value, dict):
         return value
+    # Fails for an object with another number of keys, which `encode` never writes
     ((kind, content),) = value.items()
     if kind == "tuple":
         return tuple(_from_json(part, arrays) for part in content)
     if kind == "dict":
         return {_from_json(key, arrays): _from_json(part, arrays) for key, part in content}
     if kind == "bytes":
+        # Without `validate`, Python skips characters that base64 does not have
         return base64.b64decode(content, validate=True)
     if kind == "array":
         return arrays.take(*content)

@@ -110,6 +110,7 @@ def _gather(
     problem = ""
     while len(arrivals) < cluster.size - 1 and not problem:
         try:
+            # At least a millisecond, because `get` refuses a negative timeout
             arrival = _arrival(callers.get(timeout=max(deadline - time.monotonic(), 0.001)))
         except queue.Empty:
             missing = sorted(set(range(1, cluster.size)) - arrivals.keys())
@@ -238,6 +239,7 @@ def _slots(hosts: list[str], local_ranks: list[int | None]) -> list[list[int]]:
                 "(srun --distribution=block); if two hosts have the same name, rename one "
                 "(hostname)."
             )
+        # A cross rank counts only the hosts that have a rank of this local number
         across = [name for name in names if sizes[name] > local]
         slots.append([local, sizes[host], across.index(host), len(across)])
     return slots
@@ -269,6 +271,7 @@ def _ask(
                 # Rank 0 answers when all ranks have called, or when its own time is over
                 answer = handshake.call(connection, introduction, deadline + 2 * MESSAGE_SECONDS)
         except NO_PARTNER as error:
+            # Each address is called about five times a second
             reason = error
             time.sleep(0.2 / len(addresses))
             continue
@@ -322,6 +325,7 @@ def _settings(cluster: ClusterEnvironment, host: str, answer: Any) -> dict[str, 
     try:
         (local_rank, local_size, cross_rank, cross_size), port = answer["slot"], answer["port"]
         numbers = (local_rank, local_size, cross_rank, cross_size, port)
+        # IPv4 alone, because Horovod's Gloo has no other addresses
         address = str(ipaddress.IPv4Address(answer["address"]))
         right = (
             all(type(number) is int for number in numbers)

@@ -158,6 +158,7 @@ class ThreadComm(Comm):
         def play(rank: int) -> None:
             try:
                 results[rank] = work(ThreadComm(rank, meeting))
+            # Any exception, because the other ranks would wait 60 s for this one
             except BaseException as error:
                 with meeting.lock:
                     failures.append((rank, error))
@@ -183,6 +184,7 @@ class ThreadComm(Comm):
 
     def _meet(self, group: str, label: str, item: T) -> list[T]:
         ranks = self.members(group)
+        # Each rank counts for itself, because all call the collectives of a group in one order
         self._turns[ranks] = turn = self._turns.get(ranks, 0) + 1
         return self._meeting.exchange(ranks, turn, self.rank, label, item)
 
@@ -190,6 +192,7 @@ class ThreadComm(Comm):
         self._sent = Traffic(*(a + b for a, b in zip(self._sent, sent, strict=True)))
 
     def _sum(self, tensor: tf.Tensor, group: str, label: str) -> tf.Tensor:
+        # In rank order on every rank, because the order of additions changes the last bits
         total, *summands = self._meet(group, label, tensor)
         for summand in summands:
             total = total + summand

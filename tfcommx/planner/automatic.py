@@ -201,6 +201,7 @@ def rules_out_plain(schemes: Mapping[str, Scheme], topology: Topology) -> bool:
     >>> rules_out_plain({"*": Scheme("auto", budget=0.3)}, Topology(2, 1))
     True
     """
+    # A budget of 1 is exactly plain Horovod's bytes
     return _budget(find_auto(schemes), topology) not in (None, 1)
 
 
@@ -308,6 +309,7 @@ def _assumed(gradients: Sequence[Gradient], seconds: float) -> Profile:
     """Return a profile with equal times for all entries, a third of them forward."""
     rows = tuple(reversed(gradients))
     ends = itertools.accumulate(row.entries for row in rows)
+    # The backward pass has two matrix products for each one of the forward pass
     total, backward = sum(row.entries for row in rows), 2 / 3 * seconds
     variables = tuple(
         VariableProfile(row.path, row.shape, row.dtype, ready_s=backward * end / total)
@@ -328,6 +330,7 @@ def _ranking(
     if auto is None:
         raise PlanError(f'A Scheme("auto") is required among them. Received {dict(schemes)}.')
     own_gradients = _of_auto(schemes, request.gradients)
+    # In backward order, as the rows of a profile
     rows, assumptions = own_gradients[::-1], Assumptions(selection=measured_time(profile))
     links = request.links or NOMINAL
     setting = Setting(sub_profile(rows, profile), request.topology, links, assumptions)
@@ -345,6 +348,7 @@ def _ranking(
     wire = SHORT_WIRE if shortened else auto.wire
     named = dataclasses.replace(auto, route=Scheme().route, wire=wire, budget=None)
     best_first = candidates(setting, named, messages, thorough)
+    # With its own merging, because plain Horovod would not have the others
     plain_s = next(prediction.step_s for prediction in best_first if prediction.scheme == plain)
     return _Ranking(profile, best_first, plain_s, must_choose=False)
 

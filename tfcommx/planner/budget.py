@@ -83,6 +83,7 @@ def least_lossy(auto: Scheme, sent: SentBytes, has_momentum: bool = False) -> li
             return fitting
 
     def selecting(steps: int) -> list[Scheme]:
+        # The torus needs two levels, and equal numbers of ranks on the nodes
         by_node = sent.topology.slots > 1 and not sent.topology.uneven
         form = Scheme(
             "allgather",
@@ -111,6 +112,7 @@ def least_lossy(auto: Scheme, sent: SentBytes, has_momentum: bool = False) -> li
 def _nothing_fits(budget: float, sent: SentBytes, tried: Sequence[Scheme]) -> str:
     least = min(tried, key=sent.between)
     selected = f", {least.selection} {least.density:g}" if least.selection != "all" else ""
+    # OneBitAdam sends its momentum as int1, LowBitSGD as int2
     adam, sgd = (sent.percent(sent.fewest(wire)) for wire in ("int1", "int2"))
     return (
         f"Some way to send gradients must fit `budget`. Received {budget=} on "
@@ -138,6 +140,7 @@ def fewer_bytes(plan: Plan, gradients: Sequence[Gradient]) -> str | None:
         return None
     sent = SentBytes([gradient for gradient in gradients if gradient.path in paths], plan.topology)
     between = bytes_between(dataclasses.replace(plan, buckets=tuple(selects)))
+    # Not in 2 or 1 bits, which diverge behind a momentum that this plan does not know of
     codes = sent.fewest("int4")
     if between <= sent.between(codes):
         return None

@@ -98,6 +98,7 @@ def ranked(setting: Setting, schemes: Sequence[Scheme], for_optimal: int) -> lis
         for merging in QUICK_MERGINGS
     ]
     fastest_first = sorted(predictions, key=_step_s)
+    # Schemes that differ in their merging alone become equal here, and are predicted once
     optimal = (
         dataclasses.replace(prediction.scheme, merging="optimal") for prediction in fastest_first
     )

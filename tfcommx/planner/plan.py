@@ -58,6 +58,7 @@ def balance(costs: Sequence[float], ranks: int) -> list[int]:
     has at most 4/3 of its load in the best partition.
     """
     owners, loads = [0] * len(costs), [0.0] * ranks
+    # The sort is stable, and the first of several minima counts, so all ranks divide equally
     for position in sorted(range(len(costs)), key=lambda position: -costs[position]):
         owners[position] = loads.index(min(loads))
         loads[owners[position]] += costs[position]
@@ -167,6 +168,7 @@ def _cut(gradient: Gradient, largest: int) -> list[Gradient]:
     if size <= largest:
         return [gradient]
     count = -(-size // largest)
+    # Ends are rounded down, so lengths differ by one entry at most
     ends = [size * piece // count for piece in range(count + 1)]
     return [
         Gradient(Piece(gradient.path, start, stop).name, (stop - start,), gradient.dtype)
@@ -368,6 +370,7 @@ def _merged(
         prices = dataclasses.replace(prices, bucket_bytes=int(min(limit, most)))
     positions = merging.get(stream.scheme.merging).groups(rows, prices)
     groups = [[members[position] for position in group] for group in positions]
+    # `threshold` has closed its buckets before `largest` entries already
     if isinstance(stream.way, DenseWay) or stream.scheme.merging == "threshold":
         return groups
     return [part for group in groups for part in _split_long(group, largest)]

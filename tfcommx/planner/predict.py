@@ -79,6 +79,8 @@ def interval(
     # Squares are added, because prices and repeats miss independently
     shorter = math.hypot(1 - misses.message_low, varies)
     longer = math.hypot(misses.message_high - 1, varies)
+    # Computing is not shortened: an exchange can slow the computing that hides it, and never speeds
+    # it up
     return Interval(
         compute_s + exposed_s * max(1 - shorter, 0.0),
         compute_s * misses.compute_high + exposed_s * (1 + longer),
