@@ -111,6 +111,7 @@ class CompareReplicas(keras.callbacks.Callback):
 
     def _compare(self, when: str) -> None:
         digest = hashlib.sha256()
+        # Not the statistics of batch normalization, which follow each rank's own batches
         for variable in self.model.trainable_variables:
             digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).tobytes())
         digests = process.current().gather_objects(digest.hexdigest())

@@ -132,6 +132,7 @@ def _files(callback: keras.callbacks.Callback) -> list[File]:
         cls = getattr(keras.callbacks, name, None)  # Not each version of Keras has all
         if cls is not None and isinstance(callback, cls):
             path = os.fspath(getattr(callback, attribute))
+            # An address is the same file on all hosts
             if "://" in path:
                 return [File(name, path, "", "")]
             whole = Path(path).absolute()

@@ -75,6 +75,7 @@ def packages(installed: Mapping[str, str], required: Iterable[str]) -> Finding:
         except metadata.PackageNotFoundError:
             wrong.append(f"{requirement.name} is missing")
             continue
+        # `contains` would refuse every pre-release otherwise
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement} is required, and {version} is installed")
     if wrong:

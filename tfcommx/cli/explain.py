@@ -82,6 +82,7 @@ def explain(
             ],
         )
         if links or profile or png or trace:
+            # At least one node, even if the user names more slots than there were ranks
             topology = Topology(max(1, recording.ranks // max(1, slots)), slots)
             # As recorded, and with gradients as early as they may have been ready
             measured_steps = [

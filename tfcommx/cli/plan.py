@@ -101,6 +101,7 @@ def plan(
 def _asked(selection: str, density: float, wire: str, compression: str) -> Scheme:
     density = 1.0 if selection == "all" else density
     requested = Scheme("auto", selection, density, wire=wire, compression=compression)
+    # The fields of "auto" are checked alone, so the topology does not matter
     check_scheme(requested, Topology(1, 1))
     if is_member(selection):
         # Because its price needs no rule, and it would be planned without one

@@ -35,6 +35,7 @@ def profile(
     recipe = read_recipe(config, settings or [])
     if launcher().rank == 0:  # Which writes; before the measurement
         check_output(exchange or output)
+    # After the checks above, because importing TensorFlow takes seconds
     load_tensorflow()
     if exchange is not None:
         _measure_exchange(recipe, steps, exchange)

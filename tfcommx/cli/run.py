@@ -155,5 +155,6 @@ def carry_out(launch: Launch, stop: StopSignal, advice: str = "") -> LaunchError
     on_end_signals(stop.ask)
     status = running.wait(lines)
     if stop.number:
+        # The status that shells give to a process that a signal has ended
         sys.exit(128 + stop.number)
     return running.failed(status, lines, advice) if status else None

@@ -175,6 +175,7 @@ class Settings:
         )
         if self.links is not None:
             measured = Links.read(self.links)
+            # Links that the probe's cluster lacked keep the rates of the options
             nominal = {kind: getattr(links, kind) for kind in Links.unmeasured(self.links)}
             links = measured._replace(**nominal)
         buffer = None
@@ -190,6 +191,7 @@ class Settings:
         engine = dataclasses.replace(
             links.engine, **{name: value for name, value in changes.items() if value is not None}
         )
+        # A buffer of 0 bytes fuses nothing, as HOROVOD_FUSION_THRESHOLD=0
         return links._replace(engine=engine, fuses=links.fuses if buffer is None else buffer > 0)
 
 
@@ -224,6 +226,7 @@ def _option(field: dataclasses.Field[Any]) -> inspect.Parameter:
     kind: Any = KINDS[field.name]
     option = Annotated[kind | None, typer.Option(help=text)]
     keyword = inspect.Parameter.KEYWORD_ONLY
+    # None, so that an option that was not given leaves the value of the file as it is
     return inspect.Parameter(field.name, keyword, default=None, annotation=option)
 
 
@@ -384,6 +387,7 @@ def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
     requested = settings.requested_scheme
     if requested.route == AUTO:
         check_scheme(requested, topology)
+        # Without the merging `optimal`, which takes seconds for a large model
         prediction = candidates(setting, requested, thorough=False)[0]
     else:
         prediction = setting.predict(requested)

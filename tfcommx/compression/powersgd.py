@@ -52,6 +52,7 @@ class PowerSGD(Compression):
 
     def first_state(self, shapes: Sequence[Shape]) -> np.ndarray:
         """Return normally distributed Q, which depend on the shapes alone."""
+        # Seeded by the shapes, because all ranks must begin with the same Q
         parts = [
             np.random.default_rng([self.rank, *shape]).standard_normal(size, np.float32)
             for shape, size in zip(shapes, self.state_sizes(shapes), strict=True)

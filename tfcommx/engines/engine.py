@@ -246,4 +246,5 @@ class Calibrated(Engine):
         if not self._stretched or topology.nodes != self._calibration.nodes:
             return price
         prices, stretched = zip(*self._stretched, strict=True)
+        # Beyond the measured lengths `interp` keeps the ratio of the nearest one
         return price * float(np.interp(price, prices, stretched))

@@ -142,6 +142,7 @@ class Nccl(Engine):
         # Rounded down, as `log2i` in NCCL's model
         levels = int(math.log2(topology.nodes))
         sent = 2 * total_bytes * self.flat_ring(topology, links).beta_s_per_byte
+        # Powers of two of 64 bytes, by which NCCL's table of corrections is indexed
         power = int(math.log2(max(total_bytes, 64) / 64))
         prices = []
         for protocol in _protocols(links, topology):

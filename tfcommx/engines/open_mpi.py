@@ -79,6 +79,7 @@ class OpenMpi(Engine):
         """Price an allreduce by HAN, if it supports this topology, otherwise by `tuned`."""
         if topology.size == 1:
             return 0.0
+        # HAN leaves nodes with unequal numbers of ranks to `tuned`
         if 1 < topology.nodes < topology.size and not topology.uneven:
             return self._han(total_bytes, topology, links)
         chosen = decide(total_bytes, topology.size)

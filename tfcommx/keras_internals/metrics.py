@@ -100,6 +100,7 @@ def _is_trusted(owner: object) -> bool:
 
 def _update_is_trusted(metric: keras.metrics.Metric) -> bool:
     cls = type(metric)
+    # An instance may have a user's method, although its class is Keras's
     return _is_trusted(cls.update_state) and "update_state" not in vars(metric)
 
 
@@ -110,6 +111,7 @@ def _dtype(variable: keras.Variable) -> np.dtype:
 
 def _reset_values(metric: keras.metrics.Metric) -> list[np.ndarray | None]:
     """Return each variable's value after `reset_state`; None if it does not set the variable."""
+    # Stateless, because the metric must keep its present values
     with keras.StatelessScope() as scope:
         metric.reset_state()
     values = [scope.get_current_value(variable) for variable in metric.variables]

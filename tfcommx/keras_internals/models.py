@@ -205,6 +205,7 @@ def calls_recorded(
     replaced = [vars(layer).get("call") for layer in leaves]
     try:
         for layer in leaves:
+            # Not by Keras's `__setattr__`, which tracks the attributes of layers
             object.__setattr__(layer, "call", recording(layer, layer.call))
         yield calls
     finally:
@@ -217,6 +218,7 @@ def calls_recorded(
 def saved_values(model: keras.Model) -> list[keras.Variable | tf.Tensor]:
     """Return the variables and tensors that `model.save` would write, without its optimizer."""
     store = saving_lib.NpzIOStore("unwritten", mode="w")  # Its file is written by close()
+    # The optimizer counts as visited, so it is left out
     saving_lib._save_state(model, store, None, "", {id(model.optimizer)})
     return [value for part in store.contents.values() for value in part.values()]
 

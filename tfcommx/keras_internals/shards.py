@@ -129,6 +129,7 @@ class UpdatesShards(ExchangesGradients):
         assert self._sharding.run is not None, "a step begins with the exchange"
         squares = self._sharding.run.squares(grads)
         limit = self.clipnorm or self.global_clipnorm
+        # `global_clipnorm` has one factor for all variables, by the norm of all
         if not self.clipnorm:
             squares = dict.fromkeys(squares, tf.add_n(list(squares.values())))
         factors = {

@@ -117,6 +117,7 @@ class ExchangesGradients(Mixin):
         averages = self._model_variables_moving_average
         for variable, average in zip(self._trainable_variables, averages, strict=True):
             if average is not None:  # Keras averages no variable that gradients overwrite
+                # A copy of the value, because the next line replaces it
                 value = tf.identity(variable)
                 variable.assign(average)
                 average.assign(value)
@@ -268,6 +269,7 @@ class AgreedLossScale(Mixin):
         if not hasattr(self.inner_optimizer, "whole_values"):
             super().save_own_variables(store)
             return
+        # In Keras's order: the variables of the loss scale, then those of the inner optimizer
         own_values = [variable.numpy() for variable in self._variables]
         for position, value in enumerate([*own_values, *self.inner_optimizer.whole_values()]):
             store[str(position)] = value

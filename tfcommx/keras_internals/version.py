@@ -57,6 +57,7 @@ def members_of(owner: type) -> set[str]:
     """
     names = set(dir(owner))
     for base in owner.__mro__:
+        # Attributes that methods set are no members of the class, but names in the methods' code
         for method in vars(base).values():
             code = getattr(inspect.unwrap(method), "__code__", None)
             names.update(getattr(code, "co_names", ()))

@@ -29,6 +29,7 @@ def digest(folder: Path) -> str:
     total = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
         content = path.read_bytes()
+        # With lengths, so that bytes cannot move from one file into the next unnoticed
         total.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
     return total.hexdigest()[:16]
 

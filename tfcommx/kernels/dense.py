@@ -93,7 +93,9 @@ def write_definition(
     old, stop = residual.read_value(), start + gradient.shape[0]
     total = gradient + old[start:stop]
     written = narrowed(total, dtype, scale, reach)
+    # Exact in float32 by the limits of `narrowed`, and because the scale is a power of two
     error = total - tf.cast(written, tf.float32) / scale
+    # A NaN or Inf is sent once; from the residual it would return in every step
     remainder = tf.where(tf.math.is_finite(total), error, old[start:stop])
     residual.assign(tf.concat([old[:start], remainder, old[stop:]], axis=0))
     return written if dtype == "float16" else tf.bitcast(written, tf.float16)
@@ -106,6 +108,7 @@ def narrowed(numbers: tf.Tensor, dtype: str, scale: float = 1.0, reach: float = 
         far = tf.where(size < 2.0**39 * reach, 2.0**15 * reach, 0.0)
         largest = tf.where(size < 2.0**29 * reach, FLOAT16_LARGEST * reach, far)
     else:
+        # bfloat16 has the range of float32, so only numbers that would round up to Inf are clipped
         largest = tf.cast(tf.bfloat16.max, tf.float32)
     cut = tf.minimum(size, largest) * tf.sign(numbers) * scale
     return tf.cast(tf.where(finite, cut, numbers), dtype)
@@ -116,6 +119,7 @@ def add_definition(
 ) -> tf.Tensor:
     """Define `add` in plain TensorFlow."""
     numbers = written if dtype == "float16" else tf.bitcast(written, tf.bfloat16)
+    # In float32 and in the order of the ranks, because every rank must get the same bits
     total, *summands = [tf.cast(part, tf.float32) for part in tf.split(numbers, parts)]
     for summand in summands:
         total += summand

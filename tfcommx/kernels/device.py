@@ -72,6 +72,7 @@ def _differ(expected: np.ndarray, result: np.ndarray) -> bool:
     """Return True if two arrays differ in a bit, including the sign of a zero."""
     if expected.shape != result.shape or expected.dtype != result.dtype:
         return True
+    # As integers, because a NaN is not equal to itself
     bits = f"u{expected.dtype.itemsize}"
     return not np.array_equal(expected.reshape(-1).view(bits), result.reshape(-1).view(bits))
 

@@ -24,8 +24,10 @@ def draws(*stream: int, of: np.ndarray) -> np.ndarray:
     >>> draws(1, 2, of=np.arange(3)).tolist() == [int(draws(1, 2, of=i)[0]) for i in np.arange(3)]
     True
     """
+    # Arrays, because NumPy warns if a scalar overflows, as these do by design
     state = np.zeros(1, np.uint64)
     for number in stream:
+        # Modulo 2^64, because NumPy refuses negative numbers, such as seeds, as uint64
         state = mix(state + np.array([number % 2**64], np.uint64))
     return mix(state + of.astype(np.uint64))
 

@@ -158,6 +158,7 @@ def _encode(
         return tf.reshape(tf.pad(tf.reshape(vector, [-1, entries]), padding), shape)
 
     present = cut(tf.constant(np.arange(size) < real))
+    # Padding counts as 0, so that it affects the step of no block
     values = tf.where(present, cut(total), 0.0)
     finite = tf.reduce_all(tf.math.is_finite(values), axis=2, keepdims=True)
     clean = tf.where(finite, values, 0.0)
@@ -165,6 +166,7 @@ def _encode(
     codes = tf.where(finite & present, _codes(clean, steps, wire), 0)
     remainder = tf.where(finite & present, values - _values(codes, steps, wire), cut(old))
     remainder = tf.reshape(remainder, [-1, blocks * DENSE_CODE_BLOCK])[:, :entries]
+    # A block shares its step, so all ranks receive the whole block as NaN
     steps = tf.where(finite, steps, float("nan"))
     return _packed(steps, codes, wire, entries), tf.reshape(remainder, [-1])
 
@@ -185,6 +187,7 @@ def _steps(values: tf.Tensor, counts: tf.Tensor, wire: str) -> tf.Tensor:
     """Return the step of each block, float32 [shards, blocks, 1], with the bits of a bfloat16."""
     largest = LARGEST[wire]
     if wire in ("int8", "int4"):
+        # The largest magnitude gets the last code, so no entry is clipped
         size = tf.reduce_max(tf.abs(values), axis=2, keepdims=True)
         step = size / largest
     else:
@@ -195,6 +198,8 @@ def _steps(values: tf.Tensor, counts: tf.Tensor, wire: str) -> tf.Tensor:
             terms = terms[:, :, :half] + terms[:, :, half:]
         # The mean of the entries that are not padding; a block of padding alone has none
         size = terms * tf.math.divide_no_nan(float(DENSE_CODE_BLOCK), counts)
+        # For normal numbers four equidistant levels err least at .624 of the mean magnitude (Max,
+        # 1960)
         step = size * (0.625 if wire == "int2" else 1.0)
     nearest = tf.cast(tf.cast(step, tf.bfloat16), tf.float32)
     return tf.where(size < 2.0**-100, 0.0, tf.minimum(nearest, largest_step(largest)))
@@ -207,6 +212,7 @@ def _codes(values: tf.Tensor, steps: tf.Tensor, wire: str) -> tf.Tensor:
     negative = tf.cast(tf.bitcast(values, tf.int32) < 0, tf.int32)
     if wire == "int1":
         return negative
+    # Two steps are in the middle between the levels of one and three
     return negative + 2 * tf.cast((tf.abs(values) >= 2 * steps) & (steps > 0), tf.int32)
 
 

@@ -190,6 +190,7 @@ def splitmix64(seed: Any) -> tf.Tensor:
 
 def below(seed: Any, count: tf.Tensor) -> tf.Tensor:
     """Draw the seed's int32 in [0, count), equally likely up to 2^-32; 1 <= count < 2^31."""
+    # Without the highest bit, so that the number is not negative as int64
     half = tf.bitwise.right_shift(splitmix64(seed), tf.constant(1, tf.uint64))
     number = tf.bitcast(half, tf.int64)
     return tf.cast(tf.math.floormod(number, tf.cast(count, tf.int64)), tf.int32)

@@ -49,6 +49,7 @@ def elias_decode_definition(bitmap: tf.Tensor, lows: tf.Tensor, k: int, size: in
     """
     width = low_bits(k, size)
     rows = tf.shape(bitmap)[0]
+    # `where` lists the bits row by row, and each row has k of them
     positions = tf.reshape(tf.where(wire_codes.unpack(bitmap, 1) > 0)[:, 1], [rows, k])
     highs = tf.cast(positions - tf.range(k, dtype=tf.int64), tf.int32)
     bits = tf.reshape(wire_codes.unpack(lows, 1)[:, : k * width], [rows, k, width])
@@ -142,6 +143,7 @@ def decode_definition(
 
 def _block_encode(indices: tf.Tensor, size: int) -> tf.Tensor:
     last = _block_starts(size) + (BLOCK - 1)
+    # Indices ascend, so the entries of a block are those between two ends
     ends = tf.searchsorted(indices, last, side="right", out_type=tf.int32)
     counts = ends - tf.concat([[0], ends[:-1]], axis=0)
     offsets = tf.cast(tf.bitwise.bitwise_and(indices, BLOCK - 1), tf.uint16)
@@ -179,6 +181,7 @@ def _block_starts(size: int) -> tf.Tensor:
 def _to_words(entries: tf.Tensor) -> tf.Tensor:
     if entries.dtype.size == 4:
         return tf.bitcast(entries, tf.int32)
+    # A word holds two halves, so an odd number of them is padded
     padding = [[0, traced.length(entries) % 2]]
     halves = tf.pad(tf.bitcast(entries, tf.int16), padding)
     return tf.bitcast(tf.reshape(halves, [-1, 2]), tf.int32)

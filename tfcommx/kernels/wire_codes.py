@@ -121,6 +121,7 @@ def read_definition(words: tf.Tensor, k: int, dtype: str) -> tf.Tensor:
     width, blocks = CODE_BITS[dtype], -(-k // CODE_BLOCK)
     steps = tf.bitcast(tf.bitwise.left_shift(unpack(head, 16), 16), tf.float32)[:, :blocks]
     codes = unpack(tail, width)
+    # Shifted left and back, which extends the sign of a code
     signed = tf.bitwise.right_shift(tf.bitwise.left_shift(codes, 32 - width), 32 - width)
     padded = tf.pad(signed, [[0, 0], [0, blocks * CODE_BLOCK - signed.shape[1]]])
     parts = tf.reshape(padded, [-1, CODE_BLOCK])
@@ -139,6 +140,7 @@ def _codes(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
     nearest = tf.cast(tf.cast(most / largest, tf.bfloat16), tf.float32)
     nearest = tf.minimum(nearest, largest_step(largest))
     steps = tf.where(most < largest * 2.0**-126, tf.zeros_like(most), nearest)
+    # The step is rounded, perhaps down, so the largest value may lie beyond the last code
     codes = tf.clip_by_value(tf.math.divide_no_nan(clean, steps), -largest, largest)
     # The lowest code, which stands for no multiple, is NaN
     return steps, tf.where(finite, tf.cast(tf.round(codes), tf.int32), -int(largest) - 1)
@@ -147,6 +149,7 @@ def _codes(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
 def largest_step(multiple: float) -> float:
     """Return the largest step, with the bits of a bfloat16, of which this multiple is finite."""
     bits = np.float32(np.finfo(np.float32).max / np.float32(multiple)).view(np.uint32)
+    # Rounded down, because the nearest bfloat16 may be larger, and its multiple Inf
     return float(np.uint32(bits & 0xFFFF0000).view(np.float32))
 
 

@@ -62,6 +62,7 @@ def measure_exchange(
     stamps = np.array(rows[WARM_UP:]).mean(axis=0)
     ready, arrived = stamps[: 1 + len(names)], stamps[1 + len(names) :]
     times = dict(zip(names, map(float, ready[1:]), strict=True))
+    # The earliest stamp ends the forward pass, because that of the loss may be late
     return MeasuredStep(profile, plan, _timeline(float(ready.min()), times, arrived, plan, profile))
 
 

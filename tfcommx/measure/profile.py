@@ -307,6 +307,7 @@ def _selection_times(
             words = codec.encode(sparse, SPARSE_WIRES[0])
             return codec.merge(words, k, flat.shape[0], SPARSE_WIRES[0])[-1]
 
+        # In two parts, so that the copy into a flat vector is timed, too
         parts = tf.split(vector, [size // 2, size - size // 2])
         return _typical(lambda: work(*parts).numpy())
 

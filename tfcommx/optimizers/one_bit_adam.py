@@ -109,6 +109,7 @@ class OneBitAdam(FreezesSecondMoments, keras.optimizers.Adam):
         """Update by the received momenta and the frozen second moments."""
         for result, variable in zip(received, variables, strict=True):
             if self.sends_momentum(variable):
+                # Not by Keras's `update_step`, which would also update the second moments
                 step = self.receive(result, variable)
                 self.assign_sub(variable, tf.cast(learning_rate, step.dtype) * step)
             else:

@@ -93,6 +93,7 @@ def parallel_operator(
     return operator(tensors)
 
 
+# Bounded, because an eager caller may pass a new function in each call
 @functools.lru_cache(maxsize=64)
 def _operator(*arguments: Any) -> ParallelOperator:
     """Cache operators, so that calls with equal arguments reuse the choice of the first one."""
@@ -116,6 +117,7 @@ class ParallelOperator:
         """The choices so far."""
         return [shares.choice for shares in self._shares.values()]
 
+    # AutoGraph would convert this Python code, too, inside a caller's loop
     @tf.autograph.experimental.do_not_convert
     def __call__(self, tensors: Sequence[Item] | tf.Tensor) -> list[tf.Tensor] | tf.Tensor:
         """Compute op of the items. **Ranks:** all."""

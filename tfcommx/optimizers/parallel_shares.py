@@ -245,6 +245,7 @@ def size_bytes(spec: tf.TensorSpec) -> int:
 
 def head_of(text: str) -> tf.Tensor:
     """Return the head, uint8 [HEAD], of a share that failed with this text; "": that did not."""
+    # ASCII, so that the text can be cut at any byte; zeros are the padding of the head
     written = text.encode("ascii", "replace").replace(b"\0", b" ")[:HEAD]
     return tf.constant(np.frombuffer(written.ljust(HEAD, b"\0"), np.uint8))
 
@@ -273,6 +274,7 @@ def pack(results: Sequence[tf.Tensor], width: int) -> tf.Tensor:
             if alike
             else tf.concat([tf.reshape(tensor, [-1]) for tensor in group], axis=0)
         )
+        # `tf.bitcast` refuses booleans
         written = tf.cast(joined, tf.uint8) if dtype == tf.bool else tf.bitcast(joined, tf.uint8)
         parts.append(tf.reshape(written, [-1]))
     used = sum(part.shape[0] for part in parts)

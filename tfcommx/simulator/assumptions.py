@@ -196,6 +196,7 @@ def slowest_rate(nodes: int, assumptions: Assumptions, quantile: float = 0.5) ->
         ordinary_ports = min((1 - rate) / jitter, 1.0) ** (nodes - 1)
         return (1 - rate / slow) / jitter * ordinary_ports
 
+    # The slow port limits the rate from above, and no port loses more than the jitter
     low, high = slow * (1 - jitter), slow
     for _ in range(HALVINGS):
         middle = (low + high) / 2

@@ -315,6 +315,7 @@ class _Step:
             sizes=tuple(size for bucket in buckets for size in bucket.sizes),
             padding=sum(bucket.padding for bucket in buckets),
         )
+        # Only flat allreduces are fused, which have one stage
         (stage,) = stages_of(fused, self.plan.topology, self.links, self.assumptions)
 
         def after(end: float) -> None:

@@ -222,6 +222,7 @@ class CodesCodec(Codec):
         self, written: tf.Tensor, dtype: str, parts: int, start: int, own: float, scale: float
     ) -> tf.Tensor:
         """Add a shard that several ranks wrote, and its residual; write the sum."""
+        # Padding is at the end of the vector, so it begins at `real`, whatever the shard
         return low_bits_kernel.add_and_write(
             written, self._residual, dtype, self._entries, start, self._real - start
         )

@@ -19,6 +19,7 @@ def lstm_ptb(words: int = 35) -> LayerTable:
     for number in range(1, LAYERS + 1):
         kernels = (("kernel", (gates, UNITS)), ("recurrent_kernel", (gates, UNITS)))
         biases = (("bias", (gates,)), ("recurrent_bias", (gates,)))
+        # Two products for each word: of the input, and of the state before
         layers.append(Layer(f"lstm{number}", 2 * gates * UNITS * words, kernels + biases))
     top = (("kernel", (PTB_VOCABULARY, UNITS)), ("bias", (PTB_VOCABULARY,)))
     layers.append(Layer("classes", PTB_VOCABULARY * UNITS * words, top))
