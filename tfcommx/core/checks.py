@@ -21,6 +21,7 @@ def check_name(kind: str, name: str, allowed: Iterable[str]) -> str:
 
     **Raises:** ConfigurationError.
     """
+    # A list, because a generator would be empty at its second use
     names = sorted(allowed)
     if name in names:
         return name

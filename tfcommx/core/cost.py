@@ -60,6 +60,7 @@ def ring_traffic(sent: float, group: str, topology: Topology) -> Traffic:
 
 def broadcast_traffic(total_bytes: float, topology: Topology) -> Traffic:
     """Count the mean bytes that one rank sends in a broadcast along a chain of all ranks."""
+    # The chain of ranks leaves each node but the last one once
     inside, between = topology.size - topology.nodes, topology.nodes - 1
     return Traffic(total_bytes * inside / topology.size, total_bytes * between / topology.size)
 

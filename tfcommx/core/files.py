@@ -87,6 +87,7 @@ def reading(
     # Any class, because parsers of NumPy, zip and JSON raise a dozen classes for files that were
     # truncated or changed
     except Exception as problem:
+        # An inner `reading` has named the file already
         if isinstance(problem, error) and str(path) in str(problem):
             raise
         text = " ".join(str(problem).split())[:200].removesuffix(".")

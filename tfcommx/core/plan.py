@@ -129,6 +129,7 @@ def _check(bucket: Bucket) -> None:
     _require(fits, bucket, "shapes", f"shapes of {list(sizes)} entries")
     if bucket.k is not None:
         check_whole("k", bucket.k, least=1)
+        # At least 1, because k is 1 even in a bucket without entries
         _require(bucket.k <= max(1, bucket.padded), bucket, "k", f"at most {bucket.padded}")
     check_whole("padding", bucket.padding, least=0)
     check_whole("seed", bucket.seed)
@@ -159,6 +160,7 @@ def first_difference(first: Any, second: Any, where: str = "plan") -> str | None
         pairs = [
             (f"{where}[{i}]", a, b) for i, (a, b) in enumerate(zip(first, second, strict=False))
         ]
+        # After the parts in common, whose first difference says more than two numbers
         pairs.append((f"the length of {where}", len(first), len(second)))
     else:
         return None if first == second else f"{where}: {first!r} against {second!r}"

@@ -62,6 +62,7 @@ def check(slab: Slab, indices: tf.Tensor, epoch: tf.Tensor, verify: float, seed:
         return np.array([state(int(sample), int(epoch)) for sample in samples], np.uint8)
 
     states = tf.numpy_function(look, [indices, epoch], tf.uint8)
+    # Set again, because `numpy_function` forgets shapes
     states.set_shape(indices.shape)
     return states
 
@@ -158,6 +159,7 @@ def read(
         area=spec.area,
         aspect=spec.aspect,
         center=spec.center,
+        # The op needs a value for each channel; these change no pixel
         mean=spec.mean or (0.0,) * channels,
         std=spec.std or (1.0,) * channels,
         seed=seed,

@@ -216,6 +216,7 @@ class DataCache:
     def _state_equal(self, kind: str, values: Mapping[str, str], remedy: str) -> None:
         """State facts that must be equal on all ranks, if the cache serves the launch's ranks."""
         comm = process.current() if process.started() else None
+        # Not for a cache of this rank alone, whose samples other ranks need not have
         if comm is not None and (self.topology, self.rank) == (comm.topology, comm.rank):
             comm.comparisons.state(Facts(kind, self.source.name, values, remedy))
 
@@ -348,6 +349,7 @@ class DataCache:
         rows = [stats.of(epoch) for stats in self._stats]
         waited, served = (float(sum(row[column] for row in rows)) for column in (0, 1))
         counts = self.filler.counts.get(epoch, Counter[str]())
+        # At most 1, because counts include samples that are loaded ahead of those that were served
         disk, source = (
             min(1.0, counts[level] / served) if served else 0.0 for level in ("disk", "source")
         )
@@ -410,6 +412,7 @@ class DataCache:
 
 
 def _close(filler: Filler, slab: Slab, disk: Disk | None) -> None:
+    # The threads first, because they use the slab and the disk level
     filler.close()
     slab.close()
     if disk is not None:

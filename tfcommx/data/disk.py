@@ -37,6 +37,7 @@ _REFRESH_S = 1.0
 
 
 def _crc(sample: int, label: int, data: bytes) -> int:
+    # With number and label, because a damaged index could pair the bytes with another label
     return zlib.crc32(data, zlib.crc32(struct.pack("<qq", sample, label)))
 
 
@@ -87,6 +88,7 @@ class Disk:
             if pack == len(self._packs):
                 self._packs.append(path.with_suffix(".pack"))
             self._indices[path] = (pack, seen + len(entries))
+            # A damaged entry may name any sample; its CRC is checked when the sample is read
             entries = entries[(entries["sample"] >= 0) & (entries["sample"] < len(self._pack_of))]
             self._entry_of[entries["sample"]] = entries
             self._pack_of[entries["sample"]] = pack
@@ -161,6 +163,7 @@ class Disk:
         """Close the files. May be called twice."""
         with self._lock:
             files, self._out = self._out or (), None
+            # Threads that still run then find no sample here, and write none
             self._pack_of[:] = -1
             self.write_error = self.write_error or "closed"
         for file in files:

@@ -282,6 +282,7 @@ class Filler:
 
         **Raises:** SampleError with the reason of the first.
         """
+        # Locked, because several batches are loaded at the same time
         with self._lock:
             of_all = self._skipped.setdefault(epoch, set())
             of_all.update(skipped.tolist())

@@ -106,6 +106,7 @@ def _keep(slab: Slab, records: np.ndarray, free: list[tuple[int, int]]) -> tuple
 
 def _take_hole(free: list[tuple[int, int]], size: int) -> int | None:
     """Take `size` bytes of the smallest hole that has as many; return their offset, or None."""
+    # Holes are sorted by size, so the first one that fits is the smallest
     position = bisect.bisect_left(free, (size, 0))
     if position == len(free):
         return None

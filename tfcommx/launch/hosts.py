@@ -185,6 +185,7 @@ def _numbers(part: str) -> list[str]:
     numbers = []
     for piece in part[1:-1].split(","):
         first, _, last = piece.partition("-")
+        # Numbers keep their leading zeros, as in gpu[07-10]
         width = len(first)
         numbers += [f"{n:0{width}d}" for n in range(int(first), int(last or first) + 1)]
     return numbers

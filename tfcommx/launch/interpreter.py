@@ -46,6 +46,7 @@ class ExitStatus:
 
         @functools.wraps(self._exit)
         def exit(code: str | int | None = None, /) -> NoReturn:
+            # In another thread `sys.exit` ends that thread alone
             if threading.current_thread() is threading.main_thread():
                 self._code = code
             self._exit(code)
@@ -83,6 +84,7 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 def end_at_once(status: int) -> NoReturn:
     """End the process without the interpreter's shutdown, which would wait for lost ranks."""
+    # `os._exit` does not flush them
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

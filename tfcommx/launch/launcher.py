@@ -126,6 +126,8 @@ def run_name() -> str:
         # With the time of its start, because a process number may be reused, also by another
         # container
         line = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+        # Behind the last parenthesis, because the program's name before it may contain any
+        # character
         return f"{os.getpid()} {line.rpartition(')')[2].split()[19]}"
     if kind not in OF_HOROVOD:
         raise ConfigurationError(

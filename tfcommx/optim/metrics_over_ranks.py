@@ -53,6 +53,8 @@ class MetricState(NamedTuple):
         """Copy the variables of metrics. **Cost:** TensorFlow's steps so far are waited for."""
         flat = metrics_in(metrics)
         variables = [list(metric.variables) for metric in flat]
+        # Copied, because the result may share the memory of the variable, which changes in the next
+        # step
         values = [
             [np.array(keras.ops.convert_to_numpy(variable)) for variable in several]
             for several in variables

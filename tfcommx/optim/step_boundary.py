@@ -130,6 +130,7 @@ def take_centre(model: keras.Model, *optimizers: keras.optimizers.Optimizer) -> 
             # An empty part first, because a model may have no statistics
             averages = run.end(np.concatenate([np.zeros(0), *parts]))
             ends = np.cumsum([part.size for part in parts])
+            # Not strict, because `np.split` also returns the empty part after the last end
             for variable, part in zip(statistics, np.split(averages, ends), strict=False):
                 variable.assign(np.reshape(part, variable.shape))
             finalize_layers(model)

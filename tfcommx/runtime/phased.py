@@ -127,6 +127,7 @@ class MomentumExecutor:
         return sum((executor.export(variables) for executor in self._all), GradientState())
 
     def load(self, state: GradientState) -> GradientState:
+        # Each executor takes the variables of its plan, and returns the others' state
         for executor in self._all:
             state = executor.load(state)
         return state

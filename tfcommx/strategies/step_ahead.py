@@ -205,6 +205,7 @@ class StepAheadRun(StrategyRun):
     def _unsent(self, like: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return the node's residuals times the coefficient, in the shapes and dtypes of `like`."""
         comm, pieces = self.executor.comm, cut(like, self.executor.plan)
+        # Without a selection all of an update is sent, and nothing is ahead
         runners = [runner for runner in self.executor.runners if runner.bucket.k is not None]
         residuals = [runner.state.residual.read_value() for runner in runners]
         number = self._gathers.begin(residuals)
@@ -213,6 +214,7 @@ class StepAheadRun(StrategyRun):
             for runner, residual in zip(runners, residuals, strict=True):
                 bucket = runner.bucket
                 if self._nodes.slots > 1:
+                    # Each slot keeps the residual of one shard of the node's update
                     residual = comm.all_gather(residual, "node", f"{bucket.name}/ahead")
                 parts = [pieces[name] for name in bucket.variables]
                 scaled = residual * tf.constant(self._coefficient, residual.dtype)

@@ -45,6 +45,7 @@ def goodput(generations: Sequence[Generation]) -> Goodput:
     """Return the goodput of a run; repeated steps do not count."""
     linked = [generation for generation in generations if generation.steps is not None]
     return Goodput(
+        # By a difference, because a generation repeats steps that the one before it had taken
         steps=(linked[-1].steps or 0) - linked[0].began_at_step if linked else 0,
         steps_taken=sum(generation.steps_taken for generation in linked),
         training_seconds=sum(generation.training_seconds for generation in linked),

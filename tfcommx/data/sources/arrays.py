@@ -54,6 +54,7 @@ class Arrays:
                 f"required. Received {images.dtype} {list(images.shape)} and {list(labels.shape)}. "
                 + _remedy(images, labels)
             )
+        # NaN and Inf become some integer, which differs from them below; NumPy would warn of that
         with np.errstate(invalid="ignore"):
             integers = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None
         if integers is None or np.any(integers != labels):
@@ -67,6 +68,7 @@ class Arrays:
             )
         self.images, self.labels = images, integers
         self.classes, self.name = tuple(classes), name
+        # With an initial value, because NumPy has no least entry of an empty array
         least, most = int(integers.min(initial=0)), int(integers.max(initial=0))
         if least < 0 or (classes and most >= len(self.classes)):
             end = f", {len(self.classes)}), the number of classes," if self.classes else ", ...)"
@@ -78,6 +80,7 @@ class Arrays:
         self.shape: tuple[int, int] | None = images.shape[1:3]
         digest = hashlib.sha256(np.ascontiguousarray(images).data if images.size else b"")
         digest.update(self.labels.tobytes())
+        # With the shape, because the same bytes may be images with other sides
         self.key = key_of(("arrays", images.shape, digest.hexdigest()))
         self.contents = {"images and labels": f"uint8 {list(images.shape)} ({self.key[:8]})"}
 

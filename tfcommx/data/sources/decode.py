@@ -238,6 +238,7 @@ def pack(sample: int, label: int, pixels: np.ndarray) -> bytes:
 
 def unpack(records: np.ndarray, at: int) -> tuple[np.ndarray, int]:
     """Return (pixels uint8 [h, w, c], label) of the record at byte `at` of uint8 [m]."""
+    # Viewed in place, because records begin at multiples of 64 bytes
     label, size = records[at + 8 : at + 24].view(np.int64)
     shape = records[at + 24 : at + 36].view(np.int32)
     return records[at + RECORD : at + RECORD + size].reshape(shape), int(label)

@@ -94,6 +94,8 @@ def _images(
             below.clear()
             continue
         visited.add((facts.st_dev, facts.st_ino))
+        # Sorted, because file systems list names in any order, and all nodes must number samples
+        # alike
         below[:] = sorted(name for name in below if not _is_junk(name, JUNK_FOLDERS))
         for file in sorted(files):
             if _is_junk(file, JUNK_FILES):
@@ -127,6 +129,7 @@ def _shared_file(files: Sequence[tuple[str, int]], facts: array[int]) -> str:
     """
     rows = np.array(facts, np.uint64).reshape(-1, 3)
     labels = np.array([label for _, label in files])
+    # By file, then by label, so that all names of one file are neighbours
     order = np.lexsort((labels, *rows.T))
     rows, labels = rows[order], labels[order]
     # Some file systems number no inodes

@@ -36,6 +36,7 @@ def scan(path: str | os.PathLike[str]) -> np.ndarray:
     or is not a TFRecord file.
     """
     rows, at = [], 0
+    # Without a buffer, because only 16 bytes of each record are read
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         frame = os.pread(file.fileno(), _FRAME.size, 0)
@@ -124,6 +125,7 @@ class TFRecords:
         with ThreadPoolExecutor(16) as pool:
             rows = list(pool.map(lambda file: self._scanned(file, skip), self.files))
         self._starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
+        # With an empty table, because NumPy refuses to concatenate an empty list
         self._rows = np.concatenate([*rows, np.zeros((0, 3), np.int64)])
         self.count = len(self._rows)
         self.name = f"{self.files[0]} and {len(self.files) - 1} more" if self.files else "no files"
@@ -161,6 +163,7 @@ class TFRecords:
             return np.zeros((0, 3), np.int64)
 
     def _find(self, sample: int) -> tuple[str, int]:
+        # From the right, because a file without records begins where the next one does
         file = int(np.searchsorted(self._starts, sample, "right")) - 1
         return self.files[file], sample - int(self._starts[file])
 
@@ -324,6 +327,7 @@ def _image_features(builder: Any, name: str) -> ImageFeatures:
             f"{np.dtype(features[image].dtype)}, and decoding would keep the upper 8 bits. Scale "
             "them, and give them as arrays or as files."
         )
+    # A data set may leave the number of its channels open
     channels = features[image].shape[-1] or 3
     return ImageFeatures(image, label, 0, tuple(features[label].names), channels)
 

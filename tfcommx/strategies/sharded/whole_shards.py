@@ -82,6 +82,7 @@ def lay_out_whole(
             ranks=ranks,
         )
 
+    # Sorted, because a set of text has another order in each process
     pulls = [
         segment(f"whole/{dtype}", dtype, "", [path for path in weights if dtypes[path] == dtype])
         for dtype in sorted(set(dtypes.values()))
