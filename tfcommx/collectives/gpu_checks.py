@@ -89,6 +89,7 @@ def keep_one_gpu(local_rank: int) -> RankGpu:
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return RankGpu(host)
+    # A launcher that binds a GPU to each process numbers it 0 in all of them
     number = local_rank % len(gpus)
     tf.config.set_visible_devices(gpus[number], "GPU")
     # TensorFlow would otherwise take all of its memory, and NCCL find none for its buffers

@@ -170,6 +170,7 @@ class Links(NamedTuple):
             Link(**fields["inside"]),
             Link(**fields["between"]),
             fields["block_bytes"],
+            # A file that was written by hand may lack these
             fields.get("engine_s", 0.0),
             fields.get("contention", 0.0),
             fields.get("fuses", True),  # As NOMINAL

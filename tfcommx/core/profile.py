@@ -279,6 +279,7 @@ class Profile:
                         f"{layer.name}/{name}",
                         shape,
                         dtype,
+                        # At most 1, because the sum of the shares is rounded
                         ready_s=min(done / total, 1.0) * backward,
                         forward_s=share * forward,
                     )

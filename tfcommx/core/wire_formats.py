@@ -128,6 +128,7 @@ def code_words(k: int, dtype: str) -> tuple[int, int]:
     (16, 125)
     """
     blocks = -(-k // CODE_BLOCK)
+    # Two steps of 16 bits share a word
     return (blocks + 1) // 2, -(-k * CODE_BITS[dtype] // 32)
 
 

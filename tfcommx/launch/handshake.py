@@ -63,6 +63,7 @@ class Handshake(NamedTuple):
         proof = self._proof(greeting["challenge"], said, challenge)
         _write(connection, {"said": said, "challenge": challenge, "proof": proof})
         answer = _read(connection, end)
+        # In constant time, because a stranger could otherwise find a proof byte by byte
         if not hmac.compare_digest(answer["proof"], self._proof(challenge, answer["said"])):
             raise ValueError("what listens there does not know the secret")
         return answer["said"]

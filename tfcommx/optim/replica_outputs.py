@@ -255,6 +255,7 @@ def _digest(value: object) -> str:
 
 def _sample(array: np.ndarray) -> np.ndarray:
     flat = array.ravel()
+    # Copied, because a view would keep the whole output in memory
     return flat[:: max(1, flat.size // SAMPLE)].copy()
 
 

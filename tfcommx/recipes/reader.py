@@ -96,6 +96,7 @@ class _Loader(yaml.SafeLoader):
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         event = self.next_event()
         node = super().compose_scalar_node(anchor)
+        # Only plain text has a kind by its form; quoted text is a string
         if event.tag is None and event.style is None:
             node.tag = TAG + _kind(node)
         return node
@@ -165,6 +166,7 @@ for _name in ("null", "bool", "int", "float", "str"):
 # SafeLoader fills containers by generators, which only recursive aliases need
 _Loader.add_constructor(TAG + "seq", _Loader.construct_sequence)  # type: ignore[type-var]
 _Loader.add_constructor(TAG + "map", _Loader.construct_mapping)
+# Refuses all other tags, such as those by which PyYAML makes Python objects
 _Loader.add_constructor(None, _Loader.construct_undefined)  # type: ignore[type-var]
 
 
@@ -310,6 +312,7 @@ def change(tree: dict[str, Any], setting: str) -> None:
     try:
         value = parse(text)
         for key in keys[:-1]:
+            # A part that the file leaves out is made, so that a setting of it can be changed
             inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner[key]
         inner[keys[-1]] = value
     except (IndexError, TypeError, AttributeError) as error:

@@ -166,6 +166,7 @@ class PlanExecutor(GradientStore):
     def dense_bytes_of_a_step(self) -> float:
         """Return the bytes plain Horovod sends between nodes in a step, as the mean over ranks."""
         topology = self.plan.topology
+        # Plain Horovod sends all entries as they are, whatever this plan selects or rounds
         return sum(
             routes.get("allreduce").wire_bytes(as_it_is, topology).between
             for as_it_is in (

@@ -112,6 +112,7 @@ class ReplicaGuard:
         self, sums: tf.Tensor, learning_rate: tf.Tensor, steps: tf.Tensor, names: Sequence[str]
     ) -> None:
         size = self._comm.topology.size
+        # By its bits, which one all-gather carries together with the integers
         rate = tf.bitcast(tf.cast(learning_rate, tf.float64), tf.int64)
         row = tf.stack([_combine(sums), rate, tf.cast(steps, tf.int64)])
         with self._comm.scope(self._scope):

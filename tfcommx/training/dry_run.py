@@ -54,6 +54,7 @@ def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str
     # Whole rounds, because a strategy may exchange in one step of a round only
     steps = -(-steps // round_steps) * round_steps
     for number, scheme in enumerate(schemes):
+        # An equal scheme would trace the step again for nothing
         if number and scheme != schemes[number - 1]:
             optimizer.exchanger.switch(scheme)
         phases.append(_phase(model, run, number, timing, steps))
@@ -161,6 +162,7 @@ def bytes_by_route(exchanger: Exchanger) -> dict[str, dict[str, float]]:
         for bucket in plan.buckets:
             sent = routes.of(bucket).wire_bytes(bucket, plan.topology)
             sums = by_route.setdefault(bucket.route, {"inside": 0.0, "between": 0.0})
+            # A round of several steps may have one exchange
             sums["inside"] += sent.inside / strategy.steps_per_exchange
             sums["between"] += sent.between / strategy.steps_per_exchange
     return by_route
@@ -168,6 +170,7 @@ def bytes_by_route(exchanger: Exchanger) -> dict[str, dict[str, float]]:
 
 def _memory() -> dict[str, int]:
     """Return the peak memory of this process, bytes, and of its GPU if it has one."""
+    # `ru_maxrss` counts units of 1,024 bytes on Linux
     memory = {"memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if tf.config.list_logical_devices("GPU"):
         memory["gpu_memory_bytes"] = tf.config.experimental.get_memory_info("GPU:0")["peak"]

@@ -27,6 +27,7 @@ def measure_recipe(recipe: Recipe, steps: int) -> MeasuredProfile:
 
     **Ranks:** one process. **Raises:** ConfigurationError and DataError as training does.
     """
+    # `init` would refuse a `node_size` that does not divide the one rank
     recipe = recipe.model_copy(update={"node_size": None})
     scheme = recipe.scheme_of_epoch()[0]
     rule = None if scheme.selection == "all" else scheme.selection

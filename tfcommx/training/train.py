@@ -244,6 +244,7 @@ def make_callbacks(
 ) -> list[keras.callbacks.Callback]:
     """Return the callbacks of a run, in the order in which Keras calls them."""
     schemes = enumerate(pairwise(context.run.recipe.scheme_of_epoch()), 1)
+    # The optimizer was compiled with the scheme of the first epoch
     changes = {at: new for at, (old, new) in schemes if new != old and at > first.epoch}
     saving = SaveAndStop(context)
     return [

@@ -133,6 +133,7 @@ class Progress:
                 report = self.look()
                 if report != last_report:
                     last_report = report
+                    # The watcher may have ended
                     with contextlib.suppress(OSError):
                         send(b"at " + json.dumps(report).encode() + b"\n")
 
@@ -159,9 +160,11 @@ class Progress:
 
     def _still_there(self) -> list[ExchangeProgress]:
         exchanges = []
+        # A list, because entries of exchanges that no longer exist are removed
         for reference in list(self._waits):
             exchange = reference()
             if exchange is None:
+                # Kept, because the number of this rank's steps must not fall
                 self._steps_before += self._waits.pop(reference)
                 continue
             exchanges.append(exchange)

@@ -75,6 +75,7 @@ class OuterOptimizer:
                     "it to the optimizer that is wrapped."
                 )
         try:
+            # Sorted, because optimizers with equal settings must be equal
             config = json.dumps(outer.get_config(), sort_keys=True)
         except TypeError as error:
             raise ConfigurationError(
