@@ -386,6 +386,7 @@ class BroadcastState(keras.callbacks.Callback):
             [
                 variable
                 for variable in (*self.model.variables, *state)
+                # By identity, because Keras compares variables entry by entry
                 if id(variable) not in each_ranks_own
             ],
             self.root,

@@ -139,6 +139,7 @@ class ChooseAgain(keras.callbacks.Callback):
         # The slowest rank's, because all ranks must draw the same conclusion
         mean = max(seconds for seconds, _ in everyone)
         self._training += mean * self.every
+        # Measured anew, because other plans and trials have other usual times
         if any(is_new for _, is_new in everyone):
             self._usual = None
         elif self._usual is None:

@@ -82,6 +82,7 @@ def warm(
             if hold:
                 print("They stay in memory until this command is interrupted.", flush=True)
                 signal.pause()
+        # An interruption is the usual end of --hold
         except KeyboardInterrupt:
             pass
         finally:

@@ -57,6 +57,7 @@ def load_tensorflow() -> None:
     """Import TensorFlow without its start-up messages, and without garbage collection."""
     if "tensorflow" in sys.modules or sys.stderr is None:
         return
+    # Text that Python has not yet written would otherwise end up in the file below
     sys.stderr.flush()
     stderr = os.dup(2)
     collecting = gc.isenabled()

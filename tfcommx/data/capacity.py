@@ -128,6 +128,7 @@ def estimate_sample_bytes(
             f"{source.name} can be read; the last: {last_error}. "
             "Check the source and its mount, and start again."
         )
+    # With three standard errors, because a slab that is too small for its part stays incomplete
     return np.mean(sizes) + 3 * np.std(sizes) / np.sqrt(len(sizes)) if sizes else 0.0
 
 
@@ -145,6 +146,7 @@ def available_bytes(folder: str, limit: int | None, excluded: str = "") -> int:
     other than `excluded` have reserved and not yet taken are subtracted. At most `limit`.
     """
     free = os.statvfs(folder)
+    # At most an eighth, because a small folder would have no room for a slab
     spared = min(HEADROOM_BYTES, free.f_blocks * free.f_frsize // 8)
     # A tmpfs without a limit has no blocks
     offers = [free.f_bavail * free.f_frsize - spared] if free.f_blocks else []

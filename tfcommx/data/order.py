@@ -33,11 +33,13 @@ def shuffled(samples: np.ndarray, *stream: int) -> np.ndarray:
     """Return the samples, int64 [n], in an order that depends only on their set and `stream`."""
     # Sorted first, because the order of the argument must not count
     samples = np.sort(samples)
+    # Stable, so that equal draws leave the same order on every machine
     return samples[np.argsort(draws(*stream, of=samples), kind="stable")]
 
 
 def _cut(samples: np.ndarray, weights: tuple[int, ...]) -> list[np.ndarray]:
     """Cut an array into consecutive pieces in proportion to the weights, to within one a unit."""
+    # Rounded after the sum and not before, so that no sample is left over
     ends = np.cumsum(weights)
     bounds = [0, *(len(samples) * ends // ends[-1])]
     return [samples[low:high] for low, high in itertools.pairwise(bounds)]

@@ -64,6 +64,7 @@ class Header(NamedTuple):
 
 def prefix() -> str:
     """Return the prefix of the names of this user's slabs, and folders of the disk level."""
+    # The user's number, because all users of a machine share the folder of shared memory
     return f"tfcommx-{os.geteuid()}-"
 
 
@@ -79,6 +80,7 @@ def read_header(file: int) -> Header | None:
         return None
     magic, *numbers = _HEADER.unpack(page)
     header = Header(*numbers)
+    # Every number is checked, because an access beyond the end of a mapped file ends the process
     is_sound = (
         magic == MAGIC
         and header.length == os.fstat(file).st_size

@@ -135,12 +135,15 @@ def tf_config() -> ClusterEnvironment | None:
     host, _, port = first.rpartition(":")
     if not host or not port.isdecimal():
         raise _tf_config_error(f"the address {first!r} of the first task")
+    # The cluster identifies the launch, because all tasks have the same; sorted, because their
+    # texts may list it in different orders
     digest = hashlib.sha256(json.dumps(cluster, sort_keys=True).encode()).hexdigest()
     return ClusterEnvironment(
         "TF_CONFIG",
         ranks.index((kind, index)),
         len(ranks),
         None,
+        # A socket takes an IPv6 address without the brackets that separate it from a port
         host.strip("[]"),
         _own_port() or _as_port("The port in TF_CONFIG", port),
         digest[:16],

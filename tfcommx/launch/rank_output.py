@@ -53,6 +53,7 @@ class Relay:
 
     def __init__(self, source: int, target: int) -> None:
         self.source, self._target = source, target
+        # Incremental, because a read may end within a character
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._within_line = False
 
@@ -69,6 +70,7 @@ class Relay:
 
     def finish(self) -> None:
         """Write the rest of the pipe."""
+        # Without waiting, because a background process may keep the pipe open
         os.set_blocking(self.source, False)
         # Bounded, because a background process may write forever
         for _ in range(LARGEST_PIPE // READ_BYTES):
@@ -85,6 +87,7 @@ class Relay:
     def _write(self, data: bytes) -> None:
         if data:
             self._within_line = not data.endswith(b"\n")
+        # In a loop, because a pipe may take fewer bytes than it is given
         while data:
             data = data[os.write(self._target, data) :]
 
@@ -115,6 +118,7 @@ def start(command: list[str]) -> subprocess.Popen[bytes]:
         preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
     )
     rank.append(process)
+    # Forwarded only now, because the rank did not exist when they came
     for number in early:
         process.send_signal(number)
     return process
@@ -128,6 +132,8 @@ def relay(process: subprocess.Popen[bytes]) -> int:
         process.wait()
         os.close(end_writer)
 
+    # By a thread and not by the ends of the pipes, which the rank's background processes may keep
+    # open
     threading.Thread(target=wait, daemon=True).start()
     assert process.stdout and process.stderr
     relays = [Relay(process.stdout.fileno(), 1), Relay(process.stderr.fileno(), 2)]

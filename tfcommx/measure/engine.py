@@ -285,4 +285,5 @@ def _computing(load: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         ended.set()
+        # The next measurement must not compete with the last computation
         thread.join()

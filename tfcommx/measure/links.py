@@ -69,8 +69,10 @@ def seconds_per_byte(
         return on_device(device, BYTES_ON_GPU, repeats, clock)
     total, summand, best = np.zeros(size // 4, np.float32), np.ones(size // 4, np.float32), math.inf
     for _ in range(repeats):
+        # In place, because a new result would be timed with its page faults
         start = clock()
         np.add(total, summand, out=total)
+        # The fastest, because other work makes an addition slower, never faster
         best = min(best, clock() - start)
     return max(best, 0.0) / (4 * len(total))
 
@@ -108,6 +110,7 @@ def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) 
         # which is traced
         return statistics.median(times[1:])
 
+    # The launch and the copy to the host cancel, because both rows have them
     longer = seconds(row(1 + ADDITIONS)) - seconds(row(1))
     return max(longer, 0.0) / (ADDITIONS * size)
 
@@ -329,6 +332,7 @@ def _time_blocks(
     """Return (bytes of a block, seconds of the pipeline's allreduce); empty if it cannot run."""
     if not blocks or not comm.messages.possible or comm.topology.size == 1:
         return []
+    # Opened here, so that no block's time contains it
     comm.messages.open()
     vector, timed = tf.zeros([entries]), []
     for block in blocks:

@@ -113,6 +113,7 @@ class Asa(DenseRoute):
         """
         ranks, engine = topology.size, engines.of(links)
         total = formats.dense_bytes(bucket, ranks)
+        # The owner adds in the wider dtype, whose bytes it reads and writes
         wide = ENTRY_BYTES[formats.sum_dtype(formats.dense_dtype(bucket))]
         link = slowest_link(topology, links)
         added = (ranks - 1) / ranks * bucket.padded * wide * link.gamma_s_per_byte

@@ -137,6 +137,7 @@ def carry_out(
     return array.copy() if operation == "reduce" and position else result
 
 
+# Kept, because every step has the same transfers, and a schedule lists those of all positions
 @functools.lru_cache(maxsize=256)
 def own_transfers(
     schedule: Schedule, operation: str, positions: int, entries: int, block: int, position: int
@@ -234,6 +235,7 @@ class _Queues:
 
     def finish_one(self) -> bool:
         """Wait for one transfer and apply those whose turn it is; False if none is under way."""
+        # The oldest of each line, because messages between two ranks with one tag arrive in order
         fronts = [line for line in self.under_way.values() if line]
         if not fronts:
             return False
@@ -399,6 +401,7 @@ class MessageRoute(PeerRoute[MessageOptions]):
         """Count the bytes through the busiest port of a node, in its busier direction."""
         ports: Counter[tuple[str, int]] = Counter()
         for source, target, amount in self._messages(bucket.options.collective, bucket, topology):
+            # Each direction alone, because a port sends and receives at once
             if source != target:
                 ports["out", source] += amount
                 ports["in", target] += amount

@@ -61,6 +61,7 @@ def seconds(bucket: Bucket[MessageOptions], topology: Topology, links: Links) ->
     ranks, total = topology.size, bucket.padded_bytes
     if ranks == 1 or total == 0:
         return 0.0
+    # The slowest link sets the pace, because all blocks pass all positions
     link = slowest_link(topology, links)
     block = min(bucket.options.block_bytes, total)
     travels = block * link.beta_s_per_byte

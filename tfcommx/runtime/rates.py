@@ -31,6 +31,7 @@ def exponent_of(rate: tf.Tensor) -> tf.Tensor:
     >>> [int(exponent_of(tf.constant(rate))) for rate in (0.0, 0.25, 0.3, 0.5, 3.0)]
     [-127, -2, -2, -1, 1]
     """
+    # From the bits, because a logarithm may round up to the next integer
     bits = tf.bitcast(tf.abs(tf.cast(rate, tf.float32)), tf.int32)
     return tf.bitwise.right_shift(bits, 23) - 127
 
@@ -83,6 +84,7 @@ class HighestRate:
 
         with tf.device("/cpu:0"):
             exponent, highest = exponent_of(rate), self._exponent.read_value()
+            # The first rate is only recorded, because no residual was left at a lower one
             unshrunk = tf.where(highest == UNKNOWN, exponent, highest)
             rises = (exponent > highest) & (exponent < UNKNOWN)
             self._exponent.assign(tf.cond(rises, shrink, lambda: unshrunk))

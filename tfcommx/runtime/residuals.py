@@ -37,6 +37,7 @@ def send_with_residual(gradient: tf.Tensor, residual: tf.Tensor) -> tuple[tf.Ten
     >>> sent.numpy().tolist(), residual.numpy().tolist()
     ([3.0, 4.0], [0.0, 0.0])
     """
+    # At least float32, so that it also holds what a 16-bit dtype rounds off
     wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
     total = tf.cast(gradient, wide) + tf.cast(residual, wide)
     sent = tf.cast(total, gradient.dtype)
@@ -161,7 +162,10 @@ class GradientStore:
                 continue
             values = variable.numpy()
             for path, of_variable, of_shard in stretches(state.bucket, state.shard):
+                # Zeros are left out, because each variable with a state costs collectives at `load`
                 if values[of_shard].any():
+                    # Pieces of one variable may lie in several buckets, and fill one vector
+                    # together
                     vector = vectors.setdefault(path, np.zeros(sizes[path], np.float32))
                     vector[of_variable] = values[of_shard]
         return vectors
@@ -264,6 +268,7 @@ class GradientStore:
             # The state of a compression stays, because it is no part of a gradient
             for variable in (state.residual, state.velocity):
                 if variable is not None:
+                    # A copy, because `numpy` may share the variable's memory, or be read-only
                     values = np.array(variable.numpy())
                     for path, _, of_shard in stretches(state.bucket, state.shard):
                         if path in variables:

@@ -219,6 +219,7 @@ class TrialExecutor:
         results = tf.switch_case(
             active, [turn(*numbered) for numbered in enumerate(self.executors)]
         )
+        # The flag stays on the host, so that the condition does not wait for a copy from a GPU
         with tf.device("/cpu:0"):
             trying = self._steps_of_round > 0
         tf.cond(trying, lambda: self._record(results, position), lambda: None)
@@ -282,6 +283,7 @@ class TrialExecutor:
         losers = [executor for executor in self.executors if executor is not self.chosen]
         residuals = sum((executor.export() for executor in losers), GradientState()).residuals
         self._add_unsent(residuals)
+        # A loser has no more turns, so its state would only occupy memory
         for executor in losers:
             executor.release()
         self.comm.trials.leave(self)
@@ -294,6 +296,8 @@ class TrialExecutor:
             return dict(gradients)
         paths = [path for path in gradients if path in self._unsent]
         parts = [gradients[path] for path in paths]
+        # By a condition, because nothing is left to send after the first steps, and adding zeros
+        # would cost each step a pass
         sent = tf.cond(
             self._has_unsent,
             lambda: self._send_unsent(paths, parts),
@@ -344,6 +348,7 @@ class TrialExecutor:
     def unsent(self) -> Vectors:
         """Return this rank's residuals that no plan keeps: the next step sends them."""
         residuals = {path: variable.numpy() for path, variable in self._unsent.items()}
+        # Copies, because `numpy` may share the variable's memory
         return {path: np.array(part) for path, part in residuals.items() if part.any()}
 
     def follow_rate(self, rate: tf.Tensor) -> None:

@@ -74,6 +74,7 @@ class Rule:
         **Source:** see the equations in `kernels.select.with_error_feedback`.
         """
         gradient = _vector(gradient)
+        # One kernel adds, chooses and keeps the rest, in fewer passes than separate operations
         if isinstance(self.selector, NativeSelector):
             return kernel.select_with_residual(
                 gradient, residual, k, seed, self.selector.name, velocity, momentum
@@ -91,5 +92,6 @@ def _vector(gradient: Any) -> tf.Tensor:
             f"A selection rule chooses from a vector. Received shape {tuple(vector.shape)}. "
             "Flatten it: tf.reshape(gradient, [-1])."
         )
+    # Others are cast to the dtype of the residual, because a wider sum could not be kept
     taken = (tf.float32, tf.float16, tf.bfloat16)
     return vector if vector.dtype in taken else tf.cast(vector, tf.float32)

@@ -113,6 +113,7 @@ class BinarySearch:
         need = tf.cast(wanted - tf.size(above, tf.int64), tf.int32)
         start = below(seed, tf.size(between) - need + 1)
         window = between[start : start + need]
+        # Ascending, because wire formats take indices in order
         ascending = tf.sort(tf.concat([chosen, above, window], 0))
         ascending = tf.ensure_shape(ascending, [k if isinstance(k, int) else None])
         indices = tf.cast(ascending, tf.int32)
@@ -120,6 +121,7 @@ class BinarySearch:
 
     def _thresholds(self, magnitude: tf.Tensor, k: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Return thres1, which at most k magnitudes reach, and thres2, which more than k reach."""
+        # 1 if no entry is finite, where the sum is 0, too
         counted = tf.maximum(tf.math.count_nonzero(magnitude >= 0), 1)
         mean = tf.reduce_sum(tf.maximum(magnitude, 0.0)) / tf.cast(counted, tf.float64)
         largest = tf.reduce_max(magnitude)

@@ -27,6 +27,7 @@ def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
     def run() -> None:
         try:
             future.set_result(call())
+        # Any exception, because whoever waits for the result would wait forever without one
         except BaseException as error:
             future.set_exception(error)
 
@@ -99,4 +100,5 @@ class BackgroundCalls:
 
     def _stop(self) -> None:
         """Let the call end before TensorFlow and Horovod shut down."""
+        # For a limited time, because the call may wait for a rank that is gone
         self.settle(END_SECONDS)

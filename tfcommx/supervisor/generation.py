@@ -241,10 +241,12 @@ class RankZeroListener:
                 caller.answer({"ok": False})
                 return
             caller.answer({"ok": True})
+            # Without a limit, because rank 0 may have nothing to say for long
             connection.settimeout(None)
             self._rank_0 = connection
             self._heard({"connected": caller.said})
             with connection.makefile("rb") as lines:
+                # Up to a limit, so that a line without an end cannot fill the memory
                 while line := lines.readline(LARGEST_MESSAGE):
                     message = json.loads(line)
                     if isinstance(message, dict):

@@ -191,6 +191,7 @@ def place(offered: Iterable[Host], before: Iterable[Host], most: int | None) -> 
     """
     names = [host.name for host in before]
     first = {name: number for number, name in enumerate(names)}
+    # New hosts stay in the order of discovery, because the sort is stable
     in_order = sorted(offered, key=lambda host: first.get(host.name, len(first)))
     return in_order if most is None else first_slots(in_order, most)
 

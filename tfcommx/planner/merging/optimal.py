@@ -54,6 +54,8 @@ def optimal(profile: Profile, prices: Prices) -> Groups:
     """
     if not profile.variables:
         return []
+    # Greedy choices first, because the best of them is a limit that ends most branches of the
+    # search
     tried = [greedy(profile, prices) for greedy in (single, each, mg_wfbp, omgs)]
     best = min(tried, key=lambda groups: finish_s(groups, profile, prices))
     limit = finish_s(best, profile, prices)
@@ -61,6 +63,7 @@ def optimal(profile: Profile, prices: Prices) -> Groups:
     # A coarse search first: a good limit makes the other one short
     for border in BORDERS:
         groups = _Search(bounds, limit, border).groups()
+        # A search that drops states may end without any within the limit, and the best so far stays
         if groups and finish_s(groups, profile, prices) <= limit:
             best, limit = groups, finish_s(groups, profile, prices)
     return best
@@ -68,9 +71,12 @@ def optimal(profile: Profile, prices: Prices) -> Groups:
 
 def _border(first: Floats, port: Floats) -> Integers:
     """Return the positions of the states of which no other one is as early at both times."""
+    # In ascending order of one time, so that a state is on the border if no state before it is as
+    # early at the other
     order = np.lexsort((port, first))
     smallest = np.minimum.accumulate(port[order])
     is_on_border = np.ones(len(order), bool)
+    # Equal but for rounding is dominated, because otherwise equal states would multiply
     is_on_border[1:] = port[order][1:] < smallest[:-1] * (1 - ROUNDING)
     positions: Integers = order[is_on_border]
     return positions
@@ -180,7 +186,9 @@ class _Search:
                 self.selection.bounds(sizes), self.message.bounds(sizes), strict=True
             )
         )
+        # By bounds first, because exact prices are computed one by one
         candidates = np.flatnonzero(self._promising(lows, highs, stop))
+        # States after one position share the group, and its price is computed once
         starts, which = np.unique(self.position[candidates], return_inverse=True)
         lengths = (self.ends[stop] - self.ends[starts]).tolist()
         selected = np.array([self.selection(size) for size in lengths], np.float64)[which]
@@ -191,6 +199,7 @@ class _Search:
         indices = _border(first, port)
         indices = indices[self.bounds.end(first[indices], port[indices], stop) <= self.limit]
         if len(indices) > self.border:
+            # Evenly spread over the border, so that states that are early at either time stay
             indices = indices[np.linspace(0, len(indices) - 1, self.border).astype(int)]
         self.position = np.append(self.position, np.full(len(indices), stop))
         self.first = np.append(self.first, first[indices])

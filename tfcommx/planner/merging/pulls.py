@@ -60,6 +60,7 @@ class PullTimes:
                 f"{len(self.transfer_s)} and {len(self.compute_s)} times."
             )
         for seconds in (self.startup_s, *self.transfer_s, *self.compute_s):
+            # NaN fails this comparison, and would pass one with < 0
             if not 0 <= seconds < math.inf:
                 raise PlanError(f"Times must be seconds >= 0. Received {seconds!r}.")
 

@@ -70,6 +70,7 @@ class Transformer(RecipePart):
             )
         source = keras.Input((None,), dtype="int32", name="source")
         target = keras.Input((None,), dtype="int32", name="target")
+        # `Positions` multiplies by the root of the width, so embeddings begin with a deviation of 1
         words = layers.ReversibleEmbedding(
             inputs,
             self.width,
@@ -87,10 +88,12 @@ class Transformer(RecipePart):
         decoded = self._embedded(words, target, "decoder")
         for number in range(1, self.blocks + 1):
             name = f"decoder{number}"
+            # Causal, because a word must not see the words that it predicts
             decoded = self._attended(decoded, decoded, f"{name}_self", use_causal_mask=True)
             decoded = self._attended(decoded, encoded, f"{name}_source", attention_mask=seen)
             decoded = self._transformed(decoded, name)
         decoded = self._ended(decoded, "decoded")
+        # In float32 also with mixed precision, because 16-bit logits would round the loss
         logits = layers.Activation("linear", dtype="float32", name="logits")(
             words(decoded, reverse=True)
         )

@@ -73,6 +73,7 @@ class Classification:
         import tensorflow as tf
 
         def count(pictures: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+            # In float32, because `in_top_k` takes no 16-bit logits
             logits = tf.cast(model(pictures, training=False), tf.float32)
             right = [tf.math.in_top_k(labels, logits, k) for k in (1, 5)[: len(self.scores)]]
             return tf.stack([*map(tf.math.count_nonzero, right), tf.size(labels, tf.int64)])

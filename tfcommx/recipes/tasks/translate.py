@@ -135,6 +135,7 @@ class Translation:
             decode = beam_decoder(model, self.beam, self.length_penalty)
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
+            # In float64, because float32 counts words exactly only up to 2^24
             counts = np.zeros(2)
             translations: dict[int, str] = {}
             for inputs, (labels, numbers) in batches:
@@ -144,6 +145,7 @@ class Translation:
                 if chosen.any():
                     translated = decode(inputs["source"][chosen]).numpy()
                     texts = map(self.data.vocabulary.decode, translated)
+                    # By number, because each rank decodes other sentences
                     translations |= dict(zip(numbers.numpy()[chosen].tolist(), texts, strict=True))
             parts = gather((counts, translations))
             right, seen = np.sum([counts for counts, _ in parts], axis=0)

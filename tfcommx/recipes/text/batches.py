@@ -80,6 +80,7 @@ class LengthBatches:
         # Number of sentences of a global batch, by bucket
         self.sizes = [words // bound * ranks for bound in self.bounds]
         self.steps = 0
+        # Counted as `epoch` cuts them, where the rest of a bucket joins the next one
         carried = 0
         for members, size in zip(self.members, self.sizes, strict=True):
             full, carried = divmod(len(members) + carried, size)
@@ -92,12 +93,16 @@ class LengthBatches:
         batches: list[Batch] = []
         carried = np.zeros(0, np.int64)
         for length, members, size in zip(self.bounds, self.members, self.sizes, strict=True):
+            # Shuffled together, because the carried ones would otherwise always lie in the first
+            # batch
             pool = random.permutation(np.concatenate([carried, members]))
             full = len(pool) // size
             share = size // self.ranks
             for start in range(0, full * size, size):
                 batches.append(Batch(length, pool[start + rank * share :][:share]))
+            # The rest joins longer sentences, so that few are left out of an epoch
             carried = pool[full * size :]
+        # Shuffled, because lengths ascend up to here, and training must not begin with the shortest
         return [batches[number] for number in random.permutation(len(batches))]
 
 

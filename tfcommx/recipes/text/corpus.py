@@ -87,6 +87,7 @@ def open_corpora(
     of the encoded pairs, to compare their CRCs.
     **Raises:** DataError without pairs of either kind, and for files that are damaged.
     """
+    # All that the files depend on is in the name, so that another data set or size never opens them
     cached = folder / key_of((FORMAT, train.key, test.key, size))[:20]
     cached.mkdir(parents=True, exist_ok=True)
     with _others_wait(cached / "lock"):

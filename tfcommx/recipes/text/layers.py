@@ -23,7 +23,9 @@ class Positions(keras.layers.Layer):
 
     def call(self, embeddings: keras.KerasTensor) -> keras.KerasTensor:
         width = embeddings.shape[-1]
+        # One rate more for an odd width, whose last cosine is cut off
         rates = 1e4 ** (-np.arange((width + 1) // 2, dtype=np.float32) * 2 / width)
+        # In float32, because 16-bit floats cannot number the words of a long sentence
         places = ops.arange(ops.shape(embeddings)[1], dtype="float32")
         angles = places[:, None] * rates[None, :]
         waves = ops.concatenate([ops.sin(angles), ops.cos(angles)], axis=1)[:, :width]
@@ -56,6 +58,7 @@ class WordLoss(keras.losses.Loss):
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Return float32 []: the loss of labels [n, words] and logits [n, words, vocabulary]."""
+        # In float32, because 16-bit floats would round the sum over the vocabulary
         logits = ops.cast(y_pred, "float32")
         normal = ops.logsumexp(logits, axis=-1)
         # Gathered, because one-hot targets would take as much memory as the logits
@@ -65,6 +68,7 @@ class WordLoss(keras.losses.Loss):
         spread = normal - ops.mean(logits, axis=-1)
         losses = (1 - self.label_smoothing) * right + self.label_smoothing * spread
         real = ops.cast(ops.not_equal(y_true, 0), "float32")
+        # A batch of padding alone has a loss of 0, and not NaN
         return ops.sum(losses * real) / ops.maximum(ops.sum(real), 1.0)
 
     def get_config(self) -> dict[str, Any]:

@@ -122,6 +122,8 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
             )
         if self.outer is not None:
             object.__setattr__(self, "outer", OuterOptimizer.of(self.outer))
+            # The outer optimizer takes averaged updates for its gradient, so weights are no input
+            # for it
             object.__setattr__(self, "sends", "updates")
 
     @property
@@ -197,6 +199,7 @@ class OverlappedRounds:
 
     def begin(self, number: int) -> None:
         """Start to exchange a snapshot of a fragment's weights; do not wait."""
+        # The thread starts after these copies, because the next step changes the weights
         copies = [
             self._snapshots[path].assign(self._weights[path], read_value=False)
             for path in self._fragments[number].paths

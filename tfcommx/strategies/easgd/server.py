@@ -49,6 +49,8 @@ def cut(entries: int, servers: Sequence[int]) -> list[CentreRange]:
     >>> [tuple(part) for part in cut(8, [0, 1, 2])]
     [(0, 0, 2), (1, 2, 5), (2, 5, 8)]
     """
+    # Products are rounded and not lengths, so that the ranges meet and the last one ends at the
+    # last entry
     ends = [entries * number // len(servers) for number in range(len(servers) + 1)]
     return [CentreRange(*row) for row in zip(servers, ends, ends[1:], strict=False)]
 
@@ -155,6 +157,7 @@ class CentreServer:
         self._answer(source, (np.zeros(0), STARTED))
 
     def _meet(self, source: int, message: np.ndarray) -> None:
+        # Not by START alone, because training may continue from the last centre without one
         self.trains = True
         centre = self._begun()
         force = centre.meet(message.view(centre.values.dtype))
@@ -179,6 +182,7 @@ class CentreServer:
             return False
         done, self._done, self.trains = self._done, {}, False
         statistics = _average(list(done.values()))
+        # A copy, because another training may move the centre while answers are in transit
         values = self._begun().values.copy()
         for worker in done:
             self._answer(worker, (values, CENTRE), (statistics, STATISTICS))
@@ -187,6 +191,7 @@ class CentreServer:
     def _answer(self, worker: int, *parts: tuple[np.ndarray, int]) -> None:
         """Send to a worker without waiting: it may die before it receives."""
         under_way = self._answers.get(worker, [])
+        # Those that have arrived are dropped, so that their arrays are freed
         self._answers[worker] = [
             answer for answer in under_way if not self._messages.done(answer[0])
         ] + [(self._messages.send(array, worker, tag), array) for array, tag in parts]

@@ -147,6 +147,7 @@ server='thread')
                 f"{CENTRE_LAUNCH}. Received one of {ranks} ranks that all train."
             )
         limit = STABLE_BLOCKING if self.blocking else STABLE_DELAYED
+        # One rank warns, because all have equal options
         if ranks > 1 and alpha > limit and comm.rank == CHIEF:
             log.warning(
                 "alpha = %g is more than %.3g, up to which a %s exchange is stable%s. Lower alpha "
@@ -178,6 +179,8 @@ class ServerThread:
         if self._thread is not None:
             return
         self._stopped.clear()
+        # A daemon, because Python would wait for another thread before it calls the exit hooks that
+        # stop this one
         self._thread = threading.Thread(
             target=self._server.run, args=(self._stopped,), name="tfcommx-centre", daemon=True
         )
@@ -242,6 +245,7 @@ class ElasticRun(StrategyRun):
             if self._options.blocking:
                 tf.cond(steps % self._options.every == 0, self._exchange_now, lambda: None)
                 return
+            # By Python, because only MPI knows whether a force has arrived
             receives, sends = tf.numpy_function(self._turn, [steps], [tf.bool, tf.bool])
             # First, so that the next snapshot contains the force
             tf.cond(receives, self._receive, lambda: None)

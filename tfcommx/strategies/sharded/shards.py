@@ -151,6 +151,8 @@ def lay_out(
     require_carried(dict(zip(paths, dtypes, strict=True)))
     position = {path: number for number, path in enumerate(paths)}
     batch_of = [n for n, (start, stop) in enumerate(batches) for _ in range(start, stop)]
+    # Also apart by dtype and decay, because the optimizer treats a segment as one variable, which
+    # has one dtype and decays as a whole
     members: dict[tuple[str, int, str, bool], list[tuple[str, int]]] = {}
     for path, (bucket, size) in sizes_of(plan).items():
         at = position[path]
@@ -165,6 +167,7 @@ def lay_out(
                 paths=names,
                 sizes=sizes,
                 starts=tuple(starts),
+                # Rounded up, because reduce-scatter needs equally long shards on all ranks
                 length=-(-total // ranks),
                 dtype=dtype,
                 decays=(decaying,) * len(variables),
@@ -275,6 +278,7 @@ class Shards:
 
     def batches(self) -> list[list[int]]:
         """Return the positions of the segments of each batch and dtype, in pull order."""
+        # Sorted, because a set's order differs between processes, and all ranks pull in this order
         keys = sorted({(segment.batch, segment.dtype) for segment in self.segments})
         return [
             [i for i, segment in enumerate(self.segments) if (segment.batch, segment.dtype) == key]
@@ -296,10 +300,12 @@ class Shards:
 
     def squares(self, gradients: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return path -> sum of squares of this rank's part of a gradient, float32."""
+        # All variables, because the ranks add up these sums, and each owns parts of some only
         sums = {path: tf.zeros([]) for path in self.weights}
         for position, gradient in enumerate(gradients):
             flat, at = tf.reshape(gradient, [-1]), 0
             for path, start, stop in self.parts(position):
+                # In float32, because squares of 16-bit floats overflow or vanish
                 part = tf.cast(flat[at : at + stop - start], tf.float32)
                 sums[path] += tf.reduce_sum(part * part)
                 at += stop - start
