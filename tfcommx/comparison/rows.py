@@ -63,6 +63,7 @@ def over_seeds(values: Sequence[float | None]) -> Spread | None:
     Spread(mean=2.0, spread=1.4142135623730951, seeds=2)
     """
     present = [value for value in values if value is not None]
+    # A mean over fewer seeds would favour a method that fails with the others
     if not present or len(present) < len(values):
         return None
     spread = statistics.stdev(present) if len(present) > 1 else 0.0
@@ -234,6 +235,7 @@ def method_rows(comparison: Comparison) -> dict[str, Row]:
             "spread": end.spread,
             "loss": comparison.final(dense).mean - end.mean,
             "bytes_between": points[name].cost,
+            # On a single node no method sends anything, so all are alike
             "bytes_share": points[name].cost / points[dense].cost if points[dense].cost else 1.0,
             **_at_shares("bytes", BYTES_SHARES, curves, points[dense].cost),
             "target": comparison.wanted(),

@@ -134,6 +134,8 @@ def run_command(words: Sequence[str], log: Path) -> None:
         try:
             status = process.wait()
         finally:
+            # A signal ends this process at once from here on, because no training is left that
+            # could save
             on_end_signals(lambda number, frame: sys.exit(128 + number))
     if seen:
         sys.exit(128 + seen[0])

@@ -93,6 +93,7 @@ class SupervisorLink:
         # Set when the supervisor wants the ranks to end for the next generation
         self.asked_to_pause = threading.Event()
         self._connection: socket.socket | None = None
+        # Several threads send, and their lines must not mix
         self._sending = threading.Lock()
         handshake, errors = supervised.handshake(PROTOCOL), []
         for address in supervised.places:
@@ -121,6 +122,7 @@ class SupervisorLink:
         with self._sending, contextlib.suppress(OSError):
             if self._connection is not None:
                 line = json.dumps(message).encode() + b"\n"
+                # Without SIGPIPE, which would end a rank whose script has restored the default
                 self._connection.sendall(line, socket.MSG_NOSIGNAL)
 
     def _listen(self) -> None:

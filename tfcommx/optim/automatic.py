@@ -96,6 +96,7 @@ def write(kind: str, key: object, value: dict[str, Any]) -> None:
 
 
 def _crc(value: object) -> int:
+    # Keys are sorted, because equal values may have been filled in another order
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 

@@ -113,7 +113,7 @@ class BinarySearch:
         need = tf.cast(wanted - tf.size(above, tf.int64), tf.int32)
         start = below(seed, tf.size(between) - need + 1)
         window = between[start : start + need]
-        # Ascending, because wire formats take indices in order
+        # Ascending, because most wire formats take indices in order
         ascending = tf.sort(tf.concat([chosen, above, window], 0))
         ascending = tf.ensure_shape(ascending, [k if isinstance(k, int) else None])
         indices = tf.cast(ascending, tf.int32)

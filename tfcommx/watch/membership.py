@@ -101,6 +101,7 @@ class Membership:
 
         **Raises:** RankLostError that names it.
         """
+        # A copy, because another thread may record an end meanwhile
         for rank, event in list(self._died.items()):
             raise RankLostError(
                 "A collective needs all ranks. Received a call of one after rank "

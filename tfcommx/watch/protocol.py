@@ -208,6 +208,7 @@ def read_line(line: str, size: int) -> tuple[str, Any]:
         ranks, right = [content], True
     else:
         ranks, right = [], isinstance(content, str if kind in ("stall", "end") else type(None))
+    # Not isinstance, because it takes JSON's true for a number
     if not right or not all(type(rank) is int and 0 <= rank < size for rank in ranks):
         raise ValueError(f"no line of a watcher: {line!r:.80}")
     return kind, content
@@ -451,6 +452,7 @@ class WatchProtocol:
         groups = later([self.group], time_now - self.group_since)
         for child in self.children:
             neighbour = self.neighbours[child]
+            # A dead child's last report would age forever, and look like a stall
             if self.left.get(child) is False:
                 continue
             groups += later(neighbour.groups, time_now - neighbour.groups_at)

@@ -91,6 +91,7 @@ class Watcher:
             while waiting := [peer for peer in lower if peer not in self.dialled]:
                 for peer in waiting:
                     self.dial(peer)
+                # A neighbour may not listen yet, and a loop without a pause would occupy a core
                 time.sleep(0.2)
             self.redial.wait()
             self.redial.clear()
@@ -109,7 +110,8 @@ class Watcher:
                     return
 
     def in_loop(self, work: Callable[[], None]) -> None:
-        # The loop alone changes the watcher's state, so that no lock is needed
+        # The loop alone changes the watcher's state, so that no lock is needed. It may be waiting in
+        # `select`, which a queue does not wake
         self.from_threads.put(work)
         self.wake.send(b"w")
 
@@ -159,6 +161,7 @@ class Watcher:
             if not data:
                 del self.pending[peer]
         for line in self.member.to_rank:
+            # Its process may have ended, which `hear_rank` notices
             with contextlib.suppress(OSError):
                 self.to_rank.send(line.encode() + b"\n")
         self.member.outbox, self.member.to_rank = [], []
@@ -169,6 +172,7 @@ class Watcher:
         link = self.links[peer]
         try:
             data = link.recv(65536)
+        # Linux may report a socket without data as ready
         except BlockingIOError:
             return
         except OSError as error:  # Such as a connection that TCP gave up

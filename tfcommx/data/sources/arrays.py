@@ -78,6 +78,7 @@ class Arrays:
             )
         self.count, self.channels = len(images), images.shape[3]
         self.shape: tuple[int, int] | None = images.shape[1:3]
+        # A hash reads contiguous memory only, and slices of arrays often have gaps
         digest = hashlib.sha256(np.ascontiguousarray(images).data if images.size else b"")
         digest.update(self.labels.tobytes())
         # With the shape, because the same bytes may be images with other sides

@@ -82,6 +82,7 @@ def _other_kind(data: bytes) -> str | None:
         return {b"av": "an AVIF", b"he": "a HEIC", b"mi": "a HEIC", b"ms": "a HEIC"}.get(
             data[8:10], "a video or picture in an MPEG-4 file"
         )
+    # A web page or an SVG may begin with a byte order mark and blanks
     start = data[:64].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     for kind, heads in OTHERS.items():
         if data.startswith(heads) or start.startswith(heads):
@@ -123,6 +124,7 @@ def _has_colours(bitmap: bytes) -> bool:
     """Return True if a BMP has a colour table other than a linear ramp of greys."""
     pixels_at, head = _little(bitmap, 10), _little(bitmap, 14)
     table = bitmap[14 + head : max(14 + head, pixels_at)]
+    # A damaged table may end within a colour
     colours = np.frombuffer(table[: len(table) // 4 * 4], np.uint8).reshape(-1, 4)[:, :3]
     if len(colours) > 256:
         return True

@@ -30,6 +30,7 @@ def unpack(packages: Sequence[str], work: Path) -> Path:
     # No sandbox, because as root apt would download as the user _apt, who cannot write here
     download = ["apt-get", "-q", "-o", "APT::Sandbox::User=root"]
     try:
+        # By the machine's lists first, because an update downloads all of them
         run([*download, "download", *packages], work)
     except DataError:
         run([*download, *private, "update"], work)
@@ -38,6 +39,7 @@ def unpack(packages: Sequence[str], work: Path) -> Path:
         archives = list(work.glob(f"{package}_*.deb"))
         if not archives:
             raise DataError(f"apt-get downloaded no {package}_*.deb")
+        # Unpacked and not installed, because that needs root
         run(["dpkg", "-x", str(archives[0]), str(unpacked)], work)
     return unpacked
 

@@ -100,6 +100,7 @@ class Pictures:
             number: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]
         ) -> tuple[tf.Tensor, tf.Tensor]:
             pictures, labels = batch
+            # Another seed for each rank and step, because batches must not all be augmented alike
             seed = tf.stack([place.seed, number * place.topology.size + place.rank])
             return augment(pictures, seed, resolution), labels
 

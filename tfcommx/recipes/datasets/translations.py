@@ -70,6 +70,7 @@ class LinePairs:
         changed since the key was made.
         """
         sides = map(_lines, self.files, self.digests)
+        # `zip` would end with the shorter file, and hide that lines are missing
         for number, (source, target) in enumerate(itertools.zip_longest(*sides), 1):
             if source is None or target is None:
                 short = self.files[0 if source is None else 1]
@@ -304,6 +305,7 @@ class CataloguePairs:
     def __init__(self, folder: Path, test: bool) -> None:
         pairs = {
             source: target
+            # Sorted, because the last catalogue with a text decides, and a folder has no order
             for path in sorted(folder.glob("*.mo"))
             # Not hidden files, such as the resource fork (._de.mo) of a file copied from a Mac
             if not path.name.startswith(".")
