@@ -121,6 +121,7 @@ def compare(
         name: [epoch["steps"] for epoch in rows[0]["epochs"]] for name, rows in trainings.items()
     }
     steps, topology = [], Topology(nodes, slots)
+    # Each rate once, because --measured-at may be among the --bandwidths
     for rate in sorted({*rates, *([measured_at] if measured_at else [])}):
         at_rate = links_at(rate, prices)
         predicted = {

@@ -79,6 +79,7 @@ class _ThreadPointToPoint:
             self.sent[target] = self.sent.get(target, 0) + array.nbytes
         with self.meeting.lock:
             messages = self.meeting.mailbox.setdefault((self.rank, target, tag), deque())
+            # A copy, because the sender may change its array from now on
             messages.append(array.copy())
             self.meeting.lock.notify_all()
 
@@ -118,6 +119,7 @@ class _ThreadPointToPoint:
                 raise RuntimeError(f"Rank {self.rank} was left alone: {meeting.failure}")
             for (source, target, its_tag), messages in meeting.mailbox.items():
                 if (target, its_tag) == (self.rank, tag) and messages:
+                    # As bytes, because a message of MPI does not carry its dtype
                     return source, messages.popleft().reshape(-1).view(np.uint8)
         return None
 

@@ -79,6 +79,7 @@ class PowerSGD(Compression):
         ]
         # Each Q as Q', because a product over the long side as M' P takes twice the time of P' M
         rights = _cut(state, [(self.rank, matrix.shape[1]) for matrix in matrices])
+        # Orthonormal, because all columns would otherwise approach the first singular vector
         lefts = [
             tf.matmul(matrix, tf.linalg.qr(tf.transpose(right_factor)).q)
             for matrix, right_factor in zip(matrices, rights, strict=True)

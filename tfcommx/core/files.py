@@ -158,6 +158,7 @@ def _finite(value: Any) -> Any:
 def put_in_place(part: Path, path: Path) -> None:
     """Rename a written file; both are on the disk afterwards, even if the machine fails."""
     _sync(part)
+    # Before the renaming, because `part` names no file afterwards
     written = os.stat(part)
     try:
         os.replace(part, path)
@@ -253,6 +254,7 @@ def crc_of(path: str | os.PathLike[str]) -> int:
     """Return the CRC-32 of a file's bytes. **Cost:** one read. **Raises:** OSError."""
     crc = 0
     with open(path, "rb") as file:
+        # In parts, because a file may be larger than the memory
         while data := file.read(1 << 20):
             crc = zlib.crc32(data, crc)
     return crc

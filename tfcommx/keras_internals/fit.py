@@ -132,4 +132,5 @@ def restore_train_step(model: keras.Model) -> None:
     del model.train_step
     if step.replaces is not None:
         model.train_step = step.replaces
+    # The traced function still contains the step that was replaced
     model.train_function = None

@@ -106,6 +106,7 @@ def _update_is_trusted(metric: keras.metrics.Metric) -> bool:
 
 def _dtype(variable: keras.Variable) -> np.dtype:
     name = keras.backend.standardize_dtype(variable.dtype)
+    # NumPy has no bfloat16
     return np.dtype("float32" if name == "bfloat16" else name)
 
 
@@ -120,6 +121,7 @@ def _reset_values(metric: keras.metrics.Metric) -> list[np.ndarray | None]:
 
 def _update_adds(metric: keras.metrics.Metric, starts: list[np.ndarray | None]) -> bool:
     """Return True if the update's increments of the variables do not depend on their values."""
+    # A fixed seed, because all ranks must come to the same conclusion
     numbers = np.random.default_rng(1)
     states: list[list[np.ndarray]] = [[], [], []]
     for variable, start in zip(metric.variables, starts, strict=True):
@@ -172,6 +174,7 @@ def _arguments_for(metric: keras.metrics.Metric) -> list[tuple[Any, Any]]:
         if not isinstance(form, tf.TensorSpec):
             return form
         shape = [size or ROWS for size in form.shape]
+        # Zeros are valid labels for any number of classes
         values = numbers.uniform(size=shape) if form.dtype.is_floating else np.zeros(shape)
         return tf.cast(values, form.dtype)
 

@@ -47,6 +47,7 @@ class SendsMomentum(Mixin):
         if not self.sends_momentum(variable):
             return gradient
         carried = self.carried(variable)
+        # In the momentum's dtype, because a 16-bit sum would lose the smaller of the two
         return tf.cast(gradient, carried.dtype) + carried
 
     # AutoGraph must not convert graph code, even inside a caller's loop

@@ -100,6 +100,7 @@ def _from_config(
             holder._learning_rate = rate
         if holder is optimizer:
             config |= {"learning_rate": rate}
+    # By the constructor, because LossScaleOptimizer's `from_config` takes a serialized optimizer
     return cls(**config) if changed else cls.from_config(config)
 
 
@@ -118,9 +119,11 @@ def _copy_without_surplus(
     try:
         config, (named, takes_all) = optimizer.get_config(), _named_arguments(type(optimizer))
         if takes_all:
+            # A constructor that takes any argument has failed for another reason
             return None
         copy = cls(**{name: value for name, value in config.items() if name in named})
         copy.name = optimizer.name  # Otherwise Keras may number the name
+        # With another config the copy would train differently
         return copy if copy.get_config() == config else None
     except (TypeError, ValueError, NotImplementedError):
         return None

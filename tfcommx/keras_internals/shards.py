@@ -119,6 +119,7 @@ class UpdatesShards(ExchangesGradients):
         try:
             return super().apply(grads, trainable_variables)
         finally:
+            # A later step may begin without a pull
             if self.exchanger is not None and self.exchanger.sharding is not None:
                 self.exchanger.sharding.shards.pulls_first = False
 

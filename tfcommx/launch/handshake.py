@@ -82,6 +82,7 @@ class Handshake(NamedTuple):
         return Caller(self, connection, message, caller_challenge)
 
     def _proof(self, *words: object) -> str:
+        # As JSON, because two lists of words that are merely joined may give the same text
         text = json.dumps([self.protocol, *self.context, *words])
         return hmac.digest(self.secret.encode(), text.encode(), "sha256").hex()
 

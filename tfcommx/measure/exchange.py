@@ -46,6 +46,7 @@ def measure_exchange(
     for _ in range(steps + WARM_UP):
         timing.step()
     profile = timing.measured().profile
+    # Gradients become ready from the last layer back
     names = [row.name for row in reversed(profile.variables)]
     if plan.paths != set(names):
         raise ConfigurationError(
@@ -56,6 +57,7 @@ def measure_exchange(
     step, rows = _step(model, names, plan, exchange), []
     batches = batches_of(data, steps + WARM_UP)
     for number in range(steps + WARM_UP):
+        # Weights are not updated, so the layers' statistics must not change either
         with statistics_kept(model):
             start = time.perf_counter()
             rows.append(step(*batches[number % len(batches)]).numpy() - start)

@@ -74,6 +74,7 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
         # ranks
         value = tf.convert_to_tensor(variable)
         if value.dtype.is_complex:
+            # In two real parts, because Horovod carries no complex numbers
             parts = tf.stack([tf.math.real(value), tf.math.imag(value)])
             variable.assign(tf.complex(*comm.broadcast(parts, root, f"tfcommx/state{number}")))
             continue

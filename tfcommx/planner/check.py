@@ -89,6 +89,7 @@ def require_coverage(plan: Plan, entries: Mapping[str, int]) -> None:
     planned: Counter[str] = Counter()
     for bucket in plan.buckets:
         for name, size in zip(bucket.variables, bucket.sizes, strict=False):
+            # Pieces add up, because a bucket may have a part of a variable only
             planned[Piece.of(name).path] += size
     if plan.paths != entries.keys():
         extra = sorted(plan.paths ^ entries.keys())[0]

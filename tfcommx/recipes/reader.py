@@ -70,6 +70,7 @@ def parse(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
+        # In one line, because PyYAML's messages span several
         raise YamlError(" ".join(str(error).split())) from error
 
 
@@ -109,6 +110,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _error(key_node, "a key must be a word; found unhashable key")
             key = self.construct_object(key_node)
+            # PyYAML would take the last of two equal keys without an error
             if key in mapping:
                 raise _error(key_node, f"the key {key!r} comes twice")
             mapping[key] = self.construct_object(value_node)
@@ -148,6 +150,7 @@ def _construct(kind: str, loader: _Loader, node: yaml.Node) -> Any:
         return text.lower() == "true"
     if kind == "float":
         number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        # Python turns a number that is too large into infinity
         if math.isinf(number) and "inf" not in text.lower():
             raise _error(node, f"{text} is too large for a number")
         return number

@@ -116,4 +116,5 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 def _progress(step: float, warm_up: float, steps: float) -> float:
     """Return the completed share of the decay, in [0, 1)."""
+    # At least 1, because a run may end with its warm-up
     return (step - warm_up) / max(1.0, steps - warm_up)

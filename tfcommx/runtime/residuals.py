@@ -37,7 +37,7 @@ def send_with_residual(gradient: tf.Tensor, residual: tf.Tensor) -> tuple[tf.Ten
     >>> sent.numpy().tolist(), residual.numpy().tolist()
     ([3.0, 4.0], [0.0, 0.0])
     """
-    # At least float32, so that it also holds what a 16-bit dtype rounds off
+    # At least float32, so that it holds the rounding error of a 16-bit dtype, too
     wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
     total = tf.cast(gradient, wide) + tf.cast(residual, wide)
     sent = tf.cast(total, gradient.dtype)

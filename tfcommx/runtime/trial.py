@@ -99,6 +99,8 @@ class TrialRounds:
         self._rounds += 1
         if self._rounds > ROUNDS_BEFORE:
             self._drop_hopeless()
+        # A round that the limit would cut is not begun, because plans are compared by equally many
+        # steps
         if len(self.remaining) == 1 or self.steps + len(self.remaining) > self._most:
             self.chosen = self._choose()
         else:

@@ -165,6 +165,7 @@ def check_agreement(logs: list[list[Step]], where: str) -> None:
     for rank, log in enumerate(logs):
         for number, (step, first) in enumerate(zip(log, logs[0], strict=True), 1):
             for path in SHAPES:
+                # By bytes, because NaN would not equal itself, and 0 would equal -0
                 require(
                     step.result[path].tobytes() == first.result[path].tobytes(),
                     "All ranks must get the same bits.",

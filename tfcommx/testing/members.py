@@ -134,6 +134,7 @@ def check_rule(name: str) -> None:
 
 
 def _check_choice(name: str) -> None:
+    # A fixed seed, so that a failure can be repeated
     rule, numbers = selection.rule(name), np.random.default_rng(0)
     laws.check_traces(lambda vector: rule.select(vector, 10, seed=5)[:2], repr(name), (100,))
     for size, k in ((1, 1), (10, 10), (1000, 1), (1000, 100), (70_000, 700)):

@@ -86,6 +86,7 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     data = without_autotune(
         run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat()
     )
+    # Broadcast once, because weights stay equal from the first phase on
     begin, exchanger, first = [callbacks.BroadcastState()] * (number == 0), exchanger_of(model), 0.0
     accumulated = steps_of_update(model.optimizer)
     exchanger.requested.expected_run = expected_run(run, number, accumulated)

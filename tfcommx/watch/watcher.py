@@ -110,7 +110,7 @@ class Watcher:
                     return
 
     def in_loop(self, work: Callable[[], None]) -> None:
-        # The loop alone changes the watcher's state, so that no lock is needed. It may be waiting in
+        # The loop alone changes the watcher's state, so that no lock is needed. It may wait in
         # `select`, which a queue does not wake
         self.from_threads.put(work)
         self.wake.send(b"w")

@@ -202,6 +202,7 @@ def listed_names(names: Sequence[str], most: int = 10) -> str:
 
 def _checked_names(classes: Sequence[str]) -> tuple[str, ...]:
     names = () if isinstance(classes, str) else tuple(classes)
+    # Names alone, because a path could lead out of the folder
     if len(set(names)) < len(names) or not names or any(Path(x).name != x or not x for x in names):
         raise DataError(
             "`classes` must be different names of folders, such as ('cat', 'dog'). Received "

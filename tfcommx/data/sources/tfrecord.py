@@ -25,6 +25,7 @@ _FRAME = struct.Struct("<QI")
 
 def _masked_crc(data: bytes) -> int:
     crc = crc32c(data)
+    # Rotated and shifted, as the format has it, because a CRC over other CRCs is weak
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -234,6 +235,7 @@ def imagenet(folder: str | os.PathLike[str], split: str = "train", skip: bool = 
     **Raises:** errors of TFRecords; DataError if a shard is missing.
     """
     name = re.compile(rf"{re.escape(split)}-(\d+)-of-(\d+)(?:\.tfrecords?)?")
+    # Sorted, because a folder has no order, and all nodes must number samples alike
     paths = sorted(Path(folder).glob(f"{split}-*-of-*"))
     matches = {file: match for file in paths if (match := name.fullmatch(file.name))}
     files = list(matches)

@@ -91,6 +91,7 @@ class SentencePairs:
         def served() -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
             for epoch in epochs:
                 rank_batches = batches.epoch(epoch, self.place.rank)
+                # A resumed run may begin within its first epoch, and no other epoch is cut
                 for rank_batch in rank_batches[step if epoch == epochs.start else 0 :]:
                     yield _example(self.corpus, rank_batch)
 

@@ -339,6 +339,7 @@ class Catalogues(Translations):
         if target.is_dir():
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the target, because a folder cannot be renamed onto another file system
         with tempfile.TemporaryDirectory(prefix=".catalogues-", dir=target.parent) as work:
             try:
                 unpacked = debian.unpack(PACKAGES, Path(work)) / LOCALES
@@ -348,6 +349,7 @@ class Catalogues(Translations):
                     f".mo files there, such as those of {LOCALES} of a Debian machine."
                 ) from error
             try:
+                # Renamed when complete, because another process may look for the folder at any time
                 os.replace(unpacked, target)
             except OSError:
                 # Not an error if another process has put the folder there first

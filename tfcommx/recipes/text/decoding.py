@@ -41,7 +41,7 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
 
         def extend(prefix: tf.Tensor, ended: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             word = tf.argmax(logits_of(source, prefix), axis=-1, output_type=tf.int32)
-            # Filled up after its end, because other translations of the batch go on
+            # Filled up after its end, because other translations of the batch have not ended
             word = tf.where(ended, END, word)
             cut = tf.shape(prefix)[1] >= limits
             return tf.concat([prefix, word[:, None]], axis=1), ended | (word == END) | cut

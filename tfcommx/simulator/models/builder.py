@@ -116,7 +116,7 @@ class Builder:
                     )
             ends.append(branch)
         for number, branch, filters in splits:
-            # A split branch ends in two parts, whose channels count in place of its own
+            # A split branch ends in two parts, whose channels are counted instead
             ends.remove(branch)
             for kind, kernel_size in (("flat", (1, 3)), ("tall", (3, 1))):
                 ends.append(branch.branch())

@@ -355,6 +355,7 @@ class ElasticRun(StrategyRun):
         """
         if self._worker is None:
             return
+        # A force in transit belongs to the training before, and is dropped
         if self._worker.waits:
             self._worker.take()
         self._trains = False  # An error may have ended the training before

@@ -250,6 +250,7 @@ class Shards:
                 assert shard is not None, "every flat shard has each slot"
                 label = f"state/{name}/{segment.name}"
                 flat = comm.all_gather(shard.value.read_value(), group, label, counted=False)
+                # Rank 0 alone writes files, and the memory of the others is spared
                 if comm.rank == 0:
                     parts = segment.unflatten(flat, self.shapes)
                     whole[name] |= {path: part.numpy() for path, part in parts.items()}
