@@ -142,11 +142,13 @@ def _files(callback: keras.callbacks.Callback) -> list[File]:
 
 def _identity(path: Path) -> str:
     """Return a text that two hosts have in common if the path is on a file system of both."""
+    # The nearest parent that exists, because the callback may make the others
     for folder in path.parents:
         try:
             status = folder.stat()
         except OSError:
             continue
+        # With the time, because folders of two file systems may have the same inode number
         return f"{status.st_ino} {status.st_ctime_ns}"
     return ""
 

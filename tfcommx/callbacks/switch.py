@@ -99,6 +99,7 @@ class WarmUp(keras.callbacks.Callback):
         if self.over and self.last != current:
             return
         optimizer.learning_rate = self._rate(done)
+        # Read back, because Keras rounds it to float32
         self.last = float(optimizer.learning_rate)
 
     def _rate(self, done: int) -> float:

@@ -63,6 +63,7 @@ def _check_build(path: Path, tensorflow_version: str) -> None:
             "The native library must be built for the TensorFlow that loads it, "
             f"{tensorflow_version}. Received one built for {built} ({path}). {another_build()}"
         )
+    # In the source tree alone, because a wheel has no sources to compare with
     if in_source_tree() and record.get("sources") != build.digest(SOURCES):
         raise NativeLibraryError(
             f"The native library must be built from the sources beside it, {SOURCES}. "

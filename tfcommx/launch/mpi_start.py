@@ -56,6 +56,7 @@ def limited(rank: int, local_rank: int, size: int, seconds: float) -> Iterator[N
         marks = {}
     job = {"pid": os.getpid(), "size": size, "seconds": seconds, "marks": marks}
     words = [*isolated("tfcommx.launch.mpi_start"), json.dumps(job)]
+    # By the pipe's end the watcher learns that the rank has started, or is gone
     watcher = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     try:
         yield

@@ -162,6 +162,7 @@ def with_centre(model: keras.Model) -> Iterator[None]:
     try:
         yield
     finally:
+        # Also after an error, because training continues from this rank's weights
         for variable, value in own:
             variable.assign(value)
         finalize_layers(model)

@@ -64,6 +64,7 @@ def draw_machines(rows: Sequence[Row], path: Path) -> None:
     """
     from matplotlib.figure import Figure  # Without pyplot: no display, no global state
 
+    # By a dictionary, so that panels keep the order of the rows, which a set would not
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(9, 0.6 + 3.8 * len(models)), layout="constrained")
     panels = figure.subplots(len(models), 2, squeeze=False)

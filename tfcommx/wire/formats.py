@@ -121,6 +121,7 @@ def sum_dtype(dtype: str) -> str:
     >>> sum_dtype("float16"), sum_dtype("float64")
     ('float32', 'float64')
     """
+    # At least float32, because each addition in 16 bits would round
     return "float64" if dtype == "float64" else "float32"
 
 
