@@ -179,8 +179,7 @@ class ServerThread:
         if self._thread is not None:
             return
         self._stopped.clear()
-        # A daemon, because Python would wait for another thread before it calls the exit hooks that
-        # stop this one
+        # A daemon, because Python waits for other threads before it calls the exit hook below
         self._thread = threading.Thread(
             target=self._server.run, args=(self._stopped,), name="tfcommx-centre", daemon=True
         )
