@@ -129,7 +129,7 @@ COMMANDS = {
     # These two train as plain Horovod does, so one seed suffices for their time
     "end_to_end_lossless": "python scripts/bench end_to_end --setup commlib --seeds 1 "
     "--contestants horovod auto torus",
-    "end_to_end_two_sites": "python scripts/bench end_to_end --setup two_sites --nodes 2 --seeds 2 "
+    "end_to_end_two_sites": "python scripts/bench end_to_end --setup two_sites --nodes 2 --seeds 3 "
     "--contestants horovod horovod_fp16 elias_int4 momentum_int2 step_ahead streaming_diloco",
     "scheme_map": "tfcommx machines docs/records/scheme_map.yaml "
     "--map docs/pictures/scheme_map.png",

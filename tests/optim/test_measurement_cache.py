@@ -38,14 +38,15 @@ def test_a_damaged_file_is_ignored_with_a_warning(
     (path,) = kept.iterdir()
     path.write_text(text)
     assert automatic.read("choice", KEY) is None
-    assert (path.name in caplog.text) == (text != '{"key": 1}')
+    assert path.name in caplog.text
 
 
 def test_a_file_of_another_key_is_not_taken(kept: Path) -> None:
     """Two keys whose names on disk are equal by chance."""
     automatic.write("choice", KEY, {"chosen": "torus"})
     (path,) = kept.iterdir()
-    path.write_text(json.dumps({"key": {**KEY, "model": "xyz"}, "value": {}}))
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "key": {**KEY, "model": "xyz"}}))
     assert automatic.read("choice", KEY) is None
 
 
@@ -72,9 +73,6 @@ def test_a_digit_that_has_changed_is_noticed(kept: Path, caplog: pytest.LogCaptu
     (path,) = kept.iterdir()
     path.write_text(path.read_text().replace("0.01", "0.81"))
     assert automatic.read("choice", KEY) is None and path.name in caplog.text
-    record = json.loads(path.read_text())  # An older version wrote no checksum
-    path.write_text(json.dumps({name: record[name] for name in ("key", "value")}))
-    assert automatic.read("choice", KEY) == {"density": 0.81}
 
 
 def test_a_cache_that_is_no_folder_stops_nothing(

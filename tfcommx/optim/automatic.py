@@ -72,7 +72,7 @@ def read(kind: str, key: object) -> dict[str, Any] | None:
             return None
         with reading("A measurement that was kept", path, "It is measured again."):
             record = json.loads(path.read_text())
-            if "crc" in record and record["crc"] != _crc(record["value"]):
+            if record["crc"] != _crc(record["value"]):
                 raise ValueError("a wrong checksum")
             # Compared as well, because the name has a part of the digest only; through JSON,
             # because it makes lists of tuples
