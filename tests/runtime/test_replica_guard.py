@@ -41,6 +41,19 @@ def test_a_guard_compares_every_few_steps_unless_it_is_disarmed() -> None:
     ThreadComm.run(Topology(2, 1), work)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_opposite_changes_within_one_variable_do_not_cancel(dtype: str) -> None:
+    """Bits of one entry rose by 1 and those of another fell by 1: the sums of bits were equal."""
+    integers = {2: tf.int16, 4: tf.int32, 8: tf.int64}[tf.as_dtype(dtype).size]
+    numbers = tf.random.stateless_normal([11], [3, 4])
+    bits = tf.bitcast(tf.cast(numbers, dtype), integers)
+    sums = set()
+    for first, second in [(0, 0), *((a, b) for a in range(11) for b in range(11) if a != b)]:
+        change = tf.one_hot(first, 11, dtype=integers) - tf.one_hot(second, 11, dtype=integers)
+        sums.add(int(_sums([tf.Variable(tf.bitcast(bits + change, dtype))])[0]))
+    assert len(sums) == 1 + 11 * 10
+
+
 @pytest.mark.parametrize("dtype", ["int8", "float16", "float32", "int64", "float64"])
 def test_weights_of_every_width_have_fingerprints(dtype: str) -> None:
     """Which differ if an entry differs, and together if two variables are exchanged."""
