@@ -79,11 +79,8 @@ class _Loader(yaml.SafeLoader):
 
     depth = 0
 
-    def next_event(self) -> Any:
-        return self.peek_event()  # type: ignore[no-untyped-call]
-
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.next_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         # Nine lines of aliases can stand for a billion values
         if self.check_event(yaml.AliasEvent):
             raise _error(event, f"write *{event.anchor} out: aliases are refused")
@@ -95,7 +92,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        event = self.next_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         node = super().compose_scalar_node(anchor)
         # Only plain text has a kind by its form; quoted text is a string
         if event.tag is None and event.style is None:

@@ -275,10 +275,18 @@ def tfds(
     **Raises:** DataError for unknown data sets and splits, data sets without images and labels,
     file formats other than TFRecord, and a download that fails.
     """
+    builder = builder_of(name, data_dir)
+    prepare(builder, name)
+    features = _image_features(builder, name)
+    return TFRecords(_files_of(builder, name, split), features)
+
+
+def builder_of(name: str, data_dir: str | os.PathLike[str] | None) -> Any:
+    """Return the builder of a data set of TensorFlow Datasets. **Raises:** DataError."""
     try:
         import tensorflow_datasets
 
-        builder = tensorflow_datasets.builder(name, data_dir=data_dir)
+        return tensorflow_datasets.builder(name, data_dir=data_dir)
     except (ImportError, ValueError, AssertionError) as error:
         # An unknown version is an AssertionError. Only the first line, because names follow it
         reason = str(error).strip().partition("\n")[0].rstrip(".")
@@ -286,9 +294,6 @@ def tfds(
             f"A data set that TensorFlow Datasets can load is required. Received {name!r}: "
             f"{reason}. Check its name, or, if a folder was meant, its path."
         ) from error
-    prepare(builder, name)
-    features = _image_features(builder, name)
-    return TFRecords(_files_of(builder, name, split), features)
 
 
 def prepare(builder: Any, name: str) -> None:

@@ -89,19 +89,9 @@ def _open(
     """Open arrays on this rank; error messages about them begin with `origin`."""
     from tfcommx.recipes.datasets.pictures import Pictures
 
-    names = f"{origin}training arrays", f"{origin}test arrays"
-    sources = [_source(*part, name) for part, name in zip((train, test), names, strict=True)]
-    classes = settings.classes or _numbered_classes(sources[0])
-    for source in sources:
-        least, most = int(min(source.labels)), int(max(source.labels))
-        if not 0 <= least <= most < len(classes):
-            raise DataError(
-                f"{source.name}: labels must be in [0, {len(classes)}), the number of classes. "
-                f"Received labels from {least} to {most} for {source.count} pictures. Correct "
-                "them, or name all classes."
-            )
-        source.classes = classes
-    return Pictures(settings, sources[0], sources[1], place)
+    training = _source(*train, settings.classes, f"{origin}training arrays")
+    classes = training.classes = settings.classes or _numbered_classes(training)
+    return Pictures(settings, training, _source(*test, classes, f"{origin}test arrays"), place)
 
 
 def _numbered_classes(train: Arrays) -> tuple[str, ...]:
@@ -127,12 +117,12 @@ def _numbered_classes(train: Arrays) -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 
 
-def _source(images: np.ndarray, labels: np.ndarray, name: str) -> Arrays:
+def _source(images: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], name: str) -> Arrays:
     """Return a source of these pictures. **Raises:** DataError without pictures or labels."""
     from tfcommx.data.sources.arrays import Arrays
 
     try:
-        source = Arrays(np.asarray(images), np.asarray(labels), (), name)
+        source = Arrays(np.asarray(images), np.asarray(labels), classes, name)
     except TfcommxError as error:
         raise DataError(f"{name}: {error}") from error
     if not source.count:

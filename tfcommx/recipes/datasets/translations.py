@@ -224,29 +224,16 @@ class TensorFlowTranslations(Translations):
 
     def _prepared(self) -> Any:
         """Return the builder of the data set, prepared. **Raises:** DataError."""
-        from tfcommx.data.sources.tfrecord import prepare
+        from tfcommx.data.sources.tfrecord import builder_of, prepare
 
-        builder = self._builder()
-        prepare(builder, self.dataset)
-        return builder
-
-    def _builder(self) -> Any:
-        try:
-            import tensorflow_datasets
-
-            builder = tensorflow_datasets.builder(self.dataset, data_dir=self.folder)
-        except (ImportError, ValueError, AssertionError) as error:
-            reason = str(error).strip().partition("\n")[0].rstrip(".")
-            raise DataError(
-                f"Translations of TensorFlow Datasets are required. Received {self.dataset!r}: "
-                f"{reason}. Check the name."
-            ) from error
+        builder = builder_of(self.dataset, self.folder)
         missing = {self.source, self.target} - set(builder.info.features)
         if missing:
             raise DataError(
                 f"{self.dataset} has the features {sorted(builder.info.features)}, not "
                 f"{sorted(missing)}. Name two of them as source and target."
             )
+        prepare(builder, self.dataset)
         return builder
 
 
