@@ -141,46 +141,32 @@ def read(
     """
     import tensorflow as tf
 
-    library = loader.library()
-    if library is None:
-        return _read_definition(slab, indices, loose, loose_at, epoch, spec, channels, seed)
-    images, labels, windows = library.tfcommx_slab_read(
-        indices=indices,
-        loose=loose,
-        loose_at=loose_at,
-        epoch=epoch,
-        size=tf.constant([spec.resolution or 0] * 2, tf.int32),
-        T=tf.as_dtype(spec.dtype),
-        path=slab.descriptor_path,
-        id=slab.id,
-        channels=channels,
-        crop=spec.crop,
-        flip=spec.flip,
-        area=spec.area,
-        aspect=spec.aspect,
-        center=spec.center,
-        # The op needs a value for each channel; these change no pixel
-        mean=spec.mean or (0.0,) * channels,
-        std=spec.std or (1.0,) * channels,
-        seed=seed,
-    )
-    return images, labels, windows
-
-
-def _read_definition(
-    slab: Slab,
-    indices: tf.Tensor,
-    loose: tf.Tensor,
-    loose_at: tf.Tensor,
-    epoch: tf.Tensor,
-    spec: BatchSpec,
-    channels: int,
-    seed: int,
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    import tensorflow as tf
-
-    side, rule, dtype = spec.resolution, spec.rule(seed), tf.as_dtype(spec.dtype)
+    side, dtype = spec.resolution, tf.as_dtype(spec.dtype)
+    # A value for each channel, which the op needs; these change no pixel
     mean, std = spec.mean or (0.0,) * channels, spec.std or (1.0,) * channels
+    library = loader.library()
+    if library is not None:
+        images, labels, windows = library.tfcommx_slab_read(
+            indices=indices,
+            loose=loose,
+            loose_at=loose_at,
+            epoch=epoch,
+            size=tf.constant([side or 0] * 2, tf.int32),
+            T=dtype,
+            path=slab.descriptor_path,
+            id=slab.id,
+            channels=channels,
+            crop=spec.crop,
+            flip=spec.flip,
+            area=spec.area,
+            aspect=spec.aspect,
+            center=spec.center,
+            mean=mean,
+            std=std,
+            seed=seed,
+        )
+        return images, labels, windows
+    rule = spec.rule(seed)
 
     def fetch(
         samples: np.ndarray, loose: np.ndarray, loose_at: np.ndarray, epoch: np.ndarray

@@ -218,8 +218,8 @@ def record_bytes(pixel_bytes: int) -> int:
 
 
 def record_head(sample: int, label: int, pixels: np.ndarray) -> bytes:
-    # The CRC covers the head, too, because a wrong size or label does as much harm as wrong pixels
     """Return the 64 bytes before a sample's pixels (uint8 [h, w, c], contiguous)."""
+    # The CRC covers the head, too, because a wrong size or label does as much harm as wrong pixels
     head = struct.pack("<qqqiii", sample, label, pixels.nbytes, *pixels.shape)
     return head + struct.pack("<I24x", zlib.crc32(pixels.data, zlib.crc32(head)))
 
