@@ -175,7 +175,9 @@ def train(
             available = [Host("localhost", processes or restart.max_np or restart.min_np or 1)]
         else:
             available = []
-        check_links(recipe, available)
+        # Before the ranks start, if one of them would read the file here
+        if recipe.links is not None and any(is_local(host.name) for host in available):
+            Links.read(recipe.links)
         if restart.wanted and not dry_run:
             supervise_train(restart, available, processes, in_generation, folder)
         else:
@@ -203,15 +205,6 @@ def show_report_of(folder: Path) -> None:
         with contextlib.suppress(OSError):
             print(text, file=sys.stderr, flush=True)
         discard_unread_output()
-
-
-def check_links(recipe: Recipe, hosts: list[Host]) -> None:
-    """Refuse a recipe's file of links before ranks start, if one of them would read it here.
-
-    **Raises:** errors of `Links.read`.
-    """
-    if recipe.links is not None and any(is_local(host.name) for host in hosts):
-        Links.read(recipe.links)
 
 
 def dry_run_here(recipe: Recipe, folder: Path) -> None:
