@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from tfcommx import engines, routes
 from tfcommx.comparison.trainings import LOG, Setup, TrainingError, run_command
-from tfcommx.core import ENTRY_BYTES, NOMINAL, Link, Links, Profile, Scheme, Topology, reading
+from tfcommx.core import ENTRY_BYTES, Link, Links, Profile, Scheme, Topology, reading
 from tfcommx.planner.predict import Setting
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.strategies import SynchronousRecipe
@@ -41,7 +41,7 @@ PROFILED = 30
 SELECTION: dict[str, Any] = {"route": "allgather", "selection": "mstopk", "density": 0.03}
 
 
-def links_at(bandwidth: float, links: Links = NOMINAL) -> Links:
+def links_at(bandwidth: float, links: Links) -> Links:
     between = links.between
     return links._replace(between=Link(between.alpha_s, 8 / bandwidth, between.gamma_s_per_byte))
 

@@ -94,15 +94,15 @@ def merge(names: list[tuple[str, int]], source: str) -> list[Host]:
     return [Host(name, count) for name, count in slots.items()]
 
 
-def parse_hosts(text: str, source: str = "-H") -> list[Host]:
+def parse_hosts(text: str) -> list[Host]:
     """Parse hosts in the format of horovodrun's -H; a host without a number has one slot.
 
-    **Raises:** ConfigurationError for an invalid host; its message names `source`.
+    **Raises:** ConfigurationError for an invalid host.
 
     >>> parse_hosts("node1:4,node2")
     [Host(name='node1', slots=4), Host(name='node2', slots=1)]
     """
-    return merge([parse_host(word, source) for word in text.split(",")], source)
+    return merge([parse_host(word, "-H") for word in text.split(",")], "-H")
 
 
 def parse_host(word: str, source: str) -> tuple[str, int]:

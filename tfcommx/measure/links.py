@@ -227,7 +227,7 @@ def probe(
     return ProbeResult(Links(**fields, block_bytes=best), points, tried, spread, by_engine)
 
 
-def fastest_message(comm: Comm, clock: Callable[[], float] = time.perf_counter) -> float:
+def fastest_message(comm: Comm) -> float:
     """Return the seconds of the fastest of several messages of WATCHED bytes between nodes.
 
     Args:
@@ -238,7 +238,9 @@ def fastest_message(comm: Comm, clock: Callable[[], float] = time.perf_counter) 
     **Raises:** ConfigurationError if the nodes have unequal numbers of slots.
     """
     comm.topology.require_even("measuring messages between nodes")
-    timer = functools.partial(_slowest_seconds, comm, repeats=WATCHED_TIMES, clock=clock)
+    timer = functools.partial(
+        _slowest_seconds, comm, repeats=WATCHED_TIMES, clock=time.perf_counter
+    )
     slots = comm.topology.slots
     (row,) = _time(comm, "peers", [WATCHED], slots, timer, WATCHED_STEADY)
     # Not the median, because a slower network lengthens all messages, and other work on a machine

@@ -11,6 +11,7 @@ the standard library.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 GROUPS = 8
@@ -76,7 +77,9 @@ def merge(groups: Sequence[Group]) -> list[Group]:
         # The source lines of ranks that do not wait differ, and one example is enough
         key = (group.step, group.doing, group.what if group.doing == WAITS else "")
         merged[key] = _both(merged[key], group) if key in merged else group
-    waiting = sorted((entry for entry in merged.values() if entry.doing == WAITS), key=_seconds)
+    waiting = sorted(
+        (entry for entry in merged.values() if entry.doing == WAITS), key=attrgetter("seconds")
+    )
     waiting.reverse()  # The longest first
     not_waiting = sorted(entry for entry in merged.values() if entry.doing not in (WAITS, OTHERS))
     overflow = [entry for entry in merged.values() if entry.doing == OTHERS]
@@ -89,10 +92,6 @@ def merge(groups: Sequence[Group]) -> list[Group]:
         overflow = [_both(overflow[0], group)] if overflow else [group]
     overflow = [entry._replace(step=0, doing=OTHERS, what="", seconds=0.0) for entry in overflow]
     return [*kept_not_waiting, *kept_waiting, *overflow]
-
-
-def _seconds(group: Group) -> float:
-    return group.seconds
 
 
 def _both(first: Group, second: Group) -> Group:
@@ -118,7 +117,7 @@ a gradient that is None, or a layer that is frozen, on some ranks only (give zer
 script that only some ranks run.
     """
     waiting = [group for group in groups if group.doing == WAITS]
-    longest = max(waiting, key=_seconds)
+    longest = max(waiting, key=attrgetter("seconds"))
     # No rank waits in a collective for a process that serves the others
     remaining = [group for group in groups if group is not longest and group.doing != SERVES]
     waits = f"{longest.seconds:.0f} s in {longest.what} at step {longest.step}"
