@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, check_whole
+from tfcommx.keras_internals import entries_of
 from tfcommx.optim.wrapped import trains_alone
 
 log = logging.getLogger("tfcommx")
@@ -113,7 +114,7 @@ class CompareReplicas(keras.callbacks.Callback):
         digest = hashlib.sha256()
         # Not the statistics of batch normalization, which follow each rank's own batches
         for variable in self.model.trainable_variables:
-            digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).tobytes())
+            digest.update(np.ascontiguousarray(entries_of(variable)).tobytes())
         digests = process.current().gather_objects(digest.hexdigest())
         different = [rank for rank, rank_digest in enumerate(digests) if rank_digest != digests[0]]
         if different:

@@ -20,6 +20,7 @@ import numpy as np
 
 from tfcommx.core import CheckpointError
 from tfcommx.keras_internals import (
+    entries_of,
     finalize_layers,
     inner_optimizer,
     layers_of,
@@ -49,7 +50,7 @@ def exact_arrays(model: keras.Model) -> dict[str, np.ndarray]:
 
     **Ranks:** local. **Cost:** one pass over the weights and the state of optimizers.
     """
-    values = [np.asarray(keras.ops.convert_to_numpy(weight)) for weight in model.weights]
+    values = [entries_of(weight) for weight in model.weights]
     digests = [_digest(value) for value in values]
     lost = _lost(model, digests)
     content = {
@@ -121,7 +122,7 @@ def _lost(model: keras.Model, digests: Sequence[str]) -> list[int]:
         if id(value) in positions:
             saved.add(positions[id(value)])
         else:
-            extra_digests.append(_digest(np.asarray(keras.ops.convert_to_numpy(value))))
+            extra_digests.append(_digest(entries_of(value)))
     # Layers may save copies of variables, which are found by their values, and
     # counted, because two variables with equal values need two saved copies
     spare = Counter(extra_digests)
@@ -136,7 +137,7 @@ def _lost(model: keras.Model, digests: Sequence[str]) -> list[int]:
 
 
 def _digests(variables: Sequence[Any]) -> list[str]:
-    return [_digest(np.asarray(keras.ops.convert_to_numpy(variable))) for variable in variables]
+    return [_digest(entries_of(variable)) for variable in variables]
 
 
 def _digest(array: np.ndarray) -> str:

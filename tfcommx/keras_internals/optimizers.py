@@ -213,6 +213,13 @@ def values_of(variables: Sequence[keras.Variable | tf.Variable]) -> list[tf.Vari
     return [var if isinstance(var, tf.Variable) else var.value for var in variables]
 
 
+def entries_of(variable: keras.Variable | tf.Variable | tf.Tensor) -> np.ndarray:
+    """Return a copy of the entries of a variable or tensor."""
+    # Not by Keras's `convert_to_numpy`, which warns for variables under NumPy 2, and so ends tests
+    # and scripts in which warnings are errors
+    return np.array(np.asarray(variable))
+
+
 def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Return the sums of gradients that a rank accumulates, in the order of the variables."""
     # There are none without gradient_accumulation_steps

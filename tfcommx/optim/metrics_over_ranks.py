@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.keras_internals import metrics_in, sums_in
+from tfcommx.keras_internals import entries_of, metrics_in, sums_in
 
 log = logging.getLogger("tfcommx")
 
@@ -55,10 +55,7 @@ class MetricState(NamedTuple):
         variables = [list(metric.variables) for metric in flat]
         # Copied, because the result may share the memory of the variable, which changes in the next
         # step
-        values = [
-            [np.array(keras.ops.convert_to_numpy(variable)) for variable in several]
-            for several in variables
-        ]
+        values = [[entries_of(variable) for variable in several] for several in variables]
         return cls(flat, variables, values, results)
 
     @property

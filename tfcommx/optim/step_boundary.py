@@ -13,7 +13,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.keras_internals import finalize_layers, moving_averages, statistics_of, steps_of
+from tfcommx.keras_internals import (
+    entries_of,
+    finalize_layers,
+    moving_averages,
+    statistics_of,
+    steps_of,
+)
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.wrapped import exchanger_in, wrapped_optimizers
 from tfcommx.strategies import ElasticRun, ShardedRun
@@ -125,7 +131,7 @@ def take_centre(model: keras.Model, *optimizers: keras.optimizers.Optimizer) -> 
     for optimizer in optimizers or wrapped_optimizers(model):
         for run in _elastic(exchanger_in(optimizer)):
             statistics = statistics_of(model)
-            arrays = [keras.ops.convert_to_numpy(variable) for variable in statistics]
+            arrays = [entries_of(variable) for variable in statistics]
             parts = [np.ravel(array).astype(np.float64) for array in arrays]
             # An empty part first, because a model may have no statistics
             averages = run.end(np.concatenate([np.zeros(0), *parts]))
@@ -156,7 +162,7 @@ def with_centre(model: keras.Model) -> Iterator[None]:
         for run in _elastic(exchanger):
             for path, value in (run.centre() or {}).items():
                 variable = weights[path]
-                own.append((variable, keras.ops.convert_to_numpy(variable)))
+                own.append((variable, entries_of(variable)))
                 variable.assign(value)
     finalize_layers(model)
     try:
