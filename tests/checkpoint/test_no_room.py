@@ -73,7 +73,7 @@ def test_a_run_goes_on_and_ends_after_three_failures_in_a_row(
         model.fit(data, data, epochs=20, verbose=0, callbacks=callbacks)
     # TensorFlow may warn of traces
     ours = [record for record in caplog.records if record.name == "tfcommx"]
-    assert len(ours) == 5  # Of epochs 1, 3, 4, 6 and 7; that of 8 ends the run
+    assert len(ours) == 5  # Epochs 1, 3, 4, 6 and 7; the failure in 8 ends the run
     assert cx.checkpoint.next_epoch(tmp_path) == 6
 
 

@@ -152,7 +152,7 @@ def calibrate(
     nodes, slots = comm.topology.nodes, comm.topology.slots
     gathers: list[tuple[int, float]] = []
     if nodes > 1 and not sends_messages(comm):
-        # Of an allreduce's vector, 2 (p - 1) / p travel through a port
+        # An allreduce sends 2 (p - 1) / p of its vector through a port
         least *= ranks / (2 * (ranks - 1))
         for size in sizes:
             entries = size // (4 * (nodes - 1) * slots)
