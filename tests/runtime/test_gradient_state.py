@@ -231,6 +231,28 @@ def test_residuals_shrink_while_the_rate_rises_and_never_grow() -> None:
     ThreadComm.run(Topology(1, 1), work)
 
 
+def test_residuals_of_momenta_shrink_whenever_the_rate_rises() -> None:
+    """By its jumps: a rate that varies around a power of two changes nothing."""
+    plan = plan_for(Scheme("allgather", "exact", 0.2, dense_below=0), Topology(1, 1))
+
+    def work(comm: Comm) -> None:
+        executor = PlanExecutor(plan, comm, divided_by_rate=True)
+        start = np.arange(1, 12, dtype=np.float32)
+        executor.load(GradientState({"a": start[:6], "b": start[6:]}))
+        rates = (0.25, 0.24, 0.26, 0.24, 0.01, np.nan, 0.25, 0.01, 1.0)
+        factors = (1, 1, 1, 1, 1, 1, 32, 32, 32 * 128)
+        for rate, factor in zip(rates, factors, strict=True):
+            executor.follow_rate(tf.constant(rate, tf.float32))
+            residuals = executor.export().residuals
+            np.testing.assert_array_equal(residuals["a"], start[:6] / factor, err_msg=str(rate))
+        again = PlanExecutor(plan, comm, divided_by_rate=True)
+        again.load(executor.export())
+        again.follow_rate(tf.constant(4.0))
+        np.testing.assert_array_equal(again.export().residuals["a"], start[:6] / factor / 4)
+
+    ThreadComm.run(Topology(1, 1), work)
+
+
 def test_rates_that_are_no_numbers_or_negative_change_nothing_that_they_should_not() -> None:
     plan = plan_for(Scheme("allgather", "exact", 0.2, dense_below=0), Topology(1, 1))
 

@@ -41,6 +41,8 @@ class SendsMomentum(Mixin):
 
     # Wire format of an entry if no scheme is given
     default_wire: ClassVar[str]
+    # True if `carried` divides the momentum by the learning rate
+    divides_by_rate: ClassVar[bool] = False
 
     def moved(self, gradient: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
         """Return this rank's gradient plus the momentum; the gradient if no momentum is sent."""

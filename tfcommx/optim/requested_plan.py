@@ -302,7 +302,7 @@ class RequestedPlan:
             learning = LearningPhase(sender.learning_wire, sender.frozen_at.value)
         plan = request.plan(self.schemes, only=moving)
         others = request.plan(of_others, only=fixed) if fixed else None
-        return MomentumExecutor(plan, others, learning, self._comm)
+        return MomentumExecutor(plan, others, learning, self._comm, sender.divides_by_rate)
 
     def _request(self, variables: Sequence[keras.Variable]) -> PlanRequest:
         gradients = [

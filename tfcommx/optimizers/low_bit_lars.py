@@ -78,6 +78,7 @@ class LowBitLARS(SendsLargeMatrices, LARS):
     """
 
     default_wire: ClassVar[str] = "int2"
+    divides_by_rate: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ class LowBitSGD(SendsLargeMatrices, keras.optimizers.SGD):
     """
 
     default_wire: ClassVar[str] = "int2"
+    divides_by_rate: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -50,8 +50,12 @@ ExchangeBucket = Callable[[BucketRunner, Sequence[tf.Tensor], tf.Tensor], list[t
 class PlanExecutor(GradientStore):
     """A plan on this rank: a runner for each bucket, and the rank's state between steps."""
 
-    def __init__(self, plan: Plan, comm: Comm) -> None:
+    def __init__(self, plan: Plan, comm: Comm, divided_by_rate: bool = False) -> None:
         """Agree on the plan and prepare its exchange.
+
+        Args:
+            divided_by_rate: True if momenta divided by the learning rate are exchanged, and not
+                gradients.
 
         **Ranks:** all, outside of traced code. **Raises:** PlanError if the plans of two ranks
         differ, or for routes of messages without an MPI launch.
@@ -61,7 +65,7 @@ class PlanExecutor(GradientStore):
         # must do together and outside of a graph
         if any(routes.get(bucket.route).needs_messages(bucket) for bucket in plan.buckets):
             comm.messages.open()
-        super().__init__(plan, comm)
+        super().__init__(plan, comm, divided_by_rate)
         self._scope = comm.own_scope()
         # Steps of loaded states
         self._steps_before = 0

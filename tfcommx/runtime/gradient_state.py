@@ -9,7 +9,7 @@
     velocities      the momentum of a scheme: also with a conserved sum
     compressions    states of compressions, equal on all ranks
     steps           taken so far under the variable's plan
-    rates           exponent of the highest learning rate so far, see `rates`
+    rates           exponent of the highest or the recent learning rate, see `rates`
 
 Rank 0 holds the state that is equal on all ranks: velocities and residuals of dense buckets, and
 compressions. This keeps sums exact, because a share on each rank would be rounded. With the plan

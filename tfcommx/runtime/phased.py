@@ -44,6 +44,7 @@ class MomentumExecutor:
         others: Plan | None,
         learning: LearningPhase | None,
         comm: Comm,
+        divided_by_rate: bool = False,
     ) -> None:
         """Prepare the exchange by all plans.
 
@@ -51,12 +52,13 @@ class MomentumExecutor:
             momenta: plan of the variables that send their momentum.
             others: plan of the variables that never do; None: all variables do.
             learning: None: momenta are exchanged from the first step.
+            divided_by_rate: True if momenta are divided by the learning rate.
 
         **Ranks:** all, outside of traced code, with equal plans. **Raises:** as PlanExecutor.
         """
         self.comm, self._phase = comm, learning
         self._others = [] if others is None else [PlanExecutor(others, comm)]
-        self._momenta = PlanExecutor(momenta, comm)
+        self._momenta = PlanExecutor(momenta, comm, divided_by_rate)
         self._all = [*self._others, self._momenta]
         # Only a plan: its buckets use the state of the momenta's, which saves 4 bytes an entry on
         # each rank

@@ -8,6 +8,11 @@ because error feedback is derived for updates, rate times gradient.
 It shrinks by powers of two, which are exact, and only when the rate reaches a new maximum. It does
 not grow while the rate falls, because that would change little, and have no limit at a rate of 0.
 
+Residuals of momenta that are divided by the rate are different: while the rate falls, the momentum
+still has the size of earlier steps, so such a residual grows as the rate falls. At the end of a
+cycle of CosineDecayRestarts it is some 500 gradients, for any length of the cycle. Therefore
+`RecentRate` shrinks them whenever the rate rises, also below its maximum.
+
 **Source:** Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
 Schemes" (2019), algorithm 2, which adds up rate times gradient.
 """
@@ -48,32 +53,35 @@ def power_of_two(exponent: tf.Tensor) -> tf.Tensor:
 class HighestRate:
     """The highest rate so far, as a power of two; shrinks residuals when it rises."""
 
+    # Octaves, >= 1, by which a rate must be above the recorded one to shrink the residuals
+    least_rise = 1
+
     def __init__(self) -> None:
         with tf.device("/cpu:0"):
             self._exponent = tf.Variable(UNKNOWN, trainable=False, name="tfcommx/highest_rate")
 
     @property
     def exponent(self) -> int | None:
-        """The floor of the highest rate's log2; None before the first step. Outside of graphs."""
+        """The floor of the recorded rate's log2; None before the first step. Outside of graphs."""
         exponent = int(self._exponent.numpy())
         return None if exponent == UNKNOWN else exponent
 
     def continue_from(self, exponents: Collection[int]) -> None:
-        """Continue from the highest rate of other plans, unless this one has seen a rate."""
+        """Continue from the rates that other plans recorded, unless this one has seen a rate."""
         if self.exponent is None:
             self._exponent.assign(max(exponents, default=UNKNOWN))
 
     def follow(self, rate: tf.Tensor, residuals: list[tf.Variable]) -> None:
-        """Record a step's rate; shrink the residuals if it is higher than all before.
+        """Record a step's rate; shrink the residuals if it rises above the recorded one.
 
-        **Cost:** one pass over the residuals in steps in which the rate passes a power of two for
-        the first time; otherwise nothing.
+        **Cost:** one pass over the residuals in steps in which the rate passes a power of two;
+        otherwise nothing.
         """
 
         def shrink() -> tf.Tensor:
             # After steps at a rate of 0 it is below 2^-100 for any usual rate, so gradients of such
             # steps are never applied
-            factor = power_of_two(highest - exponent)
+            factor = power_of_two(recorded - exponent)
             before: list[tf.Operation] = []
             for residual in residuals:
                 # In sequence, so that the products need memory for only one residual
@@ -83,8 +91,22 @@ class HighestRate:
                 return tf.identity(exponent)
 
         with tf.device("/cpu:0"):
-            exponent, highest = exponent_of(rate), self._exponent.read_value()
-            # The first rate is only recorded, because no residual was left at a lower one
-            unshrunk = tf.where(highest == UNKNOWN, exponent, highest)
-            rises = (exponent > highest) & (exponent < UNKNOWN)
+            exponent, recorded = exponent_of(rate), self._exponent.read_value()
+            rises = (exponent >= recorded + self.least_rise) & (exponent < UNKNOWN)
+            unshrunk = self._without_rise(exponent, recorded)
             self._exponent.assign(tf.cond(rises, shrink, lambda: unshrunk))
+
+    def _without_rise(self, exponent: tf.Tensor, recorded: tf.Tensor) -> tf.Tensor:
+        """Return the exponent to record after a step whose rate does not rise."""
+        # The first rate is only recorded, because no residual was left at a lower one
+        return tf.where(recorded == UNKNOWN, exponent, recorded)
+
+
+class RecentRate(HighestRate):
+    """The rate of recent steps, as a power of two; shrinks residuals when it rises."""
+
+    # Otherwise a rate that varies around a power of two would shrink them again and again
+    least_rise = 2
+
+    def _without_rise(self, exponent: tf.Tensor, recorded: tf.Tensor) -> tf.Tensor:
+        return tf.minimum(exponent, recorded)

@@ -27,7 +27,7 @@ from tfcommx.runtime.gradient_state import (
     variable_sizes,
     without,
 )
-from tfcommx.runtime.rates import HighestRate
+from tfcommx.runtime.rates import HighestRate, RecentRate
 
 
 def send_with_residual(gradient: tf.Tensor, residual: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -112,23 +112,23 @@ class BucketState:
 
 
 class GradientStore:
-    """The state of all buckets of a plan on this rank, the steps taken and the highest rate."""
+    """The state of all buckets of a plan on this rank, the steps taken and the learning rate."""
 
-    def __init__(self, plan: Plan, comm: Comm) -> None:
+    def __init__(self, plan: Plan, comm: Comm, divided_by_rate: bool = False) -> None:
         self.plan, self.comm = plan, comm
         self.states = {
             bucket.name: BucketState(bucket, plan.topology, comm.rank) for bucket in plan.buckets
         }
         with tf.device("/cpu:0"):  # Because seeds and conditions are read on the host
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
-        self._highest_rate = HighestRate()
+        self._rate = RecentRate() if divided_by_rate else HighestRate()
 
     def follow_rate(self, rate: tf.Tensor) -> None:
         """Record the step's learning rate, a float scalar, before the exchange."""
         # Residuals shrink as it rises, because they stand for updates (see `rates`)
         residuals = [state.residual for state in self.states.values() if state.residual is not None]
         if residuals:
-            self._highest_rate.follow(rate, residuals)
+            self._rate.follow(rate, residuals)
 
     def export(self, variables: Set[str] | None = None) -> GradientState:
         """Return a copy of this rank's state of these variables; None: of all. Untraced."""
@@ -148,7 +148,7 @@ class GradientStore:
             self._by_variable("velocity"),
             compressions,
             dict.fromkeys(paths, int(self.steps.numpy())),
-            dict.fromkeys(paths, rate) if (rate := self._highest_rate.exponent) is not None else {},
+            dict.fromkeys(paths, rate) if (rate := self._rate.exponent) is not None else {},
         )
         return state if variables is None else state.of(variables)
 
@@ -197,7 +197,7 @@ class GradientStore:
         steps, exponents, residuals, velocities, compressions = zip(*states_of_ranks, strict=True)
         # The highest number of any rank, because seeds must follow one count and not repeat
         self.steps.assign(max(int(self.steps.numpy()), *steps))
-        self._highest_rate.continue_from(set().union(*exponents))
+        self._rate.continue_from(set().union(*exponents))
         with_residual, moving = set().union(*residuals), set().union(*velocities)
         sizes = {
             path: size for sizes_of_rank in compressions for path, size in sizes_of_rank.items()
