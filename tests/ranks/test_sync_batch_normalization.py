@@ -118,6 +118,36 @@ def test_masked_entries_do_not_count(comm: Comm) -> None:
     )
 
 
+def test_a_rank_may_have_no_rows(comm: Comm) -> None:
+    """As of a layer for regions of pictures, which found none in those of a rank.
+
+    The other ranks had NaN in their outputs and moving averages.
+    """
+    size = comm.topology.size
+    values = np.random.default_rng(1).normal(3, 2, (size, 4, 3)).astype("float32")
+    if size > 1:
+        values = values[:-1]
+    ours = cx.layers.SyncBatchNormalization()
+    one = keras.layers.BatchNormalization()
+    own = values[comm.rank] if comm.rank < len(values) else values[:0].reshape(0, 3)
+
+    def loss_and_gradient(layer: keras.layers.Layer, rows: np.ndarray) -> tuple:
+        inputs = tf.constant(rows)
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            outputs = layer(inputs, training=True)
+            loss = tf.reduce_sum(outputs**3)
+        return outputs.numpy(), tape.gradient(loss, inputs).numpy()
+
+    found = loss_and_gradient(ours, own)
+    expected = loss_and_gradient(one, values.reshape(-1, 3))
+    for part, whole in zip(found, expected, strict=True):
+        wanted = whole[4 * comm.rank : 4 * comm.rank + 4]
+        np.testing.assert_allclose(part, wanted, rtol=1e-3, atol=1e-3)
+    for variable, other in zip(ours.weights, one.weights, strict=True):
+        np.testing.assert_allclose(variable.numpy(), other.numpy(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", case("mixed_float16", kept=False)])
 def test_inputs_of_16_bits(comm: Comm, dtype: str) -> None:
     """Statistics are of float32: float16 cannot hold the square of 300."""

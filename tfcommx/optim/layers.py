@@ -118,7 +118,9 @@ def _over_ranks(
         away = tf.where(counted, values - _along(mean, values, axes), 0)
         variance = tf.math.divide_no_nan(tf.reduce_sum(away**2, axes), count)
     count, mean, variance = (tf.cast(part, tf.float64) for part in (count, mean, variance))
-    flat = tf.concat([count, count * mean, count * (variance + mean**2)], axis=0)
+    # A rank without rows has a count of 0, and NaN for mean and variance
+    sums = [tf.math.multiply_no_nan(part, count) for part in (mean, variance + mean**2)]
+    flat = tf.concat([count, *sums], axis=0)
     flat = statistics(flat)
     channels = mean.shape[0]
     count, total, squares = tf.split(flat, [count.shape[0], channels, channels])
