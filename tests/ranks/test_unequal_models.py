@@ -386,14 +386,27 @@ class ReturnsAnObject(OwnStep):
         return {"outputs": self.part(inputs["image"]), "owner": object()}
 
 
-@pytest.mark.parametrize("kind", [OwnStep, Fails, ReturnsAnObject])
+class TakesFourParts(OwnStep):
+    """Learns from transitions; `fit` failed in the comparison, which knows three parts."""
+
+    def call(self, inputs: Any) -> Any:
+        return self.part(inputs)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        state, _, _, after = data
+        return super().train_step({"image": state + after})
+
+
+@pytest.mark.parametrize("kind", [OwnStep, Fails, ReturnsAnObject, TakesFourParts])
 def test_models_with_a_step_of_their_own_train(
     comm: Comm, kind: type[OwnStep], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that fails got no warning; one with an object was not compared, for its address."""
     net = kind()
     net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme()), jit_compile=False)
-    data = tf.data.Dataset.from_tensors({"image": np.ones((2, 4), "float32")})
+    image = np.ones((2, 4), "float32")
+    parts = (image, np.ones(2), np.ones(2), image) if kind is TakesFourParts else {"image": image}
+    data = tf.data.Dataset.from_tensors(parts)
     with caplog.at_level(logging.WARNING, "tfcommx"):
         net.fit(data, verbose=0, callbacks=[callbacks.BroadcastState()])
     warns = kind is Fails and comm.topology.size > 1 and comm.rank == 0
