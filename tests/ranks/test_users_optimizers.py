@@ -180,3 +180,48 @@ def test_a_built_optimizer_with_loss_scaling_is_copied_whole(
         optimizer.apply([tf.ones(variable.shape) * 2.0**15 for variable in own], own)
     for one, other in zip(*variables, strict=True):
         np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-6)
+
+
+class Temperature(keras.losses.Loss):
+    """A loss with a variable, which the model does not list because a loss is no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = keras.Variable(np.float32(2.0), name="scale")
+
+    def call(self, labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        return keras.losses.sparse_categorical_crossentropy(
+            labels, outputs * self.scale, from_logits=True
+        )
+
+
+class LearnsItsLoss(keras.Sequential):
+    def train_step(self, data: Any) -> dict[str, tf.Tensor]:
+        inputs, labels = data
+        variables = [*self.trainable_variables, self.temperature.scale]
+        with tf.GradientTape() as tape:
+            loss = self.temperature(labels, self(inputs, training=True))
+            scaled = self.optimizer.scale_loss(loss)
+        self.optimizer.apply(tape.gradient(scaled, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("kind", ["momentum", "loss scale", case("one bit", kept=False)])
+def test_a_step_may_train_variables_that_the_model_does_not_list(comm: Comm, kind: str) -> None:
+    """As those of a loss, with Keras. `BroadcastState` had built the optimizer without them."""
+    optimizer: keras.optimizers.Optimizer = keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True)
+    scheme: cx.Scheme | None = cx.Scheme("hitopk", "mstopk", 0.2, dense_below=8)
+    if kind == "one bit":
+        optimizer, scheme = cx.optimizers.OneBitAdam(0.01, freeze_after=2, dense_below=8), None
+    states = 1 + optimizer.use_ema if kind != "one bit" else 2
+    if kind == "loss scale":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0)
+    net = LearnsItsLoss([keras.Input((12,)), keras.layers.Dense(16), keras.layers.Dense(3)])
+    net.temperature = Temperature()
+    net.compile(cx.DistributedOptimizer(optimizer, scheme), jit_compile=False)
+    fit(net, comm)
+    scales = comm.gather_objects(float(net.temperature.scale))
+    assert scales[0] != 2.0 and len(set(scales)) == 1
+    own = len(net.optimizer.variables) - states * (len(net.trainable_variables) + 1)
+    assert own == {"momentum": 2, "loss scale": 6, "one bit": 5}[kind]
+    assert int(net.optimizer.iterations) == 8

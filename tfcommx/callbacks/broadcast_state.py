@@ -19,6 +19,7 @@ from tfcommx.core import ConfigurationError, check_whole
 from tfcommx.keras_internals import (
     all_generators,
     begin_train_steps_with,
+    build_early,
     callbacks_of_fit,
     finalize_layers,
     has_schedule,
@@ -207,7 +208,7 @@ class BroadcastState(keras.callbacks.Callback):
             if scales_loss and exchanger_in(optimizer).guard.loss_scale == "local":
                 agree_on_loss_scale(optimizer)
             if optimizer is self.model.optimizer and not optimizer.built and not self.unbuilt:
-                optimizer.build(self.model.trainable_variables)
+                build_early(optimizer, self.model.trainable_variables)
 
     def _forget_step_of_other_optimizers(self) -> None:
         """Trace the step again if the model holds other optimizers than in its last `fit`."""

@@ -97,6 +97,9 @@ class Exchange(Protocol):
 
     # Returns the value of `__reduce__`, by which `copy` and `pickle` recreate the optimizer
     reduce_for_pickle: Callable[..., tuple[Any, ...]]
+    # Ids of the optimizer's variables before it was built ahead of its first step; None: it was
+    # not, or has taken a step
+    built_early: frozenset[int] | None
 
     @property
     def ranks(self) -> int: ...

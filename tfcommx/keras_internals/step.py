@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -23,6 +23,7 @@ from tfcommx.keras_internals.adam_noise import noise_factors
 from tfcommx.keras_internals.exchange import Exchange
 from tfcommx.keras_internals.momenta import SendsMomentum
 from tfcommx.keras_internals.optimizers import (
+    inner_optimizer,
     moving_averages,
     require_one_replica,
     state_of_weights,
@@ -131,6 +132,11 @@ class ExchangesGradients(Mixin):
                 f"{self.name!r} was made from a wrapped optimizer's class, and exchanges nothing. "
                 "Make it from the plain class, such as keras.optimizers.SGD, and wrap it."
             )
+        before, self.exchanger.built_early = self.exchanger.built_early, None
+        if before is not None and trainable_variables is not None:
+            # A list, because it is read twice
+            trainable_variables = list(trainable_variables)
+            _build_for_more(self, trainable_variables, before)
         with self.exchanger.guard.open_step():
             result = super().apply(grads, trainable_variables)
         # With accumulation only some eager steps exchange, while a trace contains the exchange
@@ -221,6 +227,40 @@ class ExchangesGradients(Mixin):
         """End `fit` as Keras does, after making the weights whole and equal on all ranks."""
         self.exchanger.consolidate(moving_averages(self))
         super().finalize_variable_values(var_list)
+
+
+def build_early(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+    """Build a wrapped optimizer before its first step, which may pass variables in addition.
+
+    Such as those of a loss, which a model does not list. Keras builds an optimizer in its first
+    step, for the variables of that step, and refuses others from then on.
+    """
+    inner = inner_optimizer(optimizer)
+    before = frozenset(map(id, inner._variables))
+    optimizer.build(list(variables))
+    # The layout of shards is made for these variables, and stays
+    if inner.exchanger.sharding is None:
+        inner.exchanger.built_early = before
+
+
+def _build_for_more(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], before: Set[int]
+) -> None:
+    """Build an optimizer that has taken no step again, if it lacks some of these variables.
+
+    `before` has the ids of its own variables before it was built.
+    """
+    known = optimizer._trainable_variables_indices
+    more = [variable for variable in variables if optimizer._var_key(variable) not in known]
+    if not more:
+        return
+    built = [*optimizer._trainable_variables, *more]
+    for variable in list(optimizer._variables):
+        if id(variable) not in before:
+            optimizer._untrack_variable(variable)
+    known.clear()
+    optimizer.built = False
+    optimizer.build(built)
 
 
 @functools.cache

@@ -29,6 +29,7 @@ PRIVATE_MEMBERS: dict[type, tuple[str, ...]] = {
         "_overwrite_variables_directly_with_gradients",
         "_trainable_variables",
         "_trainable_variables_indices",
+        "_untrack_variable",
         "_update_model_variables_moving_average",
         "_use_weight_decay",
         "_var_key",

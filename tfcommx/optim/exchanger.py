@@ -67,6 +67,8 @@ class Exchanger:
         self._dense_bytes = 0.0
         # Makes the wrapped optimizer again in `copy` and `pickle`; set by the wrap
         self.reduce_for_pickle: Callable[..., tuple[Any, ...]]
+        # Ids of the optimizer's variables before it was built ahead of its first step, until that
+        self.built_early: frozenset[int] | None = None
         # The wrapped optimizer
         self.optimizer: Callable[[], keras.optimizers.Optimizer | None] = lambda: None
         # The shards of a strategy that has them, from the optimizer's build on
