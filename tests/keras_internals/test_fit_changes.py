@@ -124,3 +124,17 @@ def test_train_steps_begin_with_a_call_until_they_are_restored(net: keras.Model,
     assert not traces
     restore_train_step(net)  # Of a model whose steps were not changed
     assert vars(net).get("train_step") is before
+
+
+def test_a_train_function_that_is_not_made_yet_is_replaced(net: keras.Model) -> None:
+    """As by the callbacks of a loop of `train_on_batch`: the first batch called None."""
+    seen = []
+
+    def see(train: Callable[[Iterator[Any]], Any], iterator: Iterator[Any]) -> Any:
+        restore()
+        seen.append(net.train_function is train)
+        return train(iterator)
+
+    restore = replace_train_function(net, see)
+    net.train_on_batch(np.ones((2, 2), "float32"), np.ones((2, 1)))
+    assert seen == [True] and int(net.optimizer.iterations) == 1

@@ -58,6 +58,8 @@ def replace_train_function(
     model: keras.Model, replacement: Callable[[TrainFunction, Iterator[Any]], Any]
 ) -> Callable[[], None]:
     """Call `replacement(train_function, iterator)` in the steps of `fit`; return its undoing."""
+    if model.train_function is None:  # As in a loop of `train_on_batch` after `compile`
+        model.make_train_function()
     train = model.train_function
 
     def replaced(iterator: Iterator[Any]) -> Any:
