@@ -18,6 +18,7 @@ from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, check_whole
 from tfcommx.keras_internals import (
     all_generators,
+    assigns_weights,
     begin_train_steps_with,
     build_early,
     callbacks_of_fit,
@@ -188,16 +189,18 @@ class BroadcastState(keras.callbacks.Callback):
         self._elsewhere = {part: steps_of(part) for part in optimizers_elsewhere(self.model)}
 
     def _begin_steps_with_pulls(self) -> None:
-        """Make steps begin with the pulls of shards, for optimizers that have shards."""
+        """Make steps begin with the pulls of shards, for an optimizer that has shards."""
         restore_train_step(self.model)  # Because a `fit` that failed has left its step
-        pulling = [wrapped for wrapped in wrapped_optimizers(self.model) if can_pull_first(wrapped)]
+        first, *others = wrapped_optimizers(self.model)
+        # Of several optimizers, as a GAN has, later gradients of a step need the weights that an
+        # earlier update has made; and a pull would undo what a layer assigns in the step
+        if others or not can_pull_first(first) or assigns_weights(self.model):
+            return
 
         def begin(data: Any) -> None:
-            for optimizer in pulling:
-                begin_step(optimizer, data)
+            begin_step(first, data)
 
-        if pulling:
-            begin_train_steps_with(self.model, begin)
+        begin_train_steps_with(self.model, begin)
 
     def _prepare_optimizers(self) -> None:
         """Agree on a loss scale that Keras made; build the optimizer of `compile`, if possible."""

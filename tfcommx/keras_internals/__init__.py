@@ -36,6 +36,7 @@ from tfcommx.keras_internals.metrics import (
 from tfcommx.keras_internals.models import (
     OwnMoments,
     all_generators,
+    assigns_weights,
     bytes_of,
     call_alike,
     calls_recorded,
@@ -99,6 +100,7 @@ __all__ = [
     "UpdatesTogether",
     "accumulated_gradients",
     "all_generators",
+    "assigns_weights",
     "begin_at_epoch",
     "begin_train_steps_with",
     "build_early",

@@ -62,6 +62,11 @@ def recurrent_states(model: keras.Model) -> list[keras.Variable]:
     ]
 
 
+def assigns_weights(model: keras.Model) -> bool:
+    """Return True if a layer of Keras assigns its trained weights when it is called in training."""
+    return any(isinstance(layer, keras.layers.SpectralNormalization) for layer in layers_of(model))
+
+
 def given_name(layer: keras.layers.Layer) -> str | None:
     """Return the name that the user gave a layer; None for a name that Keras made and numbered.
 

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from rank_helpers import batch, compiled, same_on_all_ranks, weights
 
 import tfcommx as cx
@@ -112,6 +113,61 @@ def test_shards_in_fit_equal_synchronous_training(comm: Comm, folder: Path) -> N
     ours, theirs = ([v.numpy() for v in one.optimizer.variables] for one in (other, file))
     assert len(ours) > 8
     close(comm, ours, theirs)
+
+
+class Adversaries(keras.Model):
+    """A maker that learns from the judge which has just been updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = keras.Sequential([keras.Input((12,)), keras.layers.Dense(6)])
+        self.judge = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+
+    def call(self, inputs: Any) -> Any:
+        return self.judge(self.maker(inputs))
+
+    def compile(self, *optimizers: keras.optimizers.Optimizer) -> None:
+        super().compile(jit_compile=False)
+        self.of_judge, self.of_maker = optimizers
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        for optimizer, part in ((self.of_judge, self.judge), (self.of_maker, self.maker)):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(data[0]) ** 2)
+            variables = part.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("kind", ["adversaries", "spectral normalization"])
+def test_steps_that_need_current_weights_equal_synchronous_training(comm: Comm, kind: str) -> None:
+    """In the second `fit`, when the optimizers are built, the maker saw the judge of a step before.
+
+    And the pull at the next step's beginning undid the normalization of the kernel.
+    """
+    everyone = []
+    for strategy in ("synchronous", Sharded("layers")):
+        keras.utils.set_random_seed(1)
+        optimizers = [
+            cx.DistributedOptimizer(
+                keras.optimizers.SGD(0.05, momentum=0.9), cx.Scheme(), strategy=strategy
+            )
+            for _ in range(2)
+        ]
+        if kind == "adversaries":
+            net: keras.Model = Adversaries()
+            net.compile(*optimizers)
+        else:
+            dense = keras.layers.SpectralNormalization(keras.layers.Dense(6))
+            net = keras.Sequential([keras.Input((12,)), dense, keras.layers.Dense(3)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            net.compile(optimizers[0], loss, jit_compile=False)
+        for epoch in range(2):
+            x, y = batch(comm.rank, epoch, rows=32)
+            options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+            net.fit(x, y, **options, callbacks=[cx.callbacks.BroadcastState()])
+        everyone.append(weights(net))
+    close(comm, *everyone)
 
 
 @pytest.mark.every_launch
