@@ -97,6 +97,18 @@ def test_elementwise_optimizers_are_equal_to_synchronous_training_to_the_bit(nam
             assert equal(found, plain), strategy
 
 
+@pytest.mark.parametrize("strategy", [case(Sharded(), kept=False), Sharded("layers")], ids=str)
+def test_variables_may_have_no_entries(strategy: Sharded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if they are alone in a bucket, as those of float64 are: the first step failed."""
+    monkeypatch.setitem(SHAPES, "none_kernel", (0, 4))
+    monkeypatch.setitem(SHAPES, "none_bias", (0,))
+    topology, schemes = Topology(2, 1), {"none*": Scheme("torus"), "*": Scheme()}
+    plain = train(adamw, "synchronous", topology, schemes)
+    assert equal(train(adamw, strategy, topology, schemes), plain)
+    store = train(adamw, strategy, topology, schemes, after=save)[0]
+    assert len(store) == 2 + 2 * len(SHAPES) + 1
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize(
     "scheme",

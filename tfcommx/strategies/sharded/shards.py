@@ -101,7 +101,9 @@ class Segment:
         parts = [
             tf.reshape(tensors[path], [-1])[start:stop] for path, start, stop in self.parts_of(rank)
         ]
-        if padding := self.length - sum(part.shape[0] for part in parts):
+        padding = self.length - sum(part.shape[0] for part in parts)
+        # Without parts, too, if no variable has entries
+        if padding or not parts:
             parts.append(tf.zeros([padding], self.dtype))
         return tf.concat(parts, axis=0) if len(parts) > 1 else parts[0]
 
