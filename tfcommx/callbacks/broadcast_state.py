@@ -192,8 +192,8 @@ class BroadcastState(keras.callbacks.Callback):
         """Make steps begin with the pulls of shards, for an optimizer that has shards."""
         restore_train_step(self.model)  # Because a `fit` that failed has left its step
         first, *others = wrapped_optimizers(self.model)
-        # Of several optimizers, as a GAN has, later gradients of a step need the weights that an
-        # earlier update has made; and a pull would undo what a layer assigns in the step
+        # Later gradients of a step with several optimizers, as a GAN has, need the weights that an
+        # earlier update has made; and a pull would undo a layer's assignment in the step
         if others or not can_pull_first(first) or assigns_weights(self.model):
             return
 

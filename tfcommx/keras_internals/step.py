@@ -248,7 +248,7 @@ def _build_for_more(
 ) -> None:
     """Build an optimizer that has taken no step again, if it lacks some of these variables.
 
-    `before` has the ids of its own variables before it was built.
+    `before` has the ids of the optimizer's variables before it was built.
     """
     known = optimizer._trainable_variables_indices
     more = [variable for variable in variables if optimizer._var_key(variable) not in known]
