@@ -12,12 +12,19 @@ from typing import Any
 import keras
 
 from tfcommx.checkpoint.files import read_heads, why_not_writable
+from tfcommx.checkpoint.followers import Followers, follow
 from tfcommx.checkpoint.newest import Newest
+from tfcommx.checkpoint.restoring import resume_followers
 from tfcommx.checkpoint.saving import RETRY, Patience, SaveError, claim, release, save
 from tfcommx.checkpoint.snapshots import RestoreRankValues, Snapshots
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, check_whole, local_path, require_equal
-from tfcommx.keras_internals import begin_at_epoch, restore_train_function, skip_steps
+from tfcommx.keras_internals import (
+    begin_at_epoch,
+    callbacks_of_fit,
+    restore_train_function,
+    skip_steps,
+)
 from tfcommx.launch.supervision import supervision
 from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
 
@@ -35,6 +42,9 @@ class Checkpoint(keras.callbacks.Callback):
     after the newest snapshot, or at the epoch after the last save. The batches of an epoch must not
     depend on the previous epochs, because the batches trained before the restart are read and
     discarded.
+
+    Keras's EarlyStopping, ReduceLROnPlateau, and ModelCheckpoint with save_best_only continue with
+    the best values and waits that they had, also behind `restore`.
 
     Args:
         folder: target folder, on every node, or on a file system that all nodes see.
@@ -64,6 +74,9 @@ class Checkpoint(keras.callbacks.Callback):
         # Skipped steps and finished steps of the epoch; number of the epoch
         self._skipped = self._done = self._epoch = 0
         self._open, self._patience = contextlib.ExitStack(), Patience()
+        # Callbacks of this `fit` whose state is saved; True until its first epoch begins
+        self._followers: Followers | None = None
+        self._begins = False
 
     def set_model(self, model: keras.Model) -> None:
         """Load the newest checkpoint, from the second generation on, before BroadcastState."""
@@ -82,6 +95,10 @@ class Checkpoint(keras.callbacks.Callback):
         # step, and not at its first save
         read_heads(self.folder)
         wrapped_optimizers(self.model)
+        self._followers, self._begins = None, True
+        if not trains_alone(self.model):
+            self._followers = Followers(callbacks_of_fit(), self)
+            follow(self.model, self._followers)
         try:
             json.dumps(keras.saving.serialize_keras_object(self.model))
         except Exception as error:  # Any class, because a get_config() of the user raises it
@@ -145,6 +162,11 @@ class Checkpoint(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Skip the finished steps of an interrupted epoch."""
         self._epoch, self._skipped, self._done = epoch, 0, 0
+        if self._followers is not None:
+            self._followers.begin_epoch()
+            if self._begins:
+                resume_followers(self.model, self._followers, epoch)
+        self._begins = False
         if self._begins_at is None:
             return
         head, self._begins_at = self._begins_at.head, None
@@ -175,6 +197,8 @@ class Checkpoint(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save; continue after a failure. **Raises:** SaveError after three failures in a row."""
         notes = {}
+        if self._followers is not None:
+            self._followers.end_epoch(epoch, logs)
         if self._snapshots is not None:
             self._snapshots.end_epoch(epoch, self.model.steps_per_execution)
             notes = self._snapshots.notes()
@@ -189,3 +213,4 @@ class Checkpoint(keras.callbacks.Callback):
         # SIGTERM has its former effect first, because no rank votes on leaving after `fit`
         self._open.close()
         release(self.folder)
+        self._followers = None

@@ -16,8 +16,10 @@ import keras
 import numpy as np
 
 from tfcommx.checkpoint.files import Head
+from tfcommx.checkpoint.followers import follower_arrays
 from tfcommx.checkpoint.place import head_array, head_in
 from tfcommx.checkpoint.state import copy_optimizer, exact_arrays, saved_by_keras, wide
+from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, reading, replacing
 from tfcommx.keras_internals import (
     all_generators,
@@ -109,6 +111,8 @@ def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
         arrays[f"own{number}"] = wide(variable.numpy())
     for number, state in enumerate(recurrent_states(model)):
         arrays[f"recurrent{number}"] = wide(state.numpy())
+    if process.current().rank == 0:  # Whose callbacks are those of all ranks, and more
+        arrays |= follower_arrays(model)
     return {"index": np.array(json.dumps(index)), **arrays}
 
 

@@ -18,6 +18,7 @@ from tfcommx.checkpoint.files import (
     model_name,
     residuals_name,
 )
+from tfcommx.checkpoint.followers import Followers, SavedFollowers, read_followers
 from tfcommx.checkpoint.newest import Newest, newest, read_inherited
 from tfcommx.checkpoint.records import OptimizerRecord, read_own
 from tfcommx.checkpoint.state import restore_exact, saved_by_keras, set_model, set_optimizer
@@ -26,6 +27,7 @@ from tfcommx.core import CheckpointError, local_path, reading
 from tfcommx.keras_internals import (
     all_generators,
     finalize_layers,
+    inner_optimizer,
     recurrent_states,
     trace_again,
     trainable_variables,
@@ -122,6 +124,27 @@ def restored(model: keras.Model) -> Newest | None:
     return _restored.get(model)
 
 
+# Model -> the next epoch, and the state of callbacks in the checkpoint that it was restored from
+_followed: weakref.WeakKeyDictionary[keras.Model, tuple[int, SavedFollowers]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def resume_followers(model: keras.Model, followers: Followers, epoch: int) -> None:
+    """Set the callbacks of the first `fit` after a restoration, if it continues the saved run.
+
+    Args:
+        epoch: the first epoch of the `fit`, from 0.
+
+    **Ranks:** all, once they have equal weights.
+    """
+    next_epoch, saved = _followed.pop(model, (-1, SavedFollowers([], False)))
+    if saved.swapped:
+        inner_optimizer(model.optimizer).swap_averages()
+    if epoch == next_epoch:
+        followers.resume(saved.states)
+
+
 def load(model: keras.Model, checkpoint: Newest) -> None:
     """Load a checkpoint, as `restore` does. **Ranks:** all. **Raises:** as `restore`."""
     _restored[model] = checkpoint
@@ -170,6 +193,7 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
             restore_exact(model, root_file, same)
         finalize_layers(model)
     _load_recurrent_states(model, folder, head)
+    _followed[model] = head.epoch + 1, _followers_of(folder / residuals_name(head.save, 0))
     for optimizer in optimizers:
         if (sharding := exchanger_in(optimizer).sharding) is not None:
             sharding.shards.current.assign(True)  # Because the shards must follow the weights
@@ -190,6 +214,20 @@ def _load_recurrent_states(model: keras.Model, folder: Path, head: Head) -> None
     if [value.shape for value in values] == [tuple(state.shape) for state in states]:
         for state, value in zip(states, values, strict=True):
             state.assign(value)
+
+
+def _followers_of(path: Path) -> SavedFollowers:
+    """Return the state of callbacks in rank 0's file, on all ranks."""
+    saved, problem = SavedFollowers([], False), ""
+    if process.current().rank == 0:
+        try:
+            saved = read_followers(path)
+        except CheckpointError as error:  # Raised on all ranks, because the others wait
+            problem = str(error)
+    root_saved, problem = process.current().gather_objects((tuple(saved), problem))[0]
+    if problem:
+        raise CheckpointError(problem)
+    return SavedFollowers(*root_saved)
 
 
 class _RootState(NamedTuple):

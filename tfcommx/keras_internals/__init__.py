@@ -19,6 +19,7 @@ from tfcommx.keras_internals.exchange import (
     StepUnderWay,
 )
 from tfcommx.keras_internals.fit import (
+    averages_in_weights,
     begin_at_epoch,
     begin_train_steps_with,
     callbacks_of_fit,
@@ -101,6 +102,7 @@ __all__ = [
     "accumulated_gradients",
     "all_generators",
     "assigns_weights",
+    "averages_in_weights",
     "begin_at_epoch",
     "begin_train_steps_with",
     "build_early",

@@ -46,6 +46,12 @@ def _flat(callbacks: keras.callbacks.CallbackList) -> list[keras.callbacks.Callb
     return flat
 
 
+def averages_in_weights(callback: keras.callbacks.Callback) -> bool:
+    """Return True for a SwapEMAWeights that has set the weights to their moving averages."""
+    is_swap = isinstance(callback, keras.callbacks.SwapEMAWeights)
+    return is_swap and bool(callback._ema_weights_in_model)
+
+
 def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
     """Make `fit` begin at an epoch (from 0), whatever its `initial_epoch`; None undoes it.
 

@@ -1,0 +1,120 @@
+"""Keras's callbacks with a state, in a run that resumes from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from rank_helpers import batch, compiled, weights
+
+import tfcommx as cx
+from tfcommx import callbacks
+from tfcommx.collectives.comm import Comm
+
+# The metric of each epoch: the best is in epoch 2, and the last is worse
+SCORES = [5, 4, 1, 3, 3, 3, 2, 2, 2, 2]
+
+
+class Score(keras.callbacks.Callback):
+    """Sets the metric that the others follow, and records rates."""
+
+    def __init__(self, rates: dict[int, float]) -> None:
+        super().__init__()
+        self.rates = rates
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["score"] = float(SCORES[epoch])
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.rates[epoch - 1] = round(float(self.model.optimizer.learning_rate), 6)
+
+
+def test_callbacks_that_follow_a_metric_continue_where_they_were(comm: Comm, folder: Path) -> None:
+    """A resumed run waited anew, and replaced the file of its best model by a worse one."""
+
+    def net() -> keras.Model:
+        return compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme()))
+
+    def train(net: keras.Model, name: str, first: int, end: int) -> dict[int, float]:
+        rates: dict[int, float] = {}
+        parts: list[keras.callbacks.Callback] = [
+            keras.callbacks.ReduceLROnPlateau("score", mode="min", patience=3, factor=0.5),
+            cx.checkpoint.Checkpoint(folder / name),
+            # Behind it, so they have not seen the last epoch of the save
+            keras.callbacks.EarlyStopping(
+                "score", mode="min", patience=6, restore_best_weights=True
+            ),
+        ]
+        if comm.rank == 0:
+            path = str(folder / f"{name}-{{score:.0f}}.weights.h5")
+            parts.append(
+                keras.callbacks.ModelCheckpoint(
+                    path, "score", mode="min", save_best_only=True, save_weights_only=True
+                )
+            )
+        x, y = batch(comm.rank)
+        listed = [callbacks.BroadcastState(), Score(rates), *parts]
+        net.fit(x, y, initial_epoch=first, epochs=end, verbose=0, callbacks=listed)
+        return rates
+
+    wanted, got = net(), net()
+    rates = train(wanted, "whole", 0, 10)
+    assert set(rates) == set(range(-1, 8)), "EarlyStopping ends it after epoch 8"
+    resumed = train(net(), "part", 0, 5)
+    assert cx.checkpoint.restore(got, folder / "part") == 5
+    assert resumed | train(got, "part", 5, 10) == rates
+    for one, other in zip(weights(wanted), weights(got), strict=True):
+        np.testing.assert_array_equal(one, other)
+    comm.gather_objects("written")
+    files = [path.name.partition("-")[2] for path in sorted(folder.glob("part-*"))]
+    assert files == [f"{score}.weights.h5" for score in (1, 4, 5)]
+
+
+def test_callbacks_begin_anew_in_a_fit_that_does_not_continue(comm: Comm, folder: Path) -> None:
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme()))
+
+    def fit(first: int, end: int) -> keras.callbacks.EarlyStopping:
+        stopping = keras.callbacks.EarlyStopping("loss", patience=3)
+        parts = [callbacks.BroadcastState(), stopping, cx.checkpoint.Checkpoint(folder / "run")]
+        data = batch(comm.rank)
+        net.fit(*data, initial_epoch=first, epochs=end, verbose=0, callbacks=parts)
+        return stopping
+
+    fit(0, 2)
+    assert cx.checkpoint.restore(net, folder / "run") == 2
+    again = fit(0, 1)
+    assert (again.best_epoch, again.wait) == (0, 0)
+
+
+def test_weights_that_were_swapped_when_they_were_saved_are_swapped_back(
+    comm: Comm, folder: Path
+) -> None:
+    """A resumed run trained the moving averages, because Checkpoint had saved them as weights."""
+
+    def net() -> keras.Model:
+        plain = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
+        return compiled(cx.DistributedOptimizer(plain, cx.Scheme()))
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                raise InterruptedError
+
+    def train(net: keras.Model, first: int, *more: keras.callbacks.Callback) -> None:
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        saving = cx.checkpoint.Checkpoint(folder / "run")
+        x, y = batch(comm.rank)
+        listed = [callbacks.BroadcastState(), swap, saving, *more]
+        net.fit(x, y, initial_epoch=first, epochs=4, verbose=0, callbacks=listed)
+
+    wanted, got = net(), net()
+    train(wanted, 0)
+    with pytest.raises(InterruptedError):
+        train(net(), 0, Interrupt())
+    assert cx.checkpoint.restore(got, folder / "run") == 2
+    train(got, 2)
+    for one, other in zip(weights(wanted), weights(got), strict=True):
+        np.testing.assert_array_equal(one, other)

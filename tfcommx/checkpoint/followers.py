@@ -1,0 +1,182 @@
+"""The state of Keras's callbacks that follow a metric or swap weights, for a run that resumes.
+
+EarlyStopping, ReduceLROnPlateau, and ModelCheckpoint with save_best_only begin each `fit` without a
+best value. A resumed run would be as patient as at its beginning, and would replace the file of its
+best model by its next model, even if that is worse. SwapEMAWeights with swap_on_epoch, if it stands
+before Checkpoint, has put moving averages in the place of the weights: a resumed run would train
+these.
+
+    save       best values, waits, best weights  ---> file of rank 0
+    restore    file of rank 0  ---> all ranks  ---> callbacks of the next `fit`, at its first epoch
+
+A callback behind Checkpoint has not seen the epoch that is saved, so the logs of this are saved,
+too, and the callback receives them when the run resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from tfcommx.checkpoint.state import wide
+from tfcommx.core import CheckpointError, reading
+from tfcommx.keras_internals import averages_in_weights
+
+# Callback of Keras -> its attributes that each `fit`, or a new object, sets anew
+STATE = {
+    keras.callbacks.EarlyStopping: ("best", "best_epoch", "wait"),
+    keras.callbacks.ReduceLROnPlateau: ("best", "wait", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: ("best",),
+}
+# Name of the array with everything but best weights, as JSON
+INDEX = "followers"
+
+# Class, metric, mode, and number among equal ones. Not the position, because rank 0 has callbacks
+# that other ranks lack
+Key = tuple[str, str, str, int]
+# Attribute of a callback -> its value; "best_weights" -> arrays; "epoch" and "logs" that it lacks
+State = dict[str, Any]
+
+
+class SavedFollowers(NamedTuple):
+    """The state of the callbacks in a save."""
+
+    states: list[tuple[Key, State]]
+    # True if the weights of the save are moving averages, and the moving averages weights
+    swapped: bool
+
+
+class Followers:
+    """The callbacks of one `fit` whose state is saved.
+
+    Args:
+        callbacks: of `fit`, in its order.
+        saving: the callback that saves the checkpoints.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[keras.callbacks.Callback], saving: keras.callbacks.Callback
+    ) -> None:
+        self.callbacks = callbacks
+        self.named: dict[Key, Any] = {}
+        # Keys of callbacks that are called behind `saving`
+        self.behind: set[Key] = set()
+        # Number and logs of the epoch that has ended; None in mid-epoch
+        self.ended: tuple[int, dict[str, Any]] | None = None
+        counts: Counter[tuple[str, str, str]] = Counter()
+        saves_before = False
+        for callback in callbacks:
+            saves_before |= callback is saving
+            if not _follows(callback):
+                continue
+            name = (_kind(callback).__name__, str(callback.monitor), str(callback.mode))
+            key = (*name, counts[name])
+            counts[name] += 1
+            self.named[key] = callback
+            if saves_before:
+                self.behind.add(key)
+
+    def end_epoch(self, epoch: int, logs: Mapping[str, Any] | None) -> None:
+        """Record the logs of an epoch that is saved."""
+        numbers = {name: _number(value) for name, value in (logs or {}).items()}
+        self.ended = epoch, {k: number for k, number in numbers.items() if number is not None}
+
+    def begin_epoch(self) -> None:
+        """Forget the logs of the epoch before, because all callbacks have seen them."""
+        self.ended = None
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the state of all callbacks as arrays of a file."""
+        arrays: dict[str, np.ndarray] = {}
+        rows: list[Any] = []
+        for number, (key, callback) in enumerate(self.named.items()):
+            state = {name: _number(getattr(callback, name)) for name in STATE[_kind(callback)]}
+            if key in self.behind and self.ended is not None:
+                state["epoch"], state["logs"] = self.ended
+            weights = getattr(callback, "best_weights", None) or []
+            names = [f"best{number}-{position}" for position in range(len(weights))]
+            arrays |= {name: wide(weight) for name, weight in zip(names, weights, strict=True)}
+            rows.append([*key, state, names])
+        index = {"callbacks": rows, "swapped": any(map(averages_in_weights, self.callbacks))}
+        return {INDEX: np.array(json.dumps(index)), **arrays}
+
+    def resume(self, states: Sequence[tuple[Key, State]]) -> None:
+        """Set the state of each callback that has one in the save."""
+        for key, state in states:
+            if (callback := self.named.get(key)) is None:
+                continue
+            for name in STATE[_kind(callback)]:
+                if state[name] is not None:
+                    setattr(callback, name, state[name])
+            if state["best_weights"] and getattr(callback, "restore_best_weights", False):
+                callback.best_weights = state["best_weights"]
+            if "logs" in state:
+                callback.on_epoch_end(state["epoch"], dict(state["logs"]))
+
+
+# Model -> the callbacks of its `fit`; by a weak reference, because these refer to the model
+_of_fit: weakref.WeakKeyDictionary[keras.Model, weakref.ref[Followers]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def follow(model: keras.Model, followers: Followers) -> None:
+    """Save the state of these callbacks with the model, as long as they exist."""
+    _of_fit[model] = weakref.ref(followers)
+
+
+def follower_arrays(model: keras.Model) -> dict[str, np.ndarray]:
+    """Return the state of the callbacks of a model's `fit` as arrays; none outside of a `fit`."""
+    reference = _of_fit.get(model)
+    followers = None if reference is None else reference()
+    return {} if followers is None else followers.arrays()
+
+
+def read_followers(path: Path) -> SavedFollowers:
+    """Return the state of callbacks in the file of rank 0.
+
+    **Raises:** CheckpointError for a damaged file.
+    """
+    remedy = "Put a whole copy in its place."
+    with (
+        reading("Rank 0's file of a checkpoint", path, remedy, CheckpointError),
+        np.load(path) as stored,
+    ):
+        if INDEX not in stored:
+            return SavedFollowers([], False)
+        index = json.loads(str(stored[INDEX]))
+        states = [
+            (
+                (kind, metric, mode, number),
+                {**state, "best_weights": [stored[name] for name in names]},
+            )
+            for kind, metric, mode, number, state, names in index["callbacks"]
+        ]
+        return SavedFollowers(states, index["swapped"])
+
+
+def _follows(callback: keras.callbacks.Callback) -> bool:
+    best_only = getattr(callback, "save_best_only", True)  # False of a ModelCheckpoint alone
+    return best_only and isinstance(callback, tuple(STATE))
+
+
+def _kind(callback: keras.callbacks.Callback) -> type:
+    return next(kind for kind in STATE if isinstance(callback, kind))
+
+
+def _number(value: Any) -> Any:
+    """Return a number as JSON has it; None for NaN, infinity and other values."""
+    if value is None or isinstance(value, int):
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if np.isfinite(number) else None
