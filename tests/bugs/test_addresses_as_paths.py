@@ -18,7 +18,7 @@ import pytest
 import tfcommx as cx
 from tfcommx.checkpoint.snapshots import Snapshots
 from tfcommx.cli.main import main
-from tfcommx.core import Links, MeasuredStep, Profile
+from tfcommx.core import Links, MeasuredStep, Profile, local_path
 from tfcommx.data.sources import Folder
 from tfcommx.launch.launcher import cache_folder
 from tfcommx.recipes.reader import RecipeError
@@ -85,6 +85,14 @@ def test_data_and_files(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", address)
     with pytest.raises(cx.ConfigurationError, match="XDG_CACHE_HOME"):
         cache_folder()
+
+
+@pytest.mark.parametrize("path", ["/scratch/$USER/run", "runs/job-${SLURM_JOB_ID}", "~/${X:-y}"])
+def test_variables_within_a_path_are_refused(path: str) -> None:
+    """All jobs and users shared a folder that was named after the variable."""
+    with pytest.raises(cx.ConfigurationError, match="without variables"):
+        cx.checkpoint.Checkpoint(path)
+    assert local_path("folder", "prices in US$/us$.json").name == "us$.json"
 
 
 @pytest.mark.parametrize("address", ["gs://my-bucket/run", "$SCRATCH/run"])

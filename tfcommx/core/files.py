@@ -24,6 +24,8 @@ from tfcommx.core.errors import ConfigurationError, DataError, TfcommxError
 
 # One slash is enough, because `pathlib` turns `gs://bucket` into `gs:/bucket`
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+# A variable or command of a shell: ${NAME} anywhere, others where a part of the path begins
+_VARIABLE = re.compile(r"\$\{|(?:^|/)\$")
 # Errors of fsync on a folder, because some network file systems do not support it
 NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 # Errors of flock on file systems without locks, such as Lustre without `-o flock`
@@ -57,7 +59,7 @@ def local_path(option: str, path: str | os.PathLike[str]) -> Path:
             f"`{option}` must be a path of a mounted file system. Received {text!r}, the address "
             f"of another kind of storage. {remedy}"
         )
-    if text.startswith("$"):
+    if _VARIABLE.search(text):
         raise ConfigurationError(
             f"`{option}` must be a path without variables. Received {text!r}, which no shell has "
             "replaced. Give the folder itself."
