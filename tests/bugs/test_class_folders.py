@@ -56,12 +56,26 @@ def test_names_that_are_no_classes_are_announced(
     assert words.format(root=tmp_path) in str(warning.message)
 
 
-@pytest.mark.parametrize("names", [("01", "02", "10"), ("0", "1", "9"), ("test",), ("1", "x")])
+@pytest.mark.parametrize("names", [("01", "02", "10"), ("0", "1", "9"), ("1", "x")])
 def test_other_names_are_not(tmp_path: Path, names: tuple[str, ...]) -> None:
     folder(tmp_path, *(f"{name}/1.png" for name in names))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Folder(tmp_path).classes == names
+
+
+@pytest.mark.parametrize(
+    ("file", "remedy"), [("train/cat/1.png", "give {root}/train."), ("images/1.png", "Sort")]
+)
+def test_a_single_class_is_announced(tmp_path: Path, file: str, remedy: str) -> None:
+    """With the folder above that of the classes all samples had the label 0, without a word."""
+    folder(tmp_path, file)
+    with pytest.warns(UserWarning, match="label 0") as caught:
+        Folder(tmp_path)
+    assert len(caught) == 1 and remedy.format(root=tmp_path) in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Folder(tmp_path, (file.partition("/")[0],))
 
 
 def test_an_order_that_the_user_gave_is_not_doubted(tmp_path: Path) -> None:

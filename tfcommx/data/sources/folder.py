@@ -176,6 +176,16 @@ def _warn_of_classes(source: Folder, shared: Sequence[str], named: bool) -> None
             f"The class folders {listed_names(classes)} have names of parts of a data set. Give "
             f"the folder of one part: {path / classes[0]}."
         )
+    if not named and len(classes) == 1:
+        only = path / classes[0]
+        nested = any(Path(source.where(sample)).parent != only for sample in range(source.count))
+        remedy = "Sort the images into a folder for each class."
+        if nested:
+            remedy = f"If the class folders are in it, give {only}."
+        problems.append(
+            f"All images have the label 0, because there is only one class folder, {classes[0]!r}. "
+            f"{remedy}"
+        )
     for problem in problems:
         warnings.warn(f"{path}: {problem}", stacklevel=3)
 
@@ -230,10 +240,11 @@ class Folder:
     operating systems (`__MACOSX`, `@eaDir`, `lost+found`, `Thumbs.db`), are skipped. Files with
     other endings, and images next to the class folders, are ignored with one warning, which has
     their number by ending. A warning also names class folders whose names look alike, are numbers
-    in another order than that of their labels, or those of a data set's parts, and links by which
-    a folder or file is in two classes. A replaced file leads to new caches, because the key is made
-    of the files' relative paths, sizes, and times of content and inode. A copy has other times of
-    the inode, and separate caches; the same files on another mount or host share theirs.
+    in another order than that of their labels, or those of a data set's parts, a single class
+    folder, and links by which a folder or file is in two classes. A replaced file leads to new
+    caches, because the key is made of the files' relative paths, sizes, and times of content and
+    inode. A copy has other times of the inode, and separate caches; the same files on another mount
+    or host share theirs.
 
     Args:
         path: the folder that holds the class folders.
