@@ -20,7 +20,7 @@ from tfcommx.core import ConfigurationError
 from tfcommx.kernels import build
 from tfcommx.launch import commands
 from tfcommx.launch.commands import run_to_end
-from tfcommx.launch.horovodrun import RANK_OUTPUT
+from tfcommx.launch.horovodrun import RANK_OUTPUT, on_end_signals
 from tfcommx.launch.hosts import Host
 from tfcommx.recipes.datasets import debian
 from tfcommx.supervisor import hosts
@@ -234,3 +234,17 @@ def test_a_command_is_given_time_to_end_its_own(pids: Path) -> None:
     )
     assert ended.late and ended.status == 5 and ended.output == "ended\n"
     wait_for_end(pids.read_text())
+
+
+def test_a_warning_of_the_scheduler_does_not_kill_the_launcher() -> None:
+    """SIGUSR1, as of `sbatch --signal`, ended it at once, and the ranks could not save."""
+    seen: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        on_end_signals(lambda number, frame: seen.append(number))
+        os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen == [signal.SIGUSR1]

@@ -141,8 +141,8 @@ def carry_out(launch: Launch, stop: StopSignal, advice: str = "") -> LaunchError
     """Start the ranks and show their output until they end.
 
     Args:
-        stop: receives SIGINT (Ctrl-C), SIGTERM and SIGHUP, in place of horovodrun, which would
-            kill the ranks 5 s after the first.
+        stop: receives SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1, in place of horovodrun, which
+            would kill the ranks 5 s after the first.
         advice: last sentence of the error.
 
     Returns:

@@ -160,8 +160,12 @@ def environment() -> dict[str, str]:
 
 
 def on_end_signals(handle: Callable[[int, FrameType | None], None]) -> None:
-    """Handle SIGINT (Ctrl-C), SIGTERM and SIGHUP, except those that are ignored, as by nohup."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    """Handle the signals that end a run, except those that are ignored, as by nohup.
+
+    SIGINT (Ctrl-C), SIGTERM, SIGHUP, and SIGUSR1, which many job scripts let Slurm send before the
+    time limit.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handle)
 
