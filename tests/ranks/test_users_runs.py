@@ -355,3 +355,31 @@ def test_the_end_of_data_of_unknown_length_is_no_step(comm: Comm) -> None:
         nets.append(net)
     for one, other in zip(*map(weights, nets), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_variables_that_keras_does_not_know_are_named(
+    comm: Comm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Scripts for Keras 2 ran on with layers whose tf.Variable was no longer trained, nor saved."""
+
+    class Scale(keras.layers.Layer):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.factor, self.offsets = tf.Variable(2.0), [tf.Variable(0.0)]
+            self.known = self.add_weight(shape=(), name="known")
+
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            return self.factor * inputs + self.offsets[0] + self.known
+
+    plain = model()
+    net = keras.Sequential([keras.Input((12,)), Scale(name="scale"), *plain.layers], name="scaled")
+    net.compile(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme()),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=False,
+    )
+    for _ in range(2):
+        net.fit(*batch(comm.rank), verbose=0, callbacks=[callbacks.BroadcastState()])
+    told = [record.getMessage() for record in caplog.records if "Keras 3" in record.getMessage()]
+    assert len(told) == (comm.rank == 0)
+    assert all("scale.factor, scale.offsets. " in text for text in told)

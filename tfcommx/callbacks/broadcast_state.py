@@ -31,6 +31,7 @@ from tfcommx.keras_internals import (
     steps_of,
     trace_again,
     unlisted,
+    untracked_variables,
 )
 from tfcommx.optim.broadcast import broadcast_variables, require_root
 from tfcommx.optim.layers import SyncBatchNormalization
@@ -65,6 +66,10 @@ SEED_STEP = 1_000_003
 _HELD: weakref.WeakKeyDictionary[keras.Model, weakref.WeakSet[keras.optimizers.Optimizer]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+# Models whose untracked variables are named
+_NAMED: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 class BroadcastState(keras.callbacks.Callback):
@@ -142,6 +147,7 @@ class BroadcastState(keras.callbacks.Callback):
         require_root(roots)
         if process.rank() == 0:
             warn_of_conflicts(all_conflicts)
+            _name_untracked_variables(self.model)
         for optimizer in wrapped_optimizers(self.model):
             # A `fit` before may have left weights that are unequal or one update old, and the
             # root's are broadcast next
@@ -411,4 +417,17 @@ def _require_equal(values: Sequence[Any], requirement: str, remedy: str) -> None
         raise ConfigurationError(
             f"Every rank must {requirement}. Received {list(values)} on ranks 0 to "
             f"{len(values) - 1}. {remedy}"
+        )
+
+
+def _name_untracked_variables(model: keras.Model) -> None:
+    """Warn, once for each model, of TensorFlow's variables in the user's layers."""
+    names = untracked_variables(model)
+    if names and model not in _NAMED:
+        _NAMED.add(model)
+        log.warning(
+            "Layers hold TensorFlow's variables, which Keras 3 does not know: %s. `fit` does not "
+            "train them, no file has them, and ranks do not begin with equal values. Make them by "
+            "self.add_weight, or as keras.Variable.",
+            ", ".join(names[:5]) + ", ..." * (len(names) > 5),
         )

@@ -51,6 +51,7 @@ from tfcommx.keras_internals.models import (
     recurrent_states,
     saved_values,
     statistics_of,
+    untracked_variables,
     variables_with_own_files,
 )
 from tfcommx.keras_internals.momenta import (
@@ -143,6 +144,7 @@ __all__ = [
     "traced_batch",
     "trainable_variables",
     "unlisted",
+    "untracked_variables",
     "values_of",
     "variables_with_own_files",
     "watch_update",

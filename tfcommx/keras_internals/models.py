@@ -65,6 +65,21 @@ def recurrent_states(model: keras.Model) -> list[keras.Variable]:
 def assigns_weights(model: keras.Model) -> bool:
     """Return True if a layer of Keras assigns its trained weights when it is called in training."""
     return any(isinstance(layer, keras.layers.SpectralNormalization) for layer in layers_of(model))
+def untracked_variables(model: keras.Model) -> list[str]:
+    """Return the names, such as `codebook.table`, of TensorFlow's variables in layers of the user.
+
+    Keras 2 trained and saved these; Keras 3 lists its own variables alone.
+    """
+    names = []
+    for layer in layers_of(model):
+        if type(layer).__module__.startswith("keras."):
+            continue
+        for attribute, value in vars(layer).items():
+            parts = value.values() if isinstance(value, dict) else value
+            several = parts if isinstance(value, dict | list | tuple) else [value]
+            if any(isinstance(part, tf.Variable) for part in several):
+                names.append(f"{layer.name}.{attribute}")
+    return names
 
 
 def given_name(layer: keras.layers.Layer) -> str | None:
