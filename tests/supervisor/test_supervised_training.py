@@ -60,18 +60,21 @@ class Trained:
 def test_a_host_is_lost_and_the_weights_are_the_same_bits(tmp_path: Path) -> None:
     """Rank 1 is killed, and its host's memory is lost: the mirror has its snapshot.
 
-    Then rank 0 is killed, and its host's newest files are damaged: the other host's are used.
+    Then rank 0 is killed, and its host's newest files are damaged: the other host's are used. The
+    log of the epochs, which each generation had begun anew, is whole.
     """
-    options = {"optimizer": "SGD", "scheme": SPARSE}
+    options = {"optimizer": "SGD", "scheme": SPARSE, "logs": True}
     undisturbed = Trained(tmp_path, TWO_HOSTS, "supervised_fit.py", options)
     # Four steps after a snapshot, so long that it is whole on a busy machine, too
     faults = {"0": [1, 19, "kill with memory"], "1": [0, 29, "kill with damaged memory"]}
     options |= {"faults": faults, "step_seconds": 0.3}
     disturbed = Trained(tmp_path / "disturbed", TWO_HOSTS, "supervised_fit.py", options)
-    assert disturbed.sources == ["start", "memory", "memory"]
+    assert disturbed.sources == ["start", "memory", "memory"], disturbed.errors
     assert [one["resumed"]["total"] for one in disturbed.generations[1:]] == [15, 25]
     assert "Rank 1 on 127.0.0.1 was killed by SIGKILL" in disturbed.errors
     assert disturbed.weights == undisturbed.weights
+    logs = [folder / "run.csv" for folder in (tmp_path, tmp_path / "disturbed")]
+    assert logs[0].read_text() == logs[1].read_text() and logs[0].read_text().count("\n") == 4
 
 
 @pytest.mark.exhaustive  # test_supervised_runs.py has both, without TensorFlow
@@ -153,7 +156,7 @@ def test_a_loop_with_two_optimizers(tmp_path: Path) -> None:
     undisturbed = Trained(tmp_path, TWO_HOSTS, "supervised_loop.py", {})
     faults = {"faults": {"0": [1, 17, "kill"], "1": [0, 31, "kill"]}}
     disturbed = Trained(tmp_path / "disturbed", TWO_HOSTS, "supervised_loop.py", faults)
-    assert disturbed.sources == ["start", "memory", "memory"]
+    assert disturbed.sources == ["start", "memory", "memory"], disturbed.errors
     assert disturbed.weights == undisturbed.weights
 
 

@@ -4,7 +4,8 @@ supervised_fit.py FOLDER OPTIONS(json): scheme, strategy; faults: {"GENERATION":
 with STEP of the whole run, or of the generation if `relative` is set. KIND is kill, `kill with
 memory` (of this host), `kill with all memory`, `kill with damaged memory` (this host's newest
 files), stop, term, or `hosts FILE HOST...` (hosts that there are from now on). The run ends at the
-first epoch's end of `last_generation`, if that is set.
+first epoch's end of `last_generation`, if that is set. With `logs` rank 0 writes FOLDER.csv, and
+all ranks end with their best weights.
 Prints a hash of the weights at the end.
 """
 
@@ -102,6 +103,11 @@ def meet(kind: str) -> None:
     os.kill(os.getpid(), number)
 
 
+logs: list[keras.callbacks.Callback] = []
+if options.get("logs"):
+    Path(folder).parent.mkdir(parents=True, exist_ok=True)
+    logs.append(keras.callbacks.EarlyStopping("loss", patience=100, restore_best_weights=True))
+    logs += [keras.callbacks.CSVLogger(f"{folder}.csv")] * (comm.rank == 0)
 model.fit(
     batches,
     epochs=EPOCHS,
@@ -110,6 +116,7 @@ model.fit(
         cx.callbacks.BroadcastState(),
         cx.callbacks.AverageBatchNorm(),
         Fault(),
+        *logs,
         cx.checkpoint.Checkpoint(folder, memory_every=options.get("memory_every", 5)),
     ],
 )

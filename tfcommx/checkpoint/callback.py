@@ -85,6 +85,12 @@ class Checkpoint(keras.callbacks.Callback):
             self._snapshots = Snapshots(model, self.folder, self.memory_every)
             self._snapshots.load()
             self._begins_at = self._snapshots.found
+            if self._begins_at is not None:
+                # Before any callback opens its file, because the log of the generations before
+                # would be lost, and the user does not start this one
+                for callback in callbacks_of_fit():
+                    if isinstance(callback, keras.callbacks.CSVLogger):
+                        callback.append = True
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse a folder or a model for which no checkpoint could be written."""
@@ -182,7 +188,7 @@ class Checkpoint(keras.callbacks.Callback):
         step = head.step * steps // head.steps if head.steps and steps else head.step
         # `fit` can skip whole executions only, which take `steps_per_execution` batches each
         self._skipped = self._done = step // together * together
-        skip_steps(self.model, self._skipped)
+        skip_steps(self.model, self._skipped, self._values.on_skipped_batch)
 
     # Not on_train_batch_end, because Keras would wait for every step
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

@@ -41,11 +41,13 @@ from tfcommx.checkpoint.restoring import load, restored
 from tfcommx.checkpoint.state import copy_model, not_finite_in
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, local_path
-from tfcommx.keras_internals import finalize_layers, statistics_of
+from tfcommx.keras_internals import build_metrics, finalize_layers, statistics_of
 from tfcommx.launch.launcher import launch_interfaces
 from tfcommx.launch.supervision import MEMORY, PAUSED, Supervision, SupervisorLink, supervision
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_in, trains_alone, wrapped_optimizers
+
+log = logging.getLogger("tfcommx")
 
 
 @dataclass
@@ -153,8 +155,8 @@ class RestoreRankValues(keras.callbacks.Callback):
     """Restore the values of each rank in mid-epoch: batch norm's statistics, sums of metrics.
 
     Put it behind BroadcastState, because that sets the values of one rank everywhere. Metrics must
-    be built. No value changes for a checkpoint of an epoch's end, where all are equal, and with
-    another number of ranks.
+    be built, unless `on_skipped_batch` is called. No value changes for a checkpoint of an epoch's
+    end, where all are equal, and with another number of ranks.
 
     **Ranks:** all.
     """
@@ -163,6 +165,8 @@ class RestoreRankValues(keras.callbacks.Callback):
         super().__init__()
         self.folder = local_path("folder", folder)
         self.values: list[np.ndarray] = []
+        # The part of the values that is of metrics
+        self._sums: list[np.ndarray] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Read the values of this rank, and set the statistics."""
@@ -180,16 +184,29 @@ class RestoreRankValues(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Set the metrics, which Keras has just reset."""
         count = len(statistics_of(self.model))
-        self._assign(self.model.metrics_variables, self.values[count:])
-        self.values = []
+        self._sums, self.values = self.values[count:], []
+        self._assign(self.model.metrics_variables, self._sums)
+
+    def on_skipped_batch(self, batch: Any) -> None:
+        """Set the metrics that Keras builds in the first step, with a batch that is skipped."""
+        if len(self._sums) <= len(self.model.metrics_variables):
+            return
+        try:
+            build_metrics(self.model, batch)
+        except Exception as error:  # Any class, of a model or metric of the user
+            log.warning(
+                "The metrics of this epoch are those of its steps from here on, because they could "
+                "not be built before the first step: %s",
+                error,
+            )
+            return
+        self._assign(self.model.metrics_variables, self._sums)
 
     @staticmethod
     def _assign(variables: Sequence[keras.Variable], values: Sequence[np.ndarray]) -> None:
         for variable, value in zip(variables, values, strict=False):
             variable.assign(value)
 
-
-log = logging.getLogger("tfcommx")
 
 # Approximate seconds between two votes on leaving
 ASK_SECONDS = 0.5

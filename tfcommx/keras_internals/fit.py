@@ -20,18 +20,17 @@ TrainFunction = Callable[[Iterator[Any]], Any]
 
 
 def callbacks_of_fit() -> list[keras.callbacks.Callback]:
-    """Return all callbacks of the `fit` whose `on_train_begin` calls this, those of lists, too.
+    """Return all callbacks of the `fit` that calls this, those of lists, too.
 
-    In the order in which `fit` calls them; none outside of `on_train_begin`.
+    In the order in which `fit` calls them; none outside of `on_train_begin` and `set_model`.
     """
     # Keras tells no callback about the others. The list that calls this one is on the stack
     frame: FrameType | None = sys._getframe()
     called_by: keras.callbacks.CallbackList | None = None
     while frame is not None and frame.f_code.co_name != "fit":
         caller = frame.f_locals.get("self")
-        if frame.f_code.co_name == "on_train_begin" and isinstance(
-            caller, keras.callbacks.CallbackList
-        ):
+        calls = frame.f_code.co_name in ("on_train_begin", "set_model")
+        if calls and isinstance(caller, keras.callbacks.CallbackList):
             called_by = caller
         frame = frame.f_back
     return [] if called_by is None else _flat(called_by)
@@ -88,8 +87,12 @@ def restore_train_function(model: keras.Model) -> None:
         model.train_function = model.train_function.replaces
 
 
-def skip_steps(model: keras.Model, steps: int) -> None:
-    """Make the next steps of `fit`, a multiple of `steps_per_execution`, ignore their batches."""
+def skip_steps(model: keras.Model, steps: int, see: Callable[[Any], None] | None = None) -> None:
+    """Make the next steps of `fit`, a multiple of `steps_per_execution`, ignore their batches.
+
+    Args:
+        see: called with the first batch.
+    """
     if not steps:
         return
     together, remaining = model.steps_per_execution, steps
@@ -97,14 +100,20 @@ def skip_steps(model: keras.Model, steps: int) -> None:
     def skip(_: TrainFunction, iterator: Iterator[Any]) -> dict[str, Any]:
         nonlocal remaining
         # Read and discarded, because the iterator alone decides which batch is the next
-        for _step in range(together):
-            next(iterator)
+        batches = [next(iterator) for _step in range(together)]
+        if see is not None and remaining == steps:
+            see(batches[0])
         remaining -= together
         if remaining <= 0:
             restore()
         return {}
 
     restore = replace_train_function(model, skip)
+
+
+def build_metrics(model: keras.Model, batch: Any) -> None:
+    """Build the metrics of `compile` as the first step with this batch would, with sums of 0."""
+    model._symbolic_build(data_batch=batch)
 
 
 def trace_again(model: keras.Model) -> None:

@@ -38,7 +38,7 @@ PRIVATE_MEMBERS: dict[type, tuple[str, ...]] = {
     keras.callbacks.SwapEMAWeights: ("_tf_swap_variables",),
     keras.optimizers.Adam: ("_momentums", "_velocities"),
     keras.layers.BatchNormalization: ("_moments", "_reduction_axes"),
-    keras.Model: ("_compute_loss", "_initial_epoch"),
+    keras.Model: ("_compute_loss", "_initial_epoch", "_symbolic_build"),
     keras.layers.Layer: (
         "_call_has_training_arg",
         "_flatten_layers",
