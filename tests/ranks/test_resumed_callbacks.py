@@ -89,8 +89,9 @@ def test_callbacks_begin_anew_in_a_fit_that_does_not_continue(comm: Comm, folder
     assert (again.best_epoch, again.wait) == (0, 0)
 
 
+@pytest.mark.parametrize("swaps_first", [True, False])
 def test_weights_that_were_swapped_when_they_were_saved_are_swapped_back(
-    comm: Comm, folder: Path
+    comm: Comm, folder: Path, swaps_first: bool
 ) -> None:
     """A resumed run trained the moving averages, because Checkpoint had saved them as weights."""
 
@@ -100,21 +101,34 @@ def test_weights_that_were_swapped_when_they_were_saved_are_swapped_back(
 
     class Interrupt(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            if epoch == 2:
+            if epoch == 3:
                 raise InterruptedError
 
-    def train(net: keras.Model, first: int, *more: keras.callbacks.Callback) -> None:
+    def train(name: str, net: keras.Model, first: int, *more: keras.callbacks.Callback) -> None:
         swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-        saving = cx.checkpoint.Checkpoint(folder / "run")
+        parts = [swap, cx.checkpoint.Checkpoint(folder / name)]
+        if comm.rank == 0:  # The best epoch is the last one before the interruption
+            path = str(folder / f"{name}.weights.h5")
+            more += (
+                keras.callbacks.ModelCheckpoint(
+                    path, "score", mode="min", save_best_only=True, save_weights_only=True
+                ),
+            )
+        listed = [*(parts if swaps_first else parts[::-1]), *more]
+        listed = [callbacks.BroadcastState(), Score({}), *listed]
         x, y = batch(comm.rank)
-        listed = [callbacks.BroadcastState(), swap, saving, *more]
-        net.fit(x, y, initial_epoch=first, epochs=4, verbose=0, callbacks=listed)
+        net.fit(x, y, initial_epoch=first, epochs=5, verbose=0, callbacks=listed)
 
     wanted, got = net(), net()
-    train(wanted, 0)
+    train("whole", wanted, 0)
     with pytest.raises(InterruptedError):
-        train(net(), 0, Interrupt())
-    assert cx.checkpoint.restore(got, folder / "run") == 2
-    train(got, 2)
+        train("part", net(), 0, Interrupt())
+    assert cx.checkpoint.restore(got, folder / "part") == 3
+    train("part", got, 3)
     for one, other in zip(weights(wanted), weights(got), strict=True):
         np.testing.assert_array_equal(one, other)
+    if comm.rank == 0:
+        for one, name in ((wanted, "whole"), (got, "part")):
+            one.load_weights(folder / f"{name}.weights.h5")
+        for one, other in zip(wanted.get_weights(), got.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)

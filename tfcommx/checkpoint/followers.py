@@ -30,7 +30,7 @@ from tfcommx.core import CheckpointError, reading
 from tfcommx.keras_internals import averages_in_weights
 
 # Callback of Keras -> its attributes that each `fit`, or a new object, sets anew
-STATE = {
+STATE: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("best", "best_epoch", "wait"),
     keras.callbacks.ReduceLROnPlateau: ("best", "wait", "cooldown_counter"),
     keras.callbacks.ModelCheckpoint: ("best",),
@@ -58,30 +58,24 @@ class Followers:
 
     Args:
         callbacks: of `fit`, in its order.
-        saving: the callback that saves the checkpoints.
+        saving: the one of these that saves the checkpoints.
     """
 
     def __init__(
         self, callbacks: Sequence[keras.callbacks.Callback], saving: keras.callbacks.Callback
     ) -> None:
-        self.callbacks = callbacks
+        self.callbacks = list(callbacks)
         self.named: dict[Key, Any] = {}
-        # Keys of callbacks that are called behind `saving`
-        self.behind: set[Key] = set()
         # Number and logs of the epoch that has ended; None in mid-epoch
         self.ended: tuple[int, dict[str, Any]] | None = None
         counts: Counter[tuple[str, str, str]] = Counter()
-        saves_before = False
-        for callback in callbacks:
-            saves_before |= callback is saving
-            if not _follows(callback):
-                continue
+        for callback in filter(_follows, self.callbacks):
             name = (_kind(callback).__name__, str(callback.monitor), str(callback.mode))
-            key = (*name, counts[name])
+            self.named[(*name, counts[name])] = callback
             counts[name] += 1
-            self.named[key] = callback
-            if saves_before:
-                self.behind.add(key)
+        # Callbacks that are called behind `saving`; none if a loop of the user calls that
+        listed = saving in self.callbacks
+        self.behind = self.callbacks[self.callbacks.index(saving) + 1 :] if listed else []
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any] | None) -> None:
         """Record the logs of an epoch that is saved."""
@@ -98,7 +92,7 @@ class Followers:
         rows: list[Any] = []
         for number, (key, callback) in enumerate(self.named.items()):
             state = {name: _number(getattr(callback, name)) for name in STATE[_kind(callback)]}
-            if key in self.behind and self.ended is not None:
+            if callback in self.behind and self.ended is not None:
                 state["epoch"], state["logs"] = self.ended
             weights = getattr(callback, "best_weights", None) or []
             names = [f"best{number}-{position}" for position in range(len(weights))]
@@ -108,7 +102,8 @@ class Followers:
         return {INDEX: np.array(json.dumps(index)), **arrays}
 
     def resume(self, states: Sequence[tuple[Key, State]]) -> None:
-        """Set the state of each callback that has one in the save."""
+        """Set each callback that has a state in the save; let it see the epoch that it lacks."""
+        state_of: dict[int, State] = {}
         for key, state in states:
             if (callback := self.named.get(key)) is None:
                 continue
@@ -117,8 +112,24 @@ class Followers:
                     setattr(callback, name, state[name])
             if state["best_weights"] and getattr(callback, "restore_best_weights", False):
                 callback.best_weights = state["best_weights"]
-            if "logs" in state:
-                callback.on_epoch_end(state["epoch"], dict(state["logs"]))
+            state_of[id(callback)] = state
+        epoch = next((state["epoch"] for _, state in states if "logs" in state), None)
+        if epoch is None:
+            return
+        # With the weights that it would have seen
+        swapping = [
+            part
+            for part in self.behind
+            if isinstance(part, keras.callbacks.SwapEMAWeights) and part.swap_on_epoch
+        ]
+        for callback in self.behind:
+            state = state_of.get(id(callback), {})
+            if callback in swapping:
+                callback.on_epoch_end(epoch)
+            elif "logs" in state:
+                callback.on_epoch_end(epoch, dict(state["logs"]))
+        for callback in swapping:
+            callback.on_epoch_begin(epoch + 1)
 
 
 # Model -> the callbacks of its `fit`; by a weak reference, because these refer to the model

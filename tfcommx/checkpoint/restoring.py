@@ -139,10 +139,10 @@ def resume_followers(model: keras.Model, followers: Followers, epoch: int) -> No
     **Ranks:** all, once they have equal weights.
     """
     next_epoch, saved = _followed.pop(model, (-1, SavedFollowers([], False)))
-    if saved.swapped:
-        inner_optimizer(model.optimizer).swap_averages()
     if epoch == next_epoch:
         followers.resume(saved.states)
+    if saved.swapped:
+        inner_optimizer(model.optimizer).swap_averages()
 
 
 def load(model: keras.Model, checkpoint: Newest) -> None:
@@ -219,15 +219,16 @@ def _load_recurrent_states(model: keras.Model, folder: Path, head: Head) -> None
 def _followers_of(path: Path) -> SavedFollowers:
     """Return the state of callbacks in rank 0's file, on all ranks."""
     saved, problem = SavedFollowers([], False), ""
-    if process.current().rank == 0:
+    comm = process.current()
+    if comm.rank == 0:
         try:
             saved = read_followers(path)
         except CheckpointError as error:  # Raised on all ranks, because the others wait
             problem = str(error)
-    root_saved, problem = process.current().gather_objects((tuple(saved), problem))[0]
+    ((states, swapped, problem), *_) = comm.gather_objects((*saved, problem))
     if problem:
         raise CheckpointError(problem)
-    return SavedFollowers(*root_saved)
+    return SavedFollowers(states, swapped)
 
 
 class _RootState(NamedTuple):
