@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,14 @@ def test_bleu_of_a_language_without_spaces(tokenizer: str, score: float) -> None
     data = type("Data", (), {"references": [exact]})()
     translation = Translation(data, 0.1, 10, bleu_tokenizer=tokenizer)
     assert translation._bleu({0: exact}) == pytest.approx(score)
+
+
+def test_decomposed_letters_are_counted(tmp_path: Path) -> None:
+    """The vocabulary and BLEU took the same words for different ones, without a warning."""
+    composed, decomposed = "fünf Äpfel", unicodedata.normalize("NFD", "fünf Äpfel")
+    (tmp_path / "a").write_text(f"one\n{composed}\n")
+    (tmp_path / "b").write_text(f"{decomposed}\ntwo\n")
+    pairs = LinePairs(tmp_path / "a", tmp_path / "b")
+    with pytest.warns(UserWarning, match=r"b: 1 of 2 .*NFC") as caught:
+        assert list(pairs) == [("one", decomposed), (composed, "two")]
+    assert len(caught) == 1

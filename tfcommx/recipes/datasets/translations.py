@@ -13,6 +13,8 @@ import itertools
 import os
 import re
 import tempfile
+import unicodedata
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -66,10 +68,12 @@ class LinePairs:
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """Return the pairs without those that have an empty side.
 
+        A warning counts lines that are not in Unicode's normal form NFC.
         **Raises:** DataError for files of unequal length, a file that is not UTF-8, or one that has
         changed since the key was made.
         """
         sides = map(_lines, self.files, self.digests)
+        number, decomposed = 0, [0, 0]
         # `zip` would end with the shorter file, and hide that lines are missing
         for number, (source, target) in enumerate(itertools.zip_longest(*sides), 1):
             if source is None or target is None:
@@ -77,8 +81,18 @@ class LinePairs:
                 raise DataError(
                     f"Files with as many lines are required. {short} ends before line {number}."
                 )
+            for side, text in enumerate((source, target)):
+                decomposed[side] += not unicodedata.is_normalized("NFC", text)
             if source and target:
                 yield source, target
+        for file, count in zip(self.files, decomposed, strict=True):
+            if count:
+                warnings.warn(
+                    f"{file}: {count:,} of {number:,} lines are not in Unicode's normal form NFC, "
+                    "as text of a Mac. The vocabulary and BLEU take their letters for others than "
+                    "those of text in NFC. Convert all files, such as by uconv -x any-nfc.",
+                    stacklevel=2,
+                )
 
 
 # First bytes of a file -> its kind and a remedy
