@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
 import os
 import re
 import signal
@@ -20,7 +22,13 @@ from virtual_cluster import needs_cluster
 from tfcommx.cli.main import app
 from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import reads_script_from_input
-from tfcommx.launch.horovodrun import Launch, Running, environment, require_small_environment
+from tfcommx.launch.horovodrun import (
+    Launch,
+    Running,
+    environment,
+    require_semaphores,
+    require_small_environment,
+)
 from tfcommx.launch.hosts import Host
 from tfcommx.launch.rank_output import RankLines
 
@@ -180,6 +188,20 @@ def test_an_environment_that_horovodrun_cannot_hand_on_is_refused(
         Running(Launch((Host("localhost", 2),), ("true",)))
     monkeypatch.delenv("SERVICES")
     require_small_environment(environment())
+
+
+def test_a_host_without_shared_memory_is_refused_by_its_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error was "Read-only file system", without a word about which."""
+
+    def refuse() -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    require_semaphores()
+    monkeypatch.setattr(multiprocessing, "Lock", refuse)
+    with pytest.raises(LaunchError, match=r"/dev/shm.*Read-only"):
+        Running(Launch((Host("localhost", 1),), ("true",)))
 
 
 def test_a_working_folder_that_was_deleted_is_named(

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import errno
 import io
+import multiprocessing
 import os
 import re
 import shlex
@@ -139,6 +140,19 @@ def require_small_environment(variables: Mapping[str, str]) -> None:
         )
 
 
+def require_semaphores() -> None:
+    """Refuse a host on which horovodrun cannot start processes. **Raises:** LaunchError."""
+    try:
+        multiprocessing.Lock()
+    except (OSError, ImportError) as error:
+        raise LaunchError(
+            "A /dev/shm that can be written is required, because horovodrun has semaphores there. "
+            f"Received: {error}. Mount it: mount -t tmpfs tmpfs /dev/shm; in a container, also by "
+            "--shm-size or an emptyDir with `medium: Memory`.",
+            1,
+        ) from None
+
+
 def search_path() -> str:
     """Return PATH with the programs of this environment first: horovodrun, mpirun, python."""
     return f"{Path(sys.executable).parent}:{os.environ.get('PATH') or os.defpath}"
@@ -190,6 +204,7 @@ class Running:
         self.launch = launch
         env = environment() | dict(variables or {})
         if launch.kind == "gloo":
+            require_semaphores()
             require_small_environment(env)
         self._asked = False
         # Error of writing our output to a pipe whose reader has ended
