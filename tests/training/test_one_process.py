@@ -88,7 +88,9 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
     (events,) = (folder / "tensorboard").iterdir()
     assert b"test_accuracy" in events.read_bytes()
 
-    second = run(folder, recipe(pictures, batch=4), Position(1, 5), monkeypatch)
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        second = run(folder, recipe(pictures, batch=4), Position(1, 5), monkeypatch)
+    assert "other settings" not in caplog.text
     assert second["stopped"]["epoch"] == 1 and second["stopped"]["step"] == 6
 
     told: list[tuple[int | None, bool]] = []
@@ -105,6 +107,7 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
         "saved after step 6 of 10; with 1 ranks and a global batch of 8 the epoch has 5 steps, "
         "and continues after step 3"
     ) in caplog.text
+    assert "with other settings: batch_per_rank 4 -> 8." in caplog.text
     # Each density of the warm-up has a separate plan, for the steps of one epoch
     assert told == [(5, True)] * 2
 

@@ -111,7 +111,7 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
     comm = cx.init(node_size=recipe.node_size)
     _require_writable(comm, folder)
     # Each node reads its own file, which may be an old one
-    _require_equal(comm, "recipe", recipe.name, _settings(recipe), SAME_RECIPE)
+    _require_equal(comm, "recipe", recipe.name, settings_of(recipe), SAME_RECIPE)
     data_rank = DataRank(comm.topology, comm.rank, recipe.seed, recipe.threads)
     data = recipe.data.build(data_rank)
     batches = [recipe.batch(phase) for phase in recipe.phases]
@@ -154,8 +154,8 @@ def _require_equal(comm: Comm, kind: str, name: str, values: dict[str, str], rem
     comm.gather_objects(None)  # Compares them
 
 
-def _settings(value: Any, name: str = "") -> dict[str, str]:
-    # Name -> value of the settings that all ranks must share
+def settings_of(value: Any, name: str = "") -> dict[str, str]:
+    """Return name -> value of the settings of a recipe that all ranks must share."""
     above = f"{name}." if name else ""
     if isinstance(value, BaseModel):
         below = [(f"{above}{key}", part) for key, part in value]
@@ -163,7 +163,7 @@ def _settings(value: Any, name: str = "") -> dict[str, str]:
         below = [(f"{name}[{number}]", part) for number, part in enumerate(value)]
     else:  # Without paths, which may differ between nodes, and types that cannot be compared
         return {name: f"{value}"} if isinstance(value, SIMPLE) else {}
-    return {key: text for row in below for key, text in _settings(row[1], row[0]).items()}
+    return {key: text for row in below for key, text in settings_of(row[1], row[0]).items()}
 
 
 def check_counted(objective: Objective) -> None:

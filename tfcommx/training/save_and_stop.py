@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfcommx import checkpoint
 from tfcommx.training.context import RunContext
+from tfcommx.training.run import settings_of
 from tfcommx.training.steps import Position
 
 # Approximate seconds between two requests of the ranks to each other. Much less than 5, because
@@ -137,7 +138,8 @@ class SaveAndStop(keras.callbacks.Callback):
             timing = context.timing
             counts = {"steps": context.counter.measured, "first_steps": timing.first_steps}
             under_way = {"seconds": timing.epoch_seconds(), **counts}
-        run = {"rows": context.rows, "under_way": under_way}
+        settings = settings_of(context.run.recipe)
+        run = {"rows": context.rows, "under_way": under_way, "settings": settings}
         return run | context.totals.so_far() | context.snapshots.notes()
 
 

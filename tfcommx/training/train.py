@@ -28,12 +28,15 @@ from tfcommx.training.callbacks import (
     ShowProgress,
 )
 from tfcommx.training.context import RunContext, Totals
-from tfcommx.training.run import Run, prepare
+from tfcommx.training.run import Run, prepare, settings_of
 from tfcommx.training.save_and_stop import SaveAndStop, StopAtEpochEnd, Stopped
 from tfcommx.training.steps import STEP_KINDS, Position, fit_calls
 from tfcommx.training.stop_requests import StopRequests
 
 log = logging.getLogger("tfcommx")
+
+# Beginnings of the names of settings that do not change the training
+UNRELATED = ("checkpoint.", "name", "target", "threads")
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,24 @@ def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
             f"A resumed run needs epochs left to train. {run.checkpoint} holds {saved.epoch + 1} "
             f"of {run.recipe.epochs}."
         )
+    if saved and resume and run.comm.rank == 0:
+        warn_of_changes(saved.notes.get("settings", {}), settings_of(run.recipe))
     return saved if resume else None
+
+
+def warn_of_changes(before: dict[str, str], now: dict[str, str]) -> None:
+    """Log the settings of a recipe that differ from those until the save.
+
+    Args:
+        before: name -> value until the save; empty if the save does not have them.
+    """
+    changes = [
+        f"{name} {before.get(name)} -> {now.get(name)}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and not name.startswith(UNRELATED)
+    ]
+    if before and changes:
+        log.warning("The run continues with other settings: %s.", ", ".join(changes))
 
 
 def first_position(run: Run, saved: checkpoint.Head | None) -> Position:
