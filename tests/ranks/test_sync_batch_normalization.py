@@ -208,3 +208,24 @@ def test_refused_where_ranks_take_steps_of_their_own(comm: Comm) -> None:
     )
     with pytest.raises(cx.ConfigurationError, match=r"norm, .*/second\)"):
         net.fit(*batch(0), verbose=0, callbacks=[cx.callbacks.BroadcastState()])
+
+
+def test_the_layer_of_keras_that_knows_no_ranks_is_named(
+    comm: Comm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """BatchNormalization(synchronized=True) normalized by the batch of its rank, without a word."""
+    net = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.BatchNormalization(synchronized=True, name="theirs"),
+            cx.layers.SyncBatchNormalization(name="ours"),
+            keras.layers.Dense(1),
+        ]
+    )
+    plain = keras.optimizers.SGD(0.1)
+    net.compile(cx.DistributedOptimizer(plain, cx.Scheme()), "mse", jit_compile=False)
+    ones = np.ones((8, 4), "float32")
+    net.fit(ones, ones[:, :1], verbose=0, callbacks=[cx.callbacks.BroadcastState()])
+    told = [text for record in caplog.records if "not the ranks" in (text := record.getMessage())]
+    assert len(told) == (comm.rank == 0)
+    assert all("theirs normalize" in text and "ours" not in text for text in told)

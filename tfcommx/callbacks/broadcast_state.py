@@ -68,7 +68,7 @@ _HELD: weakref.WeakKeyDictionary[keras.Model, weakref.WeakSet[keras.optimizers.O
 )
 
 
-# Models whose untracked variables are named
+# Models whose layers were searched
 _NAMED: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
@@ -147,7 +147,7 @@ class BroadcastState(keras.callbacks.Callback):
         require_root(roots)
         if process.rank() == 0:
             warn_of_conflicts(all_conflicts)
-            _name_untracked_variables(self.model)
+            _name_misunderstood_layers(self.model)
         for optimizer in wrapped_optimizers(self.model):
             # A `fit` before may have left weights that are unequal or one update old, and the
             # root's are broadcast next
@@ -420,14 +420,32 @@ def _require_equal(values: Sequence[Any], requirement: str, remedy: str) -> None
         )
 
 
-def _name_untracked_variables(model: keras.Model) -> None:
-    """Warn, once for each model, of TensorFlow's variables in the user's layers."""
-    names = untracked_variables(model)
-    if names and model not in _NAMED:
-        _NAMED.add(model)
+def _name_misunderstood_layers(model: keras.Model) -> None:
+    """Warn, once for each model, of layers that do not do on ranks what their user expects."""
+    if model in _NAMED:
+        return
+    _NAMED.add(model)
+    if names := untracked_variables(model):
         log.warning(
             "Layers hold TensorFlow's variables, which Keras 3 does not know: %s. `fit` does not "
             "train them, no file has them, and ranks do not begin with equal values. Make them by "
             "self.add_weight, or as keras.Variable.",
-            ", ".join(names[:5]) + ", ..." * (len(names) > 5),
+            _first_of(names),
         )
+    alone = [
+        layer.name
+        for layer in layers_of(model)
+        if getattr(layer, "synchronized", False) is True
+        and not isinstance(layer, SyncBatchNormalization)
+    ]
+    if alone and process.current().topology.size > 1:
+        log.warning(
+            "BatchNormalization(synchronized=True) of Keras knows the replicas of a tf.distribute "
+            "strategy, and not the ranks: %s normalize by the batch of their rank. Take "
+            "cx.layers.SyncBatchNormalization().",
+            _first_of(alone),
+        )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + ", ..." * (len(names) > 5)
