@@ -65,6 +65,8 @@ def recurrent_states(model: keras.Model) -> list[keras.Variable]:
 def assigns_weights(model: keras.Model) -> bool:
     """Return True if a layer of Keras assigns its trained weights when it is called in training."""
     return any(isinstance(layer, keras.layers.SpectralNormalization) for layer in layers_of(model))
+
+
 def untracked_variables(model: keras.Model) -> list[str]:
     """Return the names, such as `codebook.table`, of TensorFlow's variables in layers of the user.
 
