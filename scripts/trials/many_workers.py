@@ -219,7 +219,7 @@ class Nesterov:
         self.momentum = np.zeros(sent.size, np.float32)
 
     def update(self, gradients: np.ndarray, rate: float) -> np.ndarray:
-        """Return what is added to the weights, without weight decay."""
+        """Return the change of the weights, without weight decay."""
         before, sent = self.momentum, self.sent
         now = MOMENTUM * before - rate * gradients.mean(0)
         own = gradients[:, sent]
@@ -257,7 +257,7 @@ class Adam:
         self.frozen = np.zeros(0)
 
     def update(self, gradients: np.ndarray, rate: float) -> np.ndarray:
-        """Return what is added to the weights."""
+        """Return the change of the weights."""
         beta_1, beta_2, sent = self.options.beta_1, self.options.beta_2, self.sent
         freezes = self.freeze_after is not None and self.step >= self.freeze_after
         mean, own = gradients.mean(0), gradients[:, sent]
