@@ -147,7 +147,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
     server = Server(("127.0.0.1", 0), Handler)
     server.values = values
-    wait = 0.01  # Of `shutdown`, for the thread to look
+    wait = 0.01  # `shutdown` waits until the thread looks
     threading.Thread(target=server.serve_forever, args=[wait], daemon=True).start()
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(server.server_port))

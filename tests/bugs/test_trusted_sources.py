@@ -13,7 +13,7 @@ from launching import ROOT
 from tfcommx.core import ConfigurationError
 from tfcommx.launch.launcher import cache_folder
 
-# Of a shell, up to the line's end; of Python, up to the end of the call or the tuple
+# A shell's command ends with its line, one in Python with the call or the tuple
 INSTALLATION = re.compile(r"pip install\b([^\n`]*)|\"install\",([^)]*)\)")
 BY_NAME = re.compile(r"(tfcommx|horovod)(\[.*\])?([=<>~!].*)?")
 OTHER_SOURCES = ("-f", "--find-links", "-i", "--index-url", "--extra-index-url")

@@ -31,7 +31,7 @@ class Site(NamedTuple):
     file: Path
     # From 1
     line: int
-    # Of the call, in its line
+    # The call, in its line
     start: int
     end: int
     # For example "__syncthreads()"

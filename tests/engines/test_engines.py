@@ -258,7 +258,7 @@ def test_a_measured_curve_takes_the_place_of_the_price_of_short_allreduces() -> 
     slow = LINKS._replace(calibration=Calibration(4, ((1000, 1e5), (3000, 2e5))))
     more = plain.all_reduce(5000, FLAT, LINKS) - plain.all_reduce(3000, FLAT, LINKS)
     assert engines.of(slow).all_reduce(5000, FLAT, slow) == 2e5 + more
-    # Of other groups, and of other collectives, nothing was measured
+    # Nothing was measured of other groups, and of other collectives
     assert engine.all_reduce(2000, PAIRS, measured) == 70
     assert engine.all_reduce(2000, Topology(2, 1), measured) == plain.all_reduce(
         2000, Topology(2, 1), LINKS

@@ -122,7 +122,7 @@ def test_train_steps_begin_with_a_call_until_they_are_restored(net: keras.Model,
     traces.clear()
     assert fit(net) == STEPS
     assert not traces
-    restore_train_step(net)  # Of a model whose steps were not changed
+    restore_train_step(net)  # No steps of this model were changed
     assert vars(net).get("train_step") is before
 
 

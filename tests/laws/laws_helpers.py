@@ -81,11 +81,11 @@ COMPRESSED = [
 ]
 
 
-# Of these the narrower ones, whose rounding errors are kept
+# The narrower ones of these, because their rounding errors are kept
 ROUNDED = [one for one in LOSSY if one.wire in NARROW]
 
 
-# Of these the ones in codes: a code and its error add up to float32 rounding
+# The ones of these in codes: a code and its error add up to float32 rounding
 CODED = [one for one in ROUNDED if one.wire in DENSE_CODES]
 
 

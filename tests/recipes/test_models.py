@@ -31,7 +31,7 @@ def _zeros(self, shape, dtype=None):
 @pytest.mark.parametrize(
     ("model", "inputs", "outputs", "parameters"),
     [
-        # Of torchvision's models, which have no biases before the normalisation either
+        # As torchvision's models, which have no biases before the normalisation either
         (ResNet(depth=18), 3, 1000, 11_689_512),
         pytest.param(ResNet(depth=34), 3, 1000, 21_797_672, marks=pytest.mark.exhaustive),
         (ResNet(depth=50), 3, 1000, 25_557_032),

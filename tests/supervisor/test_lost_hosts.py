@@ -75,7 +75,7 @@ def test_a_lost_host_is_left_out_and_the_others_go_on(
         begun = tmp_path / "run" / "checkpoint.json"
         wait_until(begun.exists, 120, "the first checkpoint")
         if fault == "stop":
-            # Of node1, of which there is one rank, and its watcher
+            # Node1 has one rank, and its watcher
             ranks = [one for one in nodes.ranks() if PYTHON_PROGRAM in one.cmdline()]
             ranks[0].send_signal(signal.SIGSTOP)
         else:

@@ -111,7 +111,7 @@ def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
         arrays[f"own{number}"] = wide(variable.numpy())
     for number, state in enumerate(recurrent_states(model)):
         arrays[f"recurrent{number}"] = wide(state.numpy())
-    if process.current().rank == 0:  # Whose callbacks are those of all ranks, and more
+    if process.current().rank == 0:  # It has the callbacks of all ranks, and more
         arrays |= follower_arrays(model)
     return {"index": np.array(json.dumps(index)), **arrays}
 
