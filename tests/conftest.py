@@ -8,10 +8,14 @@ import re
 import signal
 import sys
 import tempfile
+from typing import TYPE_CHECKING
 
 import pytest
 import warm_ranks
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
 
 gc.set_threshold(100_000, 50, 50)  # Loading TensorFlow, and tracing, make much and little garbage
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -58,6 +62,14 @@ FIRST = (
 def pytest_configure(config: pytest.Config) -> None:
     """Let ranks load TensorFlow for themselves in `make test-all`."""
     warm_ranks.wanted = bool(re.search(r"not\b.*exhaustive", config.option.markexpr))
+    warm_ranks.shared = getattr(config, "workerinput", {}).get("warm_ranks", "")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Share the servers of warm ranks between the workers; `make check` may need none."""
+    if warm_ranks.wanted and "long_wait" not in node.config.option.markexpr:
+        node.workerinput["warm_ranks"] = warm_ranks.servers().name
 
 
 def pytest_collection_finish() -> None:

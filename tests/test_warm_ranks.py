@@ -85,6 +85,9 @@ def test_ranks_hash_words_differently_and_what_they_start_begins_as_ever() -> No
     assert not found[0]["warm"] and found[0]["loaded"]
 
 
+LATER = "import os; from threading import Thread; from time import sleep; "
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [
@@ -92,14 +95,18 @@ def test_ranks_hash_words_differently_and_what_they_start_begins_as_ever() -> No
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
         ("import atexit; atexit.register(print, 'last'); raise ValueError('no')", 1),
+        ("import sys; sys.exit('no')", 1),
+        # Python waits for the thread, and says that the buffer cannot be written
+        (f"{LATER}Thread(target=lambda: (sleep(0.2), print('last', flush=True))).start()", 0),
+        (f"{LATER}print('last'); os.close(1)", 120),
     ],
 )
 def test_it_ends_as_its_program_does(code: str, status: int) -> None:
-    process = start("-c", code)
+    process = start("-c", code, PYTHONUNBUFFERED="")
     out, errors = process.communicate(timeout=120)
     assert process.returncode == status
-    if status == 1:
-        assert out == "last\n" and errors.endswith("ValueError: no\n")
+    assert out == ("last\n" if "last" in code and status != 120 else "")
+    assert errors.endswith({0: "", 1: "no\n", 120: "Bad file descriptor\n"}.get(status, ""))
 
 
 WAIT = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"

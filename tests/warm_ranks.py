@@ -4,8 +4,11 @@ Loading it takes a rank 2 CPU seconds, which is longer than most tests. So the f
 two servers (workers/site/warm_server.py); launchers start each rank as usual, and its program is
 passed to one of them (workers/site/warm_start.py). The servers differ in Python's seed of string
 hashes, and ranks 0 and 1 use different ones, so tests still notice an order that differs between
-ranks. Only TensorFlow is loaded before the fork: tfcommx and Horovod are not. In `make test-all`
-every rank loads all libraries itself.
+ranks. Only TensorFlow is loaded before the fork: tfcommx and Horovod are not. A fork does not free
+its objects when it ends (workers/site/warm_server.py). In `make test-all` every rank loads all
+libraries itself, and ends as any process does.
+
+The workers of xdist share the servers, which their controller starts.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pathlib import Path
 
 SITE = Path(__file__).resolve().parent / "workers" / "site"
 wanted = True  # conftest.py
+shared = ""  # The folder of the controller's servers; conftest.py
 
 
 def environment(alone: bool = False) -> dict[str, str]:
@@ -31,16 +35,19 @@ def environment(alone: bool = False) -> dict[str, str]:
     """
     if not wanted:
         return {}
-    return {"TFCOMMX_TEST_WARM": servers().name} | (
-        {"TFCOMMX_TEST_WARM_ALONE": "0"} if alone else {}
-    )
+    variables = {
+        "TFCOMMX_TEST_WARM": shared or servers().name,
+        "TFCOMMX_TEST_WARM_FOR": str(os.getpid()),
+    }
+    return variables | ({"TFCOMMX_TEST_WARM_ALONE": "0"} if alone else {})
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of ended warm ranks, which this process's children do not include."""
-    if not servers.cache_info().currsize:
+    """Return the CPU seconds of this process's ended warm ranks, which are no children of it."""
+    if not shared and not servers.cache_info().currsize:
         return 0.0
-    return sum(float(file.read_text()) for file in Path(servers().name).glob("*.cpu"))
+    files = Path(shared or servers().name).glob(f"*-{os.getpid()}.cpu")
+    return sum(float(file.read_text()) for file in files)
 
 
 @functools.cache
@@ -53,7 +60,7 @@ def servers() -> tempfile.TemporaryDirectory[str]:
         with socket.socket(socket.AF_UNIX) as listening:  # Callers wait until it has loaded
             listening.bind(f"{folder.name}/{number}")
             listening.listen(64)
-            given = (listening.fileno(), lifeline, f"{folder.name}/{number}.cpu")
+            given = (listening.fileno(), lifeline, f"{folder.name}/{number}")
             words = [sys.executable, "-c", f"import warm_server; warm_server.main(*{given!r})"]
             with open(f"{folder.name}/{number}.log", "w") as log:
                 started.append(

@@ -16,6 +16,9 @@ import time
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from warm_server import End
+
+end = End()
 import numpy as np
 import tensorflow as tf
 
@@ -94,7 +97,7 @@ def work(asked: dict) -> None:
 
 
 def main() -> None:
-    """Fork for each request; only a child returns, and ends as any process does."""
+    """Fork for each request; only a child returns, and ends as warm ranks do."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     while True:
         text, files, _, _ = socket.recv_fds(requests, 65536, 2)
@@ -109,7 +112,8 @@ def main() -> None:
             for standard, file in enumerate(files):
                 os.dup2(file, standard)
                 os.close(file)
-            return work(asked)
+            with end.recorded():
+                return work(asked)
         else:
             for file in files:
                 os.close(file)

@@ -6,6 +6,7 @@ fork. Started by tests/warm_ranks.py; whoever holds the other end of `lifeline` 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -17,23 +18,33 @@ import selectors
 import signal
 import socket
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import warm_start
+
+
+class Caller(NamedTuple):
+    """A process that waits for its fork."""
+
+    connection: socket.socket
+    # The process whose tests have started it
+    account: str
 
 
 class Server:
     """Forks for each caller. `serve` returns only in the forks, with the program they run."""
 
     def __init__(
-        self, listening: int, lifeline: int, cpu_file: str, loaded_in: dict[str, Any]
+        self, listening: int, lifeline: int, cpu_files: str, loaded_in: dict[str, Any]
     ) -> None:
         self.listening = socket.socket(fileno=listening)
         self.lifeline = lifeline
-        self.cpu_file, self.cpu_seconds = Path(cpu_file), 0.0
+        self.cpu_files, self.cpu_seconds = cpu_files, Counter[str]()
         self.loaded_in = loaded_in
-        self.callers: dict[int, socket.socket] = {}  # by the process that was forked for each
+        self.callers: dict[int, Caller] = {}  # by the process that was forked for each
 
     def serve(self) -> dict[str, Any]:
         ended, wake = socket.socketpair()
@@ -59,7 +70,8 @@ class Server:
                     alike = told.get("surroundings") == self.loaded_in
                     pid = os.fork() if alike else None
                     if pid == 0:
-                        for one in (ended, wake, caller, self.listening, *self.callers.values()):
+                        others = (other.connection for other in self.callers.values())
+                        for one in (ended, wake, caller, self.listening, *others):
                             one.close()
                         waits.close()
                         os.close(self.lifeline)
@@ -74,7 +86,8 @@ class Server:
                         os.close(file)
                     tell(caller, pid or 0)
                     if pid:
-                        self.callers[pid] = caller
+                        account = told["environment"].get(warm_start.ACCOUNT, "")
+                        self.callers[pid] = Caller(caller, account)
                         waits.register(caller, selectors.EVENT_READ)
                     else:
                         caller.close()
@@ -84,7 +97,7 @@ class Server:
 
     def kill(self, broken: socket.socket) -> None:
         for pid, caller in self.callers.items():
-            if caller is broken:
+            if caller.connection is broken:
                 os.kill(pid, signal.SIGKILL)
 
     def reap(self) -> list[socket.socket]:
@@ -94,12 +107,14 @@ class Server:
             pid, status, used = os.wait4(-1, os.WNOHANG)
             if not pid:
                 break
-            self.cpu_seconds += used.ru_utime + used.ru_stime
-            part = self.cpu_file.with_suffix(".part")  # A reader finds the old text or the new one
-            part.write_text(str(self.cpu_seconds))
-            part.replace(self.cpu_file)
-            done.append(self.callers.pop(pid))
-            tell(done[-1], status)
+            caller, account = self.callers.pop(pid)
+            self.cpu_seconds[account] += used.ru_utime + used.ru_stime
+            # A reader finds the old text or the new one
+            part = Path(f"{self.cpu_files}-{account}.part")
+            part.write_text(str(self.cpu_seconds[account]))
+            part.replace(part.with_suffix(".cpu"))
+            done.append(caller)
+            tell(caller, status)
         return done
 
     def end(self) -> NoReturn:
@@ -136,7 +151,7 @@ def open_streams() -> None:
     encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
     form = {"encoding": encoding or None, "errors": errors or None}
     sys.stdin = open(0, **form, closefd=False)  # noqa: SIM115
-    direct = "PYTHONUNBUFFERED" in os.environ
+    direct = bool(os.environ.get("PYTHONUNBUFFERED"))
     out = open(1, "wb", 0 if direct else -1, closefd=False)  # noqa: SIM115
     sys.stdout = io.TextIOWrapper(out, **form, write_through=direct)
     error = open(2, "wb", closefd=False)  # noqa: SIM115
@@ -148,7 +163,8 @@ def become(told: dict[str, Any]) -> None:
     """Run a program in this process's `__main__`, as `python WORDS` does."""
     os.environ.clear()
     os.environ.update(told["environment"])
-    for name in (warm_start.SOCKETS, warm_start.ALONE):  # Its children start as usual
+    # Its children start as usual
+    for name in (warm_start.SOCKETS, warm_start.ALONE, warm_start.ACCOUNT):
         os.environ.pop(name, None)
     enter(told["pid"])
     os.chdir(told["folder"])
@@ -181,14 +197,47 @@ def become(told: dict[str, Any]) -> None:
     exec(compile(Path(kind).read_bytes(), kind, "exec", dont_inherit=True), names)
 
 
-def main(listening: int, lifeline: int, cpu_file: str) -> None:
+class End:
+    """Ends a fork, once Python has waited for threads and called all functions of `atexit`.
+
+    Python would then free all objects, and so copy most pages that the fork shares with the server,
+    which takes a fifth of a CPU second.
+    """
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        atexit.register(self.leave)  # The first one is called last
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the status with which Python ends after this block."""
+        try:
+            yield
+            self.status = 0
+        except SystemExit as end:
+            self.status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            raise
+        except Exception:
+            self.status = 1
+            raise
+
+    def leave(self) -> None:
+        if self.status is None or "mpi4py.MPI" in sys.modules:  # It finalizes MPI after this
+            return
+        with contextlib.suppress(Exception):  # Then Python reports it, with another status
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(self.status)
+
+
+def main(listening: int, lifeline: int, cpu_files: str) -> None:
     """Serve; in a fork, run the program that it was told."""
-    loaded_in = warm_start.surroundings()
+    loaded_in, end = warm_start.surroundings(), End()
     import numpy as np
     import tensorflow  # noqa: F401
 
     gc.collect()
     gc.freeze()
-    told = Server(listening, lifeline, cpu_file, loaded_in).serve()
+    told = Server(listening, lifeline, cpu_files, loaded_in).serve()
     np.random.seed()  # Python's own has a new seed after each fork
-    become(told)
+    with end.recorded():
+        become(told)

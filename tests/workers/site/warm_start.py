@@ -18,6 +18,7 @@ import sys
 SOCKETS = "TFCOMMX_TEST_WARM"  # A folder with the servers' sockets, 0 and 1
 RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "RANK")
 ALONE = "TFCOMMX_TEST_WARM_ALONE"  # A program that is no rank begins so, too
+ACCOUNT = "TFCOMMX_TEST_WARM_FOR"  # The process whose tests use the CPU seconds of the program
 # Prefixes of the variables that TensorFlow, its libraries and Python read while they are loaded
 EARLY = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "PYTHON")
 # Those of them that `become` sets up, or that are read when a program asks for its cluster
