@@ -20,6 +20,8 @@ BEFORE = r"(?:\w+=\S+ )*(?:scripts/cluster run -- |\.venv/bin/|time )?"
 LINE = re.compile(rf"^(?:cd \S+; |\$ )?({BEFORE}{LAUNCHER} .*)$")
 # In a docstring or a comment a line may follow a word and a colon
 IN_PROSE = re.compile(rf"(?:^|: |#\s+)({BEFORE}{LAUNCHER} .*)$")
+# A Python file without these words, which may be parts of a string, need not be parsed
+SPOKEN = re.compile(r"horovodrun|mpirun|srun|torchrun|\btfcommx(?: (?:run|train)\b| ?[\"'])")
 PROGRAMS = ("python", "tfcommx")
 NOT_RUN = "not run: "
 
@@ -72,14 +74,11 @@ def lines_of_yaml(text: str) -> Iterator[str]:
 
 def lines_of_python(text: str) -> Iterator[str]:
     """Return the lines and the backquoted spans of all strings; `X` for a value in them."""
-    tree = ast.parse(text)
-    parts = {
-        id(part)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.JoinedStr)
-        for part in node.values
-    }
-    for node in ast.walk(tree):
+    if not SPOKEN.search(text):
+        return
+    nodes = list(ast.walk(ast.parse(text)))
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             words = [
                 str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values

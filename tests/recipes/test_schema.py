@@ -7,15 +7,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jsonschema
 import pytest
 from launching import ROOT
 from pydantic import ValidationError
 
 from tfcommx.recipes.reader import parse
 from tfcommx.recipes.recipe import Recipe
+
+if TYPE_CHECKING:  # It takes more than a second to import, in each worker
+    import jsonschema
 
 EXAMPLES = ROOT / "scripts" / "examples"
 RECIPES = (
@@ -28,6 +30,8 @@ RECIPES = (
 @pytest.fixture(scope="module")
 def schema(tmp_path_factory: pytest.TempPathFactory) -> jsonschema.protocols.Validator:
     """Return the schema that the command writes, without TensorFlow."""
+    import jsonschema
+
     file = tmp_path_factory.mktemp("schema") / "recipe.schema.json"
     code = (
         "import sys; from tfcommx.cli.main import app\n"
@@ -73,6 +77,8 @@ def test_every_recipe_names_the_schema_and_fits_it(
 def test_schema_and_reader_refuse_the_same(
     wrong: dict[str, Any], schema: jsonschema.protocols.Validator
 ) -> None:
+    import jsonschema
+
     right = {
         "name": "x",
         "batch_per_rank": 8,
