@@ -10,8 +10,9 @@ import subprocess
 import sys
 
 import pytest
+import warm_ranks
 from data_helpers import WHOLE, OpenCache, make_folder, served
-from launching import ROOT
+from launching import QUICK, ROOT
 
 from tfcommx.data.slab_files import SlabError
 
@@ -26,7 +27,7 @@ def ended(tmp_path_factory):
     This needs user namespaces, not root.
     """
     folder = tmp_path_factory.mktemp("mounts")
-    for kind in (["--map-root-user"], []):  # The second: root, if users may not make namespaces
+    for kind in ([], ["--map-root-user"]):  # The first: root, who may not make user namespaces
         alone = ["unshare", *kind, "--mount"]
         mount = [*alone, "mount", "-t", "tmpfs", "tmpfs", str(folder)]
         if subprocess.run(mount, capture_output=True).returncode == 0:
@@ -39,7 +40,12 @@ def ended(tmp_path_factory):
     again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-vv", __file__]
     return subprocess.run(
         [*alone, *again],
-        env={**os.environ, OWN_MOUNTS: "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{QUICK}:{ROOT / 'tests'}",
+            OWN_MOUNTS: "1",
+            **warm_ranks.environment(alone=True),
+        },
         cwd=ROOT,
         capture_output=True,
         text=True,

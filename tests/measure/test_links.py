@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+import warm_ranks
 from launching import QUICK, ROOT, horovodrun
 
 from tfcommx.collectives.comm import Comm
@@ -504,7 +505,7 @@ def test_the_command_refuses_a_file_that_it_could_not_write(name: str, tmp_path:
     ended = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": QUICK},
+        env={**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment(alone=True)},
         text=True,
         capture_output=True,
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import warm_ranks
+from launching import QUICK
 
 PROGRAM = """
 import tensorflow as tf
@@ -33,7 +37,7 @@ print([int(step()) for _ in range(20)] == list(range(1, 21)), background.under_w
 
 def test_a_wait_leaves_the_only_thread_to_the_call() -> None:
     """A wait inside an operation would hold the thread that the call needs, for ever."""
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120
-    )
+    environment = {**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment(alone=True)}
+    words = [sys.executable, "-c", PROGRAM]
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.stdout == "True None\n", ended.stderr[-3000:]

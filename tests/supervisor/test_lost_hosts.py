@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm_ranks
 from launching import QUICK, WORKERS
 from virtual_cluster import Nodes, end, needs_cluster, wait_until
 
@@ -42,7 +43,7 @@ def test_a_cut_cable_costs_the_host_only(nodes: Nodes, tmp_path: Path) -> None:
     ]
     options = ["-H", "node1:1,node2:1", "--min-np", "1", "--generations", str(table)]
     command = ["tfcommx", "run", *options, "--network-interfaces", "eth0", "--", *program]
-    process = nodes.start(0, command, log, PYTHONPATH=QUICK)
+    process = nodes.start(0, command, log, PYTHONPATH=QUICK, **warm_ranks.environment())
     try:
         wait_until(lambda: now.exists() or process.poll() is not None, 120, "the step")
         nodes.do("cut", 2)

@@ -179,6 +179,7 @@ def test_the_checkpoint_loads_without_tfcommx(run):
     done = subprocess.run(
         [sys.executable, "-c", LOAD, str(saved_model(run[0]))],
         cwd=run[0],
+        env={**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment(alone=True)},
         text=True,
         capture_output=True,
     )
