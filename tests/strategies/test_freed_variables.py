@@ -23,6 +23,12 @@ SPARSE = Scheme("hitopk", "exact", 0.2, dense_below=8)
 TWO = Topology(2, 1)
 
 
+@pytest.fixture(autouse=True)
+def objects_of_this_test() -> None:
+    """Let collections look through the objects of this test, not of all before it."""
+    gc.freeze()
+
+
 def sgd() -> keras.optimizers.Optimizer:
     return keras.optimizers.SGD(1.0)
 
