@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from selection_helpers import (
-    IMPLEMENTATIONS,
-    RULES,
-)
+from selection_helpers import IMPLEMENTATIONS
 from vectors import make
 
 from tfcommx.kernels import select
-from tfcommx.recipes.datasets import fashion_mnist
-from tfcommx.recipes.models.small_cnn import small_cnn
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -32,40 +26,6 @@ def test_mstopk_takes_all_above_the_band_and_captures_the_magnitude(kind, densit
     upper = np.sort(size)[-k] * (1 + 2.0**-12)  # the band is not wider
     assert np.isin(np.flatnonzero(size > upper), indices).all()
     assert (size[indices] >= np.sort(size)[-k] / (1 + 2.0**-12)).all()
-
-
-def real_gradients() -> np.ndarray:
-    """Compute one gradient of the demo's model after a few steps of training: float32 [61,050]."""
-    images, labels, *_ = fashion_mnist.load(fashion_mnist.fetch())
-    keras.utils.set_random_seed(1)
-    model = small_cnn((16, 32, 64), 1, 10)
-    optimizer = keras.optimizers.SGD(0.05)
-    for step in range(5):
-        batch = slice(128 * step, 128 * (step + 1))
-        with tf.GradientTape() as tape:
-            logits = model(
-                images[batch].astype(np.float32)[..., None].reshape(-1, 28, 28, 1), training=True
-            )
-            loss = tf.reduce_mean(
-                keras.losses.sparse_categorical_crossentropy(
-                    labels[batch], logits, from_logits=True
-                )
-            )
-        found = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply(found, model.trainable_variables)
-    return np.concatenate([gradient.numpy().ravel() for gradient in found])
-
-
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
-def test_mstopk_captures_the_magnitude_of_real_gradients(density):
-    gradient = real_gradients()
-    assert gradient.size == 61_050 and np.isfinite(gradient).all()
-    k = int(gradient.size * density)
-    chosen = {
-        rule: np.abs(select.select(tf.constant(gradient), k, 3, rule).values.numpy()).sum()
-        for rule in RULES
-    }
-    assert chosen["exact"] > 0 and chosen["mstopk"] >= 0.99 * chosen["exact"]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

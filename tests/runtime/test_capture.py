@@ -45,7 +45,7 @@ def gradients() -> list[tf.Tensor]:
     return [flat[0], flat[-1]]
 
 
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.05])
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.05, 0.1])
 def test_mstopk_captures_what_exact_does(gradients: list[tf.Tensor], density: float) -> None:
     for gradient in gradients:
         k = round(density * gradient.shape[0])
