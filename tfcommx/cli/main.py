@@ -1,12 +1,13 @@
 """The command line: `tfcommx run`, `train`, `report`, `compare`, `probe`, `plan`, and others.
 
-TensorFlow is imported only if a command needs it.
+TensorFlow is imported only if a command needs it, and a command's module only if it is asked for.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
+import importlib
 import sys
 import time
 from collections.abc import Callable
@@ -15,29 +16,31 @@ from typing import Any
 
 import typer
 
-from tfcommx.cli import (
-    cache,
-    centre,
-    compare,
-    doctor,
-    environment,
-    explain,
-    machines,
-    plan,
-    probe,
-    profile,
-    report,
-    run,
-    schema,
-    simulate,
-    train,
-)
+from tfcommx.cli import environment
 from tfcommx.cli.environment import open_closed_streams, print_any_character, quiet_tensorflow
 from tfcommx.cli.parameters import Command
 from tfcommx.core import LaunchError, TfcommxError, local_path
 from tfcommx.launch.launcher import launcher
 from tfcommx.supervisor.supervisor import USER_ERROR
 
+# Commands, each the function of its module, and click's settings. Words after the first of `centre`
+# and `run` belong to another command
+COMMANDS: dict[str, dict[str, Any]] = {
+    "cache": {},
+    "train": {},
+    "report": {},
+    "compare": {},
+    "schema": {},
+    "probe": {},
+    "profile": {},
+    "plan": {},
+    "simulate": {},
+    "machines": {},
+    "explain": {},
+    "doctor": {},
+    "centre": {"ignore_unknown_options": True, "allow_interspersed_args": False},
+    "run": {"allow_interspersed_args": False},
+}
 # Seconds that other ranks wait before they print an error, because rank 0 most likely has it, too,
 # and the launcher ends all ranks after rank 0 has printed it
 RANK_0_FIRST_SECONDS = 5.0
@@ -77,37 +80,39 @@ def with_local_paths(command: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-app = typer.Typer(
-    name="tfcommx",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Data-parallel training where machines are strong and the network between them is slow.",
-)
-app.callback()(environment.version)
-app.add_typer(cache.app)
-for command in (
-    train.train,
-    report.report,
-    compare.compare,
-    schema.schema,
-    probe.probe,
-    profile.profile,
-    plan.plan,
-    simulate.simulate,
-    machines.machines,
-    explain.explain,
-    doctor.doctor,
-):
-    app.command(cls=Command)(with_local_paths(command))
-# Without interspersed options, because words after the first belong to another command
-app.command(
-    cls=Command,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)(centre.centre)
-app.command(cls=Command, context_settings={"allow_interspersed_args": False})(
-    with_local_paths(run.run)
-)
+def application(*names: str) -> typer.Typer:
+    """Return the command line with some commands; the modules of others are not imported.
+
+    Args:
+        names: of COMMANDS, in the order of the help.
+    """
+    found = typer.Typer(
+        name="tfcommx",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        help="Data-parallel training where machines are strong and the network between them is "
+        "slow.",
+    )
+    found.callback()(environment.version)
+    for name in names:
+        module = importlib.import_module(f"tfcommx.cli.{name}")
+        if name == "cache":  # Has commands of its own
+            found.add_typer(module.app)
+            continue
+        command = getattr(module, name)
+        found.command(cls=Command, context_settings=COMMANDS[name])(
+            command if name == "centre" else with_local_paths(command)
+        )
+    return found
+
+
+def __getattr__(name: str) -> typer.Typer:
+    """Return the whole command line as `app`."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    whole = globals()["app"] = application(*COMMANDS)
+    return whole
 
 
 def main() -> None:
@@ -120,8 +125,9 @@ def main() -> None:
     print_any_character()
     if sys.argv[1:2] not in (["centre"], ["run"]):  # These run a user's script
         quiet_tensorflow()
+    asked = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        app()
+        application(*([asked] if asked in COMMANDS else COMMANDS))()
     except LaunchError as error:
         tell(error)
         sys.exit(error.status)
