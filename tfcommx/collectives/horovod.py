@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from tfcommx.collectives.comm import LARGEST_COUNT, Comm
 from tfcommx.collectives.messages import Messages
@@ -279,7 +280,7 @@ class HorovodComm(Comm):
             if amount:
                 self._sent[kind].assign_add(amount)
 
-    def _named(self, name: str) -> dict[str, str | bool]:
+    def _named(self, name: str) -> dict[str, Any]:
         """Return the arguments that name a collective, also in HOROVOD_TIMELINE."""
         scope = self._open_scope.name
         if scope:  # It begins with the package's name
@@ -292,15 +293,15 @@ class HorovodComm(Comm):
         return self._sets[self.members(group)]
 
     def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        return self._ops._allreduce(
-            tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group)
-        )
+        options = {"op": self._hvd.Sum, "process_set": self._set(group)}
+        return _call(self._ops._allreduce, tensor, **self._named(name), **options)
 
     def _allreduce_list(
         self, tensors: list[tf.Tensor], name: str, average: bool
     ) -> list[tf.Tensor]:
         op = self._hvd.Average if average else self._hvd.Sum
-        reduced: list[tf.Tensor] = self._ops._grouped_allreduce(tensors, **self._named(name), op=op)
+        reduce = self._ops._grouped_allreduce
+        reduced: list[tf.Tensor] = _call(reduce, tensors, **self._named(name), op=op)
         return reduced
 
     def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
@@ -313,21 +314,40 @@ class HorovodComm(Comm):
                 tf.add_n(tf.unstack(shards)), [tensor.shape[0] // ranks, *tensor.shape[1:]]
             )
         # Horovod renegotiates each reduce-scatter, because its response cache has none of them
-        shard = self._ops._reducescatter(
-            tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group)
-        )
+        options = {"op": self._hvd.Sum, "process_set": self._set(group)}
+        shard = _call(self._ops._reducescatter, tensor, **self._named(name), **options)
         return _sized(shard, tensor, 1 / ranks)
 
     def _all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        gathered = self._ops.allgather(tensor, **self._named(name), process_set=self._set(group))
+        options = {"process_set": self._set(group)}
+        gathered = _call(self._ops.allgather, tensor, **self._named(name), **options)
         return _sized(gathered, tensor, len(self.members(group)))
 
     def _alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        received = self._ops.alltoall(tensor, **self._named(name), process_set=self._set(group))
+        options = {"process_set": self._set(group)}
+        received = _call(self._ops.alltoall, tensor, **self._named(name), **options)
         return _sized(received, tensor, 1)
 
     def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
-        return self._ops.broadcast(tensor, root, **self._named(name))
+        return _call(self._ops.broadcast, tensor, **self._named(name), root_rank=root)
+
+
+def _call(collective: Callable[..., T], tensors: Any, *, name: str, **options: Any) -> T:
+    """Call a collective of Horovod's so that its op keeps its name in any graph.
+
+    **Cost:** in a branch or loop of traced code one more function is traced, some milliseconds.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    if not isinstance(graph, ControlFlowFuncGraph):
+        return collective(tensors, name=name, **options)
+    # In a separate function, because TensorFlow renames the ops of a branch in a loop over a data
+    # set: it appends the name of the conditional, and after a slash in that, Horovod would find the
+    # same name for all collectives of the branch. Conditionals in branches are renamed, too, in an
+    # order that may differ between ranks, which would then wait for each other
+    options["name"] = graph.unique_name(name).rpartition("/")[-1]
+    function = tf.function(lambda inputs: collective(inputs, **options), autograph=False)
+    result: T = function.get_concrete_function(tensors)(tensors)
+    return result
 
 
 def _is_on(value: str) -> bool:
