@@ -131,6 +131,9 @@ COMMANDS = {
     "--contestants horovod auto torus",
     "end_to_end_two_sites": "python scripts/bench end_to_end --setup two_sites --nodes 2 --seeds 3 "
     "--contestants horovod horovod_fp16 elias_int4 momentum_int2 step_ahead streaming_diloco",
+    "end_to_end_translate": "python scripts/bench end_to_end --recipe translate --seeds 3 "
+    "--score test_accuracy --loss 0.005 --evaluations 2 "
+    "--contestants none horovod horovod_fp16 asa_int4 one_bit_adam",
     "scheme_map": "tfcommx machines docs/records/scheme_map.yaml "
     "--map docs/pictures/scheme_map.png",
     "commlib": "python scripts/reproduce/commlib.py",

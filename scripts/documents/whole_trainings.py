@@ -15,6 +15,7 @@ NAMES = {
     "asa_int4": '`Scheme("asa", wire="int4")`',
     "elias_int4": '`Scheme("hitopk", "mstopk", 0.1, wire="elias/int4")`',
     "momentum_int2": "`LowBitSGD`: its momentum in 2 bits",
+    "one_bit_adam": "`OneBitAdam`, frozen by its rule",
     "step_ahead": "`StepAhead()`, the largest 2 % of updates",
     "local_sgd": "weights, averaged every 8 steps",
     "diloco": "DiLoCo: weights every 32 steps, moved by an outer optimizer",
@@ -73,4 +74,5 @@ TABLES = {
     "end_to_end_details": whole_trainings("end_to_end_commlib", details=True),
     "end_to_end_lossless": whole_trainings("end_to_end_lossless", details=True),
     "end_to_end_two_sites": whole_trainings("end_to_end_two_sites", details=True),
+    "end_to_end_translate": whole_trainings("end_to_end_translate", details=True),
 }
