@@ -77,24 +77,31 @@ def compile_all(commands: list[list[str]]) -> None:
             assert done.returncode == 0, done.stderr
 
 
-def objects(files: list[Path], folder: Path, tree: Path = ROOT) -> list[Path]:
-    """Compile files into a folder; kernels with a call before each access, and others without.
+def command(file: Path, tree: Path = ROOT) -> list[str]:
+    """Return the command that compiles a file: kernels with a call before each access.
 
     The check's own code and the kernels of CPUs are not optimized: compiling them would take longer
     than running them.
     """
-    commands = []
-    for file in files:
-        mode = ["-O0"]
-        if file in runtime():
-            mode = ["-O1"]
-        elif file.suffix == ".cu" and "__global__" in file.read_text():
-            mode = ["-O1", "-g", "-fsanitize=thread"]
-        includes = [f"-I{EMULATOR}", f"-I{tree / 'ops'}"]
-        output = ["-MMD", "-o", str(folder / f"{file.name}.o")]
-        commands.append(["g++", *FLAGS, *mode, *includes, *output, "-x", "c++", "-c", str(file)])
-    compile_all(commands)
-    return [folder / f"{file.name}.o" for file in files]
+    mode = ["-O0"]
+    if file in runtime():
+        mode = ["-O1"]
+    elif file.suffix == ".cu" and "__global__" in file.read_text():
+        mode = ["-O1", "-g", "-fsanitize=thread"]
+    includes = [f"-I{EMULATOR}", f"-I{tree / 'ops'}"]
+    return ["g++", *FLAGS, *mode, *includes, "-x", "c++", "-c", str(file)]
+
+
+def objects(files: list[Path], folder: Path, tree: Path = ROOT) -> list[Path]:
+    """Compile files into a folder, with the files that each includes in a file beside it."""
+    found = [folder / f"{file.name}.o" for file in files]
+    compile_all(
+        [
+            [*command(file, tree), "-MMD", "-o", str(output)]
+            for file, output in zip(files, found, strict=True)
+        ]
+    )
+    return found
 
 
 def runtime() -> list[Path]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from contract import check_contract
 from cuda_race import mutations, race
 from launching import ROOT
+from native_files import compiled
 
 EXAMPLES = ROOT / "tests" / "cuda_race" / "examples.cu"
 READ, WRITE, BOTH = "write races with a read", "read races with a write", "write races with a write"
@@ -48,32 +52,27 @@ REDUNDANT = {
 }
 
 
-@pytest.fixture(scope="module")
-def runtime(tmp_path_factory) -> list[Path]:
-    """Compile the emulator and the checker."""
-    return race.objects(race.runtime(), tmp_path_factory.mktemp("runtime"))
+def objects(files: list[Path]) -> list[Path]:
+    """Return the compiled files; as many are compiled at a time as there are processors."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(lambda file: compiled(race.command(file), f"{file.name}.o"), files))
 
 
 @pytest.fixture(scope="module")
-def examples(runtime, tmp_path_factory) -> Path:
+def examples(tmp_path_factory) -> Path:
     """Build the small kernels with and without mistakes."""
     folder = tmp_path_factory.mktemp("examples")
-    return race.link(folder / "examples", [*race.objects([EXAMPLES], folder), *runtime])
+    return race.link(folder / "examples", objects([EXAMPLES, *race.runtime()]))
 
 
 @pytest.fixture(scope="module")
-def compiled(runtime, tmp_path_factory) -> dict[str, Path]:
-    """Compile everything once, for two programs."""
+def program(tmp_path_factory) -> Callable[[str], Path]:
+    """Return a function that links the kernels with one of two main programs."""
     folder = tmp_path_factory.mktemp("kernels")
-    files = [ROOT / "tests" / "denormals_check.cu", *race.sources()]
-    return {one.name: one for one in [*race.objects(files, folder), *runtime]}
-
-
-def program(compiled, main):
-    """Link the kernels with one of the main programs."""
-    mains = {"check_cuda.cu.o", "denormals_check.cu.o"} - {main}
-    linked = [one for name, one in compiled.items() if name not in mains]
-    return race.link(compiled[main].with_suffix(""), linked)
+    mains = {"check_cuda.cu": race.sources(), "denormals_check.cu": race.sources()[1:]}
+    mains["denormals_check.cu"].append(ROOT / "tests" / "denormals_check.cu")
+    assert race.sources()[0].name == "check_cuda.cu"
+    return lambda main: race.link(folder / main, objects([*mains[main], *race.runtime()]))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -94,26 +93,26 @@ def test_a_barrier_that_some_threads_do_not_reach_ends_the_program(examples):
     assert done.status == 3 and "wait for others that have ended" in done.output
 
 
-def test_no_accesses_of_the_kernels_race_and_they_keep_the_contract(compiled):
+def test_no_accesses_of_the_kernels_race_and_they_keep_the_contract(program):
     """compute-sanitizer sees races in shared memory; only this sees those between blocks."""
     timed = ("--rounds", "1", "--n", "2000", "--peers", "2")
-    done = race.run(program(compiled, "check_cuda.cu.o"), *mutations.SMALL, *timed)
+    done = race.run(program("check_cuda.cu"), *mutations.SMALL, *timed)
     assert done.findings == [] and done.status == 0, done.output
     check_contract(done.output, cases=15)
 
 
 @pytest.mark.exhaustive
-def test_no_accesses_of_the_kernels_race_in_large_cases(compiled):
-    done = race.run(program(compiled, "check_cuda.cu.o"), *mutations.LARGE)
+def test_no_accesses_of_the_kernels_race_in_large_cases(program):
+    done = race.run(program("check_cuda.cu"), *mutations.LARGE)
     assert done.findings == [] and done.status == 0, done.output
 
 
-def test_kernels_treat_denormals_as_threads_of_cpus_do(compiled):
+def test_kernels_treat_denormals_as_threads_of_cpus_do(program):
     """Plain arithmetic keeps denormals on a GPU built without -ftz; TensorFlow's threads do not.
 
     So dense bfloat16 lost entries below 1e-37, and rounding to codes left errors unlike a CPU's.
     """
-    done = race.run(program(compiled, "denormals_check.cu.o"))
+    done = race.run(program("denormals_check.cu"))
     assert done.status == 0 and "0 differ" in done.output, done.output
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from launching import ROOT
+from native_files import compiled
 
 needs_nvcc = pytest.mark.skipif(
     not shutil.which("nvcc"), reason="nvcc is not on PATH: the CUDA sources are not compiled here"
@@ -31,22 +32,24 @@ EXACT = {
 }
 
 
-def nvcc(*options, sources=SOURCES):
-    """Run nvcc on each source, as many at a time as there are processors; return its output."""
+def nvcc(*options):
+    """Return the words that start nvcc, without the source."""
+    return ["nvcc", "-std=c++17", "-O3", f"-I{ROOT / 'ops'}", *options]
 
-    def compile_one(source):
-        done = subprocess.run(
-            ["nvcc", "-std=c++17", "-O3", f"-I{ROOT / 'ops'}", *options, str(source)],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
 
+def of_each(sources, text):
+    """Return a text of each source by its name; as many are made at a time as processors."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return dict(
-            zip([source.name for source in sources], pool.map(compile_one, sources), strict=True)
-        )
+        return dict(zip([source.name for source in sources], pool.map(text, sources), strict=True))
+
+
+def ptx(architecture, sources=SOURCES):
+    """Return the PTX of each source."""
+    command = nvcc("-ptx", f"-arch={architecture}")
+    return of_each(
+        sources,
+        lambda source: compiled([*command, str(source)], f"{source.stem}.ptx").read_text(),
+    )
 
 
 def keeps_denormals(name, operands):
@@ -105,12 +108,12 @@ def test_plain_arithmetic_is_found():
 
 
 @needs_nvcc
-def test_kernels_compute_with_denormals_flushed_and_nothing_fused(tmp_path):
+def test_kernels_compute_with_denormals_flushed_and_nothing_fused():
     """Plain operators keep denormals on a GPU: such kernels' results would differ from a CPU's.
 
     A fused product and sum are rounded once instead of twice.
     """
-    texts = nvcc("-ptx", "-arch=compute_80", "-o", "-")
+    texts = ptx("compute_80")
     plain = {
         name: plain_arithmetic(text, EXACT.get(name, frozenset())) for name, text in texts.items()
     }
@@ -125,7 +128,7 @@ def test_kernels_that_are_placed_early_wait_before_they_touch_memory():
     The emulator cannot show this, because it runs one kernel after the other.
     """
     (source,) = [source for source in SOURCES if source.name == "select_cuda.cu"]
-    (text,) = nvcc("-ptx", "-arch=compute_90", "-o", "-", sources=[source]).values()
+    (text,) = ptx("compute_90", [source]).values()
     waits = {}
     for kernel in text.split(".entry ")[1:]:
         name, body = kernel.split("(", 1)
@@ -144,9 +147,14 @@ def test_kernels_keep_all_in_registers(architecture):
 
     Nor may ptxas warn: processors of some of these hold fewer threads than others.
     """
-    for name, text in nvcc(
-        "-cubin", f"-arch={architecture}", "-Xptxas", "-v", "-o", "/dev/null"
-    ).items():
+    command = nvcc("-cubin", f"-arch={architecture}", "-Xptxas", "-v", "-o", "/dev/null")
+
+    def messages(source):
+        done = subprocess.run([*command, str(source)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    for name, text in of_each(SOURCES, messages).items():
         assert "warning" not in text, text
         kernels = text.count("Compiling entry function")
         assert kernels > 0, name

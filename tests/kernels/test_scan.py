@@ -5,13 +5,13 @@ A processor runs only the fastest loops, so these tests call all of them.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from drawing import case
 from launching import ROOT
+from native_files import compiled
 
 KERNELS = ROOT / "ops" / "kernels"
 LOOPS = [
@@ -19,9 +19,7 @@ LOOPS = [
 ]
 
 
-def compiled(folder: Path, main: str, *others: Path, optimise: tuple[str, ...] = ("-O2",)) -> Path:
-    assert shutil.which("g++"), "set-up needs g++ as well: apt-get install g++"
-    program = folder / main
+def program(main: str, *others: Path, optimise: tuple[str, ...] = ("-O2",)) -> Path:
     flags = [
         "-std=c++17",
         "-ffp-contract=off",
@@ -32,10 +30,8 @@ def compiled(folder: Path, main: str, *others: Path, optimise: tuple[str, ...] =
         f"-I{ROOT / 'ops'}",
         *optimise,
     ]
-    subprocess.run(
-        ["g++", *flags, ROOT / "tests" / f"{main}.cc", *LOOPS, *others, "-o", program], check=True
-    )
-    return program
+    files = map(str, [ROOT / "tests" / f"{main}.cc", *LOOPS, *others])
+    return compiled(["g++", *flags, *files], main)
 
 
 @pytest.mark.parametrize(
@@ -47,28 +43,22 @@ def compiled(folder: Path, main: str, *others: Path, optimise: tuple[str, ...] =
     ],
     ids=" ".join,
 )
-def test_all_instruction_sets_agree(tmp_path, optimise):
+def test_all_instruction_sets_agree(optimise):
     """Compiled in three ways: with calls in between, registers run out.
 
     Then the compiler puts masks on the stack; `-finstrument-functions` adds such calls.
     """
-    done = subprocess.run(
-        [compiled(tmp_path, "scan_check", optimise=optimise)], capture_output=True, text=True
-    )
+    check = program("scan_check", optimise=optimise)
+    done = subprocess.run([check], capture_output=True, text=True)
     assert done.returncode == 0 and "checked portable" in done.stdout, done.stdout
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory) -> list[tuple]:
+def cases() -> list[tuple]:
     """Selections from 2^23 entries: (kind, rule, states, n, k, entries read, peak bytes)."""
-    program = compiled(
-        tmp_path_factory.mktemp("check"),
-        "select_check",
-        KERNELS / "select_cpu.cc",
-        KERNELS / "select_band_cpu.cc",
-    )
+    check = program("select_check", KERNELS / "select_cpu.cc", KERNELS / "select_band_cpu.cc")
     lines = subprocess.run(
-        [program, str(2**23)], check=True, capture_output=True, text=True
+        [check, str(2**23)], check=True, capture_output=True, text=True
     ).stdout.splitlines()
     words = [line.split() for line in lines]
     return [(kind, rule, *map(int, numbers)) for kind, rule, *numbers in words]
