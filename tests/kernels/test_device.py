@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import squares
 
 from tfcommx.core.wire_formats import CODE_BITS, DENSE_CODES
 from tfcommx.kernels import (
@@ -65,30 +66,32 @@ def wrong(result: Any, call: Call, place: int | str) -> Any:
     return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
 
 
+def calls(make: Callable[..., tuple[Any, ...]], drawn: list[Any]) -> list[Any]:
+    """Return the parameters of the test below for cases of tests/drawing.py."""
+    return [pytest.param(*make(*one.values), marks=one.marks) for one in drawn]
+
+
 @pytest.mark.parametrize(
     ("module", "kernel", "when", "place"),
     [
-        *(
-            (select, "select", selects(rule, dtype), place)
-            for rule in ("exact", "mstopk")
-            for dtype in ("float32", "float16", "bfloat16")
-            for place in (0, 1)
+        *calls(
+            lambda rule, dtype, place: (select, "select", selects(rule, dtype), place),
+            squares(["exact", "mstopk"], ["float32", "float16", "bfloat16"], [0, 1]),
         ),
-        *(
-            (select, "select_with_residual", selects(rule, dtype), place)
-            for rule in ("exact", "mstopk")
-            for dtype in ("float16", "bfloat16")
-            for place in (0, 1, "first", "last")  # The residual, the velocity
+        *calls(
+            lambda rule, place, dtype: (
+                (select, "select_with_residual", selects(rule, dtype), place)
+            ),
+            # The last places: the residual, the velocity
+            squares(["exact", "mstopk"], [0, 1, "first", "last"], ["float16", "bfloat16"]),
         ),
         *((select, "select_with_residual", many, place) for place in (0, 1, "first")),
         *((dense, "write", says(dtype), 0) for dtype in ("float16", "bfloat16")),
         *((dense, "write", says(dtype), "first") for dtype in ("float16", "bfloat16")),
         *((dense, "add", says(dtype), 0) for dtype in ("float16", "bfloat16")),
-        *(
-            (low_bits, kernel, says(wire_name), place)
-            for kernel in ("write", "add_and_write")
-            for wire_name in DENSE_CODES
-            for place in (0, "first")
+        *calls(
+            lambda kernel, wire_name, place: (low_bits, kernel, says(wire_name), place),
+            squares(["write", "add_and_write"], list(DENSE_CODES), [0, "first"]),
         ),
         *((low_bits, "read", says(wire_name), 0) for wire_name in DENSE_CODES),
         *((lars, "lars_update", says(nesterov), "first") for nesterov in (False, True)),
