@@ -97,7 +97,7 @@ def application(*names: str) -> typer.Typer:
     found.callback()(environment.version)
     for name in names:
         module = importlib.import_module(f"tfcommx.cli.{name}")
-        if name == "cache":  # Has commands of its own
+        if name == "cache":  # A group of commands
             found.add_typer(module.app)
             continue
         command = getattr(module, name)
