@@ -14,8 +14,8 @@ def test_collectives_of_a_branch_keep_their_names_in_a_loop_over_a_data_set(comm
     TensorFlow moves ops into a branch that alone uses them, and then appends the conditional's name
     to the names of all ops there. Horovod uses the part after the last slash, which was `cond_0`
     for each of them, and refused the second. In nested branches, such as the comparison of replicas
-    inside of LossScaleOptimizer, it depended on the order of renaming, which often differed between
-    ranks after `strategy="root"`: each waited for another name.
+    inside of LossScaleOptimizer, it depended on the order of renaming, which differed between ranks
+    in some trainings after `strategy="root"`: each waited for another name.
     """
     size, half = comm.topology.size, tf.constant(0.5)
 
