@@ -20,7 +20,7 @@ def test_collectives_of_a_branch_keep_their_names_in_a_loop_over_a_data_set(comm
     size, half = comm.topology.size, tf.constant(0.5)
 
     def sums(number: tf.Tensor) -> tf.Tensor:
-        # Of unequal lengths, and independent of each other, so that all are in flight at once
+        # Their lengths differ, and none needs another, so that all are in flight at once
         parts = [
             tf.reduce_sum(comm.allreduce(tf.fill([length], number), "world", f"sum{length}"))
             for length in (1, 2, 3)
