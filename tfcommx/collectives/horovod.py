@@ -335,7 +335,8 @@ class HorovodComm(Comm):
 def _call(collective: Callable[..., T], tensors: Any, *, name: str, **options: Any) -> T:
     """Call a collective of Horovod's so that its op keeps its name in any graph.
 
-    **Cost:** in a branch or loop of traced code one more function is traced, some milliseconds.
+    **Cost:** in a branch or loop of traced code one more function is traced, some milliseconds, and
+    called, some 20 microseconds a collective.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     if not isinstance(graph, ControlFlowFuncGraph):

@@ -51,7 +51,7 @@ class OneBitAdam(FreezesSecondMoments, keras.optimizers.Adam):
             averages, are warned of. None, which is safer: by the change of v. Every
             1 / (1 - beta_2) updates the sum of v / (1 - beta_2^t) is compared with the previous
             one; v is frozen if it has changed by less than 4 %, and the learning rate has not
-            risen.
+            risen: not before 2 / (1 - beta_2) updates, 2,000 by default.
         exclude: patterns of variable paths, as in file names; such variables stay with Adam.
         dense_below: entries, >= 0; smaller variables also stay with Adam.
         learning_wire: wire format of gradients in the first phase: "float16", "bfloat16", "int8" or
