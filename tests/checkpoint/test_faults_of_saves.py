@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -230,3 +231,23 @@ def test_a_folder_without_rights_is_an_error_of_all(
         patch.setattr(Path, "read_text", of_system(errno.EACCES))
         with pytest.raises(cx.CheckpointError, match=r"rank 0: .*Errno 13"):
             cx.checkpoint.restore(small, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "odd", [{"keep": 0}, {"epoch": -2}, {"step": -1}, {"steps": 1.5}, {"notes": {"loss": {1, 2}}}]
+)
+def test_values_that_no_checkpoint_can_hold_are_refused_before_a_file_is_written(
+    odd: dict[str, Any], model: keras.Model, tmp_path: Path
+) -> None:
+    """keep=0 kept all saves but one; notes failed only on ranks that write checkpoint.json."""
+    with pytest.raises(cx.ConfigurationError, match=f"`{next(iter(odd))}`"):
+        cx.checkpoint.save(model, tmp_path, **{"epoch": 0, **odd})
+    assert names(tmp_path) == set()
+
+
+def test_numbers_of_numpy_are_numbers_of_a_checkpoint(small: keras.Model, tmp_path: Path) -> None:
+    """The residuals' head was no JSON, and a TypeError left the model's file behind."""
+    for epoch in np.arange(2):
+        cx.checkpoint.save(small, tmp_path, epoch, step=np.int32(3))
+    head = cx.checkpoint.last(tmp_path)
+    assert head and (head.epoch, head.step) == (1, 3)

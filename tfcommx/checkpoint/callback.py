@@ -206,7 +206,10 @@ class Checkpoint(keras.callbacks.Callback):
         if self._followers is not None:
             self._followers.end_epoch(epoch, logs)
         if self._snapshots is not None:
-            self._snapshots.end_epoch(epoch, self.model.steps_per_execution)
+            # The last execution of an epoch may be shorter than the others
+            taken, steps = self.model.steps_per_execution, (self.params or {}).get("steps")
+            taken = min(taken, steps - self._done) if steps else taken
+            self._snapshots.end_epoch(epoch, taken)
             notes = self._snapshots.notes()
         is_last = epoch + 1 == (self.params or {}).get("epochs")
         self._patience.save(

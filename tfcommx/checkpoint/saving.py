@@ -45,7 +45,14 @@ from tfcommx.checkpoint.records import write_residuals
 from tfcommx.checkpoint.state import not_finite_in
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import CheckpointError, local_path, replacing
+from tfcommx.core import (
+    CheckpointError,
+    ConfigurationError,
+    check_whole,
+    json_text,
+    local_path,
+    replacing,
+)
 from tfcommx.optim.step_boundary import consolidate, with_centre
 from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
 
@@ -176,9 +183,20 @@ def save(
     **Raises:** SaveError, on all ranks, if one of them cannot write, as on a full disk, or if
     another run saves into the folder. The previous save is intact, and the partial one is removed.
     CheckpointError for a damaged checkpoint.json; ConfigurationError if the ranks name different
-    folders, or an address such as gs://bucket/run.
+    folders, or an address such as gs://bucket/run, for numbers out of range, and for notes that
+    JSON cannot hold.
     """
     comm, folder = process.current(), local_path("folder", folder)
+    epoch, keep = check_whole("epoch", epoch, least=-1), check_whole("keep", keep, least=1)
+    step, steps = check_whole("step", step, least=0), check_whole("steps", steps, least=0)
+    try:
+        # Now, because only the ranks that write checkpoint.json would fail later
+        json_text(notes or {})
+    except TypeError as error:
+        raise ConfigurationError(
+            f"`notes` must be values that JSON can hold. Received {notes!r:.200}: {error}. Give "
+            "Python's numbers, texts, lists and dicts, such as float(loss)."
+        ) from error
     if trains_alone(model):
         _save_centre(model, folder, Head(0, epoch, 1, step, steps, notes or {}), keep)
         return

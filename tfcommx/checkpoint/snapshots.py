@@ -40,10 +40,10 @@ from tfcommx.checkpoint.records import read_own, residual_arrays
 from tfcommx.checkpoint.restoring import load, restored
 from tfcommx.checkpoint.state import copy_model, not_finite_in
 from tfcommx.collectives import process
-from tfcommx.core import CheckpointError, local_path
+from tfcommx.core import CheckpointError, check_whole, local_path
 from tfcommx.keras_internals import build_metrics, finalize_layers, statistics_of
 from tfcommx.launch.launcher import launch_interfaces
-from tfcommx.launch.supervision import MEMORY, PAUSED, Supervision, SupervisorLink, supervision
+from tfcommx.launch.supervision import MEMORY, PAUSED, SupervisorLink, supervision
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_in, trains_alone, wrapped_optimizers
 
@@ -230,11 +230,12 @@ class Snapshots:
     first rank of each host; a thread writes the copies. About twice a second, and for each
     snapshot, an allreduce of 16 bytes.
     **Raises:** CheckpointError, in a supervised run, for strategy=ElasticAveraging with `every`,
-    because its ranks have no step in common.
+    because its ranks have no step in common; ConfigurationError for `every` < 1.
     """
 
     def __init__(self, model: keras.Model, folder: str | Path, every: int | None) -> None:
-        self.model, self.folder, self.every = model, local_path("folder", folder), every
+        self.model, self.folder = model, local_path("folder", folder)
+        self.every = every if every is None else check_whole("every", every, least=1)
         self.supervised = supervision()
         # Steps of the whole run; the checkpoint from which this generation resumes
         self.total = 0
@@ -271,21 +272,14 @@ class Snapshots:
             self._link = SupervisorLink(self.supervised, comm.topology.size)
         hosts = comm.gather_objects(self.supervised.host)
         self._writes_model = hosts.index(self.supervised.host) == comm.rank
-        self._send = self._sender(self.supervised, partner(comm.rank, hosts))
+        # Sends files to the mirror; None if all ranks are on one host
+        self._send: Callable[[list[str], list[int]], None] | None = None
+        if (keeper := partner(comm.rank, hosts)) is not None:
+            handshake, host = self.supervised.handshake(PROTOCOL), self.supervised.host
+            mirrors = Mirrors(handshake, host, launch_interfaces(), self.place)
+            rows = comm.gather_objects(tuple(mirrors.row))
+            self._send = functools.partial(mirrors.send, Row._make(rows[keeper]), comm.rank)
         make_on_all(self.place, self._writes_model)
-
-    def _sender(
-        self, supervised: Supervision, keeper: int | None
-    ) -> Callable[[list[str], list[int]], None] | None:
-        """Return the function that sends files to the mirror; None if all are on one host."""
-        if keeper is None:
-            return None
-        comm = self._comm
-        mirrors = Mirrors(
-            supervised.handshake(PROTOCOL), supervised.host, launch_interfaces(), self.place
-        )
-        rows = comm.gather_objects(tuple(mirrors.row))
-        return functools.partial(mirrors.send, Row._make(rows[keeper]), comm.rank)
 
     def restore(self) -> tuple[int, int]:
         """Load the newest checkpoint of earlier generations; return the first epoch and step.
