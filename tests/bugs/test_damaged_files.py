@@ -113,6 +113,19 @@ def test_a_checkpoint_whose_files_are_damaged_names_them(
     check(path, lambda: cx.checkpoint.last(tmp_path), cx.CheckpointError)
 
 
+def test_exact_variables_that_are_damaged_name_their_file(
+    model: keras.Model, tmp_path: Path
+) -> None:
+    """Only the records of the file were checked: a BadZipFile that named no file."""
+    cx.checkpoint.save(model, tmp_path, 0)
+    path = tmp_path / residuals_name(0, 0)
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    np.savez(path, **{**arrays, "exact": np.array("{")})
+    with pytest.raises(cx.CheckpointError, match=path.name):
+        cx.checkpoint.restore(model, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["model-0001.keras", "residuals-0001-rank-0000.npz", "missing"])
 def test_an_older_save_that_is_whole_is_taken(
     name: str, model: keras.Model, tmp_path: Path, caplog: pytest.LogCaptureFixture

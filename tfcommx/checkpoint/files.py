@@ -8,16 +8,20 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tfcommx.collectives import process
-from tfcommx.core import CheckpointError, json_text, require_equal, write_text
+from tfcommx.core import CheckpointError, json_text, reading, require_equal, write_text
 
 log = logging.getLogger("tfcommx")
 
 HEAD = "checkpoint.json"
+# Remedy for a damaged file
+COPY = "Put a whole copy in its place."
 
 # Groups: number of the save of a model; number of the save of residuals, their rank
 _OURS = re.compile(r"model-(\d{4,})\.keras|residuals-(\d{4,})-rank-(\d{4,})\.npz")
@@ -166,6 +170,13 @@ def names_save(folder: Path, head: Head) -> bool:
         return True
     # The number alone may be that of another run's save
     return isinstance(seen, Head) and (seen.save, seen.tag) == (head.save, head.tag)
+
+
+@contextlib.contextmanager
+def arrays_in(path: Path, kind: str, remedy: str = COPY) -> Iterator[np.lib.npyio.NpzFile]:
+    """Open a file of arrays for a block, which reads them. **Raises:** CheckpointError."""
+    with reading(kind, path, remedy, CheckpointError), np.load(path) as stored:
+        yield stored
 
 
 def model_name(save: int) -> str:

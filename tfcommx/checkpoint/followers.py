@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from tfcommx.checkpoint.files import arrays_in
 from tfcommx.checkpoint.state import wide
-from tfcommx.core import CheckpointError, reading
 from tfcommx.keras_internals import averages_in_weights
 
 # Callback of Keras -> its attributes that each `fit`, or a new object, sets anew
@@ -69,7 +69,11 @@ class Followers:
         # Number and logs of the epoch that has ended; None in mid-epoch
         self.ended: tuple[int, dict[str, Any]] | None = None
         counts: Counter[tuple[str, str, str]] = Counter()
-        for callback in filter(_follows, self.callbacks):
+        for callback in self.callbacks:
+            # False of a ModelCheckpoint alone, which then has no best value
+            best_only = getattr(callback, "save_best_only", True)
+            if not best_only or not isinstance(callback, tuple(STATE)):
+                continue
             name = (_kind(callback).__name__, str(callback.monitor), str(callback.mode))
             self.named[(*name, counts[name])] = callback
             counts[name] += 1
@@ -155,11 +159,7 @@ def read_followers(path: Path) -> SavedFollowers:
 
     **Raises:** CheckpointError for a damaged file.
     """
-    remedy = "Put a whole copy in its place."
-    with (
-        reading("Rank 0's file of a checkpoint", path, remedy, CheckpointError),
-        np.load(path) as stored,
-    ):
+    with arrays_in(path, "Rank 0's file of a checkpoint") as stored:
         if INDEX not in stored:
             return SavedFollowers([], False)
         index = json.loads(str(stored[INDEX]))
@@ -171,11 +171,6 @@ def read_followers(path: Path) -> SavedFollowers:
             for kind, metric, mode, number, state, names in index["callbacks"]
         ]
         return SavedFollowers(states, index["swapped"])
-
-
-def _follows(callback: keras.callbacks.Callback) -> bool:
-    best_only = getattr(callback, "save_best_only", True)  # False of a ModelCheckpoint alone
-    return best_only and isinstance(callback, tuple(STATE))
 
 
 def _kind(callback: keras.callbacks.Callback) -> type:

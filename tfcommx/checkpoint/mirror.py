@@ -68,7 +68,7 @@ class Mirrors:
         self.handshake, self.place = handshake, folder
         listening, addresses = listen(interfaces, one_host=False)
         self.row = Row(host, addresses, listening.getsockname()[1])
-        Entrance(listening, handshake, WAIT_SECONDS, self._hear)
+        Entrance(listening, handshake, WAIT_SECONDS, self._receive)
 
     def send(self, to: Row, rank: int, names: Sequence[str], keep: Sequence[int]) -> None:
         """Send files of this rank; return when the other host has stored them.
@@ -102,23 +102,21 @@ class Mirrors:
                 return connection
         raise ConnectionError(f"no answer from {to.host}: {problem}")
 
-    def _hear(self, caller: Caller) -> None:
-        with caller.connection, contextlib.suppress(*NO_PARTNER):
-            self._receive(caller)  # After a failure the sender sees the end of the connection
-
     def _receive(self, caller: Caller) -> None:
         message, connection = caller.said, caller.connection
-        files = [(str(name), int(size)) for name, size in message["files"]]
-        for name, _ in files:
-            check_file_name(name)
-        caller.answer("ok")
-        connection.settimeout(WAIT_SECONDS)
-        for name, size in files:
-            with self.place.writing(name) as file:
-                _copy(connection, file, size)
-        # The last complete save is deleted only now, because the sender may die at any byte
-        self.place.keep(set(message["keep"]), int(message["rank"]))
-        connection.sendall(b"1", socket.MSG_NOSIGNAL)
+        # After a failure the sender sees the end of the connection
+        with connection, contextlib.suppress(*NO_PARTNER):
+            files = [(str(name), int(size)) for name, size in message["files"]]
+            for name, _ in files:
+                check_file_name(name)
+            caller.answer("ok")
+            connection.settimeout(WAIT_SECONDS)
+            for name, size in files:
+                with self.place.writing(name) as file:
+                    _copy(connection, file, size)
+            # The last complete save is deleted only now, because the sender may die at any byte
+            self.place.keep(set(message["keep"]), int(message["rank"]))
+            connection.sendall(b"1", socket.MSG_NOSIGNAL)
 
 
 def _copy(connection: socket.socket, file: IO[bytes], size: int) -> None:

@@ -12,12 +12,13 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfcommx.checkpoint.files import (
+    COPY,
     Head,
     fields_of,
     head_of,
@@ -28,7 +29,7 @@ from tfcommx.checkpoint.files import (
     residuals_name,
 )
 from tfcommx.checkpoint.place import Held, SnapshotFolder, check_zip, needed
-from tfcommx.checkpoint.records import COPY, OptimizerRecord, read_residuals
+from tfcommx.checkpoint.records import OptimizerRecord, read_residuals
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError
 from tfcommx.launch.supervision import Supervision, supervision
@@ -201,22 +202,18 @@ def _bring(
         # A list, because each rank must take part in all broadcasts, also after its own failure
         problems = [_broadcast(snapshot_folder, *file, speaks) for file in files]
         # On all ranks, because a host without room would otherwise end its own ranks alone
-        _require_copies(next(filter(None, problems), ""))
+        for rank, text in enumerate(comm.gather_objects(next(filter(None, problems), ""))):
+            if text:
+                raise CheckpointError(
+                    "A host that continues from a snapshot in memory needs room for it in "
+                    f"/dev/shm. Received, on rank {rank}: {text}. Enlarge it (--shm-size of a "
+                    "container), or leave this host out."
+                )
     if speaks:
         snapshot_folder.keep(set() if head is None else {head.save})
     # The other ranks of a host read the files after its first rank has stored them
     comm.gather_objects("in place")
     return head
-
-
-def _require_copies(problem: str) -> None:
-    for rank, text in enumerate(process.current().gather_objects(problem)):
-        if text:
-            raise CheckpointError(
-                "A host that continues from a snapshot in memory needs room for it in /dev/shm. "
-                f"Received, on rank {rank}: {text}. Enlarge it (--shm-size of a container), or "
-                "leave this host out."
-            )
 
 
 def make_on_all(snapshot_folder: SnapshotFolder, speaks: bool) -> None:
@@ -292,50 +289,29 @@ def _broadcast(
 
     **Ranks:** all.
     """
-    comm, target = process.current(), snapshot_folder.path / name
-    writes = speaks and not target.exists()
-    with contextlib.ExitStack() as files:
-        source = files.enter_context(target.open("rb")) if comm.rank == root else None
-        copy = _Copy(snapshot_folder, name) if writes else None
+    target, problem = snapshot_folder.path / name, ""
+    pieces = _pieces(target, size, root)
+    try:
+        if speaks and not target.exists():
+            with snapshot_folder.writing(name) as file:
+                file.writelines(piece.numpy().tobytes() for piece in pieces)
+    except OSError as error:
+        problem = str(error)
+    # The rest, too, after a failure or without a file: the other ranks would wait
+    for _ in pieces:
+        pass
+    return problem
+
+
+def _pieces(path: Path, size: int, root: int) -> Iterator[tf.Tensor]:
+    """Broadcast the file of rank `root`, piece by piece. **Ranks:** all, to the last piece."""
+    comm = process.current()
+    with path.open("rb") if comm.rank == root else contextlib.nullcontext() as source:
         # In pieces, because a collective carries at most 2^31 - 1 entries
         for start in range(0, size, PIECE):
             count = min(PIECE, size - start)
             piece = source.read(count) if source else bytes(count)
             with tf.device("/cpu:0"):
                 tensor = tf.constant(np.frombuffer(piece, np.uint8))
-                received = comm.broadcast(tensor, root, f"tfcommx/snapshot/{name}/{start}")
-            if copy:
-                copy.write(received.numpy().tobytes())
-    return copy.finish() if copy else ""
-
-
-class _Copy:
-    """A file that is received piece by piece; after a failure the rest is discarded.
-
-    Because all pieces must be received, or the other ranks would wait.
-    """
-
-    def __init__(self, snapshot_folder: SnapshotFolder, name: str) -> None:
-        self._open, self.problem = contextlib.ExitStack(), ""
-        self._file: IO[bytes] | None = None
-        with self._noting():
-            self._file = self._open.enter_context(snapshot_folder.writing(name))
-
-    @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.problem = self.problem or str(error)
-
-    def write(self, piece: bytes) -> None:
-        with self._noting():
-            if self._file and not self.problem:
-                self._file.write(piece)
-
-    def finish(self) -> str:
-        """Name the file, or remove it after a failure; return the reason, "" without one."""
-        with self._noting(), self._open:
-            if self.problem:
-                raise OSError(self.problem)
-        return self.problem
+                received = comm.broadcast(tensor, root, f"tfcommx/snapshot/{path.name}/{start}")
+            yield received

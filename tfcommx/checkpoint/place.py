@@ -24,7 +24,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from tfcommx.checkpoint.files import Head, head_of, memory_model_name, residuals_name
+from tfcommx.checkpoint.files import Head, arrays_in, head_of, memory_model_name, residuals_name
 from tfcommx.core import CheckpointError
 from tfcommx.core.files import is_still_at, open_private, reading
 
@@ -105,7 +105,8 @@ class SnapshotFolder:
             try:
                 check_zip("A file of a snapshot", path, DELETE)
                 if match[3]:
-                    heads[number] = read_head(path)
+                    with arrays_in(path, "A rank's file of a snapshot", DELETE) as stored:
+                        heads[number] = head_in(stored)
             except CheckpointError:
                 path.unlink(missing_ok=True)  # Makes room for a copy, which another host may send
                 continue
@@ -155,15 +156,6 @@ def check_file_name(name: str) -> None:
     """Refuse a name that no file of a snapshot has. **Raises:** ValueError."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"no file of a snapshot: {name!r}")
-
-
-def read_head(path: Path) -> Head:
-    """Return the head in a rank's file. **Raises:** CheckpointError for a damaged file."""
-    with (
-        reading("A rank's file of a snapshot", path, DELETE, CheckpointError),
-        np.load(path) as stored,
-    ):
-        return head_in(stored)
 
 
 def check_zip(kind: str, path: Path, remedy: str) -> None:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
-from tfcommx.checkpoint.files import Head
+from tfcommx.checkpoint.files import Head, arrays_in
 from tfcommx.checkpoint.followers import follower_arrays
 from tfcommx.checkpoint.place import head_array, head_in
 from tfcommx.checkpoint.state import copy_optimizer, exact_arrays, saved_by_keras, wide
 from tfcommx.collectives import process
-from tfcommx.core import CheckpointError, reading, replacing
+from tfcommx.core import CheckpointError, replacing
 from tfcommx.keras_internals import (
     all_generators,
     recurrent_states,
@@ -32,12 +31,10 @@ from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.gradient_state import GradientState, Vectors
 from tfcommx.strategies import CommonState
 
-# The fields of a GradientState
-KINDS = tuple(kind.name for kind in fields(GradientState))
 # Entries of a block; blocks of zeros are left out of the file
 BLOCK = 1024
-# Remedy for a damaged file
-COPY = "Put a whole copy in its place."
+# Name in messages
+FILE = "A rank's file of a checkpoint"
 
 
 class OptimizerRecord(NamedTuple):
@@ -127,10 +124,7 @@ def read_own(path: Path, kind: str = "own") -> list[np.ndarray]:
 
     **Raises:** CheckpointError for a damaged file.
     """
-    with (
-        reading("A rank's file of a checkpoint", path, COPY, CheckpointError),
-        np.load(path) as stored,
-    ):
+    with arrays_in(path, FILE) as stored:
         names = (f"{kind}{number}" for number in range(len(stored.files)))
         return [stored[name] for name in names if name in stored]
 
@@ -188,10 +182,7 @@ def read_residuals(path: Path, head: Head | None = None) -> list[OptimizerRecord
 
     **Raises:** CheckpointError for a damaged file, and for a file of another save.
     """
-    with (
-        reading("A rank's file of a checkpoint", path, COPY, CheckpointError),
-        np.load(path) as stored,
-    ):
+    with arrays_in(path, FILE) as stored:
         # A head that a user has written by hand has no tag, and belongs to any files
         if head is not None and head.tag:
             _require_save(head, head_in(stored) if "head" in stored else None, path)
@@ -236,10 +227,10 @@ def _record_in(entry: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> Op
     return OptimizerRecord(
         trained=entry["trained"],
         gradients=GradientState(
-            *(
-                {path: get_state(value) for path, value in entry["gradients"][kind].items()}
-                for kind in KINDS
-            )
+            **{
+                kind: {path: get_state(value) for path, value in named.items()}
+                for kind, named in entry["gradients"].items()
+            }
         ),
         residuals_of=entry["residuals_of"],
         accumulated=get(entry["accumulated"]),

@@ -6,7 +6,6 @@ import re
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -231,19 +230,6 @@ def _followers_of(path: Path) -> SavedFollowers:
     return SavedFollowers(states, swapped)
 
 
-class _RootState(NamedTuple):
-    """Part of rank 0's record of an optimizer that every rank needs."""
-
-    # Names of the variables that it was built for, in its order
-    trained: list[str]
-    # State of the optimizer that Keras does not save, by attribute
-    unlisted: dict[str, np.ndarray]
-    # State of the strategy
-    common: CommonState
-    # Names of all variables of the model, in its order
-    weights: list[str]
-
-
 def _pair_by_position(names: VariableNames, model: keras.Model, saved: Sequence[str]) -> None:
     """Rename a model's variables as in the checkpoint, if only numbers in the names differ."""
     # Keras numbers layers, so the second model of a process has other paths than the first
@@ -255,7 +241,7 @@ def _pair_by_position(names: VariableNames, model: keras.Model, saved: Sequence[
         names.rename(model.weights, saved)
 
 
-def _trains_as_saved(optimizer: keras.optimizers.Optimizer, root: _RootState) -> bool:
+def _trains_as_saved(optimizer: keras.optimizers.Optimizer, root: OptimizerRecord) -> bool:
     """Return True if an optimizer must have the saved state: not sharded, same variables."""
     exchanger = exchanger_in(optimizer)
     names = exchanger.names.of(trainable_variables(optimizer))
@@ -292,16 +278,19 @@ def _read_files(folder: Path, head: Head, weights: Path) -> list[list[OptimizerR
 
 def _roots_of(
     files: Sequence[Sequence[OptimizerRecord]], folder: Path, optimizers: int
-) -> list[_RootState]:
-    """Return rank 0's state of each optimizer on all ranks; refuse another number of optimizers."""
+) -> list[OptimizerRecord]:
+    """Return rank 0's records, without its own state; refuse another number of optimizers."""
     comm = process.current()
     rows = [
-        (record.trained, record.unlisted, record.common, record.weights)
+        (record.trained, record.unlisted, record.weights, record.common)
         for record in (files[0] if files else [])
     ]
     # From rank 0, because with more ranks than saved some inherit no file
     everyone = comm.gather_objects(rows if comm.rank == 0 else [])
-    roots = [_RootState(*root) for root in everyone[0]]
+    roots = [
+        OptimizerRecord(trained, GradientState(), "", {}, unlisted, [], weights, common)
+        for trained, unlisted, weights, common in everyone[0]
+    ]
     if len(roots) != optimizers:
         raise CheckpointError(
             f"The checkpoint in {folder} has the state of {len(roots)} wrapped optimizers. "
@@ -314,7 +303,7 @@ def _known_variables(
     optimizer: keras.optimizers.Optimizer,
     model: keras.Model,
     records: Sequence[OptimizerRecord],
-    root: _RootState,
+    root: OptimizerRecord,
     folder: Path,
 ) -> dict[str, keras.Variable]:
     """Return the model's variables by name, also frozen ones; refuse a model that lacks any."""
@@ -333,7 +322,7 @@ def _known_variables(
 def _build_optimizer(
     optimizer: keras.optimizers.Optimizer,
     variables: Mapping[str, keras.Variable],
-    root: _RootState,
+    root: OptimizerRecord,
     trainable: Sequence[keras.Variable],
 ) -> None:
     """Build an optimizer for its saved variables, and set the state that Keras does not save."""

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfcommx.checkpoint.files import arrays_in
 from tfcommx.core import CheckpointError
 from tfcommx.keras_internals import (
     entries_of,
@@ -73,7 +74,7 @@ def restore_exact(model: keras.Model, path: Path, same_optimizers: Sequence[bool
     **Ranks:** local. **Cost:** one pass over the weights and the state of optimizers.
     **Raises:** CheckpointError that names the first different variable or layer.
     """
-    with np.load(path) as stored:
+    with arrays_in(path, "Rank 0's file of a checkpoint") as stored:
         content = json.loads(str(stored["exact"]))
         # `_require_equal` names the difference if the numbers differ
         if len(content["weights"]) == len(model.weights):
@@ -161,12 +162,7 @@ def copy_optimizer(optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarra
 
 def set_optimizer(optimizer: keras.optimizers.Optimizer, arrays: Mapping[str, np.ndarray]) -> None:
     """Set a built optimizer's state to the result of `copy_optimizer`. **Ranks:** local."""
-    store = {
-        name.removeprefix("inner/"): array
-        for name, array in arrays.items()
-        if name.startswith("inner/")
-    }
-    inner_optimizer(optimizer).load_own_variables(store)
+    inner_optimizer(optimizer).load_own_variables(_below("inner/", arrays))
     for number, variable in enumerate(_outer_variables(optimizer)):
         variable.assign(arrays[f"outer/{number}"])
 
@@ -228,11 +224,12 @@ def set_model(model: keras.Model, arrays: Mapping[str, np.ndarray]) -> None:
         variable.assign(array)
     finalize_layers(model)
     for number, optimizer in enumerate(wrapped_optimizers(model)):
-        first = f"optimizer{number}/"
-        set_optimizer(
-            optimizer,
-            {name.removeprefix(first): arrays[name] for name in arrays if name.startswith(first)},
-        )
+        set_optimizer(optimizer, _below(f"optimizer{number}/", arrays))
+
+
+def _below(first: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays whose names begin with `first`, by the rest of their names."""
+    return {name.removeprefix(first): arrays[name] for name in arrays if name.startswith(first)}
 
 
 def not_finite_in(model: keras.Model) -> str:
