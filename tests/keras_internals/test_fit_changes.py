@@ -11,6 +11,7 @@ import pytest
 
 from tfcommx.keras_internals import (
     begin_train_steps_with,
+    finalize_layers,
     replace_train_function,
     restore_train_function,
     restore_train_step,
@@ -107,6 +108,17 @@ def test_a_users_own_way_to_make_the_train_function_is_traced_again() -> None:
     trace_again(net)
     assert net.train_function is not made
     assert fit(net, lambda step: trace_again(net) if step == 2 else None) == STEPS
+
+
+def test_new_constants_are_traced_with_a_users_own_way_to_make_the_train_function() -> None:
+    """`make_train_function` received `force`, which `fit` never passes: a TypeError."""
+    layer = keras.layers.Normalization()
+    layer.adapt(np.ones((4, 2)))
+    net = OwnTrainFunction([keras.layers.Input((2,)), layer, keras.layers.Dense(1)])
+    net.compile(keras.optimizers.SGD(0.1), loss="mse")
+    made = net.make_train_function()
+    layer.adapt_mean.assign([3.0, 4.0])
+    assert finalize_layers(net) and net.train_function is not made
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -15,9 +15,7 @@ fit          changes the first epoch, the train function and the train step of `
 metrics      finds the metrics whose variables are sums
 """
 
-from tfcommx.keras_internals.exchange import (
-    StepUnderWay,
-)
+from tfcommx.keras_internals.exchange import StepUnderWay
 from tfcommx.keras_internals.fit import (
     averages_in_weights,
     begin_at_epoch,
@@ -28,13 +26,8 @@ from tfcommx.keras_internals.fit import (
     restore_train_function,
     restore_train_step,
     skip_steps,
-    trace_again,
 )
-from tfcommx.keras_internals.metrics import (
-    metrics_in,
-    sums_in,
-    watch_update,
-)
+from tfcommx.keras_internals.metrics import metrics_in, sums_in, watch_update
 from tfcommx.keras_internals.models import (
     OwnMoments,
     all_generators,
@@ -52,14 +45,11 @@ from tfcommx.keras_internals.models import (
     recurrent_states,
     saved_values,
     statistics_of,
+    trace_again,
     untracked_variables,
     variables_with_own_files,
 )
-from tfcommx.keras_internals.momenta import (
-    LearnsThenSendsMomentum,
-    OfAll,
-    SendsMomentum,
-)
+from tfcommx.keras_internals.momenta import LearnsThenSendsMomentum, OfAll, SendsMomentum
 from tfcommx.keras_internals.optimizers import (
     accumulated_gradients,
     copy_state,
@@ -76,10 +66,7 @@ from tfcommx.keras_internals.optimizers import (
     unlisted,
     values_of,
 )
-from tfcommx.keras_internals.shards import (
-    UpdatesShards,
-    require_shardable,
-)
+from tfcommx.keras_internals.shards import UpdatesShards, require_shardable
 from tfcommx.keras_internals.step import (
     AgreedLossScale,
     ExchangesGradients,
@@ -90,67 +77,6 @@ from tfcommx.keras_internals.step import (
     traced_batch,
 )
 from tfcommx.keras_internals.version import require_fit_keras
-
-__all__ = [
-    "AgreedLossScale",
-    "ExchangesGradients",
-    "LearnsThenSendsMomentum",
-    "OfAll",
-    "OwnMoments",
-    "SendsMomentum",
-    "StepUnderWay",
-    "UpdatesShards",
-    "UpdatesTogether",
-    "accumulated_gradients",
-    "all_generators",
-    "assigns_weights",
-    "averages_in_weights",
-    "begin_at_epoch",
-    "begin_train_steps_with",
-    "build_early",
-    "build_metrics",
-    "bytes_of",
-    "call_alike",
-    "callbacks_of_fit",
-    "calls_recorded",
-    "compiled_by_xla",
-    "constants_of",
-    "copy_state",
-    "copy_with",
-    "entries_of",
-    "finalize_layers",
-    "given_name",
-    "has_schedule",
-    "inner_optimizer",
-    "layers_of",
-    "loss_of",
-    "metrics_in",
-    "mix_into",
-    "moving_averages",
-    "numbered_stem",
-    "own_variables",
-    "plain_copy",
-    "recurrent_states",
-    "replace_train_function",
-    "require_shardable",
-    "restore_train_function",
-    "restore_train_step",
-    "saved_values",
-    "skip_steps",
-    "slots_of",
-    "statistics_of",
-    "steps_of",
-    "sums_in",
-    "surround_steps",
-    "trace_again",
-    "traced_batch",
-    "trainable_variables",
-    "unlisted",
-    "untracked_variables",
-    "values_of",
-    "variables_with_own_files",
-    "watch_update",
-]
 
 # At the import, because a private member that is missing would otherwise fail within a step
 require_fit_keras()

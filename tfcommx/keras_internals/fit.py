@@ -15,6 +15,8 @@ from typing import Any
 
 import keras
 
+from tfcommx.keras_internals.models import trace_again
+
 # A model's `train_function`: takes batches from an iterator, returns logs
 TrainFunction = Callable[[Iterator[Any]], Any]
 
@@ -114,16 +116,6 @@ def skip_steps(model: keras.Model, steps: int, see: Callable[[Any], None] | None
 def build_metrics(model: keras.Model, batch: Any) -> None:
     """Build the metrics of `compile` as the first step with this batch would, with sums of 0."""
     model._symbolic_build(data_batch=batch)
-
-
-def trace_again(model: keras.Model) -> None:
-    """Make a new train function, so that the next step is traced; also within `fit`.
-
-    Without `make_train_function(force=True)`, because a user's model may override that method
-    without `force`, which `fit` never passes.
-    """
-    model.train_function = None
-    model.make_train_function()
 
 
 def begin_train_steps_with(model: keras.Model, begin: Callable[[Any], None]) -> None:

@@ -137,8 +137,21 @@ def finalize_layers(model: keras.Model) -> bool:
     if changed:
         for name in ("train", "test", "predict"):
             if getattr(model, f"{name}_function", None) is not None:
-                getattr(model, f"make_{name}_function")(force=True)
+                trace_again(model, name)
     return changed
+
+
+def trace_again(model: keras.Model, name: str = "train") -> None:
+    """Make a new function of steps, so that the next one is traced; also within `fit`.
+
+    Without `force=True`, because a user's model may override `make_train_function` without that
+    argument, which Keras never passes.
+
+    Args:
+        name: "train", "test" or "predict".
+    """
+    setattr(model, f"{name}_function", None)
+    getattr(model, f"make_{name}_function")()
 
 
 def constants_of(layer: keras.layers.Layer) -> dict[str, str]:

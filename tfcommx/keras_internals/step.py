@@ -73,15 +73,8 @@ else:
     Mixin = object
 
 
-def _deep_copy(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Make a wrapped optimizer again, with attributes that a pickle of it lacks, as in Keras."""
-    make, arguments = optimizer.__reduce__()
-    copy: keras.optimizers.Optimizer = make(*arguments)
-    return copy
-
-
-class ExchangesGradients(Mixin):
-    """Mixed into an optimizer's class: exchanges gradients where Keras would clip them."""
+class Wrapped(Mixin):
+    """Mixed into the classes of a wrapped optimizer, and of a LossScaleOptimizer around it."""
 
     # None until the wrap sets it; `apply` refuses an optimizer that was made from the class alone
     exchanger: Exchange = None  # type: ignore[assignment]
@@ -91,13 +84,6 @@ class ExchangesGradients(Mixin):
         """The optimizer's variables."""
         return Listed(super().variables)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # LossScaleOptimizer sets this attribute on its inner optimizer, which is the only sign of a
-        # LossScaleOptimizer that the user, or another `compile`, put around a wrapped optimizer
-        if name == "loss_scale_factor" and value is None and self.exchanger is not None:
-            self.exchanger.guard.loss_scale = "local"
-        super().__setattr__(name, value)
-
     def __reduce__(self) -> tuple[Any, ...]:
         if self.exchanger is None:
             plain: tuple[Any, ...] = super().__reduce__()
@@ -105,7 +91,21 @@ class ExchangesGradients(Mixin):
         return self.exchanger.reduce_for_pickle(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> keras.optimizers.Optimizer:
-        return _deep_copy(self)
+        # With attributes that a pickle lacks, as in Keras
+        make, arguments = self.__reduce__()
+        copy: keras.optimizers.Optimizer = make(*arguments)
+        return copy
+
+
+class ExchangesGradients(Wrapped):
+    """Mixed into an optimizer's class: exchanges gradients where Keras would clip them."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # LossScaleOptimizer sets this attribute on its inner optimizer, which is the only sign of a
+        # LossScaleOptimizer that the user, or another `compile`, put around a wrapped optimizer
+        if name == "loss_scale_factor" and value is None and self.exchanger is not None:
+            self.exchanger.guard.loss_scale = "local"
+        super().__setattr__(name, value)
 
     def build(self, variables: list[keras.Variable]) -> None:
         """Create the optimizer's state, as Keras does."""
@@ -284,21 +284,8 @@ def _swap_exactly() -> None:
     callback._tf_swap_variables = swap_weights
 
 
-class AgreedLossScale(Mixin):
+class AgreedLossScale(Wrapped):
     """Mixed into LossScaleOptimizer's class: a step is skipped by all ranks or by none."""
-
-    exchanger: Exchange = None  # type: ignore[assignment]
-
-    @property
-    def variables(self) -> Listed:
-        """The optimizer's variables."""
-        return Listed(super().variables)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.exchanger.reduce_for_pickle(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> keras.optimizers.Optimizer:
-        return _deep_copy(self)
 
     def check_finite(self, grads: list[tf.Tensor | None]) -> tf.Tensor:
         """Return True if the gradients are finite on every rank."""

@@ -29,23 +29,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfcommx.strategies.averaging.strategy import WeightAveraging as WeightAveraging
-    from tfcommx.strategies.easgd.strategy import ElasticAveraging as ElasticAveraging
-    from tfcommx.strategies.easgd.strategy import ElasticRun as ElasticRun
-    from tfcommx.strategies.sharded.shards import Shards as Shards
-    from tfcommx.strategies.sharded.strategy import Sharded as Sharded
-    from tfcommx.strategies.sharded.strategy import ShardedRun as ShardedRun
-    from tfcommx.strategies.step_ahead import StepAhead as StepAhead
-    from tfcommx.strategies.strategy import CommonState as CommonState
-    from tfcommx.strategies.strategy import Strategy as Strategy
-    from tfcommx.strategies.strategy import StrategyRun as StrategyRun
-    from tfcommx.strategies.strategy import Update as Update
-    from tfcommx.strategies.strategy import agree_on_strategy as agree_on_strategy
-    from tfcommx.strategies.synchronous import Rebroadcast as Rebroadcast
-    from tfcommx.strategies.synchronous import Root as Root
-    from tfcommx.strategies.synchronous import Synchronous as Synchronous
-    from tfcommx.strategies.table import STRATEGIES as STRATEGIES
-    from tfcommx.strategies.table import strategy_of as strategy_of
+    from tfcommx.strategies.averaging.strategy import WeightAveraging
+    from tfcommx.strategies.easgd.strategy import ElasticAveraging, ElasticRun
+    from tfcommx.strategies.sharded.shards import Shards
+    from tfcommx.strategies.sharded.strategy import Sharded, ShardedRun
+    from tfcommx.strategies.step_ahead import StepAhead
+    from tfcommx.strategies.strategy import (
+        CommonState,
+        Strategy,
+        StrategyRun,
+        Update,
+        agree_on_strategy,
+    )
+    from tfcommx.strategies.synchronous import Rebroadcast, Root, Synchronous
+    from tfcommx.strategies.table import STRATEGIES, strategy_of
 
 # Name -> module. Loaded at the first use, because the process that holds the centre of elastic
 # averaging loads no TensorFlow.
