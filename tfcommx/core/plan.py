@@ -60,9 +60,19 @@ class Plan:
         return {name for bucket in compressing for name in bucket.variables}
 
     @property
+    def entries(self) -> dict[str, int]:
+        """Path -> number of entries of each variable, in the order of the buckets."""
+        entries: dict[str, int] = {}
+        for bucket in self.buckets:
+            for name, size in zip(bucket.variables, bucket.sizes, strict=True):
+                path = Piece.of(name).path
+                entries[path] = entries.get(path, 0) + size  # A bucket may have only a piece
+        return entries
+
+    @property
     def paths(self) -> set[str]:
         """Paths of the plan's variables."""
-        return {Piece.of(name).path for bucket in self.buckets for name in bucket.variables}
+        return set(self.entries)
 
     def to_json(self) -> str:
         """Return the plan as JSON, one bucket per line, which makes plans easy to compare."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -13,7 +12,6 @@ from tfcommx.core import (
     NARROW,
     NO_COMPRESSION,
     PLAIN,
-    Piece,
     Plan,
     PlanError,
     Scheme,
@@ -86,16 +84,12 @@ def require_coverage(plan: Plan, entries: Mapping[str, int]) -> None:
 
     **Raises:** PlanError.
     """
-    planned: Counter[str] = Counter()
-    for bucket in plan.buckets:
-        for name, size in zip(bucket.variables, bucket.sizes, strict=False):
-            # Pieces add up, because a bucket may have a part of a variable only
-            planned[Piece.of(name).path] += size
-    if plan.paths != entries.keys():
-        extra = sorted(plan.paths ^ entries.keys())[0]
+    planned = plan.entries
+    if planned.keys() != entries.keys():
+        extra = sorted(planned.keys() ^ entries.keys())[0]
         raise PlanError(
             f"The plan must cover exactly the variables with gradients. {extra!r} is only in "
-            f"{'the plan' if extra in plan.paths else 'the model'}. Make the plan from this model."
+            f"{'the plan' if extra in planned else 'the model'}. Make the plan from this model."
         )
     for path, count in entries.items():
         if planned[path] != count:

@@ -222,12 +222,7 @@ def fragments_of_buckets(plan: Plan, count: int) -> list[Plan]:
 
     **Raises:** PlanError for a bucket of two fragments, in a plan that was made without them.
     """
-    entries: dict[str, int] = {}
-    for bucket in plan.buckets:
-        for name, size in zip(bucket.variables, bucket.sizes, strict=True):
-            path = Piece.of(name).path
-            entries[path] = entries.get(path, 0) + size
-    fragments_by_path = fragment_of(entries, count)
+    fragments_by_path = fragment_of(plan.entries, count)
     parts: list[list[Bucket]] = [[] for _ in range(count)]
     for bucket in plan.buckets:
         fragments = {fragments_by_path[Piece.of(name).path] for name in bucket.variables}

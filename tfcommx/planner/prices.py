@@ -30,13 +30,10 @@ def prices_of(
     """
 
     @functools.cache
-    def stages(entries: int) -> tuple[float, float]:
-        """Return the seconds of the selection before the message, and of the message."""
-        bucket = make_bucket(entries)
-        steps = stages_of(bucket, topology, links, assumptions)
-        total = sum(stage.seconds for stage in steps)
-        first = steps[0].seconds if steps and steps[0].resource == SELECT else 0.0
-        return first, total - first
+    def message_s(entries: int) -> float:
+        steps = stages_of(make_bucket(entries), topology, links, assumptions)
+        before = steps[0].seconds if steps and steps[0].resource == SELECT else 0.0
+        return sum(stage.seconds for stage in steps) - before
 
     sample = make_bucket(1)
     # The selection is first, too, if the route's first collective is in a group of one rank
@@ -49,7 +46,7 @@ def prices_of(
         return selection_seconds(make_bucket(entries), topology, links, assumptions)
 
     return Prices(
-        message_s=lambda entries: stages(entries)[1],
+        message_s=message_s,
         selection_s=functools.cache(selection_s),
         selection_on=assumptions.selection_on,
         entry_bytes=sample.entry_bytes,

@@ -110,13 +110,11 @@ class Segment:
 
 def sizes_of(plan: Plan) -> dict[str, tuple[str, int]]:
     """Return path -> (its first bucket, its number of entries) of each variable of a plan."""
-    sizes: dict[str, tuple[str, int]] = {}
+    first: dict[str, str] = {}
     for bucket in plan.buckets:
-        for name, size in zip(bucket.variables, bucket.sizes, strict=True):
-            path = Piece.of(name).path
-            first, before = sizes.get(path, (bucket.name, 0))
-            sizes[path] = first, before + size
-    return sizes
+        for name in bucket.variables:
+            first.setdefault(Piece.of(name).path, bucket.name)
+    return {path: (first[path], entries) for path, entries in plan.entries.items()}
 
 
 def require_carried(dtypes: Mapping[str, str]) -> None:
