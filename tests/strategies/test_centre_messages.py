@@ -146,6 +146,19 @@ def test_the_answers_of_several_servers_are_put_in_order_and_one_that_is_gone_is
         worker.exchange(np.array([7.0, 8.0]))
 
 
+def test_the_answer_of_a_server_that_has_ended_leaves_time_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The grace of one server counted for all: an IndexError, because none was gone."""
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
+    messages = Messages()
+    worker = EasgdWorker(messages, 2, cut(2, [0, 1]), np.dtype("float64"), left(0))
+    for seconds, server in ((0.1, 0), (0.5, 1)):
+        answer = (server, FORCE, np.array([float(server)]))
+        threading.Timer(seconds, messages.inbox.append, [answer]).start()
+    assert worker.exchange(np.array([7.0, 8.0])).tolist() == [0, 1]
+
+
 def test_a_server_that_nobody_tells_of_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker's neighbours in the watch have died before, and the server after them."""
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)

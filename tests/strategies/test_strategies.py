@@ -118,6 +118,13 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert repr(Rebroadcast(every=np.int64(3))) == "Rebroadcast(every=3)"
 
 
+@pytest.mark.parametrize("asked", [Synchronous, "tfcommx.strategies.synchronous:Synchronous"])
+def test_a_class_in_place_of_an_instance_is_refused(asked: object) -> None:
+    """By its name it passed, because a class has the members of the protocol, too."""
+    with pytest.raises(ConfigurationError, match="class"):
+        strategy_of(asked)  # type: ignore[arg-type]
+
+
 def test_different_strategies_are_refused_on_every_rank_and_named() -> None:
     def work(comm: Comm) -> str:
         with pytest.raises(PlanError) as refused:

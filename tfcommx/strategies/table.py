@@ -30,15 +30,14 @@ def strategy_of(asked: str | Strategy) -> Strategy:
     **Raises:** ConfigurationError for an unknown name, with the nearest one, and for an object that
     is no strategy.
     """
-    if is_member(asked):
-        outside: Strategy = load_member("strategy", asked, Strategy)
-        return outside
-    if isinstance(asked, str):
+    if isinstance(asked, str) and not is_member(asked):
         return STRATEGIES[check_name("strategy", asked, STRATEGIES)]()
-    is_instance = dataclasses.is_dataclass(asked) and not isinstance(asked, type)
-    if is_instance and isinstance(asked, Strategy):
-        return asked
+    member = load_member("strategy", asked, Strategy) if is_member(asked) else asked
+    # A class has the members of the protocol, too
+    is_instance = dataclasses.is_dataclass(member) and not isinstance(member, type)
+    if is_instance and isinstance(member, Strategy):
+        return member
     raise ConfigurationError(
         f"`strategy` must be one of {', '.join(STRATEGIES)}, or an instance such as "
-        f"tfcommx.strategies.Rebroadcast(every=5). Received {asked!r}."
+        f"tfcommx.strategies.Rebroadcast(every=5). Received {member!r}."
     )

@@ -110,22 +110,15 @@ class _WatchedProcess:
             send(f'at [0, "{SERVES}", ""]\n'.encode())
 
 
-def wait_until_all_ranks_call_init(process: _WatchedProcess) -> CentreProcess:
-    """Start MPI and the watch over the ranks; return the object that answers them.
-
-    **Ranks:** as `mpi.start`, whose time limit also ends this process if a rank does not call it.
-    """
-    mpi.start()
+def main() -> None:
+    """Run the process. **Ranks:** the launch's last, while the others call init()."""
+    process = _WatchedProcess(launcher().size)
+    mpi.start()  # Whose time limit ends this process, too, if a rank does not call init()
     messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
     limits, interfaces, gather = liveness.Limits(None), launch_interfaces(), mpi.gather_with_centre
     holds = ", which holds the centre"
     liveness.start(process, interfaces, limits, gather, on_one_host(), holds=holds)
-    return CentreProcess(messages, process.rank, process.membership)
-
-
-def main() -> None:
-    """Run the process. **Ranks:** the launch's last, while the others call init()."""
-    wait_until_all_ranks_call_init(_WatchedProcess(launcher().size)).run()
+    CentreProcess(messages, process.rank, process.membership).run()
 
 
 if __name__ == "__main__":

@@ -180,8 +180,8 @@ class EasgdWorker:
                 continue
             if self._stopped.is_set():
                 raise RuntimeError("The process ends while it waits for the centre.")
-            if gone := sorted(set(missing) & self._membership.gone()):
-                gone_at = min(gone_at, time.monotonic())
+            gone = sorted(set(missing) & self._membership.gone())
+            gone_at = min(gone_at, time.monotonic()) if gone else math.inf
             # Its last messages may still be in transit
             if time.monotonic() - gone_at > GRACE_SECONDS:
                 raise RuntimeError(
