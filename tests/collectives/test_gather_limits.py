@@ -102,3 +102,16 @@ def of_two_ranks(allgather: Callable[..., tf.Tensor]) -> Any:
     comm: Any = object.__new__(HorovodComm)
     comm.rank, comm.membership, comm._hvd = 0, Membership(), SimpleNamespace(allgather=allgather)
     return comm
+
+
+def test_a_broadcast_has_as_many_entries_as_an_engine_can_count() -> None:
+    """Of all collectives, broadcasts alone were not checked: of a table of 2^31 entries."""
+
+    def work(comm: ThreadComm) -> None:
+        comm._broadcast = lambda tensor, root, name: tensor
+        broadcast = tf.function(lambda table: comm.broadcast(table, 0, "state0"), autograph=False)
+        broadcast.get_concrete_function(tf.TensorSpec([2**31 - 1], "float16"))
+        with pytest.raises(PlanError, match=str(2**31)):
+            broadcast.get_concrete_function(tf.TensorSpec([2**31], "float16"))
+
+    ThreadComm.run(Topology(2, 1), work)

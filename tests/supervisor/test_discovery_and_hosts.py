@@ -188,6 +188,7 @@ def test_fixed_hosts_stay_and_this_host_is_local() -> None:
     source.hosts().clear()
     assert source.hosts() == [A, B]
     assert is_local("localhost") and not is_local("no-such-host.invalid")
+    assert not is_local("a" * 64)  # A UnicodeError of Python's resolver
 
 
 def test_options_out_of_range_are_refused() -> None:

@@ -233,9 +233,11 @@ class Comm(abc.ABC):
             counted: True if it is part of the training steps, and therefore of their traffic.
 
         **Ranks:** all. **Cost:** every other rank receives it once, as along a chain.
+        **Raises:** as `allreduce`.
         """
         if self.topology.size == 1:
             return tensor
+        self._check(tensor, "world")
         if counted:
             self._count(broadcast_traffic(_bytes(tensor), self.topology))
         return self._broadcast(tensor, root, name)

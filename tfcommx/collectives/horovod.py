@@ -280,28 +280,28 @@ class HorovodComm(Comm):
             if amount:
                 self._sent[kind].assign_add(amount)
 
-    def _named(self, name: str) -> dict[str, Any]:
-        """Return the arguments that name a collective, also in HOROVOD_TIMELINE."""
+    def _run(
+        self, collective: str, tensors: Any, name: str, group: str = "", **options: Any
+    ) -> Any:
+        """Call an operation of Horovod's in a group; "": in the world, without a process set."""
         scope = self._open_scope.name
         if scope:  # It begins with the package's name
             name = name.removeprefix("tfcommx/")
+        if group:
+            options["process_set"] = self._sets[self.members(group)]
         # Without a slash, because Horovod ignores the part before the last slash, which TensorFlow
-        # extends when it inlines functions
-        return {"name": (scope + name).replace("/", "."), "ignore_name_scope": True}
-
-    def _set(self, group: str) -> Any:
-        return self._sets[self.members(group)]
+        # extends when it inlines functions. The name is also that in HOROVOD_TIMELINE
+        options |= {"name": (scope + name).replace("/", "."), "ignore_name_scope": True}
+        return _call(getattr(self._ops, collective), tensors, **options)
 
     def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        options = {"op": self._hvd.Sum, "process_set": self._set(group)}
-        return _call(self._ops._allreduce, tensor, **self._named(name), **options)
+        return self._run("_allreduce", tensor, name, group, op=self._hvd.Sum)
 
     def _allreduce_list(
         self, tensors: list[tf.Tensor], name: str, average: bool
     ) -> list[tf.Tensor]:
         op = self._hvd.Average if average else self._hvd.Sum
-        reduce = self._ops._grouped_allreduce
-        reduced: list[tf.Tensor] = _call(reduce, tensors, **self._named(name), op=op)
+        reduced: list[tf.Tensor] = self._run("_grouped_allreduce", tensors, name, op=op)
         return reduced
 
     def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
@@ -314,22 +314,18 @@ class HorovodComm(Comm):
                 tf.add_n(tf.unstack(shards)), [tensor.shape[0] // ranks, *tensor.shape[1:]]
             )
         # Horovod renegotiates each reduce-scatter, because its response cache has none of them
-        options = {"op": self._hvd.Sum, "process_set": self._set(group)}
-        shard = _call(self._ops._reducescatter, tensor, **self._named(name), **options)
+        shard = self._run("_reducescatter", tensor, name, group, op=self._hvd.Sum)
         return _sized(shard, tensor, 1 / ranks)
 
     def _all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        options = {"process_set": self._set(group)}
-        gathered = _call(self._ops.allgather, tensor, **self._named(name), **options)
+        gathered = self._run("allgather", tensor, name, group)
         return _sized(gathered, tensor, len(self.members(group)))
 
     def _alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        options = {"process_set": self._set(group)}
-        received = _call(self._ops.alltoall, tensor, **self._named(name), **options)
-        return _sized(received, tensor, 1)
+        return _sized(self._run("alltoall", tensor, name, group), tensor, 1)
 
     def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
-        return _call(self._ops.broadcast, tensor, **self._named(name), root_rank=root)
+        return self._run("broadcast", tensor, name, root_rank=root)
 
 
 def _call(collective: Callable[..., T], tensors: Any, *, name: str, **options: Any) -> T:

@@ -69,7 +69,13 @@ def init(
         "TFCOMMX_STALL_LIMIT_SECONDS", stall_limit_seconds, off=True
     )
     if process.started():
-        return _started_before(node_size)
+        comm = process.current()
+        if node_size not in (None, comm.topology.slots):
+            raise ConfigurationError(
+                f"init() was called before, with {comm.topology.slots} ranks to a node. Received "
+                f"node_size={node_size}. Call it once."
+            )
+        return comm
     if not tf.executing_eagerly():
         raise ConfigurationError(
             "TensorFlow must execute eagerly when init() is called. Received a graph, as after "
@@ -115,16 +121,6 @@ def init(
         # After the start of the watch, because it is the first collective on GPUs
         gpu_checks.check_fused_sum(comm, gpus)
         UnwrappedOptimizers(launch.rank).watch()
-    return comm
-
-
-def _started_before(node_size: int | None) -> base.Comm:
-    comm = process.current()
-    if node_size not in (None, comm.topology.slots):
-        raise ConfigurationError(
-            f"init() was called before, with {comm.topology.slots} ranks to a node. Received "
-            f"node_size={node_size}. Call it once."
-        )
     return comm
 
 

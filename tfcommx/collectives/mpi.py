@@ -18,7 +18,7 @@ from tfcommx.collectives.point_to_point import Request
 from tfcommx.core import LaunchError, RankLostError
 from tfcommx.launch.hosts import check_host_name
 from tfcommx.launch.interpreter import ExitStatus, Hook, handle_uncaught
-from tfcommx.launch.launcher import launcher, message_timeout, rendezvous_seconds
+from tfcommx.launch.launcher import launcher, rendezvous_seconds, seconds_from
 from tfcommx.launch.mpi_start import limited
 
 log = logging.getLogger("tfcommx")
@@ -26,7 +26,7 @@ log = logging.getLogger("tfcommx")
 T = TypeVar("T")
 
 # Seconds without a message after which a rank warns, and without a watch gives up; more than Gloo's
-# limit, 30. launcher.message_timeout changes the time until it gives up.
+# limit, 30. TFCOMMX_MESSAGE_TIMEOUT_SECONDS overrides the time until it gives up.
 TIMEOUT_SECONDS = 50.0
 # The same with a watch, which reports missing ranks; a late rank is then only busy
 WATCHED_SECONDS = 6 * 3600.0
@@ -132,7 +132,8 @@ class MpiPointToPoint:
         self._counting = threading.Lock()  # A rank may be worker and server, in two threads
         # Tag -> messages that have begun to arrive: source, array and request of each
         self._arriving: dict[int, list[tuple[int, np.ndarray, Any]]] = {}
-        self._timeout = message_timeout(WATCHED_SECONDS if watched else TIMEOUT_SECONDS)
+        seconds = WATCHED_SECONDS if watched else TIMEOUT_SECONDS
+        self._timeout = seconds_from("TFCOMMX_MESSAGE_TIMEOUT_SECONDS", seconds)
 
         def report_and_end(report: Hook, *failure: Any) -> None:
             report(*failure)

@@ -295,7 +295,7 @@ def _without_ipv4(addresses: Collection[str]) -> str:
     def families(address: str) -> set[int]:
         try:
             return {row[0] for row in socket.getaddrinfo(address, None)}
-        except OSError:
+        except (OSError, UnicodeError):
             return set()
 
     alone = [address for address in addresses if families(address) == {socket.AF_INET6}]

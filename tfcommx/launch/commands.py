@@ -135,7 +135,7 @@ def is_local(host: str) -> bool:
 
     try:
         address = socket.gethostbyname(host)
-    except OSError:
+    except (OSError, UnicodeError):  # The latter for a part of more than 63 characters
         return False
     interfaces = psutil.net_if_addrs().values()
     return any(entry.address == address for entries in interfaces for entry in entries)

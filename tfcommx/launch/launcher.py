@@ -110,11 +110,6 @@ def rendezvous_seconds(default: float) -> float:
     return seconds_from("TFCOMMX_RENDEZVOUS_SECONDS", default)
 
 
-def message_timeout(default: float) -> float:
-    """Return the seconds that a rank waits for a message before it gives up."""
-    return seconds_from("TFCOMMX_MESSAGE_TIMEOUT_SECONDS", default)
-
-
 def run_name() -> str:
     """Return a name that all processes of this run have, and no other run on the machine.
 

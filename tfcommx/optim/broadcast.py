@@ -66,9 +66,9 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
         )
     for variable, name in zip(variables, names, strict=True):
         # A model that only some ranks have loaded from a file has other paths, such as "out/bias"
-        # for "net/out/bias", and plans and checkpoints refer to variables by path
-        if name != path_of(variable):
-            AGREED_NAMES[variable] = name
+        # for "net/out/bias", and plans and checkpoints refer to variables by path. Also a name that
+        # is the path, because an earlier broadcast may have agreed on another one
+        AGREED_NAMES[variable] = name
     for number, variable in enumerate(variables):
         # Named by position below, because the engine pairs by name, and paths may differ between
         # ranks
