@@ -261,3 +261,15 @@ def test_planning_for_an_mpi_launch_counts_no_messages(monkeypatch: pytest.Monke
     asked = PlanRequest(LAYERS, Topology(4, 2), links=SLOW)
     for budget in (1.0, 0.7, 0.3):
         assert propose({"*": Scheme("auto", budget=budget)}, asked, messages=True)
+
+
+def test_a_share_of_more_than_100_percent_is_written_out() -> None:
+    """Of 64 nodes, each of which gathers the entries of all, the log had "3e+02 %"."""
+    topology, scheme = Topology(64, 1), Scheme("allgather", "mstopk", 0.05)
+    text = fewer_bytes(make_plan(LAYERS, {"*": scheme}, topology), LAYERS)
+    assert text is not None and "e+" not in text
+
+
+def test_a_model_without_entries_has_plans_to_propose() -> None:
+    request = PlanRequest([Gradient("empty", (0, 4), "float32")], Topology(2, 1))
+    assert len(propose({"*": Scheme("auto", budget=0.1)}, request)) <= 1

@@ -72,11 +72,10 @@ class Followers:
         for callback in self.callbacks:
             # False of a ModelCheckpoint alone, which then has no best value
             best_only = getattr(callback, "save_best_only", True)
-            if not best_only or not isinstance(callback, tuple(STATE)):
-                continue
-            name = (_kind(callback).__name__, str(callback.monitor), str(callback.mode))
-            self.named[(*name, counts[name])] = callback
-            counts[name] += 1
+            if best_only and any(isinstance(callback, kind) for kind in STATE):
+                name = (_kind(callback).__name__, str(callback.monitor), str(callback.mode))
+                self.named[(*name, counts[name])] = callback
+                counts[name] += 1
         # Callbacks that are called behind `saving`; none if a loop of the user calls that
         listed = saving in self.callbacks
         self.behind = self.callbacks[self.callbacks.index(saving) + 1 :] if listed else []

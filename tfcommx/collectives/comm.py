@@ -248,10 +248,10 @@ class Comm(abc.ABC):
         Args:
             item: plain data, as plain_data.py encodes it; no object of a class.
 
-        **Ranks:** all, outside of traced code. **Raises:** TypeError for other data; PlanError, on
-        every rank, if facts that were stated by `comparisons` differ between ranks;
-        ConfigurationError, on every rank, if ranks are in different functions of this package, as
-        with a callback that only one rank has.
+        **Ranks:** all, outside of traced code. **Raises:** TypeError for other data;
+        ConfigurationError, on every rank, if facts that were stated by `comparisons` differ between
+        ranks, or ranks are in different functions of this package, as with a callback that only one
+        rank has.
         """
         if self.topology.size == 1:
             # Encoded, because items that other ranks could not receive must fail here, too

@@ -107,8 +107,8 @@ class Sharding:
             self.set_state(
                 {
                     name: [
-                        self.comm.gather_objects(loaded and loaded[name][position])[root]
-                        for position in range(count)
+                        self.comm.gather_objects(None if loaded is None else loaded[name][i])[root]
+                        for i in range(count)
                     ]
                     for name, count in counts.items()
                 }

@@ -310,7 +310,7 @@ def _assumed(gradients: Sequence[Gradient], seconds: float) -> Profile:
     rows = tuple(reversed(gradients))
     ends = itertools.accumulate(row.entries for row in rows)
     # The backward pass has two matrix products for each one of the forward pass
-    total, backward = sum(row.entries for row in rows), 2 / 3 * seconds
+    total, backward = sum(row.entries for row in rows) or 1, 2 / 3 * seconds
     variables = tuple(
         VariableProfile(row.path, row.shape, row.dtype, ready_s=backward * end / total)
         for row, end in zip(rows, ends, strict=True)

@@ -41,9 +41,11 @@ class SentBytes(NamedTuple):
         """Return the bytes that a rank sends to other nodes in a step, as the mean over ranks."""
         return bytes_between(make_plan(self.gradients, {"*": scheme}, self.topology))
 
-    def percent(self, scheme: Scheme) -> str:
-        """Return these bytes in percent of plain Horovod's, which must send some."""
-        return f"{100 * self.between(scheme) / self.between(Scheme()):.2g} %"
+    def percent(self, sent: Scheme | float) -> str:
+        """Return a scheme's bytes, or any, in percent of plain Horovod's, which must send some."""
+        amount = self.between(sent) if isinstance(sent, Scheme) else sent
+        share = 100 * amount / self.between(Scheme())
+        return f"{share:.2g} %" if share < 99.5 else f"{share:.0f} %"
 
     def fewest(self, wire: str) -> Scheme:
         """Return the scheme that writes all entries in a format and sends the fewest bytes."""
@@ -147,8 +149,8 @@ def fewer_bytes(plan: Plan, gradients: Sequence[Gradient]) -> str | None:
     adam, sgd = (sent.percent(sent.fewest(wire)) for wire in ("int1", "int2"))
     return (
         f"{selects[0].route} selects entries by {selects[0].selection}, and every node gathers "
-        f"those of all {plan.topology.nodes}: {100 * between / sent.between(Scheme()):.2g} % of "
-        f"plain Horovod's bytes between nodes. Scheme({codes.route!r}, wire='int4') sends every "
-        f"entry in {sent.percent(codes)}, and loses less. Fewer bytes: cx.optimizers.OneBitAdam "
-        f"({adam}), LowBitSGD ({sgd})."
+        f"those of all {plan.topology.nodes}: {sent.percent(between)} of plain Horovod's bytes "
+        f"between nodes. Scheme({codes.route!r}, wire='int4') sends every entry in "
+        f"{sent.percent(codes)}, and loses less. Fewer bytes: cx.optimizers.OneBitAdam ({adam}), "
+        f"LowBitSGD ({sgd})."
     )
