@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -15,7 +16,9 @@ import tfcommx as cx
 from tfcommx.checkpoint.saving import save
 from tfcommx.cli import main
 from tfcommx.cli.simulate import _sweep
+from tfcommx.collectives import process
 from tfcommx.core import DataError, Link
+from tfcommx.data.cache import find_position
 from tfcommx.data.sources import Arrays, TFRecords
 from tfcommx.data.sources.source import SampleError
 from tfcommx.recipes.datasets import fashion_mnist
@@ -51,6 +54,16 @@ def test_a_price_is_a_finite_number(field: str, wrong: float) -> None:
     prices = {"alpha_s": 0.0, "beta_s_per_byte": 1e-9, "gamma_s_per_byte": 0.0, field: wrong}
     with pytest.raises(cx.ConfigurationError, match=field):
         Link(**prices)
+
+
+def test_a_topology_of_several_ranks_needs_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank served the samples of rank 0; for the launch's topology its rank is taken."""
+    pair = cx.Topology(2, 1)
+    monkeypatch.setattr(process, "_current", SimpleNamespace(topology=pair, rank=1))
+    assert find_position(pair, None) == (pair, 1) and find_position(pair, 0) == (pair, 0)
+    for topology in (cx.Topology(1, 3), cx.Topology(3, 1)):
+        with pytest.raises(cx.ConfigurationError, match=r"`rank` .* 3 "):
+            cx.DataCache(GREY, topology=topology)
 
 
 @pytest.mark.parametrize("name", ["mean", "std"])
