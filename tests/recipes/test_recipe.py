@@ -383,3 +383,6 @@ def test_a_network_of_one_resolution_refuses_phases_of_others(write):
         read(path)
     changes = [f"phases.{number}.resolution=32" for number in (0, 1)]
     assert read(path, changes).model.resolution == 32
+    # All ranks failed in the evaluation of the first epoch
+    with pytest.raises(RecipeError, match=r"data\.test_scale=1\.25\b"):
+        read(path, [*changes, "data.test_scale=1.25"])

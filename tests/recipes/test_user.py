@@ -32,6 +32,13 @@ def optimizer(momentum=0.0):
 def nothing_back(**arguments):
     pass
 
+class Unreported:
+    inputs, classes, count, redistributes = 3, ("a", "b"), 8, False
+    steps = train = test = close = None
+
+def unreported(place):
+    return Unreported()
+
 def task(data, **settings):
     return Classification(data.inputs, len(data.classes), **settings)
 """
@@ -119,6 +126,20 @@ def test_a_data_set_or_task_that_lacks_members_is_refused(folder):
         recipe.data.build(DataRank(Topology(1, 1), 0))
     with pytest.raises(RecipeError, match="inputs, outputs"):
         recipe.task.build(None)
+
+
+def test_a_data_set_without_a_report_is_refused_before_the_first_epoch(folder):
+    """It was an AttributeError of every rank at the end of the first epoch."""
+    recipe = read(folder / "mine.yaml", ['data={name: "user_parts:unreported"}'])
+    with pytest.raises(RecipeError, match=r"without report\b"):
+        recipe.data.build(DataRank(Topology(1, 1), 0))
+
+
+@pytest.mark.parametrize("momentum", ["null", "[0.9]", "many"])
+def test_a_momentum_that_is_no_number_is_left_to_the_function(folder, momentum):
+    """`momentum: null` was a TypeError with a traceback."""
+    setting = f'optimizer={{name: "user_parts:optimizer", momentum: {momentum}}}'
+    assert read(folder / "mine.yaml", [setting]).optimizer.momentum == 0
 
 
 def test_all_shipped_recipes_can_be_read():

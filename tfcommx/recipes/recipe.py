@@ -223,6 +223,12 @@ class Recipe(RecipePart):
                     "A model with its own `resolution` needs phases of the same. Received "
                     f"model.resolution={pixels} and phases.{number}.resolution={phase.resolution}."
                 )
+        scale = getattr(self.data, "test_scale", 1.0)
+        if round(pixels * scale) != pixels:
+            raise ValueError(
+                "A model with its own `resolution` needs test pictures of the same. Received "
+                f"data.test_scale={scale}. Set it to 1."
+            )
         return self
 
     def batch(self, phase: Phase) -> int:

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     import keras
 
 # Members without which a run would fail in its middle; `counted` has its own check
-DATA_MEMBERS = ("inputs", "classes", "count", "redistributes", "steps", "train", "test", "close")
+DATA_MEMBERS = (
+    *("inputs", "classes", "count", "redistributes"),
+    *("steps", "train", "test", "report", "close"),
+)
 OBJECTIVE_MEMBERS = ("inputs", "outputs", "scores", "loss", "metrics", "targets", "scorer")
 FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -151,8 +154,11 @@ class UserOptimizer(UserFunction):
 
     @property
     def momentum(self) -> float:
-        """The setting `momentum`; 0 if there is none."""
-        return float((self.model_extra or {}).get("momentum", 0.0))
+        """The setting `momentum`; 0 if there is none, or no number."""
+        try:
+            return float((self.model_extra or {}).get("momentum", 0.0))
+        except (TypeError, ValueError):  # The function may give it another meaning
+            return 0.0
 
     def build(self) -> keras.optimizers.Optimizer:
         return self.call()
