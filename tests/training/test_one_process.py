@@ -21,6 +21,7 @@ from tfcommx.optim import automatic, requested_plan
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.training import callbacks, save_and_stop, steps
+from tfcommx.training.profile import measure_recipe
 from tfcommx.training.run import Run
 from tfcommx.training.steps import Position
 from tfcommx.training.stop_requests import StopRequests
@@ -128,6 +129,27 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
     # second's 6 steps, which count as 3, its first one counts as none
     assert [row["first_steps"] for row in rows] == [1, 1, 1, 1]
     assert all(row["seconds"]["first_step"] > 5 * row["seconds"]["data"] for row in rows)
+
+
+def test_a_finished_run_without_a_report_writes_it_when_it_is_resumed(
+    pictures: Path, tmp_path: Path
+) -> None:
+    """It was refused, "needs epochs left to train", and so was each next call of `compare`."""
+    phases = [{"epochs": 2, "resolution": 8, "scheme": SPARSE}]
+    short, folder = recipe(pictures, batch=20, phases=phases), tmp_path / "run"
+    losses = [row["loss"] for row in train(short, folder)["rows"]]
+    (folder / "summary.json").unlink()
+    finished = train(short, folder, TrainOptions(resume=True))
+    assert [row["loss"] for row in finished["rows"]] == losses
+    with pytest.raises(ConfigurationError, match=r"2 of 2\. .*tfcommx report"):
+        train(short, folder, TrainOptions(resume=True))
+
+
+def test_a_profile_needs_no_folder_of_a_run(pictures: Path, monkeypatch: Any) -> None:
+    """`tfcommx profile --output FILE` was refused where the current folder cannot be written."""
+    monkeypatch.setattr("tfcommx.training.run.why_not_writable", lambda folder: "read-only")
+    dense = [{"epochs": 1, "resolution": 8}]
+    assert measure_recipe(recipe(pictures, batch=20, phases=dense), 1).profile.variables
 
 
 def test_a_folder_of_a_running_run_is_refused_before_the_first_step(

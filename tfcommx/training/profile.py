@@ -57,7 +57,7 @@ def measure_recipe_exchange(recipe: Recipe, steps: int) -> MeasuredStep:
 @contextlib.contextmanager
 def _model_and_batches(recipe: Recipe) -> Iterator[tuple[keras.Model, tf.data.Dataset]]:
     """Build and compile the model of a recipe's first phase, and take one batch."""
-    run = prepare(recipe, Path())
+    run = prepare(recipe, Path(), saves=False)
     keras.utils.set_random_seed(recipe.seed)
     model = recipe.build_model(run.objective)
     compile_model(model, run, recipe.scheme_of_epoch()[0])

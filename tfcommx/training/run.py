@@ -96,8 +96,11 @@ class Run:
         return self.folder / "checkpoint"
 
 
-def prepare(recipe: Recipe, folder: Path) -> Run:
+def prepare(recipe: Recipe, folder: Path, saves: bool = True) -> Run:
     """Start Horovod, open the data set and build the task.
+
+    Args:
+        saves: True if every rank will write to the folder.
 
     **Ranks:** all, with the same recipe.
     **Raises:** DataError for missing samples; ConfigurationError if a rank cannot write to the
@@ -109,7 +112,8 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
         tf.config.threading.set_intra_op_parallelism_threads(recipe.threads)
         tf.config.threading.set_inter_op_parallelism_threads(recipe.threads)
     comm = cx.init(node_size=recipe.node_size)
-    _require_writable(comm, folder)
+    if saves:
+        _require_writable(comm, folder)
     # Each node reads its own file, which may be an old one
     _require_equal(comm, "recipe", recipe.name, settings_of(recipe), SAME_RECIPE)
     data_rank = DataRank(comm.topology, comm.rank, recipe.seed, recipe.threads)

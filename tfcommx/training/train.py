@@ -125,7 +125,7 @@ def train(
 def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
     """Return the checkpoint to resume; warn if the run will replace one.
 
-    **Raises:** ConfigurationError if the run has no epochs left to train.
+    **Raises:** ConfigurationError if the run has no epochs left to train, and has its report.
     """
     # A generation of a supervised run, which resumes even after the last epoch, because the report
     # may be missing
@@ -139,10 +139,13 @@ def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
             saved.epoch + 1,
             run.checkpoint,
         )
-    if saved and resume and not is_continued and saved.epoch + 1 >= run.recipe.epochs:
+    is_ended = saved is not None and saved.epoch + 1 >= run.recipe.epochs
+    # A run without a report was lost behind its last save
+    reports = run.comm.gather_objects((run.folder / "summary.json").exists())
+    if saved and resume and not is_continued and is_ended and any(reports):
         raise cx.ConfigurationError(
             f"A resumed run needs epochs left to train. {run.checkpoint} holds {saved.epoch + 1} "
-            f"of {run.recipe.epochs}."
+            f"of {run.recipe.epochs}. Add epochs, or see `tfcommx report {run.folder}`."
         )
     if saved and resume and run.comm.rank == 0:
         warn_of_changes(saved.notes.get("settings", {}), settings_of(run.recipe))
@@ -305,7 +308,7 @@ def fit_phases(model: keras.Model, context: RunContext, first: Position) -> None
             # Without this, a second resolution would get a graph of dynamic shapes, because Keras
             # reduces retracing. Its sums differ in the last bits from those of a run resumed here.
             model.make_train_function(force=True)
-        if call.epochs.start > first.epoch:
+        if run.data.redistributes and call.epochs.start > first.epoch:
             run.data.redistribute(call.epochs.start, run.comm)
         context.counter.begin(call, run.steps[phase])
         batches = run.batches(call)
