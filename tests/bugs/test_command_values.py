@@ -47,6 +47,11 @@ def test_an_empty_path_is_refused(words: tuple[str, ...]) -> None:
         call(*words)
 
 
+def test_a_probe_does_not_write_its_figure_over_its_links() -> None:
+    with pytest.raises(ConfigurationError, match=r"`--output` .*links\.png"):
+        call("probe", "--output", "links.png")
+
+
 def test_an_almost_endless_step_is_no_line_of_300_digits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -17,6 +17,7 @@ import warm_ranks
 from launching import QUICK, ROOT
 from typer.testing import CliRunner
 
+from tfcommx.cli import train as cli_train
 from tfcommx.cli.main import app
 from tfcommx.cli.train import LaunchStopper, show_report_of
 from tfcommx.core import DataError
@@ -174,6 +175,21 @@ def test_links_are_read_before_ranks_start(tmp_path: Path) -> None:
     words += ["--processes", "2", "--set", f"links={tmp_path}/none.json"]
     ended = CliRunner().invoke(app, words)
     assert isinstance(ended.exception, DataError) and "none.json" in str(ended.exception)
+
+
+def test_only_rank_0_needs_the_folder_of_the_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank read it, so that a launch on hosts without it ended."""
+    trained = []
+    monkeypatch.setattr(cli_train, "train_here", lambda *given: trained.append(given) or False)
+    words = ["train", str(ROOT / "configs" / "fashion_mnist.yaml"), "--output", str(tmp_path)]
+    words += ["--baseline", str(tmp_path / "elsewhere")]
+    for rank in "01":
+        env = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "0"}
+        ended = CliRunner().invoke(app, words, env=env)
+        assert isinstance(ended.exception, DataError if rank == "0" else type(None)), ended
+    assert len(trained) == 1
 
 
 # A step an epoch, and two in the last phase, whose batch is half of the others'; a stage of three

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from tfcommx.core import Span, Timeline
 from tfcommx.report.timeline import draw_sweep, draw_text, draw_timelines, trace_events
@@ -65,7 +67,18 @@ def test_pictures_are_written(tmp_path: Path, empty: bool) -> None:
     assert draw_text(timeline, 4).count("\n") == (0 if empty else 3)
 
 
-def test_a_sweep_is_drawn(tmp_path: Path) -> None:
-    rows = [{"nodes": n, "throughput": 10.0 * n, "scaling_efficiency": 0.9} for n in (1, 2, 4)]
-    draw_sweep(rows, "nodes", tmp_path / "sweep.png")
+@pytest.mark.parametrize("values", [(1, 2, 4), (0.0, 0.1), ("torus", "asa")])
+def test_a_sweep_is_drawn(values: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The point of a spread of 0 was left out, because a logarithmic axis has no 0."""
+    scales = []
+    write = Figure.savefig
+
+    def savefig(figure: Figure, *more: Any, **options: Any) -> None:
+        scales.extend(axes.get_xscale() for axes in figure.axes)
+        write(figure, *more, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    rows = [{"swept": value, "throughput": 10.0, "scaling_efficiency": 0.9} for value in values]
+    draw_sweep(rows, "swept", tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    assert scales == ["log" if values[0] == 1 else "linear"] * 2

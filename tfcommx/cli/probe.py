@@ -30,6 +30,11 @@ def probe(
 
     Schemes are then planned by the measured prices.
     """
+    if output.suffix == ".png":
+        raise ConfigurationError(
+            f"`--output` needs another ending than that of the figure, .png. Received {output}, "
+            "in which the figure would replace the links. Name it links.json."
+        )
     load_tensorflow()
     from tfcommx import init, is_chief
     from tfcommx.measure import links

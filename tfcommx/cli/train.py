@@ -25,6 +25,7 @@ from tfcommx.core import LaunchError, Links
 from tfcommx.launch.commands import is_local
 from tfcommx.launch.horovodrun import NO_ROOM, Launch, discard_unread_output
 from tfcommx.launch.hosts import Host, parse_hosts, ranks_on
+from tfcommx.launch.launcher import launcher
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
 from tfcommx.report.dry_run import read_alone, show_dry_run
@@ -153,7 +154,8 @@ def train(
     changes = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]
     recipe = read_recipe(config, changes)
     folder = output or Path("runs") / recipe.name
-    alone = () if baseline is None else tuple(read_alone(baseline))
+    # Not on other ranks, whose hosts may not have the folder, because rank 0 writes the report
+    alone = () if baseline is None or launcher().rank else tuple(read_alone(baseline))
     if processes or hosts is not None or restart.wanted:
         # This process shows the report, because it knows the terminal's width
         words = ["train", str(config), "--output", str(folder), "--no-report"]

@@ -182,7 +182,8 @@ def draw_sweep(rows: list[dict[str, Any]], swept: str, path: Path) -> None:
     perfect = [row["throughput"] / row["scaling_efficiency"] for row in rows]
     rate_axes.plot(values, perfect, "--", color="0.7", label="without exchange")
     rate_axes.plot(values, [row["throughput"] for row in rows], "o-", label="simulated")
-    scale = "linear" if any(isinstance(value, str) for value in values) else "log"
+    # A logarithmic axis would drop 0, as of `spread`
+    scale = "linear" if any(isinstance(x, str) or x <= 0 for x in values) else "log"
     rate_axes.set(xlabel=swept, ylabel="samples per second", xscale=scale, yscale="log")
     rate_axes.legend()
     efficiency_axes.plot(values, [row["scaling_efficiency"] for row in rows], "o-")

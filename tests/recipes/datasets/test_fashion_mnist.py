@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfcommx.core import DataError
+from tfcommx.core import ConfigurationError, DataError
 from tfcommx.recipes.datasets import fashion_mnist
 from tfcommx.recipes.datasets.__main__ import main
 from tfcommx.recipes.datasets.fashion_mnist import FILES, fetch, load, read_idx
@@ -121,6 +121,16 @@ def test_fetch_uses_the_next_source_and_leaves_nothing_of_a_failed_one(
     monkeypatch.setattr(fashion_mnist, "_from_tensorflow_datasets", dies)
     assert fetch(target) == target  # nothing is fetched twice
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["images"]
+
+
+def test_a_user_without_a_home_gets_the_remedy(capsys, monkeypatch):
+    """The command ended with a traceback."""
+
+    def refuse(*given):
+        raise ConfigurationError("no home")
+
+    monkeypatch.setattr(fashion_mnist, "local_path", refuse)
+    assert main(["fashion_mnist"]) == 2 and "no home" in capsys.readouterr().err
 
 
 def test_the_real_images(capsys):

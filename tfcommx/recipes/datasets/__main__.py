@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tfcommx.core import DataError
+from tfcommx.core import TfcommxError
 from tfcommx.recipes.datasets import DATASETS
 from tfcommx.recipes.reader import RecipePart
 
@@ -24,7 +24,7 @@ def main(names: list[str]) -> int:
     for name in names:
         try:
             print(f"{name}: {DATASETS[name]().fetch()}")
-        except DataError as error:
+        except TfcommxError as error:
             print(error, file=sys.stderr)
             return 2
     return 0
