@@ -1,14 +1,14 @@
 """Optimizers of the recipes: their settings, and the functions that build them.
 
 To add one: write a frozen `KerasRecipe` that satisfies `families.OptimizerRecipe` (its settings, a
-`name`, `momentum` and `build`), and add a row to `OPTIMIZERS`. Keras is imported inside functions
-only, because reading a recipe must not load it. Each is built with learning rate 0, because the run
-sets the rate of every step.
+`name`, `momentum` and `made`), and add a row to `OPTIMIZERS`. Each is built with learning rate 0,
+because the run sets the rate of every step.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import importlib
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -25,21 +25,31 @@ NOT_DECAYED = ["gamma", "beta", "bias"]
 class KerasRecipe(RecipePart):
     """An optimizer whose arguments are the fields of its recipe, except `name`."""
 
+    # "module:class", imported in `build` because reading a recipe must not load Keras
+    made: ClassVar[str]
+    # True if the class decays all weights; LARS and LAMB leave out biases and scales themselves
+    decays_all: ClassVar[bool] = True
+
     def options(self) -> dict[str, Any]:
         """Return the arguments of the optimizer."""
         options = self.model_dump(exclude={"name"})
-        # None in place of 0, for which Keras would still read and write every weight
-        return options | {"weight_decay": options["weight_decay"] or None}
+        if self.made != AdamW.made:  # Which refuses None
+            # None in place of 0, for which Keras would still read and write every weight
+            options["weight_decay"] = options["weight_decay"] or None
+        return options
 
-    def decaying(self, kind: Any, **options: Any) -> keras.optimizers.Optimizer:
-        """Build an optimizer of a class that decays all weights; `options` replace the fields."""
-        optimizer = kind(0.0, **self.options() | options)
-        optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
+    def build(self) -> keras.optimizers.Optimizer:
+        module, _, kind = self.made.partition(":")
+        optimizer = getattr(importlib.import_module(module), kind)(0.0, **self.options())
+        if self.decays_all:
+            optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
         return optimizer
 
 
 class Sgd(KerasRecipe):
     """Stochastic gradient descent with momentum."""
+
+    made = "keras.optimizers:SGD"
 
     name: Literal["sgd"] = "sgd"
     momentum: float = Field(0.9, ge=0, lt=1)
@@ -48,26 +58,20 @@ class Sgd(KerasRecipe):
     # excluded
     weight_decay: float = Field(5e-4, ge=0)
 
-    def build(self) -> keras.optimizers.Optimizer:
-        import keras
-
-        return self.decaying(keras.optimizers.SGD)
-
 
 class LowBitSgd(Sgd):
     """SGD with momentum that sends the momentum, in few bits, instead of the gradient."""
 
+    made = "tfcommx.optimizers.low_bit_sgd:LowBitSGD"
+
     name: Literal["low_bit_sgd"] = "low_bit_sgd"  # type: ignore[assignment]
     momentum: float = Field(0.9, gt=0, lt=1)
-
-    def build(self) -> keras.optimizers.Optimizer:
-        from tfcommx.optimizers.low_bit_sgd import LowBitSGD
-
-        return self.decaying(LowBitSGD)
 
 
 class Lars(KerasRecipe):
     """LARS, for large batches of convolutional networks; biases and normalisation are excluded."""
+
+    made, decays_all = "tfcommx.optimizers.lars:LARS", False
 
     name: Literal["lars"] = "lars"
     momentum: float = Field(0.9, ge=0, lt=1)
@@ -76,26 +80,20 @@ class Lars(KerasRecipe):
     weight_decay: float = Field(5e-4, ge=0)
     trust_coefficient: float = Field(0.001, gt=0)
 
-    def build(self) -> keras.optimizers.Optimizer:
-        from tfcommx.optimizers.lars import LARS
-
-        return LARS(0.0, **self.options())
-
 
 class LowBitLars(Lars):
     """LARS that sends the momentum, in few bits, instead of the gradient."""
 
+    made = "tfcommx.optimizers.low_bit_lars:LowBitLARS"
+
     name: Literal["low_bit_lars"] = "low_bit_lars"  # type: ignore[assignment]
     momentum: float = Field(0.9, gt=0, lt=1)
-
-    def build(self) -> keras.optimizers.Optimizer:
-        from tfcommx.optimizers.low_bit_lars import LowBitLARS
-
-        return LowBitLARS(0.0, **self.options())
 
 
 class AdamW(KerasRecipe):
     """Adam with decoupled weight decay; without decay it is Adam."""
+
+    made = "keras.optimizers:AdamW"
 
     name: Literal["adamw"] = "adamw"
     beta_1: float = Field(0.9, ge=0, lt=1)
@@ -111,12 +109,6 @@ class AdamW(KerasRecipe):
         """Momentum of the first moment."""
         return self.beta_1
 
-    def build(self) -> keras.optimizers.Optimizer:
-        import keras
-
-        # Not None without weight decay, which Keras's AdamW refuses
-        return self.decaying(keras.optimizers.AdamW, weight_decay=self.weight_decay)
-
 
 class Phases(RecipePart):
     """The two phases of an optimizer that sends its momentum once second moments are frozen."""
@@ -130,16 +122,15 @@ class Phases(RecipePart):
 class OneBitAdam(AdamW, Phases):
     """AdamW that sends its momentum, in few bits, once its second moments are frozen."""
 
+    made = "tfcommx.optimizers.one_bit_adam:OneBitAdam"
+
     name: Literal["one_bit_adam"] = "one_bit_adam"  # type: ignore[assignment]
-
-    def build(self) -> keras.optimizers.Optimizer:
-        from tfcommx.optimizers import one_bit_adam
-
-        return self.decaying(one_bit_adam.OneBitAdam)
 
 
 class Lamb(AdamW):
     """LAMB, for large batches of Transformers; biases and normalisation are excluded."""
+
+    made, decays_all = "tfcommx.optimizers.lamb:LAMB", False
 
     name: Literal["lamb"] = "lamb"  # type: ignore[assignment]
     # Decay of the second moment
@@ -149,21 +140,13 @@ class Lamb(AdamW):
     # normalisation are excluded
     weight_decay: float = Field(0.01, ge=0)
 
-    def build(self) -> keras.optimizers.Optimizer:
-        from tfcommx.optimizers.lamb import LAMB
-
-        return LAMB(0.0, **self.options())
-
 
 class OneBitLamb(Lamb, Phases):
     """LAMB that sends its momentum, in few bits, once its second moments are frozen."""
 
+    made = "tfcommx.optimizers.one_bit_lamb:OneBitLAMB"
+
     name: Literal["one_bit_lamb"] = "one_bit_lamb"  # type: ignore[assignment]
-
-    def build(self) -> keras.optimizers.Optimizer:
-        from tfcommx.optimizers.one_bit_lamb import OneBitLAMB
-
-        return OneBitLAMB(0.0, **self.options())
 
 
 OPTIMIZERS: dict[str, type[OptimizerRecipe]] = {

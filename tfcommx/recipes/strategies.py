@@ -38,15 +38,18 @@ class StrategyRecipe(Protocol):
         """Build the strategy for `cx.DistributedOptimizer(strategy=)`."""
 
 
-class SynchronousRecipe(RecipePart):
+class InEachStep(RecipePart):
+    """A strategy that exchanges in every step, in which the results arrive."""
+
+    every: ClassVar[int] = 1
+    overlapped_steps: ClassVar[int] = 0
+    gathers_in_node: ClassVar[int] = 0
+
+
+class SynchronousRecipe(InEachStep):
     """Gradients are exchanged in every step, and every rank applies them, as with Horovod."""
 
     name: Literal["synchronous"] = "synchronous"
-
-    every: ClassVar[int] = 1
-    # Gradients arrive in the step that computed them
-    overlapped_steps: ClassVar[int] = 0
-    gathers_in_node: ClassVar[int] = 0
 
     def build(self) -> Strategy:
         from tfcommx.strategies import Synchronous as Built
@@ -115,18 +118,15 @@ class WeightAveragingRecipe(RecipePart):
         return Built(self.every, self.sends, self.momentum, outer, self.fragments, self.overlap)
 
 
-class StepAheadRecipe(RecipePart):
+class StepAheadRecipe(InEachStep):
     """Each node's gradients are computed at weights that contain its own unsent updates."""
 
     name: Literal["step_ahead"] = "step_ahead"
     # Share of a node's unsent updates that its weights contain
     coefficient: float = Field(1.0, gt=0, le=1)
 
-    every: ClassVar[int] = 1
-    # Updates arrive in the step that made them
-    overlapped_steps: ClassVar[int] = 0
     # The node's gradients are summed, and its residuals gathered
-    gathers_in_node: ClassVar[int] = 3
+    gathers_in_node = 3
 
     def build(self) -> Strategy:
         from tfcommx.strategies import StepAhead as Built
