@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -81,6 +82,20 @@ def finish(result: Any) -> None:
 
 def _in_host_memory(tensor: tf.Tensor) -> bool:
     return "GPU" not in tensor.device
+
+
+def typical_seconds(
+    work: Callable[[], object], repeats: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the median seconds of work, after a first call that traces. **Ranks:** local."""
+    times = []
+    for _ in range(repeats + 1):
+        start = clock()
+        work()
+        times.append(clock() - start)
+    # Not the fastest, because ranks that share cores also disturb each other in real steps, and a
+    # GPU's clock may shorten single times
+    return statistics.median(times[1:])
 
 
 def latency_terms(engine: str, ranks: int, group: str) -> float:

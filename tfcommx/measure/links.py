@@ -41,6 +41,7 @@ from tfcommx.measure.engine import (
     measure_engine,
     repetitions,
     sends_messages,
+    typical_seconds,
     where_carried,
 )
 from tfcommx.routes import pipeline
@@ -100,19 +101,11 @@ def on_device(device: str, size: int, repeats: int, clock: Callable[[], float]) 
         traced: Callable[[], tf.Tensor] = tf.function(add, autograph=False)
         return traced
 
-    def seconds(work: Callable[[], tf.Tensor]) -> float:
-        times = []
-        for _ in range(repeats + 1):
-            start = clock()
-            work().numpy()
-            times.append(clock() - start)
-        # Not the fastest, because a GPU's clock may also shorten single times; without the first,
-        # which is traced
-        return statistics.median(times[1:])
-
+    long, short = row(1 + ADDITIONS), row(1)
     # The launch and the copy to the host cancel, because both rows have them
-    longer = seconds(row(1 + ADDITIONS)) - seconds(row(1))
-    return max(longer, 0.0) / (ADDITIONS * size)
+    difference = typical_seconds(lambda: long().numpy(), repeats, clock)
+    difference -= typical_seconds(lambda: short().numpy(), repeats, clock)
+    return max(difference, 0.0) / (ADDITIONS * size)
 
 
 # Bytes from each rank: 1 KB to 16 MB

@@ -25,6 +25,7 @@ from tfcommx.collectives.unwrapped import allow_plain_optimizers
 from tfcommx.core import SPARSE_WIRES, ConfigurationError, Profile, VariableProfile
 from tfcommx.keras_internals import inner_optimizer
 from tfcommx.kernels.traced import stamp
+from tfcommx.measure.engine import typical_seconds
 from tfcommx.wire import codec
 
 # Number of vector lengths for which selection is timed; times of others are interpolated
@@ -281,7 +282,7 @@ def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> 
     gradients = [tf.zeros(copy.shape, copy.dtype) for copy in copies]
     update = tf.function(lambda: optimizer.apply(gradients, copies), autograph=False)
     with allow_plain_optimizers():
-        return _typical(lambda: (update(), copies[0].numpy()))
+        return typical_seconds(lambda: (update(), copies[0].numpy()))
 
 
 def _selection_times(
@@ -309,18 +310,7 @@ def _selection_times(
 
         # In two parts, so that the copy into a flat vector is timed, too
         parts = tf.split(vector, [size // 2, size - size // 2])
-        return _typical(lambda: work(*parts).numpy())
+        return typical_seconds(lambda: work(*parts).numpy())
 
     seconds = [seconds_of(int(size)) for size in sizes]
     return lambda size: float(np.interp(size, sizes, seconds))
-
-
-def _typical(work: Callable[[], object], repeats: int = 5) -> float:
-    """Return the median seconds of work, after a first call that traces."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    # Not the fastest, because ranks that share cores also disturb each other in real steps
-    return statistics.median(times[1:])

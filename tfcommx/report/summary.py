@@ -198,19 +198,14 @@ def phase_cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def epoch_headings(summary: dict[str, Any]) -> tuple[str, ...]:
-    rate = f"{summary['counted']}/s"
-    return ("epoch", "size", "exchange", "loss", "train", "test", rate, "seconds")
-
-
-def epoch_cells(row: dict[str, Any], test: str) -> tuple[str, ...]:
+def epoch_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         f"{row['epoch']}",
         size_text(row),
         scheme_text(row),
         f"{row['loss']:.3f}",
         f"{row['train_accuracy']:.4f}",
-        test,
+        f"{row['test_accuracy']:.4f}",
         f"{row['throughput']:.0f}",
         f"{sum(row['seconds'].values()):.1f}",
     )

@@ -20,7 +20,6 @@ from tfcommx.report.summary import (
     ReportError,
     bytes_text,
     epoch_cells,
-    epoch_headings,
     more_scores,
     phase_cells,
     phase_rows,
@@ -111,13 +110,13 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
 
 
 def _tables(summary: dict[str, Any]) -> list[Table]:
-    epochs = (epoch_cells(row, f"{row['test_accuracy']:.4f}") for row in summary["rows"])
-    headings = ("epochs", "size", "batch", "exchange", f"{summary['counted']}/s", "one process")
+    rate, epochs = f"{summary['counted']}/s", map(epoch_cells, summary["rows"])
+    of_epoch = ("epoch", "size", "exchange", "loss", "train", "test", rate, "seconds")
+    of_phase = ("epochs", "size", "batch", "exchange", rate, "one process", "scaling")
     phases = map(phase_cells, phase_rows(summary))
-    title = "phases, without the first step of each"
     return [
-        table_of(f"{summary.get('name', 'run')}: epochs", epoch_headings(summary), LEFT, epochs),
-        table_of(title, (*headings, "scaling"), LEFT, phases),
+        table_of(f"{summary.get('name', 'run')}: epochs", of_epoch, LEFT, epochs),
+        table_of("phases, without the first step of each", of_phase, LEFT, phases),
         _totals(summary),
         _breakdown(summary),
     ]

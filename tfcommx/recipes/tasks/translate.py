@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -21,15 +21,13 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class HasSentences(Protocol):
-    """Members of sentence data in addition to those of `Data`."""
+    """Members of sentence data that translation needs."""
 
+    # Words of the vocabulary
+    inputs: int
     vocabulary: Vocabulary
     # Reference translations of the test pairs, by number
     references: Sequence[str]
-
-
-class SentenceData(Data, HasSentences, Protocol):
-    """Pairs of sentences, open on one rank."""
 
 
 class Translate(RecipePart):
@@ -58,8 +56,6 @@ class Translate(RecipePart):
                 "The task translate needs pairs of sentences. Choose the data set text_files, "
                 "tfds_translate or catalogues, or another task."
             )
-        if self.bleu_sentences:
-            sacrebleu()
         return Translation(
             data,
             self.label_smoothing,
@@ -74,7 +70,7 @@ class Translate(RecipePart):
 class Translation:
     """Translation of one data set's pairs."""
 
-    data: SentenceData
+    data: HasSentences
     label_smoothing: float
     bleu_sentences: int
     beam: int = 1
@@ -159,20 +155,10 @@ class Translation:
         return score
 
     def _bleu(self, translations: dict[int, str]) -> float:
+        import sacrebleu
+
         references = [self.data.references[number] for number in translations]
-        score = sacrebleu().corpus_bleu(
+        score = sacrebleu.corpus_bleu(
             [*translations.values()], [references], tokenize=self.bleu_tokenizer
         )
         return float(score.score)
-
-
-def sacrebleu() -> Any:
-    """Return the library. **Raises:** ConfigurationError with the remedy if it is not installed."""
-    try:
-        import sacrebleu as library
-    except ImportError as error:
-        raise ConfigurationError(
-            "BLEU needs the library sacrebleu. Install it: pip install sacrebleu. Or set "
-            "task.bleu_sentences=0."
-        ) from error
-    return library

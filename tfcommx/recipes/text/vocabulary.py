@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from tfcommx.core import DataError
 
@@ -13,17 +12,6 @@ PADDING, UNKNOWN, BEGIN, END = range(4)
 # Bytes of the longest sentence from which pieces are learnt, SentencePiece's default. Longer ones
 # are only encoded
 LONGEST = 4192
-
-
-def sentencepiece() -> Any:
-    """Return the library. **Raises:** DataError with the remedy if it is not installed."""
-    try:
-        import sentencepiece as library
-    except ImportError as error:
-        raise DataError(
-            "Text needs the library sentencepiece. Install it: pip install sentencepiece."
-        ) from error
-    return library
 
 
 def learn(lines: Iterable[str], size: int) -> bytes:
@@ -63,7 +51,9 @@ def learn(lines: Iterable[str], size: int) -> bytes:
 
 
 def _train(lines: Iterator[str], written: io.BytesIO, size: int) -> None:
-    sentencepiece().SentencePieceTrainer.train(
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines,
         model_writer=written,
         vocab_size=size,
@@ -91,7 +81,9 @@ class Vocabulary:
     """Word pieces and their numbers."""
 
     def __init__(self, model: bytes) -> None:
-        self._pieces = sentencepiece().SentencePieceProcessor()
+        import sentencepiece
+
+        self._pieces = sentencepiece.SentencePieceProcessor()
         # Not by the constructor, because that ignores an empty model
         self._pieces.load_from_serialized_proto(model)
         self.size: int = self._pieces.vocab_size()
