@@ -128,6 +128,14 @@ def test_growth_pays_after_the_restart_is_earned() -> None:
     assert price([generation(0, 0, 3)], 6) is None
 
 
+def test_a_second_fit_of_a_script_is_no_beginning() -> None:
+    """Its Checkpoint said that it begins at step 0; the steps of the first `fit` were forgotten."""
+    one = generation(0, 0, 36)
+    one.hear({"resumed": {"from": "file", "epoch": 0, "step": 0, "total": 36, "seconds": 1}}, 9.0)
+    one.hear({"steps": 40}, 10.0)
+    assert (one.began_at_step, one.steps_taken) == (0, 40)
+
+
 @pytest.mark.parametrize("message", [{"steps": "x"}, {"resumed": {}}, {"snapshot": 3}])
 def test_a_message_that_rank_0_does_not_send_is_refused(message: dict) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):

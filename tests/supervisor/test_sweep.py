@@ -52,6 +52,16 @@ def test_a_run_that_cannot_be_seen_keeps_its_snapshots(memory: Path) -> None:
     assert not memory.exists()
 
 
+def test_a_run_keeps_its_old_snapshots_between_generations(memory: Path) -> None:
+    """The sweep of a generation that had hung for an hour removed the run's own snapshots."""
+    sweep.sweep("0123456789abcdef", "0")
+    assert memory.is_dir()
+    sweep.remove_stale_memory()  # As the supervisor of another run does
+    assert memory.is_dir()
+    sweep.sweep("0123456789abcdef")
+    assert not memory.exists()
+
+
 def test_a_process_holds_the_folder_as_long_as_it_uses_it(memory: Path) -> None:
     place = SnapshotFolder(memory, Path("run"))
     place.path.chmod(0o700)

@@ -219,6 +219,10 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Restore the effect of SIGTERM, and unlock the folder."""
+        if self._begins_at is not None:
+            # No epoch was left to train. Keras would begin the next `fit`, as of another phase of
+            # the training, at the same epoch, and skip those before it without a word
+            begin_at_epoch(self.model, None)
         # SIGTERM has its former effect first, because no rank votes on leaving after `fit`
         self._open.close()
         release(self.folder)

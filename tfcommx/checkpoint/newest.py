@@ -175,7 +175,13 @@ def _is_newer(disk: Head | None, memory: Head) -> bool:
     # An earlier run in this folder may have come further, but this one continues its own steps
     if disk is None or disk.notes.get(RUN) != memory.notes.get(RUN):
         return False
-    return (disk.epoch, disk.step) > (memory.epoch, memory.step)
+    return _progress(disk) > _progress(memory)
+
+
+def _progress(head: Head) -> tuple[int, float]:
+    """Return the epochs that have ended, and the finished part of the next one."""
+    # The part, because generations on other numbers of ranks have other numbers of steps
+    return head.epoch, head.step / head.steps if head.steps else float(head.step)
 
 
 def _bring(
@@ -197,6 +203,11 @@ def _bring(
     head = choose(everyone)
     if head is not None and _is_newer(disk, head):
         head = None
+    if speaks:
+        # Before the broadcasts, because the files of another generation's save may have the names
+        # of those that are received
+        own_heads = [held.head for held in own_saves.values()]
+        snapshot_folder.keep({head.save} if head is not None and head in own_heads else set())
     if head is not None:
         files = missing(head, everyone, hosts)
         # A list, because each rank must take part in all broadcasts, also after its own failure
@@ -209,8 +220,6 @@ def _bring(
                     f"/dev/shm. Received, on rank {rank}: {text}. Enlarge it (--shm-size of a "
                     "container), or leave this host out."
                 )
-    if speaks:
-        snapshot_folder.keep(set() if head is None else {head.save})
     # The other ranks of a host read the files after its first rank has stored them
     comm.gather_objects("in place")
     return head
@@ -238,17 +247,30 @@ def make_on_all(snapshot_folder: SnapshotFolder, speaks: bool) -> None:
 def choose(everyone: Sequence[dict[int, Held]]) -> Head | None:
     """Return the newest save of which some host has each file; None without one.
 
+    The newest is of the latest generation, because each generation deletes the snapshots that it
+    does not continue from, and numbers its own from 0 if it continues from a file. A host that was
+    away may still hold those of an earlier one.
+
     `everyone` has, for each rank, the files of its host, by the number of the save.
     """
-    for number in sorted({number for held in everyone for number in held}, reverse=True):
-        parts = [held[number] for held in everyone if number in held]
-        head = parts[0].head
-        names = {name for part in parts for name in part.files}
-        # A host that was away may hold a save of the same number from an earlier generation, with
-        # another tag in its head
-        if all(part.head == head for part in parts) and names.issuperset(needed(head)):
-            return head
-    return None
+    # By the text of the head, because hosts may hold saves of one number and two generations, and
+    # the notes of a head are a dict, which has no hash
+    parts: dict[str, list[Held]] = {}
+    for saves in everyone:
+        for held in saves.values():
+            parts.setdefault(repr(held.head), []).append(held)
+    whole = [
+        same[0].head
+        for same in parts.values()
+        if {name for part in same for name in part.files}.issuperset(needed(same[0].head))
+    ]
+    return max(whole, key=lambda head: (_generation_of(head), head.save), default=None)
+
+
+def _generation_of(head: Head) -> int:
+    """Return the generation that took a snapshot; -1 if its tag names none."""
+    number = head.tag.rpartition("/")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 def missing(
@@ -261,7 +283,7 @@ def missing(
     held = {
         hosts[rank]: (rank, saves[head.save].files)
         for rank, saves in enumerate(everyone)
-        if head.save in saves
+        if head.save in saves and saves[head.save].head == head
     }
     wanted: set[str] = set()
     for host in dict.fromkeys(hosts):

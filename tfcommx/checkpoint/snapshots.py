@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import keras
 import numpy as np
@@ -233,6 +233,8 @@ class Snapshots:
     because its ranks have no step in common; ConfigurationError for `every` < 1.
     """
 
+    _counted: ClassVar[int] = 0  # Steps of the whole run, over all calls of `fit` of a script
+
     def __init__(self, model: keras.Model, folder: str | Path, every: int | None) -> None:
         self.model, self.folder = model, local_path("folder", folder)
         self.every = every if every is None else check_whole("every", every, least=1)
@@ -306,17 +308,19 @@ class Snapshots:
         self.found = checkpoint = newest_of_run(self.folder)
         if checkpoint is not None and restored(self.model) != checkpoint:
             load(self.model, checkpoint)
-        head = None if checkpoint is None else checkpoint.head
-        self.total = 0 if head is None else int(head.notes.get(TOTAL, 0))
+        head = Head(-1, -1, 1) if checkpoint is None else checkpoint.head
+        counted = Snapshots._counted  # Not fewer, because a run without progress is given up
+        self.total = Snapshots._counted = max(counted, int(head.notes.get(TOTAL, 0)))
         self._began_finite = self.supervised is not None and not not_finite_in(self.model)
         if checkpoint is not None and checkpoint.source == "memory":
             self._whole, self._next = checkpoint.head.save, checkpoint.head.save + 1
-        if self._link is not None:
+        # An earlier `fit` of this process has said what it resumed from
+        if self._link is not None and (checkpoint is not None or not counted):
             self._link.say(
                 resumed={
                     "from": "start" if checkpoint is None else checkpoint.source,
-                    "epoch": 0 if head is None else head.epoch + 1,
-                    "step": 0 if head is None else head.step,
+                    "epoch": head.epoch + 1,
+                    "step": head.step,
                     "total": self.total,
                     "seconds": round(time.monotonic() - start, 3),
                 }
@@ -400,6 +404,7 @@ class Snapshots:
 
     def _count(self, taken: int) -> None:
         before, self.total = self.total, self.total + taken
+        Snapshots._counted = self.total
         if self.every is not None and before // self.every != self.total // self.every:
             self._due = True
         time_now = time.monotonic()
@@ -423,12 +428,10 @@ class Snapshots:
             vote = tf.constant([busy, failed, pause, wish], tf.float32)
             total = self._comm.allreduce(vote, "world", "tfcommx/snapshots", counted=False)
             votes = total.numpy()
-        # From the sum of the votes, which is equal on all ranks, so that all vote again at the same
-        # step; a rank that voted alone would wait in the allreduce
+        # From the sum, equal on all ranks, because a rank that voted alone would wait
         self._until = self._between = max(1, round(float(votes[3])))
         self._asked_at = time.monotonic()
-        # A rank still writes, so no rank may call the snapshot complete, nor begin the next one
-        if votes[0]:
+        if votes[0]:  # A rank still writes: the snapshot is not complete, and the next must wait
             return False, bool(votes[2])
         if writing is not None:
             self._ended(writing, bool(votes[1]))
@@ -447,9 +450,7 @@ class Snapshots:
                 shutil.disk_usage(MEMORY).free,
                 self.place.path,
             )
-        # A snapshot that one rank could not write is of no use to any, and the one before stays the
-        # last complete one on all
-        if failed:
+        if failed:  # On any rank: the one before stays the last complete one on all
             return
         self._whole = writing.save
         self.cost.count += 1

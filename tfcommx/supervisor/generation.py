@@ -15,7 +15,7 @@ run and generation, as in the environment. Rank 0 sends `{"rank": 0, "size": n}`
 whole run:
 
     rank 0 -> supervisor                                      when
-    {"resumed": {"from": "memory" | "file" | "start",         once, before the first step
+    {"resumed": {"from": "memory" | "file" | "start",         before the first step of a `fit`
                  "epoch": e, "step": s, "total": t, "seconds": x}}
     {"steps": t}                                              at most 20 times a second
     {"snapshot": {"total": t, "seconds": x, "bytes": b}}      after each snapshot in memory
@@ -307,9 +307,12 @@ class Generation:
             self.linked = True
         elif "resumed" in message:
             content = message["resumed"]
-            self.resumed = Resumed(
+            resumed = Resumed(
                 str(content["from"]), int(content["total"]), float(content["seconds"])
             )
+            # Not of a later `fit` of the script, which continues from the steps before it
+            if self.steps is None:
+                self.resumed = resumed
         elif "steps" in message:
             return self._count(int(message["steps"]), time_now)
         elif "snapshot" in message:

@@ -92,9 +92,14 @@ def _locked(folder: Path) -> Iterator[None]:
 def sweep(run: str, generation: str | None = None, ranks: str = "") -> list[int]:
     """End the processes; without a generation remove the memory files, too."""
     survivors = end_processes(run, generation, ranks)
-    if generation is None:
-        for path in MEMORY.glob(f"tfcommx-{os.getuid()}-{run}-*"):
+    for path in MEMORY.glob(f"tfcommx-{os.getuid()}-{run}-*"):
+        if generation is None:
             shutil.rmtree(path, ignore_errors=True)
+            continue
+        # Not stale for another hour, because the next generation continues from these files, and no
+        # process holds them until it has started
+        with contextlib.suppress(OSError):
+            os.utime(path, follow_symlinks=False)
     remove_stale_memory()
     return survivors
 

@@ -183,6 +183,31 @@ def test_files_of_another_generation_are_not_mixed(tmp_path: Path) -> None:
     assert choose(held) == head(2)._replace(tag="run/0")
 
 
+@pytest.mark.parametrize("number", [3, 4, 9])
+def test_a_host_that_was_away_does_not_take_the_run_back(number: int) -> None:
+    """Generation 1 continued from a file and numbered its snapshots from 0.
+
+    The snapshot of generation 0 had a higher number on a host that came back, and was taken; with
+    an equal one neither was.
+    """
+    away = held(head(number)._replace(tag="run/0"), [0, 1])
+    newest_one = head(4)._replace(tag="run/1")
+    stayed = held(newest_one, [0, 1])
+    for everyone in ([stayed, away], [away, stayed]):
+        assert choose(everyone) == newest_one
+        here = everyone.index(stayed)
+        names = [memory_model_name(4), residuals_name(4, 1 - here)]
+        assert missing(newest_one, everyone, ["red", "blue"]) == [(n, 10, here) for n in names]
+
+
+def test_the_progress_of_saves_on_other_numbers_of_ranks_is_compared() -> None:
+    """Step 170 of 200, before four ranks replaced two, is behind step 90 of 100."""
+    disk, memory = (head(0)._replace(step=step, steps=n) for step, n in ((170, 200), (90, 100)))
+    disk = disk._replace(notes={"run": "a run"})
+    assert not newest._is_newer(disk, memory) and newest._is_newer(memory, disk)
+    assert newest._is_newer(disk._replace(epoch=1, step=0, steps=0), memory)
+
+
 def test_a_folder_whose_name_is_no_utf_8_has_snapshots(tmp_path: Path) -> None:
     place = SnapshotFolder(tmp_path, Path(os.fsdecode(b"caf\xe9")))
     assert place.path.name != SnapshotFolder(tmp_path, Path("cafe")).path.name
