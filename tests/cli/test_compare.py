@@ -111,8 +111,10 @@ def test_tables_rows_and_figure(commands: Commands, recipe: Path) -> None:
     assert (recipe.parent / "out" / "comparison.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("words", [("--links", "none.json"), ("--set", "links=none.json")])
-def test_links_are_read_before_the_first_training(
+@pytest.mark.parametrize(
+    "words", [("--links", "none.json"), ("--set", "links=none.json"), ("--model", "none.json")]
+)
+def test_links_and_profiles_are_read_before_the_first_training(
     commands: Commands, recipe: Path, words: tuple[str, str]
 ) -> None:
     ended = compare(recipe, "--methods", METHODS, *words)

@@ -97,7 +97,11 @@ def test_a_measured_step_beside_the_simulated_one(links: str, tmp_path: Path) ->
     file, png = tmp_path / "step.json", tmp_path / "both.png"
     file.write_text(step.to_json())
     assert MeasuredStep.read(file, routes.read_plan) == step
-    said = run(str(file), "--links", links, "--png", str(png))
+    # `--json` wrote no file
+    json_file = tmp_path / "steps.json"
+    said = run(str(file), "--links", links, "--png", str(png), "--json", str(json_file))
+    row = json.loads(json_file.read_text())
+    assert (row["step_seconds"], row["messages"]) == (0.1, len(plan.buckets))
     # The last bucket's message, of 2 ranks at nominal links, follows the backward pass
     simulated = simulate(plan, profile, NOMINAL)
     apart = 1e3 * (0.1 - simulated.step_s)

@@ -107,6 +107,12 @@ def test_terminal_report(summary):
     assert "identical at the end of every epoch" in text
 
 
+def test_a_data_set_may_report_its_own_statistics(summary):
+    """A KeyError, `samples`, ended a training that had succeeded with status 2."""
+    rows = [{**row, "loader": {"pairs": 3.0}} for row in summary["rows"]]
+    assert shown({**summary, "rows": rows}) == shown(summary)
+
+
 def test_a_target_is_reported(summary):
     rows = [{**row, "clock_seconds": 7.0 * row["epoch"]} for row in summary["rows"]]
     for at_least, text in (

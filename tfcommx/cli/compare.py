@@ -99,16 +99,13 @@ def compare(
     rates = _numbers(bandwidths)
     # Before the first training, because all of them take hours
     changes, recipes = _checked(setup, plain, _words(methods))
-    # Before the trainings, which take hours
     prices = NOMINAL if links is None else Links.read(links)
+    given = None if model is None else profile_of(model, gpu, throughput, batch)
     if plain.links is not None:
         Links.read(plain.links)
     trainings = _trainings(setup, changes, seeds)
     # The compute profile of a step in each phase
-    if model is None:
-        profiles = profiles_of(setup, plain)
-    else:
-        profiles = [profile_of(model, gpu, throughput, batch)] * len(plain.phases)
+    profiles = [given] * len(plain.phases) if given else profiles_of(setup, plain)
     on_hosts: dict[str, MeasuredSteps] = {}
     if hosts is not None:
         on_hosts = {

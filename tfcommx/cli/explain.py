@@ -90,6 +90,14 @@ def explain(
             ]
     else:
         measured_steps = [MeasuredStep.read(run, routes.read_plan)]
+        timeline, plan = measured_steps[0].timeline, measured_steps[0].plan
+        row = {
+            "start_seconds": 0.0,
+            "step_seconds": timeline.step_s,
+            "exposed_seconds": timeline.exposed_s,
+            "messages": len(plan.buckets),
+        }
+        write_rows(json_file, [row])
     if not measured_steps:
         print("With --links links.json, which `tfcommx probe` writes, it is compared with plans.")
         return

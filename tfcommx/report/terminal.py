@@ -182,7 +182,8 @@ def _breakdown(summary: dict[str, Any]) -> Table:
 
 
 def _loader(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    seen = [row["loader"] for row in rows if row.get("loader")]
+    # A user's data set may report other statistics, or none
+    seen = [row["loader"] for row in rows if "hit_memory" in row.get("loader", {})]
     if not seen:
         return []
     samples = sum(part["samples"] for part in seen) or 1
