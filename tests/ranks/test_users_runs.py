@@ -204,6 +204,49 @@ def test_two_optimizers_of_one_model(comm: Comm) -> None:
     assert net.maker_optimizer.exchanger.runs and net.judge_optimizer.exchanger.runs
 
 
+class TrainedByItself(keras.Model):
+    """A model with its own loop over callbacks and steps, which is never compiled."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
+        super().__init__()
+        self.net, self.trainer = model(), optimizer
+        self.loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return self.net(inputs)
+
+    def fit(self, data: Any, listed: list[keras.callbacks.Callback]) -> None:
+        variables = self.net.trainable_variables
+        together = keras.callbacks.CallbackList(listed, model=self, epochs=1)
+        together.on_train_begin()
+        together.on_epoch_begin(0)
+        for step in range(2):
+            together.on_train_batch_begin(step)
+            with tf.GradientTape() as tape:
+                loss = self.loss_of(data[1], self(data[0]))
+            self.trainer.apply(tape.gradient(loss, variables), variables)
+            together.on_train_batch_end(step, logs := {"loss": float(loss)})
+        together.on_epoch_end(0, logs)
+        together.on_train_end(logs)
+
+
+def test_a_model_without_compile_is_broadcast_and_trained(comm: Comm) -> None:
+    """Keras gives it no `optimizer`: BroadcastState and WarmUp ended with an AttributeError.
+
+    After `super().compile()` it has one that takes no steps, and WarmUp set the rate of that one.
+    """
+    net = TrainedByItself(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), SPARSE))
+    net(batch(0)[0])
+    net.net.set_weights([value + comm.rank for value in net.net.get_weights()])
+    compare, warm_up = callbacks.CompareReplicas(), callbacks.WarmUp(0.4, 2)
+    net.fit(batch(comm.rank), [callbacks.BroadcastState(), warm_up, compare])
+    assert compare.identical and net.trainer.exchanger.runs
+    assert np.isclose(float(net.trainer.learning_rate), 0.4)
+    net.compile(loss="mse", jit_compile=False)
+    net.fit(batch(comm.rank), [callbacks.BroadcastState(), callbacks.WarmUp(0.8, 4)])
+    assert np.isclose(float(net.trainer.learning_rate), 0.8)
+
+
 def test_variables_of_a_custom_loop_are_broadcast(comm: Comm) -> None:
     last = comm.topology.size - 1
     variables = [

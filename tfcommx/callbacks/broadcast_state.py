@@ -216,7 +216,9 @@ class BroadcastState(keras.callbacks.Callback):
             # the same wrapped one
             if scales_loss and exchanger_in(optimizer).guard.loss_scale == "local":
                 agree_on_loss_scale(optimizer)
-            if optimizer is self.model.optimizer and not optimizer.built and not self.unbuilt:
+            # A model that is trained in a loop of the user's, without `compile`, has none
+            of_compile = optimizer is getattr(self.model, "optimizer", None)
+            if of_compile and not optimizer.built and not self.unbuilt:
                 build_early(optimizer, self.model.trainable_variables)
 
     def _forget_step_of_other_optimizers(self) -> None:

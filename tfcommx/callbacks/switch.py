@@ -29,8 +29,8 @@ class WarmUp(keras.callbacks.Callback):
         steps: number of optimizer steps until it is reached, >= 1, counted by the optimizer. The
             rate is constant within the `steps_per_execution` steps of a call.
         start: the rate of the first step; None: learning_rate / number of ranks.
-        optimizer: the optimizer that warms up; None: that of `compile`. A model with several
-            wrapped optimizers needs one WarmUp for each that warms up.
+        optimizer: the optimizer that warms up; None: the model's wrapped one, of `compile` or an
+            attribute. A model with several needs one WarmUp for each that warms up.
 
     After the last step, at the latest at its epoch's end, the full rate is set, unless another
     callback, such as a LearningRateScheduler, has set another rate by then. Put it before callbacks
@@ -53,6 +53,8 @@ class WarmUp(keras.callbacks.Callback):
         self.learning_rate = check_number("learning_rate", learning_rate, "> 0")
         self.steps, self.start = check_whole("steps", steps, least=1), start
         self.optimizer = optimizer
+        # The optimizer that warms up in this run
+        self._warmed: keras.optimizers.Optimizer = optimizer
         # True once the warm-up has ended in this run
         self.over = False
         # The rate that was set last
@@ -61,14 +63,18 @@ class WarmUp(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin the warm-up at the optimizer's number of steps."""
         self.over, self.last = False, None
-        names = [repr(optimizer.name) for optimizer in optimizers_in(self.model)]
-        if self.optimizer is None and len(names) > 1:
+        held = optimizers_in(self.model)
+        if self.optimizer is None and len(held) > 1:
+            names = [repr(optimizer.name) for optimizer in held]
             raise ConfigurationError(
                 "WarmUp needs `optimizer` if a model has several, whose rates it cannot know. "
                 f"Received a model with {', '.join(names)}. Add a WarmUp(..., optimizer=...) for "
                 "each that is to warm up."
             )
-        if has_schedule(self.optimizer or self.model.optimizer):
+        # Not `model.optimizer` first: where a training step of the user's has its own optimizer,
+        # that is one which Keras has made, and which takes no steps
+        self._warmed = self.optimizer or (held[0] if held else self.model.optimizer)
+        if has_schedule(self._warmed):
             raise ConfigurationError(
                 "WarmUp sets the optimizer's learning rate, which must be a number. Received an "
                 "optimizer with a schedule. Give the schedule its own warm-up "
@@ -78,17 +84,17 @@ class WarmUp(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set the rate of the next step."""
         if not self.over:
-            self._set(int((self.optimizer or self.model.optimizer).iterations))
+            self._set(int(self._warmed.iterations))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Set the full rate if the warm-up has ended: schedules and files begin with it."""
-        done = int((self.optimizer or self.model.optimizer).iterations)
+        done = int(self._warmed.iterations)
         if not self.over and done >= self.steps:
             self._set(done)
 
     def _set(self, done: int) -> None:
         """Set the rate after `done` steps."""
-        optimizer = self.optimizer or self.model.optimizer
+        optimizer = self._warmed
         current = float(optimizer.learning_rate)
         self.over = done >= self.steps
         if done == self.steps and self.last is None:

@@ -253,8 +253,8 @@ def calls_recorded(
 def saved_values(model: keras.Model) -> list[keras.Variable | tf.Tensor]:
     """Return the variables and tensors that `model.save` would write, without its optimizer."""
     store = saving_lib.NpzIOStore("unwritten", mode="w")  # Its file is written by close()
-    # The optimizer counts as visited, so it is left out
-    saving_lib._save_state(model, store, None, "", {id(model.optimizer)})
+    # The optimizer counts as visited, so it is left out; only `compile` gives a model one
+    saving_lib._save_state(model, store, None, "", {id(getattr(model, "optimizer", None))})
     return [value for part in store.contents.values() for value in part.values()]
 
 

@@ -118,7 +118,7 @@ def exchanger_in(optimizer: keras.optimizers.Optimizer | None) -> Exchanger:
 
 def exchanger_of(model: keras.Model) -> Exchanger:
     """Return the exchanger of a model's optimizer. **Raises:** RuntimeError if it is unwrapped."""
-    return exchanger_in(model.optimizer)
+    return exchanger_in(getattr(model, "optimizer", None))
 
 
 def trains_alone(model: keras.Model | None) -> bool:
