@@ -35,6 +35,7 @@ from tfcommx.core import (
     VariableProfile,
 )
 from tfcommx.keras_internals import copy_state, plain_copy, require_shardable
+from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.strategies import Sharded
@@ -425,3 +426,23 @@ def test_bfloat16_is_refused() -> None:
     plan = make_plan([Gradient("a", (4,), "bfloat16")], {"*": Scheme()}, Topology(2, 1))
     with pytest.raises(PlanError, match=r"\bbfloat16\b.*'a'"):
         lay_out(plan, ["a"], ["bfloat16"], [False], [(0, 1)], 2)
+
+
+def test_a_loaded_state_reaches_all_ranks_with_its_dtypes_and_shapes() -> None:
+    """Also scalars: exchanged as an object, one of NumPy became a number without a dtype."""
+    state = {"m": [np.arange(3, dtype="int64"), None], "v": [None, np.float64(1 / 3)]}
+
+    def work(comm: Comm) -> dict[str, dict[str, np.ndarray]]:
+        received: dict[str, dict[str, np.ndarray]] = {}
+        shards = SimpleNamespace(
+            weights={"a": None, "b": None}, set_slots=lambda slots, whole: received.update(whole)
+        )
+        sharding = Sharding([], shards, comm, "world")
+        if comm.rank == 1:
+            sharding.set_state(state)
+        sharding.share_loaded(1)
+        return received
+
+    for whole in ThreadComm.run(Topology(3, 1), work):
+        assert whole["m"]["a"].dtype == "int64" and whole["m"]["a"].tolist() == [0, 1, 2]
+        assert whole["v"]["b"].dtype == "float64" and whole["v"]["b"] == 1 / 3

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import ConfigurationError
@@ -98,19 +99,29 @@ class Sharding:
 
         **Ranks:** all, outside of traced code.
         """
-        loaded = self._loaded if self.comm.rank == root else None
-        counts = None if loaded is None else {name: len(loaded[name]) for name in sorted(loaded)}
-        # The root's numbers decide on all ranks which exchanges follow, because the others may have
-        # loaded nothing. Each array by itself, because the bytes of one exchange are limited
-        counts = self.comm.gather_objects(counts)[root]
-        if counts is not None:
-            self.set_state(
-                {
-                    name: [
-                        self.comm.gather_objects(None if loaded is None else loaded[name][i])[root]
-                        for i in range(count)
-                    ]
-                    for name, count in counts.items()
-                }
-            )
+        # Attribute -> shape and dtype of each array; None: this rank has loaded no state
+        own_forms: dict[str, list[tuple[tuple[int, ...], str] | None]] | None = None
+        if self._loaded is not None:
+            own_forms = {
+                name: [None if part is None else (part.shape, part.dtype.name) for part in arrays]
+                for name, arrays in sorted(self._loaded.items())
+            }
+        # The root's forms decide on all ranks which broadcasts follow, because the others may have
+        # loaded nothing
+        forms = self.comm.gather_objects(own_forms)[root]
+        if forms is not None:
+            state: WholeState = {}
+            for name, rows in forms.items():
+                state[name] = [None] * len(rows)
+                for position, form in enumerate(rows):
+                    if form is None:
+                        continue
+                    # Forms are received from the rank that has loaded a state
+                    loaded = self._loaded if self.comm.rank == root else None
+                    local = np.zeros(*form) if loaded is None else loaded[name][position]
+                    received = self.comm.broadcast(
+                        tf.constant(local), root, f"tfcommx/loaded/{name}/{position}"
+                    )
+                    state[name][position] = received.numpy()
+            self.set_state(state)
         self._loaded = None
