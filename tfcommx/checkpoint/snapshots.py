@@ -314,7 +314,7 @@ class Snapshots:
         self._began_finite = self.supervised is not None and not not_finite_in(self.model)
         if checkpoint is not None and checkpoint.source == "memory":
             self._whole, self._next = checkpoint.head.save, checkpoint.head.save + 1
-        # An earlier `fit` of this process has said what it resumed from
+        # An earlier `fit` of this process has reported its checkpoint
         if self._link is not None and (checkpoint is not None or not counted):
             self._link.say(
                 resumed={
