@@ -221,6 +221,24 @@ def test_averages_that_replace_weights_are_refused_with_weight_averaging(comm: C
         cx.DistributedOptimizer(plain, strategy="weight_averaging")
 
 
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="Keras before 3.14 has none"
+)
+def test_weights_that_an_optimizer_keeps_as_momentum_are_not_reset(comm: Comm) -> None:
+    """ScheduleFreeAdamW mixes them into the weights: a reset moved these towards zero."""
+    plain = keras.optimizers.ScheduleFreeAdamW(0.01)
+    reset = cx.strategies.WeightAveraging(every=2, momentum="reset")
+    with pytest.raises(cx.ConfigurationError, match=r"reset.*average"):
+        cx.DistributedOptimizer(plain, strategy=reset)
+    average = cx.strategies.WeightAveraging(every=2, momentum="average")
+    net = compiled(cx.DistributedOptimizer(plain, strategy=average), seed=comm.rank)
+    assert fit(net, comm, epochs=1).identical
+    state = [part.numpy() for part in net.optimizer.variables]
+    for remote in comm.gather_objects(state):
+        for local_part, remote_part in zip(state, remote, strict=True):
+            np.testing.assert_array_equal(local_part, remote_part)
+
+
 def test_a_difference_that_fit_ends_with_is_seen(comm: Comm) -> None:
     if comm.topology.size == 1:
         pytest.skip("takes several ranks")

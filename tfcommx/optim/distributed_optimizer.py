@@ -187,6 +187,13 @@ def DistributedOptimizer(
             f"ema_overwrite_frequency={overwrites!r}. Leave it out: `fit` ends with the moving "
             "average over all ranks."
         )
+    schedule_free = getattr(keras.optimizers, "ScheduleFreeAdamW", ())  # From Keras 3.14 on
+    if getattr(strategy, "momentum", "keep") == "reset" and isinstance(inner, schedule_free):
+        raise ConfigurationError(
+            "ScheduleFreeAdamW keeps weights in its momentum, and computes the next weights from "
+            f'them: they must not be set to 0. Received momentum="reset" of {strategy}. Take '
+            'momentum="average".'
+        )
     if not isinstance(plan, Plan | None):
         raise ConfigurationError(f"`plan` must be a tfcommx.Plan or None. Received {plan!r}.")
     topology = process.current().topology
