@@ -156,7 +156,7 @@ class ExchangesGradients(Wrapped):
         self.exchanger.guard.begin(trainable_variables, self._trainable_variables)
         # Sparse gradients of embeddings become dense here, because the accumulators and the
         # exchange need one form
-        grads = [tf.convert_to_tensor(grad) for grad in grads]
+        grads = [_dense(*pair) for pair in zip(grads, trainable_variables, strict=True)]
         # Weight decay and the count of steps wait for a gradient, because in the last call of an
         # iterator, which has no data, TensorFlow still runs ops without a data dependency, on some
         # ranks and not on others
@@ -227,6 +227,15 @@ class ExchangesGradients(Wrapped):
         """End `fit` as Keras does, after making the weights whole and equal on all ranks."""
         self.exchanger.consolidate(moving_averages(self))
         super().finalize_variable_values(var_list)
+
+
+def _dense(gradient: Any, variable: keras.Variable) -> tf.Tensor:
+    """Return a gradient as a dense tensor."""
+    # A custom gradient may leave out the shape, which the update of Keras's SGD does not need
+    if isinstance(gradient, tf.IndexedSlices) and gradient.dense_shape is None:
+        shape = tf.constant(variable.shape, tf.int64)
+        gradient = tf.IndexedSlices(gradient.values, gradient.indices, shape)
+    return tf.convert_to_tensor(gradient)
 
 
 def build_early(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
