@@ -213,6 +213,10 @@ def test_unknown_keys_of_a_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("batches: 3\n")
     with pytest.raises(ConfigurationError, match=r"'batches'.*'batch'"):
         run(str(tmp_path / "a.yaml"))
+    for name in ("batch", "size"):  # A gradient was said to be ready before 0
+        (tmp_path / "a.yaml").write_text(f"{name}: -1\n")
+        with pytest.raises(ConfigurationError, match=rf"`{name}`.*-1"):
+            run(str(tmp_path / "a.yaml"))
     (tmp_path / "a.yaml").write_text("batch: many\n")
     with pytest.raises(ConfigurationError, match=r"`batch`.*'many'"):
         run(str(tmp_path / "a.yaml"))

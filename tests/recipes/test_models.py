@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from tfcommx.core import ConfigurationError
 from tfcommx.recipes.models.resnet import ResNet
 from tfcommx.recipes.models.small_cnn import SmallCnn
 from tfcommx.recipes.models.transformer import Transformer
@@ -54,6 +55,12 @@ def test_the_tensors_are_those_of_the_simulators_table():
     model = ResNet().build(3, 1000)
     table = tables.get("resnet50")
     assert len(model.trainable_variables) == table.tensors == 161
+
+
+def test_a_transformer_of_pictures_is_refused_with_a_remedy():
+    """It was a ValueError with a traceback."""
+    with pytest.raises(ConfigurationError, match=r"\b1 and 10\b.* translate\b"):
+        Transformer().build(1, 10)
 
 
 def test_transformers_published_sizes():

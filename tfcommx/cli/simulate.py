@@ -138,6 +138,9 @@ class Settings:
             name, value = field.name, getattr(self, field.name)
             if value is not None or field.default is not None:  # None only where it is the default
                 object.__setattr__(self, name, _checked(name, value, KINDS[name]))
+        for name in ("batch", "size"):
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, least=1)
         for name in ("between_gbit", "inside_gbytes", "bucket_mbytes"):
             if (value := getattr(self, name)) is not None:
                 check_number(name, value, "> 0")

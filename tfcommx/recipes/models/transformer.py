@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
+from tfcommx.core import ConfigurationError
 from tfcommx.recipes.reader import RecipePart
 
 if TYPE_CHECKING:
@@ -59,14 +60,17 @@ class Transformer(RecipePart):
         return self
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
-        """Build the network; inputs and outputs share a vocabulary of `inputs` words."""
+        """Build the network; inputs and outputs share a vocabulary of `inputs` words.
+
+        **Raises:** ConfigurationError for a task without such a vocabulary.
+        """
         import keras
         from keras import layers, ops
 
         if inputs != outputs:
-            raise ValueError(
+            raise ConfigurationError(
                 "A shared vocabulary is required: as many outputs as inputs. Received "
-                f"{inputs} and {outputs}."
+                f"{inputs} and {outputs}. Choose the task translate, or another model."
             )
         source = keras.Input((None,), dtype="int32", name="source")
         target = keras.Input((None,), dtype="int32", name="target")
