@@ -167,11 +167,6 @@ def smaller_groups(topology: Topology) -> list[tuple[int, ...]]:
     return sorted(ranks for ranks in groups if 1 < len(ranks) < topology.size)
 
 
-def nccl_scatters(hvd: ModuleType) -> bool:
-    """Return True if Horovod reduce-scatters on a GPU; built without NCCL's, it uses the CPU."""
-    return nccl_carries(hvd) and _runs_on_gpus("HorovodReducescatter")
-
-
 def sums_on_gpus() -> bool:
     """Return True if this process has a GPU on which Horovod adds groups of tensors."""
     return _runs_on_gpus("HorovodGroupedAllreduce")
@@ -209,7 +204,9 @@ class HorovodComm(Comm):
         # Static sets, because dynamic ones add an exchange of all ranks to each of Horovod's cycles
         sets = {ranks: hvd.ProcessSet(ranks) for ranks in smaller_groups(topology)}
         self._start(launch, list(sets.values()))
-        self._gloo_scatters = launch.kind != "mpi" and not nccl_scatters(hvd)
+        # On a GPU, too, if Horovod was built without NCCL's
+        by_nccl = nccl_carries(hvd) and _runs_on_gpus("HorovodReducescatter")
+        self._gloo_scatters = launch.kind != "mpi" and not by_nccl
         self._sets = {tuple(range(topology.size)): hvd.global_process_set, **sets}
         with tf.device("/cpu:0"):
             # Variables, because traced code counts in each step; float64 is exact up to 2^53 bytes
