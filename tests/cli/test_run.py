@@ -290,6 +290,14 @@ def test_a_rank_on_another_host_is_named_with_it(script: str) -> None:
         cluster("down")
 
 
+def test_a_launcher_that_was_killed_is_named() -> None:
+    """The error said that the command did not start, although its ranks had run for hours."""
+    running = object.__new__(Running)
+    running.launch = Launch((Host("localhost", 2),), ("true",))
+    error = running.failed(-signal.SIGKILL, RankLines())
+    assert error.status == 137 and "horovodrun" in str(error) and "SIGKILL" in str(error)
+
+
 def test_a_full_disk_under_the_log_ends_no_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

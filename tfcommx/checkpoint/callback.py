@@ -223,6 +223,10 @@ class Checkpoint(keras.callbacks.Callback):
             # No epoch was left to train. Keras would begin the next `fit`, as of another phase of
             # the training, at the same epoch, and skip those before it without a word
             begin_at_epoch(self.model, None)
+            head = self._begins_at.head
+            # Otherwise the checkpoint is of a later `fit`, which continues the epochs' numbers
+            if head.epoch + 1 == (self.params or {}).get("epochs") and not head.step:
+                self._begins_at = None
         # SIGTERM has its former effect first, because no rank votes on leaving after `fit`
         self._open.close()
         release(self.folder)

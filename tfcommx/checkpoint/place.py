@@ -25,7 +25,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from tfcommx.checkpoint.files import Head, arrays_in, head_of, memory_model_name, residuals_name
-from tfcommx.core import CheckpointError
+from tfcommx.core import CheckpointError, json_text
 from tfcommx.core.files import is_still_at, open_private, reading
 
 # Remedy for a damaged file
@@ -144,7 +144,8 @@ def needed(head: Head) -> list[str]:
 
 def head_array(head: Head) -> np.ndarray:
     """Return a head as an array, to store in a file."""
-    return np.array(json.dumps(head._replace(older=())._asdict()))
+    # Without NaN, as in checkpoint.json, because a head with NaN in its notes differs from itself
+    return np.array(json_text(head._replace(older=())._asdict()))
 
 
 def head_in(stored: Mapping[str, np.ndarray]) -> Head:

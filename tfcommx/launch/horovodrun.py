@@ -31,7 +31,7 @@ from typing import IO
 
 from tfcommx.core import LaunchError
 from tfcommx.launch.hosts import Host, slots_of
-from tfcommx.launch.rank_output import PR_SET_PDEATHSIG, RankLines
+from tfcommx.launch.rank_output import PR_SET_PDEATHSIG, Failure, RankLines
 
 KINDS = ("gloo", "mpi")
 # Script that starts each rank, on each host
@@ -300,6 +300,13 @@ class Running:
         first = lines.failure()
         if first is None:
             words = shlex.join(self.launch.command)
+            if status < 0:  # As in `Popen`; the launcher itself could say nothing
+                killed = Failure(-1, 128 - status)
+                return LaunchError(
+                    f"horovodrun must run as long as the ranks of `{words}`. It {killed.how()}; "
+                    "all ranks were ended. Was the memory of this host full?",
+                    killed.status,
+                )
             reason = lines.launcher_error()
             return LaunchError(
                 f"`{words}` did not start on all ranks, status {status}. {reason}", 1

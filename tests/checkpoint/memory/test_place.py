@@ -200,6 +200,15 @@ def test_a_host_that_was_away_does_not_take_the_run_back(number: int) -> None:
         assert missing(newest_one, everyone, ["red", "blue"]) == [(n, 10, here) for n in names]
 
 
+def test_a_metric_that_is_no_number_does_not_discard_a_snapshot(tmp_path: Path) -> None:
+    """A NaN among the notes made the heads of two hosts differ, so that no snapshot was chosen."""
+    places = [SnapshotFolder(tmp_path / name, Path("run")) for name in ("red", "blue")]
+    for place in places:
+        fill(place, head(3)._replace(notes={"rows": [{"loss": float("nan")}]}), [0, 1])
+    chosen = choose([place.held() for place in places])
+    assert chosen is not None and chosen.notes == {"rows": [{"loss": None}]}
+
+
 def test_the_progress_of_saves_on_other_numbers_of_ranks_is_compared() -> None:
     """Step 170 of 200, before four ranks replaced two, is behind step 90 of 100."""
     disk, memory = (head(0)._replace(step=step, steps=n) for step, n in ((170, 200), (90, 100)))

@@ -1,0 +1,88 @@
+"""Scripts that call `fit` more than once, or end after it, in a supervised run that is restarted.
+
+Generations are played in this process: the supervisor's variables are set, and no supervisor
+answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import tfcommx as cx
+from tfcommx.checkpoint import callback, lock, newest, snapshots
+from tfcommx.launch.supervision import Supervision
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that begins a generation of a run."""
+    monkeypatch.setattr("tfcommx.launch.supervision.MEMORY", str(tmp_path))
+
+    def begin(generation: int) -> None:
+        run = Supervision("0123456789abcdef", generation, "secret", (("127.0.0.1", 1),), "node1")
+        for module in (callback, lock, newest, snapshots):
+            monkeypatch.setattr(module, "supervision", lambda: run)
+        monkeypatch.setattr(snapshots.Snapshots, "_counted", 0)
+        newest._found.clear()
+
+    return begin
+
+
+class Lost(keras.callbacks.Callback):
+    """Ends a `fit` at the beginning of an epoch, as the loss of its rank does."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+        if epoch == self.at:
+            raise InterruptedError
+
+
+def train(folder: Path, lost_at: int, same: bool) -> tuple[keras.Model, list[int], int]:
+    """Train in two phases; return the model, the epochs of the second, and all counted steps.
+
+    Args:
+        same: True for one Checkpoint of both phases, False for two with their own folders.
+    """
+    cx.init()
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    data = np.arange(8, dtype=np.float32).reshape(4, 2)
+    options = {"batch_size": 2, "shuffle": False, "verbose": 0}
+    first = cx.checkpoint.Checkpoint(folder / "first")
+    model.fit(data, data[:, :1], epochs=3, callbacks=[first], **options)
+    second = first if same else cx.checkpoint.Checkpoint(folder / "second")
+    callbacks = [second, Lost(lost_at)]
+    trained = model.fit(data, data[:, 1:], epochs=4, callbacks=callbacks, **options)
+    return model, trained.epoch, snapshots.Snapshots._counted
+
+
+@pytest.mark.parametrize("lost_at, same", [(0, True), (2, False)])
+def test_a_second_phase_is_trained_after_a_restart(
+    lost_at: int, same: bool, begin: Callable[[int], None], tmp_path: Path
+) -> None:
+    """Its epochs 0 to 2 were left out, because the first phase had none left after epoch 2.
+
+    Its steps counted from 0: the supervisor gave up a run that seemed to get no further.
+    """
+    begin(0)
+    whole, _, steps = train(tmp_path / "whole", -1, same)
+    assert steps == 2 * (3 + 4)
+    begin(0)
+    with pytest.raises(InterruptedError):
+        train(tmp_path / "lost", lost_at, same)
+    begin(1)
+    lock._held.clear()  # As the kernel does for a process that is lost
+    resumed, epochs, steps = train(tmp_path / "lost", -1, same)
+    assert epochs == [*range(lost_at, 4)] and steps == 2 * (3 + 4)
+    for one, other in zip(whole.get_weights(), resumed.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
