@@ -125,7 +125,8 @@ COMMANDS = {
     "--model resnet50 --batch 64 --throughput 250 --seeds 3 "
     "--methods dense,elias_int4,elias_int4_early",
     "end_to_end_commlib": "python scripts/bench end_to_end --setup commlib --seeds 3 --contestants "
-    "none horovod horovod_fp16 asa_int4 elias_int4 momentum_int2 --set 'model.filters=[48,64,64]'",
+    "none horovod horovod_fp16 asa_int4 elias_int4 momentum_int2 ddp ddp_fp16 ddp_powersgd_4 "
+    "--set 'model.filters=[48,64,64]'",
     # These two train as plain Horovod does, so one seed suffices for their time
     "end_to_end_lossless": "python scripts/bench end_to_end --setup commlib --seeds 1 "
     "--contestants horovod auto torus",

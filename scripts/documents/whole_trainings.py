@@ -26,7 +26,7 @@ NAMES = {
     "none": "nothing: no exchange",
 }
 # Contestants that only the detailed table has
-OF_DETAILS = ("auto", "local_sgd", "none")
+OF_DETAILS = ("auto", "local_sgd", "ddp", "ddp_fp16", "none")
 HEADS = (
     *("what travels", "bytes", "whole training", "time to the score", "times sooner"),
     "accuracy at the end",
