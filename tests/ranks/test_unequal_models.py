@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from rank_helpers import compiled, weights
+from rank_helpers import compiled, fit, weights
 
 import tfcommx as cx
 from tfcommx import callbacks
@@ -440,6 +440,17 @@ def test_models_with_penalties_are_compared(comm: Comm) -> None:
     cx.broadcast_variables(net.weights)
     with pytest.raises(cx.ConfigurationError, match=r"the loss\b.*rank 1\b"):
         require_equal_outputs(net, (np.ones((2, 4)), np.zeros(2)), 0)
+
+
+def test_models_with_a_loss_of_16_bits_are_compared_and_trained(comm: Comm) -> None:
+    """TensorFlow gives NumPy no array for a scalar of bfloat16: `fit` ended with a ValueError."""
+    keras.config.set_floatx("bfloat16")
+    try:
+        optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        net = compiled(optimizer, metrics=["accuracy"])
+        assert fit(net, comm, epochs=1).identical and net.weights[0].dtype == "bfloat16"
+    finally:
+        keras.config.set_floatx("float32")
 
 
 def test_models_whose_sequences_continue_are_compared(comm: Comm) -> None:

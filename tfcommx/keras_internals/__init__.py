@@ -52,6 +52,7 @@ from tfcommx.keras_internals.models import (
 from tfcommx.keras_internals.momenta import LearnsThenSendsMomentum, OfAll, SendsMomentum
 from tfcommx.keras_internals.optimizers import (
     accumulated_gradients,
+    array_of,
     copy_state,
     copy_with,
     entries_of,

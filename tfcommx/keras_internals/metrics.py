@@ -160,8 +160,7 @@ def _added(
     ]
     after = metric.stateless_update_state(before, *args, **kwargs)
     return [
-        np.asarray(keras.ops.convert_to_numpy(new), np.float64)
-        - np.asarray(keras.ops.convert_to_numpy(old), np.float64)
+        np.asarray(new, np.float64) - np.asarray(old, np.float64)
         for old, new in zip(before, after, strict=True)
     ]
 

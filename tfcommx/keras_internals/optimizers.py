@@ -213,11 +213,19 @@ def values_of(variables: Sequence[keras.Variable | tf.Variable]) -> list[tf.Vari
     return [var if isinstance(var, tf.Variable) else var.value for var in variables]
 
 
+def array_of(value: Any) -> np.ndarray:
+    """Return the entries of an array, a variable or a tensor, whose memory it may share."""
+    # TensorFlow gives NumPy a number in place of an array for a scalar of bfloat16 or float8
+    if tf.is_tensor(value) and value.dtype != tf.string:
+        value = value.numpy()
+    return np.asarray(value)
+
+
 def entries_of(variable: keras.Variable | tf.Variable | tf.Tensor) -> np.ndarray:
     """Return a copy of the entries of a variable or tensor."""
     # Not by Keras's `convert_to_numpy`, which warns for variables under NumPy 2, and so ends tests
     # and scripts in which warnings are errors
-    return np.array(np.asarray(variable))
+    return np.array(array_of(variable))
 
 
 def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

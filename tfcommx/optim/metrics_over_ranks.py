@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.keras_internals import entries_of, metrics_in, sums_in
+from tfcommx.keras_internals import array_of, entries_of, metrics_in, sums_in
 
 log = logging.getLogger("tfcommx")
 
@@ -154,8 +154,9 @@ def numbers_in(logs: Mapping[str, Any]) -> Results:
         if isinstance(value, Mapping):
             numbers |= numbers_in(value)
             continue
-        value = keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value
-        array = np.asarray(value)
+        array = array_of(value)
+        if array.dtype.name == "bfloat16":
+            array = array.astype(np.float32)
         if array.dtype.kind in "biuf":
             numbers[name] = array
     return numbers

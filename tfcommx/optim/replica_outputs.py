@@ -19,7 +19,14 @@ import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.keras_internals import bytes_of, call_alike, calls_recorded, constants_of, loss_of
+from tfcommx.keras_internals import (
+    array_of,
+    bytes_of,
+    call_alike,
+    calls_recorded,
+    constants_of,
+    loss_of,
+)
 
 log = logging.getLogger("tfcommx")
 
@@ -174,7 +181,7 @@ def _varied_digest(batch: Any) -> str:
     """Return a digest of a batch; "" for none, and for one whose samples are all alike."""
     # Made-up data, such as np.ones, are no mistake
     parts = [
-        np.asarray(part)
+        array_of(part)
         for part in tf.nest.flatten(batch, expand_composites=True)
         if tf.is_tensor(part) or isinstance(part, np.ndarray)
     ]
@@ -196,7 +203,7 @@ def _pack(batch: Any) -> tuple[str, Any]:
         return "sparse", [_pack(part) for part in (batch.indices, batch.values, batch.dense_shape)]
     if batch is None:
         return "none", None
-    array = np.asarray(batch)
+    array = array_of(batch)
     if array.dtype.hasobject:
         return "strings", (array.shape, array.ravel().tolist())
     return "tensor", array
@@ -236,7 +243,7 @@ def _result_of(model: keras.Model, batch: Any, seed: int = 0) -> Result:
         named = call_alike(model, inputs, with_loss, seed)
     except Exception as error:  # Any exception: `fit` may never call the model so
         return Result({}, {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-    arrays = {name: np.asarray(part) for name, part in named.items()}
+    arrays = {name: array_of(part) for name, part in named.items()}
     digests = {name: _digest(array) for name, array in arrays.items()}
     samples = {name: _sample(one) for name, one in arrays.items() if not one.dtype.hasobject}
     return Result(digests, samples)
@@ -250,7 +257,7 @@ def _digest(value: object) -> str:
             continue
         if tf.is_tensor(part) and not hasattr(part, "numpy"):
             return ""
-        array = np.asarray(part)
+        array = array_of(part)
         digest.update(f"{array.dtype} {array.shape}".encode() + bytes_of(array))
     return digest.hexdigest()
 
