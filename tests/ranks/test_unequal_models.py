@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -451,6 +452,16 @@ def test_models_with_a_loss_of_16_bits_are_compared_and_trained(comm: Comm) -> N
         assert fit(net, comm, epochs=1).identical and net.weights[0].dtype == "bfloat16"
     finally:
         keras.config.set_floatx("float32")
+
+
+def test_a_saved_model_may_be_in_a_folder_of_each_rank(comm: Comm, tmp_path: Path) -> None:
+    """The path of a TFSMLayer was compared, and refused."""
+    plain = net_of(layers.Dense(2))
+    plain.export(tmp_path / "saved", verbose=False)
+    paths = comm.gather_objects(str(tmp_path))
+    assert len(set(paths)) == comm.topology.size
+    part = layers.TFSMLayer(str(tmp_path / "saved"), call_endpoint="serve", name="part")
+    replica_forms.require_equal_forms(net_of(part))
 
 
 def test_models_whose_sequences_continue_are_compared(comm: Comm) -> None:

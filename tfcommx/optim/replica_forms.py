@@ -22,8 +22,11 @@ from tfcommx.optim.wrapped import wrapped_optimizers
 
 T = TypeVar("T")
 # Settings that differ between ranks in a correct training, because ranks have separate seeds, their
-# first weights are replaced by the root's, and the rate is a variable, which is broadcast.
-_NOT_COMPARED = re.compile(r"name|seed|learning_rate|vocabulary|bin_boundaries|.*initializer")
+# first weights are replaced by the root's, the rate is a variable, which is broadcast, and a file
+# (of a TFSMLayer) may be in a folder of each node.
+_NOT_COMPARED = re.compile(
+    r"name|seed|learning_rate|vocabulary|bin_boundaries|filepath|.*initializer"
+)
 
 
 class LayerForm(NamedTuple):
