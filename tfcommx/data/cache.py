@@ -59,25 +59,29 @@ def find_position(topology: Topology | None, rank: int | None) -> tuple[Topology
     Without a launcher and without `tfcommx.init()`, this process is the only rank.
 
     **Raises:** ConfigurationError if a launcher started several processes and `tfcommx.init()` was
-    not called, and for another topology of several ranks without `rank`.
+    not called, and, in a launch of several, for a topology of another size without `rank`.
     """
-    comm = process.current() if process.started() else None
-    if comm is not None and topology in (None, comm.topology):
-        return comm.topology, comm.rank if rank is None else rank
-    if topology is None and (size := launcher.launcher().size) > 1:
+    if process.started():
+        comm = process.current()
+        topology, size, own = topology or comm.topology, comm.topology.size, comm.rank
+    else:
+        launch = launcher.launcher()
+        size, own = launch.size, launch.rank
+    if topology is None and size > 1:
         raise ConfigurationError(
             f"tfcommx.init() must be called before a DataCache is made. Received {size} launched "
             "processes without it, each of which would serve all samples. Call it first, on "
             "every rank, or give `topology` and `rank`."
         )
     topology = topology or Topology(1, 1)
-    if rank is None and topology.size > 1:
+    if rank is None and 1 < size != topology.size > 1:
         raise ConfigurationError(
-            f"`rank` is required with a `topology` of {topology.size} ranks that is not the "
-            "launch's. Received none, by which each would serve the samples of rank 0. Give it, "
-            "or call tfcommx.init() first."
+            f"`rank` is required with a `topology` of {topology.size} ranks in a launch of {size}. "
+            "Received none. Give it, or leave `topology` out."
         )
-    return topology, rank or 0
+    if rank is None:
+        rank = own if size == topology.size else 0
+    return topology, rank
 
 
 # Largest number of bytes of the source's name in a slab's metadata, whose page has 4096
@@ -159,8 +163,8 @@ class DataCache:
             ImageNet's shards, the name of a TensorFlow data set, or a source of
             `tfcommx.data.sources`.
         topology: the ranks and their nodes; by default those of the running launch.
-        rank: rank of this process; by default that of the running launch. Required with another
-            topology of several ranks.
+        rank: rank of this process; by default that of the running launch. Required in a launch of
+            another number of processes than `topology` has.
         options: the fields of `Options`, such as `store=160` and `disk="/local/cache"`; the same
             on all ranks.
 
