@@ -113,7 +113,8 @@ class _WatchedProcess:
 def main() -> None:
     """Run the process. **Ranks:** the launch's last, while the others call init()."""
     process = _WatchedProcess(launcher().size)
-    mpi.start()  # Whose time limit ends this process, too, if a rank does not call init()
+    # Its time limit also ends this process, if a rank does not call init()
+    mpi.start()
     messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
     limits, interfaces, gather = liveness.Limits(None), launch_interfaces(), mpi.gather_with_centre
     holds = ", which holds the centre"
