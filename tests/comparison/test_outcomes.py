@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tfcommx.comparison.rows import Curve, Point, cheapest_within, over_seeds, pareto
@@ -40,6 +42,8 @@ def test_pareto() -> None:
     }
     assert pareto(points) == ["cheap", "same", "middle", "best"]
     assert pareto({}) == []
+    # A training that diverged
+    assert pareto({**points, "nan": Point(1, math.nan)}) == ["cheap", "same", "middle", "best"]
 
 
 def test_the_cheapest_within_a_loss() -> None:
@@ -52,3 +56,5 @@ def test_the_cheapest_within_a_loss() -> None:
     nearly = {**points, "better": Point(1.019, 90.5)}
     assert cheapest_within(nearly, "dense", 1.3) == "better"
     assert cheapest_within({**points, "tiny2": Point(1, 90.5)}, "dense", 1.3) == "tiny2"
+    assert cheapest_within({**points, "nan": Point(1, math.nan)}, "dense", 1.3) == "tiny"
+    assert cheapest_within({**points, "dense": Point(9, math.nan)}, "dense", 0.2) == "tiny"

@@ -159,6 +159,7 @@ def test_what_is_worth_a_trial() -> None:
         (Scheme("auto", dense_wire="float16"), "dense_wire"),
         (Scheme("auto", "mstopk", 0.01, wire="float16"), "wire"),
         (Scheme("auto", "largest", 0.01), "largest"),
+        (Scheme("auta"), "auto.*hitopk"),
     ],
 )
 def test_an_auto_that_asks_for_what_it_cannot_keep_is_refused(scheme: Scheme, names: str) -> None:

@@ -25,7 +25,7 @@ from tfcommx.training.profile import measure_recipe
 from tfcommx.training.run import Run
 from tfcommx.training.steps import Position
 from tfcommx.training.stop_requests import StopRequests
-from tfcommx.training.train import TrainOptions, first_position, make_context, train
+from tfcommx.training.train import TrainOptions, first_position, make_context, print_stop, train
 
 SAMPLES = 40
 SPARSE = {"route": "hitopk", "selection": "mstopk", "density": 0.1, "dense_below": 8}
@@ -198,6 +198,15 @@ def test_a_diverged_run_that_is_stopped_names_the_save_that_stays(
     printed = capsys.readouterr().out
     assert "before step 7 of 10 of epoch 2/4, which was not saved." in printed
     assert "--resume continues before step 1 of 10 of epoch 2/4." in printed
+    # After the last epoch there is no step that it could name
+    ended = SimpleNamespace(
+        comm=SimpleNamespace(rank=0),
+        checkpoint=tmp_path,
+        recipe=recipe(pictures, batch=4),
+        steps_of=lambda epoch: 10,
+    )
+    print_stop(ended, {"epoch": 4, "step": 0, "reason": "a signal"})  # type: ignore[arg-type]
+    assert "Stopped by a signal, after the last epoch, which was" in capsys.readouterr().out
 
 
 def test_weights_are_made_equal_at_each_epochs_end(

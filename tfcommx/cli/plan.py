@@ -45,7 +45,9 @@ def plan(
     selection: Annotated[
         str, typer.Option(help="all, which is lossless, or a rule such as mstopk.")
     ] = "all",
-    density: Annotated[float, typer.Option(help="Entries sent / entries, of a rule.")] = 0.01,
+    density: Annotated[
+        float | None, typer.Option(help="Entries sent / entries, of a rule; 0.01.")
+    ] = None,
     wire: Annotated[
         str,
         typer.Option(help="Format of selected entries: elias/int8; of all: float16, int8, int4."),
@@ -98,8 +100,9 @@ def plan(
         print(f"{output}: its plan, of {len(best.plan.buckets)} buckets.")
 
 
-def _asked(selection: str, density: float, wire: str, compression: str) -> Scheme:
-    density = 1.0 if selection == "all" else density
+def _asked(selection: str, density: float | None, wire: str, compression: str) -> Scheme:
+    if density is None:
+        density = 1.0 if selection == "all" else 0.01
     requested = Scheme("auto", selection, density, wire=wire, compression=compression)
     # The fields of "auto" are checked alone, so the topology does not matter
     check_scheme(requested, Topology(1, 1))

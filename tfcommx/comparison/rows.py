@@ -13,6 +13,7 @@ a training's cumulative cost and its score at the end of each epoch:
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -74,7 +75,13 @@ class Point(NamedTuple):
     """A method's total cost and final score: means over seeds."""
 
     cost: float
+    # NaN after a training that diverged
     score: float
+
+    @property
+    def ordered_score(self) -> float:
+        """The score, or minus infinity for NaN, which compares with nothing."""
+        return -math.inf if math.isnan(self.score) else self.score
 
 
 def pareto(points: Mapping[str, Point]) -> list[str]:
@@ -90,11 +97,12 @@ def pareto(points: Mapping[str, Point]) -> list[str]:
     def is_beaten(candidate: Point) -> bool:
         rivals = (rival for rival in points.values() if rival != candidate)
         return any(
-            rival.cost <= candidate.cost and rival.score >= candidate.score for rival in rivals
+            rival.cost <= candidate.cost and rival.ordered_score >= candidate.ordered_score
+            for rival in rivals
         )
 
     unbeaten = [name for name, point in points.items() if not is_beaten(point)]
-    return sorted(unbeaten, key=lambda name: points[name])
+    return sorted(unbeaten, key=lambda name: (points[name].cost, points[name].ordered_score))
 
 
 def cheapest_within(points: Mapping[str, Point], reference: str, loss: float) -> str:
@@ -108,11 +116,11 @@ def cheapest_within(points: Mapping[str, Point], reference: str, loss: float) ->
         less than the factor ALIKE, the one with the best score.
     """
     # Tolerance, because rounding may push a loss of exactly the allowed size above it
-    least = points[reference].score - loss - 1e-9
-    allowed = {name: point for name, point in points.items() if point.score >= least}
+    least = points[reference].ordered_score - loss - 1e-9
+    allowed = {name: point for name, point in points.items() if point.ordered_score >= least}
     most = ALIKE * min(point.cost for point in allowed.values())
     alike = {name: point for name, point in allowed.items() if point.cost <= most}
-    return max(alike, key=lambda name: (alike[name].score, -alike[name].cost))
+    return max(alike, key=lambda name: (alike[name].ordered_score, -alike[name].cost))
 
 
 # Shares of the reference's bytes, and of its time, at which scores are compared

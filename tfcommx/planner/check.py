@@ -16,6 +16,7 @@ from tfcommx.core import (
     PlanError,
     Scheme,
     Topology,
+    check_name,
     is_member,
 )
 from tfcommx.planner import merging
@@ -71,6 +72,9 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> W
     if scheme.route == AUTO:
         _check_auto(scheme)
         return None
+    if not is_member(scheme.route):
+        # Not by `routes.get`, whose names lack "auto"
+        check_name("route", scheme.route, (AUTO, *routes.ROUTES))
     ways = _ways(scheme)
     merging.get(scheme.merging)
     _check_peers(scheme)

@@ -206,15 +206,18 @@ def print_stop(run: Run, stopped: dict[str, Any]) -> None:
     # A run that has diverged keeps the save before; one without room may have none of its end
     result = "and saved. Add --resume to continue."
     if saved != stop:
-        result = f"which was not saved. --resume continues before {_words(run, saved)}."
+        result = f"which was not saved. --resume continues {_words(run, saved)}."
     with contextlib.suppress(OSError):  # Such as a full disk, in front of the report
-        print(f"Stopped by {stopped['reason']}, before {_words(run, stop)}, {result}", flush=True)
+        print(f"Stopped by {stopped['reason']}, {_words(run, stop)}, {result}", flush=True)
 
 
 def _words(run: Run, position: Position) -> str:
-    """Return the step and the epoch of a position in words, both from 1."""
+    """Return a position in words, with the step and the epoch from 1."""
+    epoch, epochs = position.epoch + 1, run.recipe.epochs
+    if epoch > epochs:
+        return "after the last epoch"
     steps = run.steps_of(position.epoch)
-    return f"step {position.step + 1} of {steps} of epoch {position.epoch + 1}/{run.recipe.epochs}"
+    return f"before step {position.step + 1} of {steps} of epoch {epoch}/{epochs}"
 
 
 def compile_model(model: keras.Model, run: Run, scheme: cx.Scheme) -> keras.optimizers.Optimizer:
