@@ -1,9 +1,11 @@
 """Build and install Horovod 0.28.1 against today's TensorFlow, a step of scripts/setup.
 
 Horovod comes as source only, and two things that it uses have moved since in TensorFlow; two small
-headers put them back. Building takes minutes, so its wheel is kept in the user's cache folder under
-a key of everything that went into it. In a copy of that wheel, which is then installed, one line of
-Python is changed, and the library looks for Open MPI beside itself: the wheel fits any environment.
+headers put them back. In its copy of Gloo, ranks receive before they send, because two ranks'
+messages took turns otherwise. Building takes minutes, so its wheel is kept in the user's cache
+folder under a key of everything that went into it. In a copy of that wheel, which is then
+installed, one line of Python is changed, and the library looks for Open MPI beside itself: the
+wheel fits any environment.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import runpy
 import shutil
 import sys
@@ -51,6 +54,25 @@ inline cudaStream_t AsGpuStreamValue(Stream* s) {
 #endif
 #endif
 """
+
+# Gloo sends before it receives. If the other rank waits already, a long message fills the
+# connection, and the notice that this rank receives waits behind it: two ranks' messages then go
+# one after the other, at half the link's rate
+GLOO = "third_party/gloo/gloo"
+SEND, RECEIVE = r"(\n +(?:in|out)->send\([^;]*;)", r"(\n +out->recv\([^;]*;)"
+# File -> pattern, number of its matches, replacement: receives first; in the all-to-all, which
+# posts all messages before it waits, those of all ranks
+RECEIVES_FIRST = {
+    "allgatherv.cc": (SEND + RECEIVE, 2, r"\2\1"),
+    "alltoallv.cc": (
+        r"(\n  for [^\n]*)(\n    int sendRank[^;]*;)(\n    int recvRank[^;]*;)"
+        + SEND
+        + RECEIVE
+        + r"(\n  })",
+        1,
+        r"\1\3\5\6\1\2\4\6",
+    ),
+}
 
 # Horovod passes these to mpirun where the user gives no --binding-args. Open MPI 5 takes options of
 # one dash for the name of the program, so `horovodrun -np 2 python train.py`, which takes MPI if
@@ -206,7 +228,32 @@ def horovod_key(environment: Environment) -> str:
         (run(nvcc, "--version"), gpu_targets(nvcc)[0]) if nvcc else "",
         XLA_BUILDER_SHIM,
         GPU_STREAM_SHIM,
+        RECEIVES_FIRST,
     )
+
+
+def receive_first(gloo: Path) -> None:
+    """Let Gloo's all-gather and all-to-all post receives before sends."""
+    for name, (pattern, expected, replacement) in RECEIVES_FIRST.items():
+        text, count = re.subn(pattern, replacement, (gloo / name).read_text())
+        if count != expected:
+            raise RuntimeError(
+                f"{expected} sends in front of a receive are required in {GLOO}/{name} of Horovod "
+                f"{HOROVOD}. Received {count}."
+            )
+        (gloo / name).write_text(text)
+
+
+def fetch_source(environment: Environment) -> Path:
+    """Download Horovod's source, and change it; return its folder."""
+    folder = environment.folder / "horovod-source"
+    shutil.rmtree(folder, ignore_errors=True)
+    flags = ("--no-binary", "horovod", "--no-build-isolation", "--no-cache-dir", "--no-deps")
+    environment.pip("download", *flags, "-d", folder, f"horovod=={HOROVOD}")
+    shutil.unpack_archive(folder / f"horovod-{HOROVOD}.tar.gz", folder)
+    source = folder / f"horovod-{HOROVOD}"
+    receive_first(source / GLOO)
+    return source
 
 
 def build_wheel(environment: Environment, wheels: Path) -> str:
@@ -222,9 +269,10 @@ def build_wheel(environment: Environment, wheels: Path) -> str:
         *flags,
         "-w",
         fresh,
-        f"horovod=={HOROVOD}",
+        fetch_source(environment),
         env={**os.environ, **settings, "PATH": path},
     )
+    shutil.rmtree(environment.folder / "horovod-source")
     for wheel in fresh.glob("horovod-*.whl"):
         # Renaming is atomic: a killed set-up leaves no half of a wheel.
         part = wheels / f"{wheel.name}.{os.getpid()}.part"
