@@ -8,9 +8,10 @@ MiB at most. While a rank adds one segment, it receives the next one:
 
 Gloo's `allreduce` uses its ring at all sizes, and never its bcube and halving-doubling, because
 Horovod names no algorithm. `allgatherv` is a ring, and `alltoallv` sends to all ranks before it
-waits. Both receive first in the set-up's Horovod; as released they send first, and two ranks'
-messages go one after the other. `collectives.horovod` adds the shards of an all-to-all instead of calling Gloo's
-`reduce_scatter`, because the sums of the latter are wrong at times.
+waits. Both post receives first in the set-up's Horovod. As released, they send first, and two
+ranks' messages go one after the other, which is not priced. `collectives.horovod` adds the shards
+of an all-to-all instead of calling Gloo's `reduce_scatter`, because the sums of the latter are
+wrong at times.
 
 Source: gloo/allreduce.cc (`ring`), gloo/allgatherv.cc and gloo/alltoallv.cc of pytorch/gloo;
 horovod/common/ops/gloo_operations.cc, and collective_operations.h (`PrepareOutputAndParams`) for
