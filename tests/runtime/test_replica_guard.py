@@ -91,6 +91,17 @@ def test_a_rate_of_one_rank_is_told_with_its_ranks_and_since_when() -> None:
     assert "AverageMetrics" in said and "BroadcastState" not in said
 
 
+@pytest.mark.parametrize("equal_before", [None, 100])
+def test_a_step_that_moves_weights_and_back_is_told_its_remedy(equal_before: int | None) -> None:
+    """Sharpness-aware minimization in `fit` was told to add the BroadcastState that it had."""
+    # The weights of two ranks with unequal gradients, after adding and subtracting
+    one, other = (np.float32(0.3) + step - step for step in np.float32([0.1, 3.0]))
+    assert one != other
+    sums = np.array([[1, 5], [2, 5]])
+    said = describe(rows([1, 2], [0.1, 0.1], [7, 7]), sums, NAMES, equal_before)
+    assert "assign a copy of the weights" in said
+
+
 def test_many_ranks_are_not_listed_one_by_one() -> None:
     sums = np.array([[number // 7, 5] for number in range(14)])
     said = describe(rows(list(sums[:, 0]), [0.1] * 14, [7] * 14), sums, NAMES, equal_before=3)

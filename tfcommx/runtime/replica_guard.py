@@ -23,17 +23,21 @@ RANK_0_FIRST_SECONDS = 3.0
 # An odd number with its bits well mixed (2^64 divided by the golden ratio), as int64
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 COMPARED = ("weights", "learning rate", "step count")
+_MOVED_AND_BACK = (
+    " A step that adds to weights and subtracts again before the update, as sharpness-aware "
+    "minimization does, rounds differently on each rank: let it assign a copy of the weights."
+)
 CAUSES = {
     "start": "They began with different weights: add cx.callbacks.BroadcastState() to `fit`, or "
     "in a custom loop call cx.broadcast_variables([*model.weights, *optimizer.variables]) "
-    "after building or loading the model, before the first step.",
+    f"after building or loading the model, before the first step.{_MOVED_AND_BACK}",
     "learning rate": "Something sets the rate from a rank's own numbers, as ReduceLROnPlateau does "
     "with its own metric: put it on every rank, and cx.callbacks.AverageMetrics() before it.",
     "step count": "Something restored the optimizer on some ranks only: restore the same "
     "checkpoint on every rank, or add cx.callbacks.BroadcastState().",
     "weights": "Something changed them on some ranks only, such as a callback that assigns or "
-    "loads weights: do it on every rank. If the ranks' processors compute the update differently, "
-    "take strategy=cx.strategies.Rebroadcast(every=5).",
+    f"loads weights: do it on every rank.{_MOVED_AND_BACK} If the ranks' processors compute the "
+    "update differently, take strategy=cx.strategies.Rebroadcast(every=5).",
 }
 
 
@@ -149,8 +153,10 @@ def describe(
     >>> print(describe(rows, np.array([[7, 1], [8, 1]]), ["dense/kernel", "dense/bias"], 100))
     Replicas differ at step 3, and were equal 100 steps before. The weights differ in 1 of 2 \
 variables, 'dense/kernel' for one: rank 0 against rank 1. Something changed them on some ranks \
-only, such as a callback that assigns or loads weights: do it on every rank. If the ranks' \
-processors compute the update differently, take strategy=cx.strategies.Rebroadcast(every=5).
+only, such as a callback that assigns or loads weights: do it on every rank. A step that adds to \
+weights and subtracts again before the update, as sharpness-aware minimization does, rounds \
+differently on each rank: let it assign a copy of the weights. If the ranks' processors compute \
+the update differently, take strategy=cx.strategies.Rebroadcast(every=5).
 
     Args:
         rows, sums: int64 [ranks, 3], with the columns COMPARED, and [ranks, variables].
