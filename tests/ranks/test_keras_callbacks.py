@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from rank_helpers import batch, compiled, fit, same_on_all_ranks
+from rank_helpers import SPARSE, batch, compiled, fit, same_on_all_ranks
 
 import tfcommx as cx
 from tfcommx import callbacks
@@ -49,6 +49,16 @@ def test_weights_return_to_the_bit_from_their_moving_averages(comm: Comm) -> Non
     for before, after in zip(seen[::2], seen[1::2], strict=True):
         for one, other in zip(before, after, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("best", ["min", "max"])
+def test_residuals_of_undone_epochs_are_dropped(comm: Comm, best: str) -> None:
+    """A `fit` after EarlyStopping had restored the best weights sent those of a divergence."""
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.02), SPARSE))
+    stop = keras.callbacks.EarlyStopping("loss", 0, 1, mode=best, restore_best_weights=True)
+    fit(net, comm, 2, (stop,))
+    assert stop.best_epoch == (1 if best == "min" else 0)
+    assert bool(net.optimizer.exchanger.export().residuals) == (best == "min")
 
 
 def test_callbacks_that_need_another_position_or_one_rank_are_named(

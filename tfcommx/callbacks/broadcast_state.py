@@ -86,7 +86,7 @@ class BroadcastState(keras.callbacks.Callback):
 
     At each epoch's end it replaces the metrics by their values over the samples of all ranks, so
     that callbacks behind it (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) decide alike on all
-    ranks.
+    ranks. If an EarlyStopping restores the weights of an earlier epoch, residuals are dropped.
 
     It compares the models of the ranks: the names given by the user, classes, settings,
     vocabularies. Then each rank calls the model once on rank `root`'s first batch, in inference
@@ -125,6 +125,10 @@ class BroadcastState(keras.callbacks.Callback):
         self.rates_differ = False
         # Metrics over the samples of all ranks
         self.metrics = AverageMetrics()
+        # Those of this run that restore the weights of their best epoch
+        self._restoring: list[keras.callbacks.EarlyStopping] = []
+        # The last epoch that has ended in this run
+        self._epoch = 0
         # Optimizers that the model does not hold -> their steps before this run; maxsize once named
         self._elsewhere: dict[keras.optimizers.Optimizer, int] = {}
 
@@ -139,7 +143,13 @@ class BroadcastState(keras.callbacks.Callback):
         # A `fit` that was interrupted may have left its own
         restore_train_function(self.model)
         self.alone = trains_alone(self.model)
-        conflicts = conflicts_of(callbacks_of_fit(), BroadcastState, not self.alone)
+        listed = callbacks_of_fit()
+        self._restoring = [
+            part
+            for part in listed
+            if isinstance(part, keras.callbacks.EarlyStopping) and part.restore_best_weights
+        ]
+        conflicts = conflicts_of(listed, BroadcastState, not self.alone)
         everyone = process.current().gather_objects(
             (params.get("steps"), params.get("epochs"), built, self.root, conflicts)
         )
@@ -256,6 +266,7 @@ class BroadcastState(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcast layers that the only step of the epoch has built; average metrics."""
+        self._epoch = epoch
         if self.unbuilt:
             self._broadcast_built()
         else:
@@ -290,7 +301,7 @@ class BroadcastState(keras.callbacks.Callback):
         self.metrics.on_test_end()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Require that no rank begins another epoch; restore the training step."""
+        """Require that no rank begins another epoch; restore the step; drop old residuals."""
         self.metrics.on_train_end(logs)
         # Otherwise ranks that begin another epoch would wait for this one, forever if its script
         # has other work
@@ -298,6 +309,18 @@ class BroadcastState(keras.callbacks.Callback):
         self._compare_outputs(None)
         restore_train_step(self.model)
         take_centre(self.model)
+        self._drop_residuals_of_later_epochs()
+
+    def _drop_residuals_of_later_epochs(self) -> None:
+        """Drop residuals if an EarlyStopping replaces the weights by those of an earlier epoch."""
+        # They belong to steps that it undoes, perhaps because these diverged, and a next `fit`
+        # would send them
+        restoring, self._restoring = self._restoring, []
+        if any(
+            part.best_weights is not None and part.best_epoch != self._epoch for part in restoring
+        ):
+            for optimizer in wrapped_optimizers(self.model):
+                exchanger_in(optimizer).drop_residuals()
 
     def _compare_in_next_step(self) -> None:
         """Compare outputs on the first batch of the next step, which then trains on it."""

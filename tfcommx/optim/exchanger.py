@@ -331,6 +331,15 @@ class Exchanger:
             rates={renamed[name]: rate for name, rate in state.rates.items()},
         )
 
+    def drop_residuals(self) -> None:
+        """Forget the unsent parts of all steps so far, and velocities. Outside of traced code.
+
+        **Ranks:** local, between two steps.
+        """
+        for paths, run in self.runs.items():
+            run.executor.clear(set(paths))
+        self.waiting = replace(self.waiting, residuals={})
+
     def drop_residuals_of_momenta(self) -> None:
         """Set the residuals of momenta to 0, in traced code of a step. **Ranks:** all."""
         executor = self.run_for(self.guard.step.variables).executor
