@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 import socket
@@ -21,6 +22,8 @@ from tfcommx.watch.membership import Membership
 def reported(monkeypatch: pytest.MonkeyPatch):
     """Return a function that raises an uncaught error and returns the watcher's message."""
     monkeypatch.setattr(sys, "excepthook", lambda *failure: None)
+    for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # Restored at the end
     monkeypatch.setattr(liveness.atexit, "register", lambda ends: None)
     ours, theirs = socket.socketpair()
     liveness._say_how_it_ends(ours, Membership())
@@ -139,3 +142,16 @@ def test_an_exception_of_native_code_tells_the_watcher_before_the_process_is_abo
         assert ended.returncode == -signal.SIGABRT, ended.stderr.decode()
         assert theirs.recv(64) == b"aborted\n"
         assert b"terminate called" in ended.stderr
+
+
+@pytest.mark.parametrize("code, status", [("sys.exit(3)", 3), ("pass", 0)])
+def test_a_script_that_outlives_a_rank_ends_with_its_own_status(code: str, status: int) -> None:
+    """Under elastic averaging `sys.exit(3)` counted as ended well if another rank had died."""
+    script = (
+        "import socket, sys; from tfcommx.watch import liveness, membership; "
+        "members = membership.Membership(); ours, theirs = socket.socketpair(); "
+        "liveness._say_how_it_ends(ours, members); "
+        f"members.mark_gone(1, 'its process has ended', False); {code}"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == status, ended.stderr

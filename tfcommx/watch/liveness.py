@@ -43,7 +43,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from tfcommx.kernels import loader
-from tfcommx.launch.interpreter import Hook, end_at_once, handle_uncaught, isolated
+from tfcommx.launch.interpreter import ExitStatus, Hook, end_at_once, handle_uncaught, isolated
 from tfcommx.watch.membership import Membership
 from tfcommx.watch.protocol import MISSING, neighbours
 from tfcommx.watch.stalls import CAUSES
@@ -271,6 +271,8 @@ def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threa
         An event that is set if this rank has failed.
     """
     pid, failed, no_bye = os.getpid(), threading.Event(), threading.Event()
+    status = ExitStatus()
+    status.watch()
 
     def fail(
         report: Hook,
@@ -303,7 +305,7 @@ def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threa
                 to_watcher.send(b"bye\n")
             # Because Horovod's and MPI's shutdown would wait for a rank that has died
             if membership.any_died():
-                end_at_once(0)
+                end_at_once(status.get())
 
     handle_uncaught(fail)
     atexit.register(bye)
