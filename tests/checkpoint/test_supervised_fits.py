@@ -6,6 +6,8 @@ answers.
 
 from __future__ import annotations
 
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,4 +87,54 @@ def test_a_second_phase_is_trained_after_a_restart(
     resumed, epochs, steps = train(tmp_path / "lost", -1, same)
     assert epochs == [*range(lost_at, 4)] and steps == 2 * (3 + 4)
     for one, other in zip(whole.get_weights(), resumed.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def resumed_in_memory(folder: Path, lost_at: int) -> keras.Model:
+    """Train four epochs of two steps; be lost behind an epoch, before its save."""
+    cx.init()
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    data = np.arange(8, dtype=np.float32).reshape(4, 2)
+    saving = cx.checkpoint.Checkpoint(folder / "run", memory_every=1)
+    parts = [keras.callbacks.LambdaCallback(on_epoch_end=lost_behind(lost_at)), saving]
+    options = {"batch_size": 2, "shuffle": False, "verbose": 0}
+    try:
+        model.fit(data, data[:, :1], epochs=4, callbacks=parts, **options)
+    finally:
+        for thread in threading.enumerate():
+            if thread.name == "tfcommx-snapshot":
+                thread.join()
+    return model
+
+
+def lost_behind(lost_at: int) -> Callable[[int, object], None]:
+    def on_epoch_end(epoch: int, logs: object) -> None:
+        if epoch == lost_at:
+            raise InterruptedError
+
+    return on_epoch_end
+
+
+def test_a_folder_without_room_at_a_restart_does_not_lose_the_snapshots(
+    begin: Callable[[int], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three generations ended before their first step, and with them the run and its memory."""
+    whole, lost = tmp_path / "whole", tmp_path / "lost"
+    for folder in (whole, lost):
+        folder.mkdir()
+    begin(0)
+    wanted = resumed_in_memory(whole, -1)
+    begin(0)
+    with pytest.raises(InterruptedError):
+        resumed_in_memory(lost, 2)
+    shutil.rmtree(lost / "run")
+    (lost / "run").touch()  # No folder can be made there
+    begin(1)
+    lock._held.clear()
+    resumed = resumed_in_memory(lost, -1)
+    assert caplog.text.count("The run continues") == 2 and "It was the last save" in caplog.text
+    for one, other in zip(wanted.get_weights(), resumed.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)

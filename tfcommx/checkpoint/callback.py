@@ -142,12 +142,19 @@ class Checkpoint(keras.callbacks.Callback):
                     f"{rank}. Give an absolute path."
                 )
         for rank, (reason, _, _) in enumerate(rows):
-            if reason:
-                raise CheckpointError(
-                    "A checkpoint needs a folder that every rank can write to. Received "
-                    f"{self.folder}, of which rank {rank} says: {reason}. Make room for it, or "
-                    "give another."
-                )
+            if not reason:
+                continue
+            needs = (
+                "A checkpoint needs a folder that every rank can write to. Received "
+                f"{self.folder}, of which rank {rank} says: {reason}."
+            )
+            # The state of such a run is in memory alone, and would be lost with its end. A save
+            # claims the folder once it can be written
+            if self._begins_at is not None and self._begins_at.source == "memory":
+                if comm.rank == 0:
+                    log.error("%s Make room for it. %s", needs, RETRY)
+                return
+            raise CheckpointError(f"{needs} Make room for it, or give another.")
         if trains_alone(self.model):
             return
         try:
