@@ -91,7 +91,7 @@ def test_a_second_phase_is_trained_after_a_restart(
 
 
 def resumed_in_memory(folder: Path, lost_at: int) -> keras.Model:
-    """Train four epochs of two steps; be lost behind an epoch, before its save."""
+    """Train four epochs of two steps, logged; be lost behind an epoch, before its save."""
     cx.init()
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
@@ -99,7 +99,8 @@ def resumed_in_memory(folder: Path, lost_at: int) -> keras.Model:
     model.compile(optimizer, loss="mse", jit_compile=False)
     data = np.arange(8, dtype=np.float32).reshape(4, 2)
     saving = cx.checkpoint.Checkpoint(folder / "run", memory_every=1)
-    parts = [keras.callbacks.LambdaCallback(on_epoch_end=lost_behind(lost_at)), saving]
+    logger = keras.callbacks.CSVLogger(folder / "log.csv")
+    parts = [logger, keras.callbacks.LambdaCallback(on_epoch_end=lost_behind(lost_at)), saving]
     options = {"batch_size": 2, "shuffle": False, "verbose": 0}
     try:
         model.fit(data, data[:, :1], epochs=4, callbacks=parts, **options)
@@ -121,7 +122,10 @@ def lost_behind(lost_at: int) -> Callable[[int, object], None]:
 def test_a_folder_without_room_at_a_restart_does_not_lose_the_snapshots(
     begin: Callable[[int], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three generations ended before their first step, and with them the run and its memory."""
+    """Three generations ended before their first step, and with them the run and its memory.
+
+    Its log had two rows of the epoch that was lost before its save.
+    """
     whole, lost = tmp_path / "whole", tmp_path / "lost"
     for folder in (whole, lost):
         folder.mkdir()
@@ -138,3 +142,5 @@ def test_a_folder_without_room_at_a_restart_does_not_lose_the_snapshots(
     assert caplog.text.count("The run continues") == 2 and "It was the last save" in caplog.text
     for one, other in zip(wanted.get_weights(), resumed.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
+    logs = [(folder / "log.csv").read_text() for folder in (whole, lost)]
+    assert logs[0] == logs[1] and logs[0].count("\n") == 5

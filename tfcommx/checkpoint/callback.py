@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from tfcommx.checkpoint.files import read_heads, why_not_writable
-from tfcommx.checkpoint.followers import Followers, follow
+from tfcommx.checkpoint.followers import Followers, drop_rows, follow
 from tfcommx.checkpoint.newest import Newest
 from tfcommx.checkpoint.restoring import resume_followers
 from tfcommx.checkpoint.saving import RETRY, Patience, SaveError, claim, release, save
@@ -90,6 +90,8 @@ class Checkpoint(keras.callbacks.Callback):
                 # would be lost, and the user does not start this one
                 for callback in callbacks_of_fit():
                     if isinstance(callback, keras.callbacks.CSVLogger):
+                        if not callback.append:  # All rows are of this `fit`
+                            drop_rows(callback, self._begins_at.head.epoch + 1)
                         callback.append = True
 
     def on_train_begin(self, logs: Any = None) -> None:

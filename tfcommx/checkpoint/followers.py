@@ -15,6 +15,7 @@ too, and the callback receives them when the run resumes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import weakref
 from collections import Counter
@@ -27,6 +28,7 @@ import numpy as np
 
 from tfcommx.checkpoint.files import arrays_in
 from tfcommx.checkpoint.state import wide
+from tfcommx.core import replacing
 from tfcommx.keras_internals import averages_in_weights
 
 # Callback of Keras -> its attributes that each `fit`, or a new object, sets anew
@@ -185,3 +187,19 @@ def _number(value: Any) -> Any:
     except (TypeError, ValueError):
         return None
     return number if np.isfinite(number) else None
+
+
+def drop_rows(logger: keras.callbacks.CSVLogger, epoch: int) -> None:
+    """Remove the rows of the epochs from `epoch` on, which are trained again, from a log."""
+    path, separator = Path(logger.filename), logger.sep.encode()
+    with contextlib.suppress(OSError):  # Without a log, or on a full disk, where rows stay double
+        lines = path.read_bytes().splitlines(keepends=True)
+        numbers = [line.partition(separator)[0] for line in lines]
+        rows = [
+            line
+            for line, number in zip(lines, numbers, strict=True)
+            if not number.isdigit() or int(number) < epoch
+        ]
+        if len(rows) < len(lines):
+            with replacing(path) as part:
+                part.write_bytes(b"".join(rows))
