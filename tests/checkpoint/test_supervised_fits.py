@@ -144,3 +144,35 @@ def test_a_folder_without_room_at_a_restart_does_not_lose_the_snapshots(
         np.testing.assert_array_equal(one, other)
     logs = [(folder / "log.csv").read_text() for folder in (whole, lost)]
     assert logs[0] == logs[1] and logs[0].count("\n") == 5
+
+
+@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("patience", [1, 9], ids=["stopped", "no epoch left"])
+def test_a_run_that_is_lost_behind_its_fit_ends_with_the_same_weights(
+    patience: int, behind: bool, begin: Callable[[int], None], tmp_path: Path
+) -> None:
+    """It trained one more epoch if EarlyStopping had stopped it, and lost the best weights."""
+
+    def train() -> tuple[list[int], list[np.ndarray]]:
+        cx.init()
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+        optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01))
+        model.compile(optimizer, loss="mse", jit_compile=False)
+        data = np.arange(8, dtype=np.float32).reshape(4, 2)
+        stopping = keras.callbacks.EarlyStopping(
+            "loss", patience=patience, min_delta=1e9, restore_best_weights=True
+        )
+        parts = [cx.checkpoint.Checkpoint(tmp_path / "run"), stopping]
+        options = {"callbacks": parts if behind else parts[::-1], "verbose": 0}
+        trained = model.fit(data, data[:, :1], epochs=3, shuffle=False, **options)
+        return trained.epoch, model.get_weights()
+
+    begin(0)
+    epochs, weights = train()
+    assert epochs == ([0, 1] if patience == 1 else [0, 1, 2])
+    begin(1)
+    again, resumed = train()
+    assert again == []
+    for one, other in zip(weights, resumed, strict=True):
+        np.testing.assert_array_equal(one, other)

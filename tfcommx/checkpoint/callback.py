@@ -11,11 +11,20 @@ from typing import Any
 
 import keras
 
-from tfcommx.checkpoint.files import read_heads, why_not_writable
+from tfcommx.checkpoint.files import Head, read_heads, why_not_writable
 from tfcommx.checkpoint.followers import Followers, drop_rows, follow
 from tfcommx.checkpoint.newest import Newest
-from tfcommx.checkpoint.restoring import resume_followers
-from tfcommx.checkpoint.saving import RETRY, Patience, SaveError, claim, release, save
+from tfcommx.checkpoint.restoring import finish_followers, resume_followers
+from tfcommx.checkpoint.saving import (
+    RETRY,
+    STOPPED,
+    Patience,
+    SaveError,
+    claim,
+    note_stop,
+    release,
+    save,
+)
 from tfcommx.checkpoint.snapshots import RestoreRankValues, Snapshots
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, check_whole, local_path, require_equal
@@ -116,7 +125,8 @@ class Checkpoint(keras.callbacks.Callback):
                 "that object a get_config(), or train without Checkpoint."
             ) from error
         if self._begins_at is not None:
-            begin_at_epoch(self.model, self._begins_at.head.epoch + 1)
+            head = self._begins_at.head
+            begin_at_epoch(self.model, self._epochs if self._was_stopped(head) else head.epoch + 1)
             self._values = RestoreRankValues(self.folder)
             self._values.set_model(self.model)
         if self._snapshots is not None:
@@ -220,7 +230,7 @@ class Checkpoint(keras.callbacks.Callback):
             taken = min(taken, steps - self._done) if steps else taken
             self._snapshots.end_epoch(epoch, taken)
             notes = self._snapshots.notes()
-        is_last = epoch + 1 == (self.params or {}).get("epochs")
+        is_last = epoch + 1 == self._epochs
         self._patience.save(
             lambda: save(self.model, self.folder, epoch, self.keep, notes=notes),
             LAST if is_last else RETRY,
@@ -228,15 +238,29 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Restore the effect of SIGTERM, and unlock the folder."""
+        if self._snapshots is not None and not self._begins and self.model.stop_training:
+            note_stop(self.folder, self._epoch, self._epochs)
+        if self._begins and self._followers is not None:
+            ended = self._begins_at is not None and self._was_stopped(self._begins_at.head)
+            finish_followers(self.model, self._followers, None if ended else self._epochs)
         if self._begins_at is not None:
             # No epoch was left to train. Keras would begin the next `fit`, as of another phase of
             # the training, at the same epoch, and skip those before it without a word
             begin_at_epoch(self.model, None)
             head = self._begins_at.head
             # Otherwise the checkpoint is of a later `fit`, which continues the epochs' numbers
-            if head.epoch + 1 == (self.params or {}).get("epochs") and not head.step:
+            if self._was_stopped(head) or (head.epoch + 1 == self._epochs and not head.step):
                 self._begins_at = None
         # SIGTERM has its former effect first, because no rank votes on leaving after `fit`
         self._open.close()
         release(self.folder)
         self._followers = None
+
+    @property
+    def _epochs(self) -> int:
+        """The epochs that `fit` was called for."""
+        return int((self.params or {}).get("epochs") or 0)
+
+    def _was_stopped(self, head: Head) -> bool:
+        """Return True if this `fit` was stopped after a save, as by EarlyStopping."""
+        return head.notes.get(STOPPED) == self._epochs

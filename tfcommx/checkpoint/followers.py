@@ -136,6 +136,13 @@ class Followers:
         for callback in swapping:
             callback.on_epoch_begin(epoch + 1)
 
+    def finish(self, states: Sequence[tuple[Key, State]]) -> None:
+        """Set the callbacks in the end of a `fit` without epochs; end it again for those before."""
+        self.resume(states)
+        for callback in self.callbacks:
+            if callback in self.named.values() and callback not in self.behind:
+                callback.on_train_end()
+
 
 # Model -> the callbacks of its `fit`; by a weak reference, because these refer to the model
 _of_fit: weakref.WeakKeyDictionary[keras.Model, weakref.ref[Followers]] = (

@@ -144,6 +144,19 @@ def resume_followers(model: keras.Model, followers: Followers, epoch: int) -> No
         inner_optimizer(model.optimizer).swap_averages()
 
 
+def finish_followers(model: keras.Model, followers: Followers, epochs: int | None) -> None:
+    """Let callbacks end a restored `fit` that had no epoch left, so they restore best weights.
+
+    Args:
+        epochs: of the `fit`, which has ended if this is the next one; None: it had been stopped.
+
+    **Ranks:** all.
+    """
+    next_epoch, saved = _followed.get(model, (-1, SavedFollowers([], False)))
+    if epochs in (None, next_epoch):
+        followers.finish(saved.states)
+
+
 def load(model: keras.Model, checkpoint: Newest) -> None:
     """Load a checkpoint, as `restore` does. **Ranks:** all. **Raises:** as `restore`."""
     _restored[model] = checkpoint

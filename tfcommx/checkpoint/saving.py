@@ -69,6 +69,10 @@ RETRY = (
 )
 
 
+# Key of a head's notes: the epochs of a `fit` that was stopped after the save, as by EarlyStopping
+STOPPED = "stopped"
+
+
 class SaveError(CheckpointError, OSError):
     """A checkpoint could not be written; raised on all ranks; the previous one is intact."""
 
@@ -233,6 +237,17 @@ def save(
     saves = {number, *(older_head.save for older_head in older)}
     # Only now, because until now a checkpoint.json may have named them as the newest
     remove_other_saves(folder, saves, comm.rank, comm.topology.size)
+
+
+def note_stop(folder: Path, epoch: int, epochs: int) -> None:
+    """Note in the save of `epoch` that a `fit` for `epochs` was stopped after it.
+
+    **Ranks:** all.
+    """
+    head = read_own_head(folder)
+    if _speaks_for_node(process.current()) and head is not None and head.epoch == epoch:
+        with contextlib.suppress(OSError):  # A restart would train one more epoch
+            write_head(head._replace(notes=head.notes | {STOPPED: epochs}), folder)
 
 
 def _heads(folder: Path) -> list[Head | None]:
