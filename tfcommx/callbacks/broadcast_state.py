@@ -46,7 +46,6 @@ from tfcommx.optim.step_boundary import (
     take_centre,
 )
 from tfcommx.optim.wrapped import (
-    accumulated,
     agree_on_loss_scale,
     agree_on_names,
     exchanger_in,
@@ -405,27 +404,16 @@ class BroadcastState(keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         """Broadcast weights and optimizers' state; set different seeds on the ranks."""
-        each_ranks_own: set[int] = set()
         state: list[keras.Variable] = []
         for optimizer in wrapped_optimizers(self.model):
-            each_ranks_own |= {id(variable) for variable in accumulated(optimizer).values()}
             if sharding := exchanger_in(optimizer).sharding:
-                each_ranks_own |= {id(variable) for variable in sharding.state}
                 sharding.share_loaded(self.root)
             state += [*optimizer.variables, *unlisted(optimizer).values()]
         agree_on_names(self.model, self.root)  # While variables have the order of the whole model
         generators = all_generators(self.model)
         # Keras's own, which serves draws without a seed, is no variable of the model
         state += [generators[-1].state]
-        broadcast_variables(
-            [
-                variable
-                for variable in (*self.model.variables, *state)
-                # By identity, because Keras compares variables entry by entry
-                if id(variable) not in each_ranks_own
-            ],
-            self.root,
-        )
+        broadcast_variables([*self.model.variables, *state], self.root)
         finalize_layers(self.model)
         if self.compare:
             require_equal_optimizers(self.model)

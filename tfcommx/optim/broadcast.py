@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import ConfigurationError, check_whole, require_equal
-from tfcommx.keras_internals import numbered_stem
+from tfcommx.keras_internals import accumulated_gradients, numbered_stem
 from tfcommx.optim.requested_plan import AGREED_NAMES, path_of
 
 # Dtypes that Horovod does not support; a complex number travels as its two parts. The wider type
@@ -27,6 +28,10 @@ _CARRIED_AS = {
 }
 
 
+# Wrapped optimizers that exist
+WRAPPED: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
+
+
 def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root: int = 0) -> None:
     """Give every rank the values that rank `root` has: weights, an optimizer's state.
 
@@ -35,7 +40,8 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     drop the same entries learn less from a batch. Plans and checkpoints then name the variables
     as rank `root` does, because a rank that made another model before has other paths. Layers that
     derive constants from their weights, as Normalization does in `adapt`, keep the old ones: call
-    their `finalize_state()` afterwards, on every rank.
+    their `finalize_state()` afterwards, on every rank. Variables that each rank has alone stay: the
+    sums of gradients that a wrapped optimizer accumulates, and with strategy="sharded" its state.
 
     >>> import keras
     >>> import tfcommx as cx
@@ -55,7 +61,9 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     in another order, name different roots or none of the ranks, or for text, before anything is
     sent.
     """
-    comm, variables = process.current(), list(variables)
+    comm, own = process.current(), _each_ranks_own()
+    # By identity, because Keras compares variables entry by entry
+    variables = [variable for variable in variables if id(variable) not in own]
     root = check_whole("root", root)
     names = _require_equal_variables(variables, root)[root]
     words = next((var for var in variables if tf.as_dtype(var.dtype) == tf.string), None)
@@ -81,6 +89,16 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
         carried = tf.cast(value, _CARRIED_AS.get(value.dtype, value.dtype))
         received = comm.broadcast(carried, root, f"tfcommx/state{number}")
         variable.assign(tf.cast(received, value.dtype))
+
+
+def _each_ranks_own() -> set[int]:
+    """Return the identities of the optimizers' variables that each rank has alone."""
+    own: set[int] = set()
+    for optimizer in list(WRAPPED):
+        sharding = optimizer.exchanger.sharding
+        parts = [*accumulated_gradients(optimizer), *(sharding.state if sharding else ())]
+        own |= set(map(id, parts))
+    return own
 
 
 def average_variables(variables: Sequence[keras.Variable], comm: Comm, name: str) -> None:

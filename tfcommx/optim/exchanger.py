@@ -26,7 +26,7 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.core import NOMINAL, ConfigurationError, Plan, Scheme
 from tfcommx.keras_internals import SendsMomentum, traced_batch
 from tfcommx.kernels.traced import untraced
-from tfcommx.optim.broadcast import average_variables
+from tfcommx.optim.broadcast import WRAPPED, average_variables
 from tfcommx.optim.requested_plan import (
     ByVariable,
     ExchangeSettings,
@@ -93,6 +93,7 @@ class Exchanger:
             self.sharding = None
 
         self.optimizer = weakref.ref(optimizer, release)
+        WRAPPED.add(optimizer)
 
     def make_sharding(
         self, variables: Sequence[keras.Variable], decays: Sequence[bool], whole: bool
