@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import multiprocessing
 import os
 import re
@@ -296,6 +297,18 @@ def test_a_launcher_that_was_killed_is_named() -> None:
     running.launch = Launch((Host("localhost", 2),), ("true",))
     error = running.failed(-signal.SIGKILL, RankLines())
     assert error.status == 137 and "horovodrun" in str(error) and "SIGKILL" in str(error)
+
+
+def test_ranks_that_the_launcher_does_not_name_have_started() -> None:
+    """With mpirun's --enable-recovery a script's status was an error of its start."""
+    running, lines = object.__new__(Running), RankLines()
+    running.launch = Launch((Host("localhost", 2),), ("true",))
+    assert "did not start" in str(running.failed(3, lines))
+    missing = "rank 0 on node1 (its process has ended)"
+    report = f"[1]<stderr>:tfcommx: rank 1 ends, because ranks are missing: {missing}\n"
+    lines.relay(io.StringIO(report))
+    error = running.failed(3, lines)
+    assert error.status == 3 and str(error) == f"`true` ended with status 3. {missing}"
 
 
 def test_a_full_disk_under_the_log_ends_no_rank(

@@ -308,6 +308,9 @@ class Running:
                     killed.status,
                 )
             reason = lines.launcher_error()
+            if lines.has_ranks:  # mpirun names none of them with --enable-recovery
+                parts = [f"`{words}` ended with status {status}.", *lines.missing[:1], reason]
+                return LaunchError(" ".join(part.strip() for part in parts if part), status)
             return LaunchError(
                 f"`{words}` did not start on all ranks, status {status}. {reason}", 1
             )

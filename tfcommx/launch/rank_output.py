@@ -235,6 +235,8 @@ class RankLines:
         # Lines of the launcher itself, and ranks' reports of missing ranks: shown only if needed
         self.own: list[str] = []
         self.missing: list[str] = []
+        # True once a rank has written a line
+        self.has_ranks = False
         # Ranks that ended because others were missing
         self.followers: set[int] = set()
         # Line shown on stderr -> the first rank that wrote it
@@ -249,6 +251,7 @@ class RankLines:
         unended: tuple[str, str] | None = None
         for line in stream:
             if marked := MARK.match(line):
+                self.has_ranks = True
                 rank, kind = marked[2], marked[3]
                 text = marked[4].removeprefix(" ") if marked[1] else marked[4]
             elif unended:  # mpirun marks only the beginning of a line: a progress bar continues
