@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 
+import tfcommx as cx
 from tfcommx import checkpoint
 from tfcommx.checkpoint import lock
 from tfcommx.collectives import process
@@ -21,6 +22,7 @@ from tfcommx.optim import automatic, requested_plan
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.training import callbacks, save_and_stop, steps
+from tfcommx.training import run as the_run
 from tfcommx.training.profile import measure_recipe
 from tfcommx.training.run import Run
 from tfcommx.training.steps import Position
@@ -264,3 +266,16 @@ def test_an_output_that_cannot_be_a_folder_is_refused_first(
     """Training ended at the first save, which may be hours later."""
     with pytest.raises(ConfigurationError, match=r"pictures\.npz.* rank 0 "):
         train(recipe(tmp_path / "missing.npz", 8), tmp_path / name)
+
+
+def test_a_restart_without_room_does_not_lose_its_snapshots(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """A full disk ended a supervised run at its restart, and the snapshots in memory with it."""
+    folder = tmp_path / "run"
+    folder.touch()  # No folder can be made there
+    with pytest.raises(ConfigurationError, match="every rank can write"):
+        the_run._require_writable(cx.init(), folder)
+    monkeypatch.setattr(the_run, "continues_from_memory", lambda checkpoints: True)
+    the_run._require_writable(cx.init(), folder)
+    assert "every rank can write" in caplog.text and "tries again" in caplog.text

@@ -170,6 +170,12 @@ def newest_of_run(folder: Path) -> Newest | None:
     return checkpoint if checkpoint and checkpoint.head.notes.get(RUN) == supervised.run else None
 
 
+def continues_from_memory(folder: Path) -> bool:
+    """Return True if this generation continues from a snapshot. **Ranks, Raises:** as `newest`."""
+    checkpoint = newest_of_run(folder)
+    return checkpoint is not None and checkpoint.source == "memory"
+
+
 def _is_newer(disk: Head | None, memory: Head) -> bool:
     """Return True if a save of the same run is newer on disk than in memory."""
     # An earlier run in this folder may have come further, but this one continues its own steps

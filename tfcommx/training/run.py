@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from pydantic import BaseModel
 
 import tfcommx as cx
 from tfcommx.checkpoint.files import why_not_writable
+from tfcommx.checkpoint.newest import continues_from_memory
+from tfcommx.checkpoint.saving import RETRY
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.comparisons import Facts
 from tfcommx.optim.automatic import ExpectedRun
@@ -19,8 +22,12 @@ from tfcommx.recipes.families import Data, DataRank, Objective
 from tfcommx.recipes.recipe import Recipe, Target
 from tfcommx.training.steps import FitCall, Position
 
+log = logging.getLogger("tfcommx")
+
 # Types of the settings that are compared between ranks
 SIMPLE = (str, int, float, tuple, list, dict, cx.Scheme, type(None))
+# Folder of the checkpoints in that of the run
+CHECKPOINT = "checkpoint"
 SAME_RECIPE = "Start all ranks with the same file and the same settings."
 SAME_DATA = "Copy the same files to every node, or read one copy that all nodes see."
 
@@ -93,7 +100,7 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        return self.folder / "checkpoint"
+        return self.folder / CHECKPOINT
 
 
 def prepare(recipe: Recipe, folder: Path, saves: bool = True) -> Run:
@@ -145,11 +152,18 @@ def prepare(recipe: Recipe, folder: Path, saves: bool = True) -> Run:
 def _require_writable(comm: Comm, folder: Path) -> None:
     """Refuse a folder into which the run could not save. **Ranks:** all."""
     for rank, reason in enumerate(comm.gather_objects(why_not_writable(folder))):
-        if reason:
-            raise cx.ConfigurationError(
-                f"A run needs a folder that every rank can write to. Received {folder}, of which "
-                f"rank {rank} says: {reason}. Give another by --output."
-            )
+        if not reason:
+            continue
+        needs = (
+            f"A run needs a folder that every rank can write to. Received {folder}, of which rank "
+            f"{rank} says: {reason}."
+        )
+        # The state of such a run is in memory alone, and would be lost with its end
+        if not continues_from_memory(folder / CHECKPOINT):
+            raise cx.ConfigurationError(f"{needs} Give another by --output.")
+        if comm.rank == 0:
+            log.error("%s Make room for it. %s", needs, RETRY)
+        return
 
 
 def _require_equal(comm: Comm, kind: str, name: str, values: dict[str, str], remedy: str) -> None:

@@ -16,7 +16,7 @@ import tensorflow as tf
 import tfcommx as cx
 from tfcommx import callbacks, checkpoint, report
 from tfcommx.checkpoint.files import read_own_head
-from tfcommx.checkpoint.newest import newest_of_run
+from tfcommx.checkpoint.newest import continues_from_memory, newest_of_run
 from tfcommx.checkpoint.saving import claim
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.callbacks import (
@@ -87,7 +87,12 @@ def train(
         schemes = recipe.scheme_of_epoch()
         optimizer = compile_model(model, run, schemes[min(first.epoch, recipe.epochs - 1)])
         # Before the training, because its first save would fail if another run saves there
-        claim(run.checkpoint)
+        try:
+            claim(run.checkpoint)
+        except checkpoint.SaveError:
+            # A save claims the folder once it has room
+            if not continues_from_memory(run.checkpoint):
+                raise
         if saved:
             checkpoint.restore(model, run.checkpoint)
         snapshots = checkpoint.Snapshots(model, run.checkpoint, recipe.checkpoint.memory_every)
