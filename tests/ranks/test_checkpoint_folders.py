@@ -19,7 +19,7 @@ import pytest
 
 import tfcommx as cx
 from tfcommx import checkpoint
-from tfcommx.checkpoint import lock, saving
+from tfcommx.checkpoint import lock, newest, restoring, saving, snapshots
 from tfcommx.checkpoint.files import residuals_name
 from tfcommx.collectives.comm import Comm
 
@@ -151,6 +151,19 @@ def test_a_folder_of_each_node_is_told(
         one.message for one in caplog.records if "is another than that of rank 0" in one.message
     ]
     assert len(told) == (comm.rank == 0)
+
+
+def test_a_loop_continues_on_nodes_without_the_file_of_the_model(
+    comm: Comm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their ranks kept their first weights, and the replica guard ended each generation."""
+    saved, restored = small(), small()
+    checkpoint.save(saved, folder, 0)
+    monkeypatch.setattr(snapshots, "newest_of_run", newest.newest)
+    monkeypatch.setattr(restoring, "is_file", lambda path: not comm.rank and path.is_file())
+    assert checkpoint.Snapshots(restored, folder, None).restore() == (1, 0)
+    wanted = comm.gather_objects([weight.tolist() for weight in saved.get_weights()])[0]
+    assert [weight.tolist() for weight in restored.get_weights()] == wanted
 
 
 def test_a_name_that_one_rank_cannot_write_leaves_the_save_before(

@@ -30,7 +30,6 @@ from tfcommx.keras_internals import (
     restore_train_step,
     steps_of,
     trace_again,
-    unlisted,
     untracked_variables,
 )
 from tfcommx.optim.broadcast import broadcast_variables, require_root
@@ -50,6 +49,7 @@ from tfcommx.optim.wrapped import (
     agree_on_names,
     exchanger_in,
     optimizers_elsewhere,
+    shared_state,
     trains_alone,
     wrapped_optimizers,
 )
@@ -404,11 +404,7 @@ class BroadcastState(keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         """Broadcast weights and optimizers' state; set different seeds on the ranks."""
-        state: list[keras.Variable] = []
-        for optimizer in wrapped_optimizers(self.model):
-            if sharding := exchanger_in(optimizer).sharding:
-                sharding.share_loaded(self.root)
-            state += [*optimizer.variables, *unlisted(optimizer).values()]
+        state = shared_state(self.model, self.root)
         agree_on_names(self.model, self.root)  # While variables have the order of the whole model
         generators = all_generators(self.model)
         # Keras's own, which serves draws without a seed, is no variable of the model

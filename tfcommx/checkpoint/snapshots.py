@@ -44,8 +44,9 @@ from tfcommx.core import CheckpointError, check_whole, local_path
 from tfcommx.keras_internals import build_metrics, finalize_layers, statistics_of
 from tfcommx.launch.launcher import launch_interfaces
 from tfcommx.launch.supervision import MEMORY, PAUSED, SupervisorLink, supervision
+from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.step_boundary import consolidate
-from tfcommx.optim.wrapped import exchanger_in, trains_alone, wrapped_optimizers
+from tfcommx.optim.wrapped import exchanger_in, shared_state, trains_alone, wrapped_optimizers
 
 log = logging.getLogger("tfcommx")
 
@@ -294,6 +295,9 @@ class Snapshots:
         self.load()
         if self.found is None:
             return 0, 0
+        if self.found.source == "file":
+            # Only the ranks of one node have the model's file if each has a separate disk
+            broadcast_variables([*self.model.weights, *shared_state(self.model, 0)])
         values = RestoreRankValues(self.folder)
         values.set_model(self.model)
         values.on_train_begin()

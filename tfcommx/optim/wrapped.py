@@ -16,6 +16,7 @@ from tfcommx.keras_internals import (
     inner_optimizer,
     mix_into,
     trainable_variables,
+    unlisted,
 )
 from tfcommx.optim.exchanger import Exchanger, last_exchanger
 
@@ -143,6 +144,19 @@ def accumulated(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variab
 def steps_of_update(optimizer: keras.optimizers.Optimizer) -> int:
     """Return the steps for each update of the weights: more than 1 if gradients accumulate."""
     return inner_optimizer(optimizer).gradient_accumulation_steps or 1
+
+
+def shared_state(model: keras.Model, root: int) -> list[keras.Variable]:
+    """Return the variables of a model's optimizers to broadcast; share loaded state of shards.
+
+    **Ranks:** all, outside of traced code.
+    """
+    state: list[keras.Variable] = []
+    for optimizer in wrapped_optimizers(model):
+        if sharding := exchanger_in(optimizer).sharding:
+            sharding.share_loaded(root)
+        state += [*optimizer.variables, *unlisted(optimizer).values()]
+    return state
 
 
 def agree_on_names(model: keras.Model, root: int) -> None:
