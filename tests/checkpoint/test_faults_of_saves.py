@@ -16,7 +16,7 @@ import pytest
 
 import tfcommx as cx
 from tfcommx.checkpoint import files, saving
-from tfcommx.checkpoint.files import HEAD, model_name, residuals_name
+from tfcommx.checkpoint.files import HEAD, model_name, read_own_head, residuals_name
 from tfcommx.core import files as core_files
 
 
@@ -251,3 +251,20 @@ def test_numbers_of_numpy_are_numbers_of_a_checkpoint(small: keras.Model, tmp_pa
         cx.checkpoint.save(small, tmp_path, epoch, step=np.int32(3))
     head = cx.checkpoint.last(tmp_path)
     assert head and (head.epoch, head.step) == (1, 3)
+
+
+def test_the_end_of_a_training_is_saved_for_a_rank_that_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With elastic averaging rank 0 died when rank 1 had ended its epochs: none saved the last."""
+    comm, gone = cx.init(), []
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy="elastic_averaging")
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    monkeypatch.setattr(comm, "rank", 1)
+    monkeypatch.setattr(saving, "_first_rank", lambda: 1 if gone else 0)
+    dies = keras.callbacks.LambdaCallback(on_train_end=lambda logs: gone.append(0))
+    data = np.ones((4, 2), np.float32)
+    parts = [dies, cx.checkpoint.Checkpoint(tmp_path)]
+    model.fit(data, data[:, :1], epochs=3, verbose=0, callbacks=parts)
+    assert read_own_head(tmp_path).epoch == 2

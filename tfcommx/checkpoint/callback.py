@@ -24,6 +24,7 @@ from tfcommx.checkpoint.saving import (
     note_stop,
     release,
     save,
+    save_after_loss,
 )
 from tfcommx.checkpoint.snapshots import RestoreRankValues, Snapshots
 from tfcommx.collectives import process
@@ -251,6 +252,10 @@ class Checkpoint(keras.callbacks.Callback):
             # Otherwise the checkpoint is of a later `fit`, which continues the epochs' numbers
             if self._was_stopped(head) or (head.epoch + 1 == self._epochs and not head.step):
                 self._begins_at = None
+        if trains_alone(self.model) and not self._begins:
+            self._patience.save(
+                lambda: save_after_loss(self.model, self.folder, self._epoch, self.keep), LAST
+            )
         # SIGTERM has its former effect first, because no rank votes on leaving after `fit`
         self._open.close()
         release(self.folder)

@@ -383,3 +383,15 @@ def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> Non
                 remove_save(folder, number, 0)
             raise _no_room(folder, comm.rank, problem, named)
     remove_other_saves(folder, {number, *(older_head.save for older_head in older)}, 0, 1)
+
+
+def save_after_loss(model: keras.Model, folder: Path, epoch: int, keep: int) -> None:
+    """Save the end of a training with ElasticAveraging if the rank that saved has died before it.
+
+    The lowest remaining rank may have ended its last epoch by then, when it had nothing to save.
+
+    **Ranks:** any, after the training. **Raises:** as `save`.
+    """
+    head = read_own_head(folder)
+    if process.current().rank == _first_rank() != 0 and (head is None or head.epoch < epoch):
+        save(model, folder, epoch, keep)
