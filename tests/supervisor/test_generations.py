@@ -18,6 +18,7 @@ HOSTS = (Host("node0", 1), Host("node1", 2))
 LAUNCH = Launch(HOSTS, ("python", "train.py"))
 SILENT = "rank 1 on n1 (no response for 20 s), rank 2 on n1 (no response for 20 s). Noticed by"
 CUT_OFF = "rank 0 on n0 (no response for 20 s). No neighbour responds: it may have been cut off."
+ENDED = "rank 0 on node0 (its process has ended). Start again from the last checkpoint.\n"
 
 
 def generation(number: int, first: int, last: int, began: float = 0.0, rate: float = 10.0):
@@ -41,6 +42,7 @@ def generation(number: int, first: int, last: int, began: float = 0.0, rate: flo
         (Ending(Failure(0, 3)), "Rank 0 on node0 ended with status 3"),
         (Ending(Failure(2, 255)), "The connection to rank 2 on node1 was lost"),
         (Ending(None), "The launcher ended, and does not say which rank was the first"),
+        (Ending(None, False, [ENDED]), "Rank 0 on node0 (its process has ended)"),
         (Ending(Failure(0, 75), asked=True), "All ranks have saved and paused"),
         (Ending(Failure(0, 75), asked=True, leaving=["node1"]), "node1 leaves (SIGTERM)"),
         # A program that ends so by itself

@@ -119,6 +119,9 @@ class Ending(NamedTuple):
         if silent := self.silent(launch):
             names = ", ".join(f"rank {rank} on {host}" for rank, host in silent.items())
             return f"No response from {names}: stopped, or cut off"
+        if self.first is None and self.reports:  # mpirun names none with --enable-recovery
+            text, end, _ = self.reports[0].partition(").")
+            return f"R{text[1:]}{end[:1]}"
         if self.first is None:
             return "The launcher ended, and does not say which rank was the first"
         where = f"rank {self.first.rank} on {launch.host_of(self.first.rank)}"
