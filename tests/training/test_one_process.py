@@ -274,8 +274,8 @@ def test_a_restart_without_room_does_not_lose_its_snapshots(
     """A full disk ended a supervised run at its restart, and the snapshots in memory with it."""
     folder = tmp_path / "run"
     folder.touch()  # No folder can be made there
-    with pytest.raises(ConfigurationError, match="every rank can write"):
+    with pytest.raises(ConfigurationError, match="can write"):
         the_run._require_writable(cx.init(), folder)
     monkeypatch.setattr(the_run, "continues_from_memory", lambda checkpoints: True)
     the_run._require_writable(cx.init(), folder)
-    assert "every rank can write" in caplog.text and "tries again" in caplog.text
+    assert "can write" in caplog.text and "tries again" in caplog.text
