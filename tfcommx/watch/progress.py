@@ -179,8 +179,9 @@ class Progress:
             parts := [part for exchange in exchanges if (part := exchange.waiting())]
         ):
             return WAITS, parts[0]
-        if calls := [frame for frame in frames if _is_collective(frame)]:
-            return WAITS, _caller(frames[frames.index(calls[-1]) + 1 :])
+        calls = [index for index, frame in enumerate(frames) if _is_collective(frame)]
+        if calls and not any(map(_adds_to_graph, frames[: calls[0]])):
+            return WAITS, _caller(frames[calls[-1] + 1 :])
         if self._saw_fit and not in_fit:
             return LEFT, _where(frames)
         return (COMPUTES, "") if in_library else (PYTHON, _where(frames))
@@ -226,6 +227,11 @@ def _in_fit(frames: list[FrameType]) -> bool:
 def _is_collective(frame: FrameType) -> bool:
     in_comm = frame.f_code.co_filename == os.path.join(COLLECTIVES, "horovod.py")
     return in_comm or _is_in(frame, "horovod")
+
+
+def _adds_to_graph(frame: FrameType) -> bool:
+    # A collective that is traced exchanges nothing, and a starved process may trace for minutes
+    return frame.f_code.co_filename.endswith("tensorflow/python/framework/op_def_library.py")
 
 
 def _caller(frames: list[FrameType]) -> str:
