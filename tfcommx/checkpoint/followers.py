@@ -53,6 +53,8 @@ class SavedFollowers(NamedTuple):
     states: list[tuple[Key, State]]
     # True if the weights of the save are moving averages, and the moving averages weights
     swapped: bool
+    # Epochs of the `fit` until the save, and metric -> its value in each of them
+    history: tuple[list[int], dict[str, list[Any]]] = ([], {})
 
 
 class Followers:
@@ -78,6 +80,8 @@ class Followers:
                 name = (_kind(callback).__name__, str(callback.monitor), str(callback.mode))
                 self.named[(*name, counts[name])] = callback
                 counts[name] += 1
+        kinds = (part for part in self.callbacks if isinstance(part, keras.callbacks.History))
+        self.history: keras.callbacks.History | None = next(kinds, None)
         # Callbacks that are called behind `saving`; none if a loop of the user calls that
         listed = saving in self.callbacks
         self.behind = self.callbacks[self.callbacks.index(saving) + 1 :] if listed else []
@@ -103,8 +107,30 @@ class Followers:
             names = [f"best{number}-{position}" for position in range(len(weights))]
             arrays |= {name: wide(weight) for name, weight in zip(names, weights, strict=True)}
             rows.append([*key, state, names])
-        index = {"callbacks": rows, "swapped": any(map(averages_in_weights, self.callbacks))}
+        index = {
+            "callbacks": rows,
+            "swapped": any(map(averages_in_weights, self.callbacks)),
+            "history": self._history_so_far(),
+        }
         return {INDEX: np.array(json.dumps(index)), **arrays}
+
+    def _history_so_far(self) -> tuple[list[int], dict[str, list[Any]]]:
+        """Return the history with the epoch that has ended, which a History behind has not seen."""
+        if self.history is None:
+            return [], {}
+        epochs = list(getattr(self.history, "epoch", ()))  # None before its `on_train_begin`
+        values = {name: list(map(_number, row)) for name, row in self.history.history.items()}
+        if self.ended is not None and self.ended[0] not in epochs:
+            epochs.append(self.ended[0])
+            for name, value in self.ended[1].items():
+                values.setdefault(name, []).append(value)
+        return epochs, values
+
+    def resume_history(self, history: tuple[list[int], dict[str, list[Any]]]) -> None:
+        """Put the epochs of earlier generations in front of the history of this `fit`."""
+        if self.history is not None:
+            self.history.epoch = list(history[0])
+            self.history.history = {name: list(row) for name, row in history[1].items()}
 
     def resume(self, states: Sequence[tuple[Key, State]]) -> None:
         """Set each callback that has a state in the save; let it see the epoch that it lacks."""
@@ -178,7 +204,8 @@ def read_followers(path: Path) -> SavedFollowers:
             )
             for kind, metric, mode, number, state, names in index["callbacks"]
         ]
-        return SavedFollowers(states, index["swapped"])
+        epochs, values = index.get("history", ([], {}))
+        return SavedFollowers(states, index["swapped"], (epochs, values))
 
 
 def _kind(callback: keras.callbacks.Callback) -> type:

@@ -32,6 +32,7 @@ from tfcommx.keras_internals import (
     trainable_variables,
     unlisted,
 )
+from tfcommx.launch.supervision import supervision
 from tfcommx.optim.requested_plan import VariableNames
 from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.gradient_state import GradientState, Vectors, add_vectors, scaled
@@ -140,6 +141,7 @@ def resume_followers(model: keras.Model, followers: Followers, epoch: int) -> No
     next_epoch, saved = _followed.pop(model, (-1, SavedFollowers([], False)))
     if epoch == next_epoch:
         followers.resume(saved.states)
+        _resume_history(followers, saved)
     if saved.swapped:
         inner_optimizer(model.optimizer).swap_averages()
 
@@ -155,6 +157,13 @@ def finish_followers(model: keras.Model, followers: Followers, epochs: int | Non
     next_epoch, saved = _followed.get(model, (-1, SavedFollowers([], False)))
     if epochs in (None, next_epoch):
         followers.finish(saved.states)
+        _resume_history(followers, saved)
+
+
+def _resume_history(followers: Followers, saved: SavedFollowers) -> None:
+    # The user has not started this `fit`, and its script may read the history of all epochs
+    if supervision() is not None:
+        followers.resume_history(saved.history)
 
 
 def load(model: keras.Model, checkpoint: Newest) -> None:
@@ -237,10 +246,10 @@ def _followers_of(path: Path) -> SavedFollowers:
             saved = read_followers(path)
         except CheckpointError as error:  # Raised on all ranks, because the others wait
             problem = str(error)
-    ((states, swapped, problem), *_) = comm.gather_objects((*saved, problem))
+    ((*fields, problem), *_) = comm.gather_objects((*saved, problem))
     if problem:
         raise CheckpointError(problem)
-    return SavedFollowers(states, swapped)
+    return SavedFollowers._make(fields)
 
 
 def _pair_by_position(names: VariableNames, model: keras.Model, saved: Sequence[str]) -> None:
