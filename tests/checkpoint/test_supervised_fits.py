@@ -47,24 +47,33 @@ class Lost(keras.callbacks.Callback):
             raise InterruptedError
 
 
-def train(folder: Path, lost_at: int, same: bool) -> tuple[keras.Model, list[int], int]:
-    """Train in two phases; return the model, the epochs of the second, and all counted steps.
+# Of each `fit`: two steps an epoch
+OPTIONS = {"batch_size": 2, "shuffle": False, "verbose": 0}
 
-    Args:
-        same: True for one Checkpoint of both phases, False for two with their own folders.
-    """
+
+def compiled() -> tuple[keras.Model, np.ndarray]:
+    """Return a model that is made alike each time, and its data."""
     cx.init()
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
     optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))
     model.compile(optimizer, loss="mse", jit_compile=False)
     data = np.arange(8, dtype=np.float32).reshape(4, 2)
-    options = {"batch_size": 2, "shuffle": False, "verbose": 0}
+    return model, data
+
+
+def train(folder: Path, lost_at: int, same: bool) -> tuple[keras.Model, list[int], int]:
+    """Train in two phases; return the model, the epochs of the second, and all counted steps.
+
+    Args:
+        same: True for one Checkpoint of both phases, False for two with their own folders.
+    """
+    model, data = compiled()
     first = cx.checkpoint.Checkpoint(folder / "first")
-    model.fit(data, data[:, :1], epochs=3, callbacks=[first], **options)
+    model.fit(data, data[:, :1], epochs=3, callbacks=[first], **OPTIONS)
     second = first if same else cx.checkpoint.Checkpoint(folder / "second")
     callbacks = [second, Lost(lost_at)]
-    trained = model.fit(data, data[:, 1:], epochs=4, callbacks=callbacks, **options)
+    trained = model.fit(data, data[:, 1:], epochs=4, callbacks=callbacks, **OPTIONS)
     return model, trained.epoch, snapshots.Snapshots._counted
 
 
@@ -92,18 +101,12 @@ def test_a_second_phase_is_trained_after_a_restart(
 
 def resumed_in_memory(folder: Path, lost_at: int) -> keras.Model:
     """Train four epochs of two steps, logged; be lost behind an epoch, before its save."""
-    cx.init()
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
-    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))
-    model.compile(optimizer, loss="mse", jit_compile=False)
-    data = np.arange(8, dtype=np.float32).reshape(4, 2)
+    model, data = compiled()
     saving = cx.checkpoint.Checkpoint(folder / "run", memory_every=1)
     logger = keras.callbacks.CSVLogger(folder / "log.csv")
     parts = [logger, keras.callbacks.LambdaCallback(on_epoch_end=lost_behind(lost_at)), saving]
-    options = {"batch_size": 2, "shuffle": False, "verbose": 0}
     try:
-        model.fit(data, data[:, :1], epochs=4, callbacks=parts, **options)
+        model.fit(data, data[:, :1], epochs=4, callbacks=parts, **OPTIONS)
     finally:
         for thread in threading.enumerate():
             if thread.name == "tfcommx-snapshot":
