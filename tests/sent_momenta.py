@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Scheme, Topology
+from tfcommx.core.wire_formats import DENSE_CODE_BLOCKS
 from tfcommx.keras_internals import ExchangesGradients, SendsMomentum, copy_with
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
@@ -52,8 +53,8 @@ def gradients(rank: int, step: int) -> list[np.ndarray]:
 
 
 def one_bit(vector: np.ndarray) -> np.ndarray:
-    """Return a vector as it is received: signs times the mean magnitude of each block of 128."""
-    blocks = vector.reshape(-1, 128)
+    """Return a vector as it is received: signs times the mean magnitude of each block."""
+    blocks = vector.reshape(-1, DENSE_CODE_BLOCKS["int1"])
     steps = np.abs(blocks).mean(axis=1, dtype=np.float32, keepdims=True)
     steps = tf.cast(tf.cast(steps, tf.bfloat16), tf.float32).numpy()
     return np.where(np.signbit(blocks), -steps, steps).reshape(vector.shape)

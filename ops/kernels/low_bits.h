@@ -1,20 +1,22 @@
 // A dense vector on the wire in codes of 8, 4, 2 or 1 bits; a residual keeps what they lose.
 //
-// The vector is cut into shards of equal length, and a shard into blocks of kLowBitsBlock entries, of
-// which the last may be shorter. The entries of a block share a step:
+// The vector is cut into shards of equal length, and a shard into blocks, of which the last may be
+// shorter. The entries of a block share a step:
 //
-//   bits   step                  an entry is written as
-//   8      largest |x| / 127     the nearest multiple of the step, ties to even
-//   4      largest |x| / 7       likewise
-//   2      5/8 of the mean |x|   the nearest of -3, -1, 1 and 3 steps
-//   1      the mean |x|          -1 or 1 step, by its sign
+//   bits   entries   step                  an entry is written as
+//   8      128       largest |x| / 127     the nearest multiple of the step, ties to even
+//   4      128       largest |x| / 7       likewise
+//   2      128       5/8 of the mean |x|   the nearest of -3, -1, 1 and 3 steps
+//   1      512       the mean |x|          -1 or 1 step, by its sign
 //
 // Codes of 8 and 4 bits cut nothing off, so an error is at most half a step. The mean magnitude is
 // the step with which signs have the least squared error, whatever the entries. Four equidistant
 // levels have it for a normal distribution at .9957 standard deviations apart (Max, "Quantizing for
 // Minimum Distortion", 1960): then the step is .624 of the mean magnitude. 12 % of the squares are
 // left then, and 36 % by signs. Error feedback needs no more than that what is left of a block has
-// smaller squares than the block, and it does, whatever the entries.
+// smaller squares than the block, and it does, whatever the entries. Blocks of 1 bit are longer,
+// because a step costs them an eighth of the bytes otherwise, and a mean changes less with the length
+// than a largest magnitude does.
 //
 // Steps are rounded to bfloat16, which reaches as far as float32. A step is 0, and so is what is
 // written, if the largest or mean magnitude is below 2^-100. If an entry is NaN or infinite, the step
@@ -32,22 +34,27 @@
 
 namespace tfcommx {
 
-constexpr int kLowBitsBlock = 128;
+// Entries of a block.
+TFCOMMX_DEVICE constexpr int low_bits_block(int bits) { return bits == 1 ? 512 : 128; }
 
-// The int32 words of a shard: the steps, as bfloat16, ending in zero bits, then 4 * bits words of
-// codes for each block. The code of entry i of a block is in its word i % (4 * bits), from bit
-// i / (4 * bits) * bits on: so neighbours are in different words, which are made and read together.
+// int32 words of the codes of a block.
+TFCOMMX_DEVICE constexpr int low_bits_words(int bits) { return low_bits_block(bits) * bits / 32; }
+
+// The int32 words of a shard: the steps, as bfloat16, ending in zero bits, then the codes of each
+// block. The code of entry i of a block of `words` words is in its word i % words, from bit
+// i / words * bits on: so neighbours are in different words, which are made and read together.
 struct LowBits {
   int bits;         // of a code: 8, 4, 2 or 1
   int64_t entries;  // of a shard
 
-  TFCOMMX_DEVICE int64_t blocks() const { return (entries + kLowBitsBlock - 1) / kLowBitsBlock; }
+  TFCOMMX_DEVICE int block() const { return low_bits_block(bits); }
+  TFCOMMX_DEVICE int64_t blocks() const { return (entries + block() - 1) / block(); }
   TFCOMMX_DEVICE int64_t steps() const { return (blocks() + 1) / 2; }
-  TFCOMMX_DEVICE int64_t words() const { return steps() + blocks() * 4 * bits; }
-  // Of the block's entries, those that are no padding: of the shard these are the first `real`.
-  TFCOMMX_DEVICE int count(int64_t block, int64_t real) const {
-    const int64_t end = real < entries ? real : entries, left = end - block * kLowBitsBlock;
-    return left < 0 ? 0 : left < kLowBitsBlock ? static_cast<int>(left) : kLowBitsBlock;
+  TFCOMMX_DEVICE int64_t words() const { return steps() + blocks() * low_bits_words(bits); }
+  // Entries of a block that are no padding: of the shard these are the first `real`.
+  TFCOMMX_DEVICE int count(int64_t number, int64_t real) const {
+    const int64_t end = real < entries ? real : entries, left = end - number * block();
+    return left < 0 ? 0 : left < block() ? static_cast<int>(left) : block();
   }
 };
 
@@ -56,10 +63,12 @@ TFCOMMX_DEVICE constexpr int largest_multiple(int bits) {
   return bits >= 4 ? largest_code(bits) : bits == 2 ? 3 : 1;
 }
 
-// The mean magnitude of `count` entries. sum: of magnitudes / kLowBitsBlock, in pairs of entries i
-// and i + 64, then i and i + 32, and so on.
-TFCOMMX_DEVICE inline float mean_of(float sum, int count) {
-  return count ? product(sum, divided(kLowBitsBlock, static_cast<float>(count))) : 0.0f;
+// The mean magnitude of `count` entries. sum: of magnitudes / the block's length, in pairs of entries
+// half a block apart, then of sums a quarter apart, and so on.
+template <int bits>
+TFCOMMX_DEVICE float mean_of(float sum, int count) {
+  constexpr float kBlock = low_bits_block(bits);
+  return count ? product(sum, divided(kBlock, static_cast<float>(count))) : 0.0f;
 }
 
 // size: the largest magnitude of a block, or the mean.
@@ -95,7 +104,8 @@ TFCOMMX_DEVICE uint32_t low_bits_code(float x, float scale) {
   return (bits_of(product(x, scale) + kInteger) - bits_of(kInteger)) & ((1u << bits) - 1);
 }
 
-// What a code stands for, exactly: a multiple of at most 7 bits of a step of 8 bits.
+// What a code stands for, exactly: a multiple of at most 7 bits of a step of 8 bits. Only the lowest
+// `bits` bits of `code` count.
 template <int bits>
 TFCOMMX_DEVICE float low_bits_value(uint32_t code, float step) {
   if (bits >= 4) {  // Shifted to the top and back, so that the sign fills the rest

@@ -13,17 +13,19 @@ namespace tfcommx {
 namespace {
 
 // Loops of a known length for a whole block.
+template <int kBlock>
 void copy_entries(float* __restrict to, const float* __restrict from, int count) {
-  if (count == kLowBitsBlock) {
-    std::memcpy(to, from, 4 * kLowBitsBlock);
+  if (count == kBlock) {
+    std::memcpy(to, from, 4 * kBlock);
   } else {
     std::copy_n(from, count, to);
   }
 }
 
+template <int kBlock>
 void add_entries(float* __restrict sums, const float* one, const float* other, int count) {
-  if (count == kLowBitsBlock) {
-    for (int i = 0; i < kLowBitsBlock; ++i) sums[i] = one[i] + other[i];
+  if (count == kBlock) {
+    for (int i = 0; i < kBlock; ++i) sums[i] = one[i] + other[i];
   } else {
     for (int i = 0; i < count; ++i) sums[i] = one[i] + other[i];
   }
@@ -42,11 +44,12 @@ float added_by_halves<0>(float* terms) {
 }
 
 // The mean magnitude of a block of finite entries, of which those from `count` on are 0.
+template <int kBits>
 float mean_size(const float* whole, int count) {
-  float terms[kLowBitsBlock];
-  for (int i = 0; i < kLowBitsBlock; ++i)
-    terms[i] = float_of(size_bits(whole[i])) * (1.0f / kLowBitsBlock);
-  return mean_of(added_by_halves<kLowBitsBlock / 2>(terms), count);
+  constexpr int kBlock = low_bits_block(kBits);
+  float terms[kBlock];
+  for (int i = 0; i < kBlock; ++i) terms[i] = float_of(size_bits(whole[i])) * (1.0f / kBlock);
+  return mean_of<kBits>(added_by_halves<kBlock / 2>(terms), count);
 }
 
 // Writes a block of a shard, and what is left of it to its residual. The entries from `count` on are
@@ -54,28 +57,28 @@ float mean_size(const float* whole, int count) {
 template <int kBits>
 void write_block(const LowBits& layout, int64_t block, float* __restrict whole, int count,
                  float* __restrict residual, int32_t* __restrict words) {
-  constexpr int kWords = 4 * kBits;
+  constexpr int kBlock = low_bits_block(kBits), kWords = low_bits_words(kBits);
   uint16_t* const steps = reinterpret_cast<uint16_t*>(words);
   if (block == 0 && layout.blocks() % 2) steps[layout.blocks()] = 0;
-  std::fill(whole + count, whole + kLowBitsBlock, 0.0f);
+  std::fill(whole + count, whole + kBlock, 0.0f);
   uint32_t most = 0;
-  for (int i = 0; i < kLowBitsBlock; ++i) most = std::max(most, size_bits(whole[i]));
+  for (int i = 0; i < kBlock; ++i) most = std::max(most, size_bits(whole[i]));
   uint32_t packed[kWords] = {};
   float step = float_of(kNan);
   if (most < kInfinite) {
-    step = low_bits_step<kBits>(kBits >= 4 ? float_of(most) : mean_size(whole, count));
+    step = low_bits_step<kBits>(kBits >= 4 ? float_of(most) : mean_size<kBits>(whole, count));
     const float scale = low_bits_scale<kBits>(step);
     // The loop writes whole blocks, and the residual of a shorter one ends before that
-    float room[kLowBitsBlock];
-    float* __restrict const left = count == kLowBitsBlock ? residual : room;
-    for (int i = 0; i < kLowBitsBlock; i += kWords) {
+    float room[kBlock];
+    float* __restrict const left = count == kBlock ? residual : room;
+    for (int i = 0; i < kBlock; i += kWords) {
       for (int j = 0; j < kWords; ++j) {
         const uint32_t code = low_bits_code<kBits>(whole[i + j], scale);
         left[i + j] = subtracted(whole[i + j], low_bits_value<kBits>(code, step));
         packed[j] |= code << i / kWords * kBits;
       }
     }
-    if (count < kLowBitsBlock) std::copy_n(room, count, residual);
+    if (count < kBlock) std::copy_n(room, count, residual);
   }
   steps[block] = static_cast<uint16_t>(bits_of(step) >> 16);
   std::memcpy(words + layout.steps() + block * kWords, packed, sizeof packed);
@@ -85,14 +88,13 @@ void write_block(const LowBits& layout, int64_t block, float* __restrict whole, 
 template <int kBits>
 float read_block(const LowBits& layout, int64_t block, const int32_t* __restrict words,
                  float* __restrict values) {
-  constexpr int kWords = 4 * kBits;
+  constexpr int kBlock = low_bits_block(kBits), kWords = low_bits_words(kBits);
   const float step = from_bfloat16(reinterpret_cast<const uint16_t*>(words)[block]);
-  uint32_t packed[kWords];
-  std::memcpy(packed, words + layout.steps() + block * kWords, sizeof packed);
-  for (int i = 0; i < kLowBitsBlock; i += kWords) {
+  const int32_t* __restrict packed = words + layout.steps() + block * kWords;
+  for (int i = 0; i < kBlock; i += kWords) {
     for (int j = 0; j < kWords; ++j) {
-      const uint32_t code = packed[j] >> i / kWords * kBits & ((1u << kBits) - 1);
-      values[i + j] = low_bits_value<kBits>(code, step);
+      values[i + j] =
+          low_bits_value<kBits>(static_cast<uint32_t>(packed[j]) >> i / kWords * kBits, step);
     }
   }
   return step;
@@ -122,11 +124,12 @@ struct Write {
 
   template <int kBits>
   void run(int64_t first, int64_t end) const {
+    constexpr int kBlock = low_bits_block(kBits);
     each_block(layout, first, end, [&](int64_t shard, int64_t block) {
-      const int64_t start = shard * layout.entries + block * kLowBitsBlock;
+      const int64_t start = shard * layout.entries + block * kBlock;
       const int count = layout.count(block, real - shard * layout.entries);
-      float whole[kLowBitsBlock];
-      add_entries(whole, gradient + start, residual + start, count);
+      float whole[kBlock];
+      add_entries<kBlock>(whole, gradient + start, residual + start, count);
       write_block<kBits>(layout, block, whole, count, residual + start,
                          words + shard * layout.words());
     });
@@ -143,17 +146,18 @@ struct Add {
 
   template <int kBits>
   void run(int64_t first, int64_t end) const {
+    constexpr int kBlock = low_bits_block(kBits);
     for (int64_t block = first; block < end; ++block) {
       const int count = layout.count(block, real);
-      float* const kept = residual + block * kLowBitsBlock;
-      float sums[kLowBitsBlock], more[kLowBitsBlock], whole[kLowBitsBlock];
+      float* const kept = residual + block * kBlock;
+      float sums[kBlock], more[kBlock], whole[kBlock];
       // Not added to zeros, because 0 + -0 is 0, and the sum on GPUs begins with -0
       read_block<kBits>(layout, block, written, sums);
       for (int64_t part = 1; part < parts; ++part) {
         read_block<kBits>(layout, block, written + part * layout.words(), more);
-        for (int i = 0; i < kLowBitsBlock; ++i) sums[i] += more[i];
+        for (int i = 0; i < kBlock; ++i) sums[i] += more[i];
       }
-      add_entries(whole, sums, kept, count);
+      add_entries<kBlock>(whole, sums, kept, count);
       write_block<kBits>(layout, block, whole, count, kept, words);
     }
   }
@@ -167,14 +171,15 @@ struct Read {
 
   template <int kBits>
   void run(int64_t first, int64_t end) const {
+    constexpr int kBlock = low_bits_block(kBits);
     each_block(layout, first, end, [&](int64_t shard, int64_t block) {
-      float values[kLowBitsBlock];
+      float values[kBlock];
       const float step = read_block<kBits>(layout, block, words + shard * layout.words(), values);
       const uint32_t bad = mask_if(step != step);
-      for (int j = 0; j < kLowBitsBlock; ++j)
+      for (int j = 0; j < kBlock; ++j)
         values[j] = float_of((bits_of(values[j] * factor) & ~bad) | (kNan & bad));
-      copy_entries(total + shard * layout.entries + block * kLowBitsBlock, values,
-                   layout.count(block, layout.entries));
+      copy_entries<kBlock>(total + shard * layout.entries + block * kBlock, values,
+                           layout.count(block, layout.entries));
     });
   }
 };
@@ -205,10 +210,10 @@ void run(const Read& job, int64_t first, int64_t end) { run_with_bits(job, first
 // Shares blocks among threads, with denormals flushed.
 template <class Job>
 void share(const Job& job, int64_t blocks, const ParallelFor& parallel_for) {
-  constexpr int64_t kTurn = 2048;  // blocks: a megabyte of entries
-  parallel_for((blocks + kTurn - 1) / kTurn, [&](int64_t turn) {
+  const int64_t together = (1 << 18) / job.layout.block();  // a megabyte of entries
+  parallel_for((blocks + together - 1) / together, [&](int64_t turn) {
     const FlushDenormals flush;
-    run(job, turn * kTurn, std::min(blocks, (turn + 1) * kTurn));
+    run(job, turn * together, std::min(blocks, (turn + 1) * together));
   });
 }
 

@@ -6,22 +6,30 @@
 namespace tfcommx {
 namespace {
 
-// Blocks that add, on each processor. Eight leave a thread 32 registers, too few for Volta's code.
+// Blocks that add, on each processor. Eight leave a thread 32 registers, too few for Volta's code
+// and for 16 entries a lane.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int kAddingBlocks = resident(6);
+template <int bits>
+constexpr int kAddingBlocks = resident(bits == 1 ? 3 : 6);
 #else
-constexpr int kAddingBlocks = resident(8);
+template <int bits>
+constexpr int kAddingBlocks = resident(bits == 1 ? 3 : 8);
 #endif
 
-// A warp takes a block, and a lane its entries i, i + 32, i + 64 and i + 96. Their codes are the low
-// bits of the four bytes of a word, shifted by `shift`. Instructions take as long as memory does, so
-// codes are handled four at a time, and blocks without padding have separate code.
-constexpr int kEach = kLowBitsBlock / 32;
+// A warp takes a block, and a lane its entries i, i + 32, i + 64 and so on, whose codes are in one
+// word, kApart bits apart from bit `shift` on. Instructions take as long as memory does, so codes are
+// handled four at a time, the low bits of the bytes of a word, and blocks without padding have
+// separate code.
+template <int bits>
+constexpr int kBlock = low_bits_block(bits);
+template <int bits>
+constexpr uint32_t kWords = low_bits_words(bits);  // of a block
+template <int bits>
+constexpr int kEach = kBlock<bits> / 32;
+template <int bits>
+constexpr int kApart = 32 / kEach<bits>;
 constexpr int kTogether = 4;  // parts that are read before the first of them is added
 constexpr uint32_t kBytes = 0x01010101;
-
-template <int bits>
-constexpr uint32_t kWords = 4 * bits;  // of a block
 
 // A layout, and what the kernels need of it, computed once. Of a shard:
 struct Shape {
@@ -65,37 +73,46 @@ __device__ uint32_t numbers_of(uint32_t codes) {
   return ~codes << 1 & 2 * kBytes;
 }
 
+// The number of steps of this lane's entry j. Four of them share `numbers_of`: those whose codes are in
+// bytes of one word.
 template <int bits>
-__device__ float number(uint32_t numbers, int j) {
+__device__ float number(uint32_t codes, int j) {
   constexpr float kInteger = 0x1p23f;  // its low byte is an integer's
-  return float_of(__byte_perm(numbers, bits_of(kInteger), 0x7440 + j)) - (kInteger + kBias<bits>);
+  constexpr int kGroups = kEach<bits> / 4;
+  const uint32_t numbers = numbers_of<bits>(codes >> j % kGroups * kApart<bits>);
+  return float_of(__byte_perm(numbers, bits_of(kInteger), 0x7440 + j / kGroups)) -
+         (kInteger + kBias<bits>);
 }
 
 // The step of finite entries from their largest magnitude or the mean; NaN if one is not finite.
 // All lanes must call it.
 template <int bits, bool full>
-__device__ float step_of_warp(const float (&whole)[kEach], int count) {
+__device__ float step_of_warp(const float (&whole)[kEach<bits>], int count) {
   float size;
   if constexpr (bits >= 4) {
     uint32_t most = 0;
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
+    for (int j = 0; j < kEach<bits>; ++j) {
       const uint32_t one = bits_of(whole[j]) & 0x7fffffff;
       most = one > most ? one : most;
     }
     size = float_of(largest_of_warp(most));
   } else {
-    float terms[kEach];
+    float terms[kEach<bits>];
 #pragma unroll
-    for (int j = 0; j < kEach; ++j)
-      terms[j] = multiply(float_of(bits_of(whole[j]) & 0x7fffffff), 1.0f / kLowBitsBlock);
-    float sum = add(add(terms[0], terms[2]), add(terms[1], terms[3]));
+    for (int j = 0; j < kEach<bits>; ++j)
+      terms[j] = multiply(float_of(bits_of(whole[j]) & 0x7fffffff), 1.0f / kBlock<bits>);
+#pragma unroll
+    for (int half = kEach<bits> / 2; half; half /= 2)
+#pragma unroll
+      for (int j = 0; j < half; ++j) terms[j] = add(terms[j], terms[j + half]);
+    float sum = terms[0];
 #pragma unroll
     for (unsigned distance = 16; distance; distance /= 2)
       sum = add(sum, __shfl_xor_sync(kAllLanes, sum, distance));
-    size = full ? sum : mean_of(sum, count);
+    size = full ? sum : mean_of<bits>(sum, count);
   }
-  // A sum of finite magnitudes / kLowBitsBlock is finite
+  // A sum of finite magnitudes / kBlock is finite
   return bits_of(size) < kInfinite ? low_bits_step<bits>(size) : float_of(kNan);
 }
 
@@ -120,16 +137,16 @@ __device__ uint32_t code_of(float x, float step, float scale, float* left) {
 // begins at this lane's first entry. The entries from `count` on are 0, and no entries. All lanes
 // must call it.
 template <int bits, bool full>
-__device__ void write_block(const Shape& shape, uint32_t block, const float (&whole)[kEach],
+__device__ void write_block(const Shape& shape, uint32_t block, const float (&whole)[kEach<bits>],
                             int count, float* residual, int32_t* words) {
   const float step = step_of_warp<bits, full>(whole, count);
   uint32_t codes = 0;
   if (step == step) {  // The same in all lanes
     const float scale = low_bits_scale<bits>(step);
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
+    for (int j = 0; j < kEach<bits>; ++j) {
       float left;
-      codes |= code_of<bits>(whole[j], step, scale, &left) << 8 * j;
+      codes |= code_of<bits>(whole[j], step, scale, &left) << kApart<bits> * j;
       if (inside<full>(j, count)) residual[32 * j] = left;
     }
   }
@@ -159,9 +176,9 @@ __device__ Written read_block(const Shape& shape, uint32_t block, const int32_t*
 template <int bits, bool full>
 __device__ void write_sum(const Shape& shape, uint32_t block, const float* gradient,
                           float* residual, int count, int32_t* words) {
-  float whole[kEach];
+  float whole[kEach<bits>];
 #pragma unroll
-  for (int j = 0; j < kEach; ++j)
+  for (int j = 0; j < kEach<bits>; ++j)
     whole[j] = inside<full>(j, count) ? add(gradient[32 * j], residual[32 * j]) : 0.0f;
   write_block<bits, full>(shape, block, whole, count, residual, words);
 }
@@ -173,29 +190,28 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t block = block_of(blockIdx.x - shard * shape.teams);
   if (block >= shape.blocks) return;
   const int64_t before = shard * shape.layout.entries,
-                start = before + int64_t{block} * kLowBitsBlock + lane();
+                start = before + int64_t{block} * kBlock<bits> + lane();
   const int count = shape.layout.count(block, real - before);
   gradient += start, residual += start, words += shard * shape.words;
-  if (count == kLowBitsBlock)
+  if (count == kBlock<bits>)
     write_sum<bits, true>(shape, block, gradient, residual, count, words);
   else
     write_sum<bits, false>(shape, block, gradient, residual, count, words);
 }
 
 template <int bits>
-__device__ void add_part(const Written& part, float (&whole)[kEach]) {
-  const uint32_t numbers = numbers_of<bits>(part.codes);
+__device__ void add_part(const Written& part, float (&whole)[kEach<bits>]) {
 #pragma unroll
-  for (int j = 0; j < kEach; ++j)
-    whole[j] = add_product(number<bits>(numbers, j), part.step, whole[j]);
+  for (int j = 0; j < kEach<bits>; ++j)
+    whole[j] = add_product(number<bits>(part.codes, j), part.step, whole[j]);
 }
 
 template <int bits, bool full>
 __device__ void add_block(const Shape& shape, uint32_t block, int parts, const int32_t* written,
                           float* residual, int count, int32_t* words) {
-  float whole[kEach], before[kEach];
+  float whole[kEach<bits>], before[kEach<bits>];
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) {
+  for (int j = 0; j < kEach<bits>; ++j) {
     before[j] = inside<full>(j, count) ? residual[32 * j] : 0.0f;
     whole[j] = -0.0f;  // plus x is x, even if x is -0
   }
@@ -211,20 +227,20 @@ __device__ void add_block(const Shape& shape, uint32_t block, int parts, const i
   for (; parts > 0; --parts, written += shape.words)
     add_part<bits>(read_block<bits>(shape, block, written), whole);
 #pragma unroll
-  for (int j = 0; j < kEach; ++j)
+  for (int j = 0; j < kEach<bits>; ++j)
     whole[j] = inside<full>(j, count) ? add(whole[j], before[j]) : 0.0f;
   write_block<bits, full>(shape, block, whole, count, residual, words);
 }
 
 template <int bits>
-__global__ void __launch_bounds__(kThreads, kAddingBlocks)
+__global__ void __launch_bounds__(kThreads, kAddingBlocks<bits>)
     add_parts(Shape shape, int parts, const int32_t* written, float* residual, int64_t real,
               int32_t* words) {
   const uint32_t block = block_of(blockIdx.x);
   if (block >= shape.blocks) return;
   const int count = shape.layout.count(block, real);
-  residual += int64_t{block} * kLowBitsBlock + lane();
-  if (count == kLowBitsBlock)
+  residual += int64_t{block} * kBlock<bits> + lane();
+  if (count == kBlock<bits>)
     add_block<bits, true>(shape, block, parts, written, residual, count, words);
   else
     add_block<bits, false>(shape, block, parts, written, residual, count, words);
@@ -232,10 +248,9 @@ __global__ void __launch_bounds__(kThreads, kAddingBlocks)
 
 template <int bits, bool full>
 __device__ void read_values(const Written& part, int count, float factor, float* total) {
-  const uint32_t numbers = numbers_of<bits>(part.codes);
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const float value = multiply(multiply(number<bits>(numbers, j), part.step), factor);
+  for (int j = 0; j < kEach<bits>; ++j) {
+    const float value = multiply(multiply(number<bits>(part.codes, j), part.step), factor);
     if (inside<full>(j, count)) total[32 * j] = part.step == part.step ? value : float_of(kNan);
   }
 }
@@ -248,8 +263,8 @@ __global__ void __launch_bounds__(kThreads)
   if (block >= shape.blocks) return;
   const Written part = read_block<bits>(shape, block, words + shard * shape.words);
   const int count = shape.layout.count(block, shape.layout.entries);
-  total += shard * shape.layout.entries + int64_t{block} * kLowBitsBlock + lane();
-  if (count == kLowBitsBlock)
+  total += shard * shape.layout.entries + int64_t{block} * kBlock<bits> + lane();
+  if (count == kBlock<bits>)
     read_values<bits, true>(part, count, factor, total);
   else
     read_values<bits, false>(part, count, factor, total);

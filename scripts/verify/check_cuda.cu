@@ -241,7 +241,7 @@ void check_dense(std::mt19937_64& random) {
 }
 
 void check_low_bits(std::mt19937_64& random) {
-  const LowBits layout{1 << random() % 4, static_cast<int64_t>(1 + random() % 2000)};
+  const LowBits layout{1 << random() % 4, static_cast<int64_t>(1 + random() % 4000)};
   const int64_t shards = 1 + random() % 3, n = shards * layout.entries,
                 padding = random() % 2 ? 0 : random() % (n + 1);
   const std::string what = "low bits " + std::to_string(layout.bits) + " n " +
@@ -257,9 +257,10 @@ void check_low_bits(std::mt19937_64& random) {
     one = kind == 0   ? float_of(static_cast<uint32_t>(random()))
           : kind == 1 ? normal(random) * 1e-3f
                       : 0.0f;
-  for (int64_t first = 0; kind == 2 && first + kLowBitsBlock <= n; first += kLowBitsBlock) {
-    const int64_t large = random() % kLowBitsBlock, one = large ^ 1 << random() % 7,
-                  other = one ^ 1 << random() % 7;
+  const int block = layout.block(), halvings = block == 512 ? 9 : 7;
+  for (int64_t first = 0; kind == 2 && first + block <= n; first += block) {
+    const int64_t large = random() % block, one = large ^ 1 << random() % halvings,
+                  other = one ^ 1 << random() % halvings;
     gradient[first + one] = gradient[first + other] = 0x1.4p-25f;
     gradient[first + large] = 0x1.01p0f;
   }

@@ -11,7 +11,7 @@ from drawing import case
 from tensorflow.python.framework import op_def_registry
 from vectors import KINDS, make
 
-from tfcommx.core.wire_formats import DENSE_CODE_BLOCK, DENSE_CODES
+from tfcommx.core.wire_formats import DENSE_CODE_BLOCKS, DENSE_CODES
 from tfcommx.kernels import loader, low_bits
 
 IMPLEMENTATIONS = {
@@ -28,7 +28,8 @@ every_implementation = pytest.mark.parametrize(
 )
 every_wire = pytest.mark.parametrize("wire", DENSE_CODES)
 # Entries of a shard, shards, entries of the vector that are padding
-LENGTHS = [(1, 1, 0), (128, 2, 0), (129, 3, 2), (40, 3, 100), (5_003, 2, 1)]
+BLOCKS = [(128, 2, 0), (129, 3, 2), (512, 2, 0), (513, 3, 2)]
+LENGTHS = [(1, 1, 0), *BLOCKS, (40, 3, 100), (5_003, 2, 1)]
 LONG = [(300_007, 1, 5)]
 
 
@@ -82,14 +83,15 @@ def test_magnitudes_are_added_in_the_definitions_order() -> None:
     Each is less than half of the large one's last bit, and near it in the order of additions. Other
     numbers show another order once in 65,000 blocks.
     """
-    numbers, blocks = np.random.default_rng(0), np.zeros([500, DENSE_CODE_BLOCK], np.float32)
+    length = DENSE_CODE_BLOCKS["int1"]
+    numbers, blocks = np.random.default_rng(0), np.zeros([500, length], np.float32)
     for block in blocks:
-        large, near, far = numbers.integers(DENSE_CODE_BLOCK), *(2 ** numbers.integers(7, size=2))
+        large, near, far = numbers.integers(length), *(2 ** numbers.integers(9, size=2))
         block[[large ^ near ^ far, large ^ near]] = 0.6 * 2.0**-24
         block[large] = 1 + 2.0**-8
     given = tf.constant(blocks.ravel())
     found = [
-        one.write(given, tf.Variable(tf.zeros_like(given)), "int1", DENSE_CODE_BLOCK, blocks.size)
+        one.write(given, tf.Variable(tf.zeros_like(given)), "int1", length, blocks.size)
         for one in IMPLEMENTATIONS.values()
     ]
     np.testing.assert_array_equal(*found)
@@ -131,8 +133,9 @@ def test_an_error_is_at_most_half_a_step(wire: str, largest: int) -> None:
     numbers = make("laplace", 1_003, 6)
     residual = tf.Variable(tf.zeros_like(numbers))
     low_bits.write(tf.constant(numbers), residual, wire, 1_003, 1_003)
-    for block in range(0, 1_003, DENSE_CODE_BLOCK):
-        part = slice(block, block + DENSE_CODE_BLOCK)
+    length = DENSE_CODE_BLOCKS[wire]
+    for block in range(0, 1_003, length):
+        part = slice(block, block + length)
         step = np.abs(numbers[part]).max() / largest
         # The step is a bfloat16
         assert (np.abs(residual.numpy()[part]) <= step * (0.5 + largest * 2**-8)).all()
@@ -144,15 +147,16 @@ def test_an_error_is_at_most_half_a_step(wire: str, largest: int) -> None:
 def test_a_block_with_a_bad_entry_is_nan_and_its_residual_stays(
     implementation: str, wire: str, bad: float
 ) -> None:
-    one, entries = IMPLEMENTATIONS[implementation], 300
+    one, length = IMPLEMENTATIONS[implementation], DENSE_CODE_BLOCKS[wire]
+    entries = 2 * length + 44
     gradient, kept = make("normal", entries, 7), make("normal", entries, 8)
-    gradient[200] = bad
+    gradient[length + 72] = bad
     residual = tf.Variable(kept)
     words = one.write(tf.constant(gradient), residual, wire, entries, entries)
-    read, block = one.read(words, wire, entries).numpy(), slice(128, 256)
+    read, block = one.read(words, wire, entries).numpy(), slice(length, 2 * length)
     assert np.isnan(read[block]).all() and np.isfinite(np.delete(read, block)).all()
     np.testing.assert_array_equal(residual.numpy()[block], kept[block])
-    assert np.isfinite(residual.numpy()).all() and (residual.numpy() != kept)[:128].all()
+    assert np.isfinite(residual.numpy()).all() and (residual.numpy() != kept)[:length].all()
     stays = residual.numpy()
     total = one.add(tf.concat([words, words], 0), residual, wire, entries, 0, entries)
     assert np.isnan(one.read(total, wire, entries).numpy()[block]).all()
@@ -212,9 +216,9 @@ def test_lengths_are_known_while_tracing() -> None:
     @tf.function
     def all_three(gradient: tf.Tensor) -> tf.Tensor:
         words = low_bits.write(gradient, residual, "int1", 300, 600)
-        assert words.shape == [28]
+        assert words.shape == [34]
         total = low_bits.add_and_write(words, residual, "int1", 300, 0, 300)
-        assert total.shape == [14]
+        assert total.shape == [17]
         read = low_bits.read(total, "int1", 300)
         assert read.shape == [300]
         return read

@@ -56,8 +56,8 @@ def test_losses_are_those_of_plain_sums(route: str) -> None:
     plain = final_loss(Scheme(), topology)
     for wire in ("int8", "int4"):
         assert final_loss(Scheme(route, wire=wire), topology) == pytest.approx(plain, rel=1e-3)
-    for wire in ("int2", "int1"):
-        assert final_loss(Scheme(route, wire=wire), topology) < plain + 0.08
+    for wire, excess in {"int2": 0.08, "int1": 0.15}.items():
+        assert final_loss(Scheme(route, wire=wire), topology) < plain + excess
 
 
 @pytest.mark.parametrize("wire", ["int2", "int1"])

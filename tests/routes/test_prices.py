@@ -206,13 +206,13 @@ def test_torus_in_sixteen_bits_halves_what_leaves_the_node() -> None:
 
 
 def test_asa_in_one_bit_sends_whole_blocks_and_their_steps() -> None:
-    """1000 entries on 4 ranks: a shard of 250 has 2 blocks, one word of steps and 8 of codes.
+    """1000 entries on 4 ranks: a shard of 250 has a block, one word of its step and 16 of codes.
 
     Additions are in float32, 3000 B of 4000; codes take 1.5 passes to write and 1 to read.
     """
     few, route = bucket("asa", 1000, wire="int1"), routes.get("asa")
-    assert route.wire_bytes(few, FOUR) == Traffic(0, 2 * 3 * 36)
-    assert route.seconds(few, FOUR, LINKS) == pytest.approx(30 + 2 * 108 * 2 + 20 + 3000 + 10000)
+    assert route.wire_bytes(few, FOUR) == Traffic(0, 2 * 3 * 68)
+    assert route.seconds(few, FOUR, LINKS) == pytest.approx(30 + 2 * 204 * 2 + 20 + 3000 + 10000)
 
 
 def test_torus_in_four_bits_gathers_codes_in_the_node() -> None:

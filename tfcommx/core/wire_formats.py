@@ -18,11 +18,11 @@ because Horovod's cache of all-gathers must stay valid. ops/kernels/wire.h has t
 words.
 
 A dense route may write its entries in fewer bits than it adds them in: as float32, float16,
-bfloat16, or as codes of a few bits, in blocks of 128 that share a 16-bit step:
+bfloat16, or as codes of a few bits, in blocks of 128 (`int1`: 512) that share a 16-bit step:
 
     int8, int4      multiples of the step up to 127 and 7        1.016 B and .516 B an entry
     int2            -3, -1, 1 or 3 steps                         .266 B
-    int1            the sign: -1 or 1 step                       .141 B
+    int1            the sign: -1 or 1 step                       .129 B
 
 ops/kernels/low_bits.h explains the choice of the steps.
 
@@ -60,8 +60,9 @@ CODE_BLOCK = 32
 # Bits of a code of an entry of a whole vector.
 DENSE_CODES = {**CODE_BITS, "int2": 2, "int1": 1}
 
-# Number of entries of a whole vector that share a step, which costs an eighth of a bit an entry
-DENSE_CODE_BLOCK = 128
+# Number of entries of a whole vector that share a step of 16 bits; ops/kernels/low_bits.h has the
+# reasons
+DENSE_CODE_BLOCKS = {"int8": 128, "int4": 128, "int2": 128, "int1": 512}
 
 # Formats of dense routes.
 DENSE_WIRES = (*VALUE_DTYPES, *DENSE_CODES)
@@ -136,10 +137,11 @@ def dense_code_words(entries: int, wire: str) -> tuple[int, int]:
     """Count the int32 words of a shard as codes: steps of blocks, codes of whole blocks.
 
     >>> dense_code_words(1000, "int1")
-    (4, 32)
+    (1, 32)
     """
-    blocks = -(-entries // DENSE_CODE_BLOCK)
-    return (blocks + 1) // 2, blocks * DENSE_CODE_BLOCK * DENSE_CODES[wire] // 32
+    block = DENSE_CODE_BLOCKS[wire]
+    blocks = -(-entries // block)
+    return (blocks + 1) // 2, blocks * block * DENSE_CODES[wire] // 32
 
 
 # (k, size) -> int32 words of counts or a bitmap, and of indices, offsets or low bits

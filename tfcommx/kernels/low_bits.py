@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.core.wire_formats import DENSE_CODE_BLOCK, DENSE_CODES, dense_code_words
+from tfcommx.core.wire_formats import DENSE_CODE_BLOCKS, DENSE_CODES, dense_code_words
 from tfcommx.kernels import loader
 from tfcommx.kernels.wire_codes import largest_step, pack, unpack
 
@@ -135,24 +135,25 @@ def add_and_write_definition(
 
 def read_definition(words: tf.Tensor, wire: str, entries: int, factor: float = 1.0) -> tf.Tensor:
     """Define `read` in plain TensorFlow."""
-    counts, bits = dense_code_words(entries, wire), DENSE_CODES[wire]
+    bits, block = DENSE_CODES[wire], DENSE_CODE_BLOCKS[wire]
+    counts, blocks = dense_code_words(entries, wire), -(-entries // block)
     head, tail = tf.split(tf.reshape(words, [-1, sum(counts)]), counts, axis=1)
-    blocks = -(-entries // DENSE_CODE_BLOCK)
     steps = tf.bitcast(tf.bitwise.left_shift(unpack(head, 16), 16), tf.float32)[:, :blocks, None]
-    by_word = tf.reshape(unpack(tail, bits), [-1, blocks, 4 * bits, 32 // bits])
-    codes = tf.reshape(tf.transpose(by_word, [0, 1, 3, 2]), [-1, blocks, DENSE_CODE_BLOCK])
+    by_word = tf.reshape(unpack(tail, bits), [-1, blocks, block * bits // 32, 32 // bits])
+    codes = tf.reshape(tf.transpose(by_word, [0, 1, 3, 2]), [-1, blocks, block])
     values = _values(codes, steps, wire) * factor
     values = tf.where(tf.math.is_nan(steps), float("nan"), values)
-    return tf.reshape(tf.reshape(values, [-1, blocks * DENSE_CODE_BLOCK])[:, :entries], [-1])
+    return tf.reshape(tf.reshape(values, [-1, blocks * block])[:, :entries], [-1])
 
 
 def _encode(
     total: tf.Tensor, old: tf.Tensor, wire: str, entries: int, real: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the words of shards, and their residual, which was `old`."""
-    size, blocks = total.shape[0], -(-entries // DENSE_CODE_BLOCK)
-    shape = [size // entries, blocks, DENSE_CODE_BLOCK]
-    padding = [[0, 0], [0, blocks * DENSE_CODE_BLOCK - entries]]
+    size, block = total.shape[0], DENSE_CODE_BLOCKS[wire]
+    blocks = -(-entries // block)
+    shape = [size // entries, blocks, block]
+    padding = [[0, 0], [0, blocks * block - entries]]
 
     def cut(vector: tf.Tensor) -> tf.Tensor:
         return tf.reshape(tf.pad(tf.reshape(vector, [-1, entries]), padding), shape)
@@ -165,20 +166,21 @@ def _encode(
     steps = _steps(clean, tf.reduce_sum(tf.cast(present, tf.float32), axis=2, keepdims=True), wire)
     codes = tf.where(finite & present, _codes(clean, steps, wire), 0)
     remainder = tf.where(finite & present, values - _values(codes, steps, wire), cut(old))
-    remainder = tf.reshape(remainder, [-1, blocks * DENSE_CODE_BLOCK])[:, :entries]
+    remainder = tf.reshape(remainder, [-1, blocks * block])[:, :entries]
     # A block shares its step, so all ranks receive the whole block as NaN
     steps = tf.where(finite, steps, float("nan"))
     return _packed(steps, codes, wire, entries), tf.reshape(remainder, [-1])
 
 
 def _packed(steps: tf.Tensor, codes: tf.Tensor, wire: str, entries: int) -> tf.Tensor:
-    """Return the words of shards: steps [shards, blocks, 1], codes [shards, blocks, 128]."""
+    """Return the words of shards: steps [shards, blocks, 1], codes [shards, blocks, block]."""
     bits, of_steps = DENSE_CODES[wire], dense_code_words(entries, wire)[0]
     halves = tf.bitwise.right_shift(tf.bitcast(steps[:, :, 0], tf.int32), 16)
     halves = tf.pad(halves, [[0, 0], [0, 2 * of_steps - steps.shape[1]]])
     head = tf.reshape(pack(tf.reshape(halves, [-1]), 16), [-1, of_steps])
     # The distance of the codes of a word, in entries, is the number of words of a block
-    by_word = tf.transpose(tf.reshape(codes, [-1, 32 // bits, 4 * bits]), [0, 2, 1])
+    distance = DENSE_CODE_BLOCKS[wire] * bits // 32
+    by_word = tf.transpose(tf.reshape(codes, [-1, 32 // bits, distance]), [0, 2, 1])
     packed = tf.reshape(pack(tf.reshape(by_word, [-1]), bits), [codes.shape[0], -1])
     return tf.reshape(tf.concat([head, packed], axis=1), [-1])
 
@@ -192,12 +194,13 @@ def _steps(values: tf.Tensor, counts: tf.Tensor, wire: str) -> tf.Tensor:
         step = size / largest
     else:
         # Divided before the sum, which could overflow; by halves, as GPUs add
-        terms = tf.abs(values) * (1 / DENSE_CODE_BLOCK)
+        block = DENSE_CODE_BLOCKS[wire]
+        terms = tf.abs(values) * (1 / block)
         while terms.shape[2] > 1:
             half = terms.shape[2] // 2
             terms = terms[:, :, :half] + terms[:, :, half:]
         # The mean of the entries that are not padding; a block of padding alone has none
-        size = terms * tf.math.divide_no_nan(float(DENSE_CODE_BLOCK), counts)
+        size = terms * tf.math.divide_no_nan(float(block), counts)
         # For normal numbers four equidistant levels err least at .624 of the mean magnitude (Max,
         # 1960)
         step = size * (0.625 if wire == "int2" else 1.0)
