@@ -20,7 +20,10 @@ SHAPES = {"kernel": (16, 64), "bias": (8,)}
 
 
 def wrap(
-    optimizer: keras.optimizers.Optimizer, comm: Comm, scheme: Scheme | None = None
+    optimizer: keras.optimizers.Optimizer,
+    comm: Comm,
+    scheme: Scheme | None = None,
+    check_replicas_every: int = 1,
 ) -> keras.optimizers.Optimizer:
     """Wrap an optimizer as DistributedOptimizer does, for the rank of a thread.
 
@@ -28,7 +31,7 @@ def wrap(
     """
     wrapped = copy_with(ExchangesGradients, optimizer)
     sender = type(optimizer) if isinstance(optimizer, SendsMomentum) else None
-    settings = ExchangeSettings(check_replicas_every=1, sender=sender)
+    settings = ExchangeSettings(check_replicas_every=check_replicas_every, sender=sender)
     scheme = scheme or Scheme("asa", wire=optimizer.default_wire)
     wrapped.exchanger = Exchanger(comm, scheme, settings)
     wrapped.exchanger.serve(wrapped)
@@ -84,7 +87,7 @@ class MomentumInOneBit:
         self.mean = (1 - self.beta) * np.concatenate(total) / ranks
 
 
-INPUTS, OUTPUTS, ROWS, STEPS = 32, 32, 16, 200
+INPUTS, OUTPUTS, ROWS, STEPS = 32, 32, 16, 150
 
 
 def final_error(make: Callable[[], keras.optimizers.Optimizer], scheme: Scheme) -> float:
@@ -94,7 +97,7 @@ def final_error(make: Callable[[], keras.optimizers.Optimizer], scheme: Scheme) 
     truth = numbers.normal(size=(INPUTS, OUTPUTS))
 
     def work(comm: Comm) -> np.ndarray:
-        optimizer = wrap(make(), comm, scheme)
+        optimizer = wrap(make(), comm, scheme, check_replicas_every=50)
         weights = [keras.Variable(np.zeros(truth.shape, "float32"), name="kernel")]
         batches = np.random.default_rng([1, comm.rank])
         for step in range(STEPS):

@@ -97,11 +97,13 @@ def test_it_trains_in_two_bits_where_gradients_diverge() -> None:
 
     def error(make: Callable[..., keras.optimizers.Optimizer], scheme: Scheme) -> float:
         def work(comm: Comm) -> np.ndarray:
-            optimizer = wrap(make(0.0, MOMENTUM, trust_coefficient=0.1), comm, scheme)
+            optimizer = wrap(
+                make(0.0, MOMENTUM, trust_coefficient=0.1), comm, scheme, check_replicas_every=50
+            )
             weights = [keras.Variable(truth[::-1].copy(), name="kernel")]
             noise = np.random.default_rng([1, comm.rank])
-            for step in range(100):
-                optimizer.learning_rate = 1 - step / 100
+            for step in range(80):
+                optimizer.learning_rate = 1 - step / 80
                 gradient = weights[0].numpy() - truth + noise.normal(size=truth.shape)
                 optimizer.apply([tf.constant(gradient, tf.float32)], weights)
             return weights[0].numpy()
@@ -112,7 +114,7 @@ def test_it_trains_in_two_bits_where_gradients_diverge() -> None:
     momenta = error(cx.optimizers.LowBitLARS, Scheme("asa", wire="int2"))
     gradients_alone = error(cx.optimizers.LARS, Scheme("asa", wire="int2"))
     assert momenta < 1.25 * lars
-    assert gradients_alone > 10 * lars
+    assert gradients_alone > 5 * lars
 
 
 def test_its_config_makes_an_equal_one() -> None:

@@ -136,11 +136,11 @@ def test_it_trains_in_two_bits_where_gradients_diverge() -> None:
 
     def error(make: Callable[[], keras.optimizers.Optimizer], scheme: Scheme) -> float:
         def work(comm: Comm) -> np.ndarray:
-            optimizer = wrap(make(), comm, scheme)
+            optimizer = wrap(make(), comm, scheme, check_replicas_every=50)
             weights = [keras.Variable(np.zeros(truth.shape, "float32"), name="kernel")]
             noise = np.random.default_rng([1, comm.rank])
-            for step in range(300):
-                optimizer.learning_rate = 0.05 * (1 - step / 300)
+            for step in range(150):
+                optimizer.learning_rate = 0.05 * (1 - step / 150)
                 gradient = weights[0].numpy() - truth + noise.normal(size=truth.shape)
                 optimizer.apply([tf.constant(gradient, tf.float32)], weights)
             return weights[0].numpy()
@@ -151,7 +151,7 @@ def test_it_trains_in_two_bits_where_gradients_diverge() -> None:
     momenta = error(lambda: cx.optimizers.LowBitSGD(0.1, MOMENTUM), Scheme("asa", wire="int2"))
     gradients_alone = error(lambda: keras.optimizers.SGD(0.1, MOMENTUM), Scheme("asa", wire="int1"))
     assert momenta < 1.25 * sgd
-    assert gradients_alone > 10 * sgd
+    assert gradients_alone > 4 * sgd
 
 
 def test_its_config_makes_an_equal_one() -> None:

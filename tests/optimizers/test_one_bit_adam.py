@@ -205,7 +205,7 @@ def test_refused_options(options: dict[str, Any], said: str) -> None:
 
 def test_it_trains_as_adam_does_where_gradients_in_one_bit_do_not() -> None:
     adam = final_error(lambda: keras.optimizers.Adam(0.1), Scheme())
-    momenta = final_error(lambda: cx.optimizers.OneBitAdam(0.1, freeze_after=40), ONE_BIT)
+    momenta = final_error(lambda: cx.optimizers.OneBitAdam(0.1, freeze_after=50), ONE_BIT)
     behind = final_error(lambda: keras.optimizers.Adam(0.1), ONE_BIT)
     assert momenta < 1.25 * adam
     assert behind > 1.8 * adam

@@ -87,7 +87,7 @@ def test_not_wrapped_it_is_lamb_until_the_freeze() -> None:
 def test_it_trains_as_lamb_does_where_gradients_in_one_bit_do_not() -> None:
     wire = Scheme("asa", wire="int1")
     lamb = final_error(lambda: cx.optimizers.LAMB(0.1), Scheme())
-    momenta = final_error(lambda: cx.optimizers.OneBitLAMB(0.1, freeze_after=40), wire)
+    momenta = final_error(lambda: cx.optimizers.OneBitLAMB(0.1, freeze_after=50), wire)
     behind = final_error(lambda: cx.optimizers.LAMB(0.1), wire)
     assert momenta < 1.25 * lamb
     assert behind > 8 * lamb
