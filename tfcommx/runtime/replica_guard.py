@@ -219,30 +219,41 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _sums(weights: Sequence[tf.Variable]) -> tf.Tensor:
-    """Return int64 [variables]: for each a sum over its entries' bits, exact in any order."""
-    return tf.stack([_sum_of_bits(variable) for variable in weights])
+    """Return int64 [variables]: for each a sum over its entries' bits, exact in any order.
+
+    It is the sum of w + 2 M w^2 over the variable's words w, modulo 2^64. In sums without squares,
+    changes of two entries by 1 and -1 would cancel. The factor is even, because then no two values
+    of w have the same term: a change of one word is always seen.
+    """
+    axis = tf.constant([0])
+
+    def total(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+        # By the op itself, because tracing TensorFlow's function around it takes longer
+        totals = [tf.raw_ops.Sum(input=part, axis=axis) for part in parts]
+        return totals[0] if len(totals) == 1 else tf.add_n(totals)
+
+    words = [_words(variable) for variable in weights]
+    squares = [[tf.raw_ops.Mul(x=part, y=part) for part in parts] for parts in words]
+    factor = tf.constant(2 * _MULTIPLIER % 2**63, tf.int64)
+    return tf.stack([*map(total, words)]) + factor * tf.stack([*map(total, squares)])
 
 
-def _sum_of_bits(variable: tf.Variable) -> tf.Tensor:
-    """Return the sum of w + 2 M w^2 over the entries' bits, as an int64 modulo 2^64.
+def _words(variable: tf.Variable) -> list[tf.Tensor]:
+    """Return the bits of a variable's entries as int64: words of 8 bytes, then the last entries.
 
-    w holds 8 bytes, as several entries, because a cast of each entry to int64 would be one more
-    pass. In sums without squares, changes of two entries by 1 and -1 would cancel. The factor is
-    even, because then no two values of w have the same term: a change of one word is always seen.
+    A word holds several entries, because a cast of each entry to int64 would be one more pass.
     """
     integers = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
     size = variable.dtype.size
+    remainder = variable.shape.num_elements() % (8 // size)
+    shape = [-1] if size == 8 else [-1, 8 // size]
+    if not remainder:
+        return [tf.bitcast(tf.reshape(variable, shape), tf.int64)]
     entries = tf.reshape(variable, [-1])
-    remainder = entries.shape[0] % (8 // size)
-    whole = entries.shape[0] - remainder
-    shape = [whole] if size == 8 else [-1, 8 // size]
     # A slice that begins at the first entry is not a copy
-    parts = [tf.bitcast(tf.reshape(entries[:whole], shape), tf.int64)]
-    if remainder:
-        # Not summed in int32, because on a GPU TensorFlow does that on the host
-        parts.append(tf.cast(tf.bitcast(entries[whole:], integers[size]), tf.int64))
-    factor = tf.constant(2 * _MULTIPLIER % 2**63, tf.int64)
-    return tf.add_n([tf.reduce_sum(w) + factor * tf.reduce_sum(w * w) for w in parts])
+    words = tf.bitcast(tf.reshape(entries[:-remainder], shape), tf.int64)
+    # Not summed in int32, because on a GPU TensorFlow does that on the host
+    return [words, tf.cast(tf.bitcast(entries[-remainder:], integers[size]), tf.int64)]
 
 
 def _zeros(weights: Mapping[str, tf.Variable]) -> tf.Tensor:
