@@ -56,6 +56,7 @@ def start() -> keras.Model:
         optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         jit_compile=False,
+        run_eagerly=True,  # Traced, fits are restored in tests/ranks/test_checkpoints.py
     )
     return net
 
@@ -117,6 +118,7 @@ def with_outer() -> keras.Model:
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme, strategy=strategy),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         jit_compile=False,
+        run_eagerly=True,
     )
     return net
 
