@@ -66,6 +66,14 @@ def test_a_warm_up_goes_on_from_phase_to_phase() -> None:
     assert [one.density for one in changed.scheme_of_epoch()] == [0.5, 0.25, 0.1] + 3 * [0.01]
 
 
+def test_a_warm_up_that_is_longer_than_the_recipe_is_refused_if_it_is_named() -> None:
+    recipe = read(ROOT / "configs" / "fashion_mnist.yaml", ["phases.0.epochs=1"])
+    longer = Method(about="", scheme={"route": "hitopk"}, warm_up=(0.5,) * (recipe.epochs + 1))
+    with pytest.raises(RecipeError, match=r"'longer'.*warm_up.*Received"):
+        fitting({"longer": longer}, recipe, named=True)
+    assert fitting({"longer": longer}, recipe, named=False) == {}
+
+
 def test_names_and_files(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("rounded: {about: mine, scheme: {wire: float16}}\ndense: {about: another}\n")
@@ -82,6 +90,7 @@ def test_names_and_files(tmp_path: Path) -> None:
             ("a: {about: x, schema: {}}", r"a: .*'schema'.*'scheme'"),
             ("a/b: {about: x}", "'a/b'"),
             ("a: [", r"YAML.*a: \["),
+            ("a: {about: x, warm_up: [0.5]}", r"a: .*warm_up needs a scheme"),
         )
     ):
         wrong = tmp_path / f"wrong{number}.yaml"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from tfcommx.core import check_name
 from tfcommx.recipes.reader import RecipeError, RecipePart, error_lines, read_mapping
@@ -40,6 +40,15 @@ class Method(RecipePart):
     strategy: dict[str, Any] | None = None
     # Other fields of the recipe, such as optimizer.momentum -> values
     also: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _warm_up_has_a_scheme(self) -> Method:
+        if self.warm_up and self.scheme is None:
+            raise ValueError(
+                "warm_up needs a scheme, whose densities it replaces in the first epochs. Received "
+                f"{list(self.warm_up)}. Add scheme: {{...}} to the method."
+            )
+        return self
 
     def settings(self, epochs: Sequence[int]) -> list[str]:
         """Return the changes of a recipe in the form that `tfcommx train --set` accepts."""
@@ -96,23 +105,32 @@ def _read(path: Path) -> dict[str, Method]:
 
 
 def fitting(methods: Mapping[str, Method], recipe: Recipe, named: bool) -> dict[str, Method]:
-    """Return the methods that apply to a recipe, by its optimizer.
+    """Return the methods that apply to a recipe, by its optimizer and its number of epochs.
 
-    **Raises:** RecipeError for a method that needs another optimizer, if the user `named` it.
+    **Raises:** RecipeError for a method that needs another recipe, if the user `named` it.
     """
+    missing = {name: _missing(method, recipe) for name, method in methods.items()}
+    for name, needs in missing.items():
+        if needs and named:
+            raise RecipeError(f"The method {name!r} needs a recipe with {needs}")
+    return {name: method for name, method in methods.items() if not missing[name]}
+
+
+def _missing(method: Method, recipe: Recipe) -> str:
+    """Return the method's unmet requirement of the recipe, and a remedy; "" if it has none."""
     optimizer = getattr(recipe.optimizer, "name", None)
-    excluded = {
-        name: method
-        for name, method in methods.items()
-        if method.optimizer not in (None, optimizer)
-    }
-    if excluded and named:
-        name, method = next(iter(excluded.items()))
-        raise RecipeError(
-            f"The method {name!r} needs a recipe with the optimizer {method.optimizer!r}. Received "
-            f"one with {optimizer or 'your own optimizer'!r}. Leave the method out."
+    if method.optimizer not in (None, optimizer):
+        return (
+            f"the optimizer {method.optimizer!r}. Received one with "
+            f"{optimizer or 'your own optimizer'!r}. Leave the method out."
         )
-    return {name: method for name, method in methods.items() if name not in excluded}
+    if len(method.warm_up) > recipe.epochs:
+        return (
+            "an epoch for each density of its warm_up, because the last ones would be left out. "
+            f"Received {recipe.epochs} epochs for {list(method.warm_up)}. Shorten it, or leave "
+            "the method out."
+        )
+    return ""
 
 
 def check_names_a_route(name: str, recipe: Recipe) -> None:
