@@ -99,6 +99,17 @@ def test_callbacks_that_need_another_position_or_one_rank_are_named(
     assert told(quiet) == []
 
 
+def test_backups_of_ranks_may_differ(comm: Comm, folder: Path) -> None:
+    """As of ranks that updated apart, or were killed after different steps: replicas differed."""
+    net, backup = wrapped(), keras.callbacks.BackupAndRestore(folder / f"{comm.rank}")
+    backup.set_model(net)
+    backup.on_train_begin()
+    net.layers[0].bias.assign_add([float(comm.rank + 1)] * 16)
+    backup.on_epoch_end(0)
+    train(wrapped(), comm, callbacks.BroadcastState(), backup, epochs=2)
+    assert same_on_all_ranks(comm, backup.model)
+
+
 def test_standard_as_the_whole_list_is_refused(comm: Comm) -> None:
     """Keras gives a list of the user's no model: 'NoneType' object has no attribute."""
     with pytest.raises(cx.ConfigurationError, match=r"callbacks=\[cx\.callbacks\.Standard"):

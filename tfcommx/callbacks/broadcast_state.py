@@ -120,6 +120,8 @@ class BroadcastState(keras.callbacks.Callback):
         self.begun = False
         # True if ranks train alone; stored, because it takes a search of the whole model
         self.alone = False
+        # True if a rank restores a backup of Keras's BackupAndRestore in this run
+        self.has_backups = False
         # True once unequal learning rates are named in this run
         self.rates_differ = False
         # Metrics over the samples of all ranks
@@ -161,6 +163,9 @@ class BroadcastState(keras.callbacks.Callback):
             # A `fit` before may have left weights that are unequal or one update old, and the
             # root's are broadcast next
             exchanger_in(optimizer).consolidate()
+        self.has_backups = any(
+            file[0] == "BackupAndRestore" for *_, files in all_conflicts for file in files
+        )
         self.unbuilt = not all(map(all, builts))
         self.begun, self.rates_differ = self.alone, False
         if not self.alone:
@@ -251,6 +256,10 @@ class BroadcastState(keras.callbacks.Callback):
         """Compare the epoch, so that no rank waits for one that has stopped; expect steps."""
         first = not self.begun
         self._compare_epoch(epoch)
+        if first and self.has_backups and not self.unbuilt:
+            # Each rank has restored its own, behind the broadcast. Those of two ranks differ if
+            # ranks ended after different steps, or update apart
+            self._broadcast()
         if first:
             for optimizer in wrapped_optimizers(self.model):
                 expect_steps(optimizer, self.params, epoch)
