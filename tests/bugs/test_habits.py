@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 
 import horovod.tensorflow as hvd
 import keras
 import pytest
 
 import tfcommx as cx
+from tfcommx.collectives.horovod import import_horovod
 
 
 def test_names_of_horovod_are_explained() -> None:
@@ -60,3 +62,13 @@ def test_a_model_stands_for_its_optimizers_where_weights_are_consolidated() -> N
 def test_one_scheme_for_no_epoch_is_refused() -> None:
     with pytest.raises(cx.ConfigurationError, match="epochs"):
         cx.callbacks.SwitchScheme(cx.Scheme())
+
+
+def test_a_script_that_hides_horovod_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod's version and build were blamed for a horovod.py beside the script."""
+    script = ModuleType("horovod")
+    script.__file__ = "/home/me/horovod.py"
+    monkeypatch.setitem(sys.modules, "horovod", script)
+    monkeypatch.delitem(sys.modules, "horovod.tensorflow")
+    with pytest.raises(cx.LaunchError, match=r"/home/me/horovod\.py.*Rename"):
+        import_horovod()

@@ -7,6 +7,7 @@ import http
 import os
 import re
 import socketserver
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
@@ -63,6 +64,12 @@ def import_horovod() -> tuple[ModuleType, ModuleType]:
                 "Horovod imports tf.keras. Received TF_USE_LEGACY_KERAS="
                 f"{os.environ['TF_USE_LEGACY_KERAS']}, which replaces it by the package tf_keras, "
                 f"and: {error} Unset the variable, because tfcommx trains models of Keras 3."
+            ) from error
+        module = sys.modules.get("horovod")
+        if module is not None and not hasattr(module, "__path__"):
+            raise LaunchError(
+                "The package horovod is required. Received the file "
+                f"{getattr(module, '__file__', None)}, which has its name. Rename that file."
             ) from error
         raise LaunchError(
             f"Horovod {HOROVOD}x, built for TensorFlow {tf.__version__}, is required. Received: "
