@@ -311,6 +311,17 @@ def test_ranks_that_the_launcher_does_not_name_have_started() -> None:
     assert error.status == 3 and str(error) == f"`true` ended with status 3. {missing}"
 
 
+def test_of_ranks_that_all_failed_none_was_killed() -> None:
+    """Each was told of the other, and killed because it ended slowly: memory was blamed."""
+    lines = RankLines()
+    for rank, other in ((0, 1), (1, 0)):
+        missing = f"rank {other} on node{other} (failed: RuntimeError: planned)"
+        report = f"tfcommx: rank {rank} ends, because ranks are missing: {missing}"
+        lines.relay(io.StringIO(f"[{rank}]<stderr>:{report}\n"))
+    lines.relay(io.StringIO("Process name: 0\nExit code: 137\n"))
+    assert lines.failure() == (0, 1)
+
+
 def test_a_full_disk_under_the_log_ends_no_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

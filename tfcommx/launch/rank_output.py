@@ -306,6 +306,9 @@ class RankLines:
         failed = [int(rank) for report in self.missing for rank in FAILED.findall(report)]
         if first.rank in self.followers and (causes := {*failed} - self.followers):
             return Failure(min(causes), FAILED_STATUS)
+        # If several ranks fail, each is told of the others, and killed if it is still ending
+        if first.rank in failed and first.status == 128 + signal.SIGKILL:
+            return Failure(first.rank, FAILED_STATUS)
         return first
 
     def report_of_missing(self, rank: int) -> str:
