@@ -73,8 +73,8 @@ __device__ uint32_t numbers_of(uint32_t codes) {
   return ~codes << 1 & 2 * kBytes;
 }
 
-// The number of steps of this lane's entry j. Four of them share `numbers_of`: those whose codes are in
-// bytes of one word.
+// The number of steps of this lane's entry j. Entries of equal j % kGroups share a call of
+// `numbers_of`, because their codes are in the four bytes of one word.
 template <int bits>
 __device__ float number(uint32_t codes, int j) {
   constexpr float kInteger = 0x1p23f;  // its low byte is an integer's
@@ -88,7 +88,6 @@ __device__ float number(uint32_t codes, int j) {
 // All lanes must call it.
 template <int bits, bool full>
 __device__ float step_of_warp(const float (&whole)[kEach<bits>], int count) {
-  float size;
   if constexpr (bits >= 4) {
     uint32_t most = 0;
 #pragma unroll
@@ -96,24 +95,26 @@ __device__ float step_of_warp(const float (&whole)[kEach<bits>], int count) {
       const uint32_t one = bits_of(whole[j]) & 0x7fffffff;
       most = one > most ? one : most;
     }
-    size = float_of(largest_of_warp(most));
+    const float size = float_of(largest_of_warp(most));
+    return bits_of(size) < kInfinite ? low_bits_step<bits>(size) : float_of(kNan);
   } else {
     float terms[kEach<bits>];
 #pragma unroll
     for (int j = 0; j < kEach<bits>; ++j)
       terms[j] = multiply(float_of(bits_of(whole[j]) & 0x7fffffff), 1.0f / kBlock<bits>);
 #pragma unroll
-    for (int half = kEach<bits> / 2; half; half /= 2)
+    for (int half = kEach<bits> / 2; half; half /= 2) {
 #pragma unroll
       for (int j = 0; j < half; ++j) terms[j] = add(terms[j], terms[j + half]);
+    }
     float sum = terms[0];
 #pragma unroll
     for (unsigned distance = 16; distance; distance /= 2)
       sum = add(sum, __shfl_xor_sync(kAllLanes, sum, distance));
-    size = full ? sum : mean_of<bits>(sum, count);
+    // The sum of finite magnitudes / kBlock is finite, but the mean of a few large ones may not be
+    if (!(bits_of(sum) < kInfinite)) return float_of(kNan);
+    return low_bits_step<bits>(full ? sum : mean_of<bits>(sum, count));
   }
-  // A sum of finite magnitudes / kBlock is finite
-  return bits_of(size) < kInfinite ? low_bits_step<bits>(size) : float_of(kNan);
 }
 
 // The code of an entry, as low_bits_code, and what is left of the entry.

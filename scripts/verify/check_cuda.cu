@@ -247,8 +247,9 @@ void check_low_bits(std::mt19937_64& random) {
   const std::string what = "low bits " + std::to_string(layout.bits) + " n " +
                            std::to_string(layout.entries) + " x " + std::to_string(shards);
   // Any bits, of which a few are not finite; or numbers of some decades; or in each block a number
-  // between two steps, and two that raise the step only if they are added to each other first
-  const int kind = random() % 3;
+  // between two steps, and two that raise the step only if they are added to each other first; or the
+  // largest numbers
+  const int kind = random() % 4;
   std::normal_distribution<float> normal;
   std::vector<float> gradient(n), kept(n);
   if (kind < 2)
@@ -256,8 +257,9 @@ void check_low_bits(std::mt19937_64& random) {
   for (auto& one : gradient)
     one = kind == 0   ? float_of(static_cast<uint32_t>(random()))
           : kind == 1 ? normal(random) * 1e-3f
+          : kind == 3 ? std::copysign(std::numeric_limits<float>::max(), normal(random))
                       : 0.0f;
-  const int block = layout.block(), halvings = block == 512 ? 9 : 7;
+  const int block = layout.block(), halvings = low_bits_log2(layout.bits);
   for (int64_t first = 0; kind == 2 && first + block <= n; first += block) {
     const int64_t large = random() % block, one = large ^ 1 << random() % halvings,
                   other = one ^ 1 << random() % halvings;

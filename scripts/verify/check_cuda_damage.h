@@ -67,8 +67,8 @@ std::string problem_with_damaged_entries(std::mt19937_64& random) {
 
 // Adds and reads shards of any codes, with steps of any sign and below 2.
 std::string problem_with_any_codes(std::mt19937_64& random) {
-  const LowBits layout{1 << random() % 4, static_cast<int64_t>(1 + random() % 1000)};
-  const int64_t parts = 1 + random() % 6, real = random() % 1200;
+  const LowBits layout{1 << random() % 4, static_cast<int64_t>(1 + random() % 4000)};
+  const int64_t parts = 1 + random() % 6, real = random() % 5000;
   std::vector<int32_t> words(parts * layout.words()), right(layout.words());
   for (int64_t i = 0; i < static_cast<int64_t>(words.size()); ++i) {
     const uint32_t any = static_cast<uint32_t>(random());

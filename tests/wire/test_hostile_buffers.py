@@ -124,10 +124,11 @@ def test_indices_that_do_not_ascend_are_refused(name: str) -> None:
 def test_damaged_codes_of_a_vector_are_numbers(codes: str) -> None:
     """Any words are numbers: native equals definition, and a step that is NaN is a block of NaN."""
     draw = np.random.default_rng(3)
-    for entries in (1, 127, 128, 129, 1_000):
+    for entries in (1, 127, 128, 129, 511, 512, 513, 1_000):
         words = sum(dense_code_words(entries, codes))
         given = draw.integers(-(2**31), 2**31, [3, words]).astype(np.int32)
-        given[1, 0] = 0x7FC0FF80  # A step that is NaN, before it one that is negative and infinite
+        # In the first word: a step that is NaN, before it one that is negative and infinite
+        given[1, 0], given[2, 0] = 0x7FC0FF80, 0xFF807FC0 - 2**32
         read = low_bits.read(tf.constant(given.ravel()), codes, entries, 0.5)
         expected = low_bits.read_definition(tf.constant(given.ravel()), codes, entries, 0.5)
         np.testing.assert_allclose(read, expected, rtol=0, atol=DENORMAL)

@@ -47,8 +47,8 @@ ROOM = HEAD - _COUNT.itemsize
 def import_horovod() -> tuple[ModuleType, ModuleType]:
     """Import Horovod's module for TensorFlow, and its operations.
 
-    **Raises:** LaunchError if Horovod is missing, of another release, or built for another
-    TensorFlow.
+    **Raises:** LaunchError if Horovod is missing, hidden by a file of its name, of another release,
+    or built for another TensorFlow.
     """
     remedy = (
         "Install it after TensorFlow: python scripts/setup, or as docs/how-to/install.md describes."

@@ -127,8 +127,8 @@ def _missing(method: Method, recipe: Recipe) -> str:
     if len(method.warm_up) > recipe.epochs:
         return (
             "an epoch for each density of its warm_up, because the last ones would be left out. "
-            f"Received {recipe.epochs} epochs for {list(method.warm_up)}. Shorten it, or leave "
-            "the method out."
+            f"Received {recipe.epochs} epochs for {list(method.warm_up)}. Shorten warm_up, or "
+            "leave the method out."
         )
     return ""
 

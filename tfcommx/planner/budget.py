@@ -1,7 +1,7 @@
 """Finds the schemes that lose least within a budget of bytes between nodes.
 
     loses nothing    16 bits    int8    int4    int2    int1    selection: 10 % ... .1 %
-    0                3e-6       4e-5    .014    .118    .361    .56        ... .99
+    0                3e-6       4e-5    .014    .118    .363    .56        ... .99
 
 Below each kind stands the share of the squares that one exchange of normally distributed entries
 does not deliver. Error feedback delivers it later. The first kind that fits is taken, because late

@@ -228,7 +228,7 @@ def _sums(weights: Sequence[tf.Variable]) -> tf.Tensor:
     axis = tf.constant([0])
 
     def total(parts: Sequence[tf.Tensor]) -> tf.Tensor:
-        # By the op itself, because tracing TensorFlow's function around it takes longer
+        # The op itself is called, because tracing tf.reduce_sum takes longer
         totals = [tf.raw_ops.Sum(input=part, axis=axis) for part in parts]
         return totals[0] if len(totals) == 1 else tf.add_n(totals)
 
