@@ -74,7 +74,7 @@ def test_a_source_distribution_holds_what_the_library_is_built_from(tmp_path: Pa
         ROOT,
         tree,
         ignore=shutil.ignore_patterns(
-            ".*", "__pycache__", "lib", "build", "runs", "tests", "docs", "*.egg-info"
+            ".*", "__pycache__", "lib", "build", "dist", "runs", "tests", "docs", "*.egg-info"
         ),
     )
     subprocess.run(

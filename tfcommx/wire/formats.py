@@ -129,7 +129,7 @@ def dense_bytes(bucket: Bucket, shards: int = 1) -> int:
     """Count the bytes of a dense bucket's vector on the wire.
 
     >>> dense_bytes(Bucket("b", ("w",), (2000,), "float32", "asa", wire="int1"), shards=2)
-    288
+    264
 
     Args:
         bucket: on a dense route.
