@@ -47,7 +47,7 @@ class Lost(keras.callbacks.Callback):
             raise InterruptedError
 
 
-# Of each `fit`: two steps an epoch
+# Each `fit` takes two steps an epoch
 OPTIONS = {"batch_size": 2, "shuffle": False, "verbose": 0}
 
 
