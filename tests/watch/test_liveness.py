@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -102,6 +104,33 @@ def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
     assert done == ["wait", "traceback"] and not failed.is_set()
     assert "A rank has ended while this one waited for it." in (said := capsys.readouterr().err)
     assert "AgreeOnStop" in said
+
+
+class Unread:
+    """A pipe whose reader has ended, as by `2>&1 | head`."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("stream", [None, Unread()])
+def test_an_alarm_ends_a_rank_whose_output_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, stream: Unread | None
+) -> None:
+    """Python has None in place of a closed stdout or stderr. Only SIGKILL ended such a rank."""
+    statuses: list[int] = []
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(liveness.time, "sleep", lambda seconds: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"lost rank 1 on here (its process has ended).\n")
+        liveness._wait(ours, SimpleNamespace(rank=0), threading.Event())
+    assert statuses == [1]
 
 
 def test_after_a_rank_has_died_the_process_ends_without_waiting_for_it(

@@ -186,8 +186,9 @@ def on_end_signals(handle: Callable[[int, FrameType | None], None]) -> None:
 
 def discard_unread_output() -> None:
     """Discard output that cannot be written, and all that follows."""
-    # Otherwise Python would fail to flush at its end, and set the status to 120
-    for stream in (sys.stdout, sys.stderr):
+    # Otherwise Python would fail to flush at its end, and set the status to 120. It has None in
+    # place of a closed one
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except OSError:

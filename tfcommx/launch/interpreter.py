@@ -84,8 +84,8 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 def end_at_once(status: int) -> NoReturn:
     """End the process without the interpreter's shutdown, which would wait for lost ranks."""
-    # `os._exit` does not flush them
-    for stream in (sys.stdout, sys.stderr):
+    # `os._exit` does not flush them. Python has None in place of a closed one
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)

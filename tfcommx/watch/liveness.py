@@ -247,11 +247,18 @@ def _wait(to_watcher: socket.socket, comm: Watched, failed: threading.Event) -> 
     # A rank that has failed has printed its traceback, which is the cause
     if not failed.is_set():
         message = MISSING if kind == "lost" else WAITING
-        sys.stderr.write(message.format(rank=comm.rank, text=text))
-        sys.stderr.flush()
+        _say(message.format(rank=comm.rank, text=text))
     # The rank that failed ends before the others, so that the launcher names it
     time.sleep(LAUNCHER_SECONDS / 2 if failed.is_set() else LAUNCHER_SECONDS)
     end_at_once(1)
+
+
+def _say(text: str) -> None:
+    """Write to stderr, unless it is closed or no process reads it."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
 
 def _cause_first(text: str) -> str:
@@ -291,7 +298,7 @@ def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threa
             time.sleep(2 * LAUNCHER_SECONDS)
             report(kind, error, trace)
             # No alarm has ended this process: no rank is missing
-            sys.stderr.write(f"tfcommx: A rank has ended while this one waited for it. {CAUSES}\n")
+            _say(f"tfcommx: A rank has ended while this one waited for it. {CAUSES}\n")
             return
         report(kind, error, trace)
         failed.set()
