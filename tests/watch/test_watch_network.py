@@ -168,6 +168,16 @@ def test_ranks_that_end_in_order_need_few_messages_and_none_is_missed() -> None:
     assert max(network.sent.values()) <= LARGEST_DEGREE + 1 + 4
 
 
+def test_neighbours_name_a_rank_that_has_ended_in_order_to_theirs() -> None:
+    """For the error of a rank that waits for it; it is no alarm."""
+    network = Simulated(21)
+    network.members[20].rank_says("bye", network.now)
+    network.hops()
+    told = {rank for rank, lines in network.told().items() if lines}
+    assert told == set(neighbours(20, 21)) and not network.members[0].alarm.lost
+    assert network.members[0].to_rank == ['gone [20, "it has ended", true]']
+
+
 def test_a_death_is_told_past_ranks_that_have_ended() -> None:
     network = Simulated(64)
     for rank in range(63):
@@ -176,9 +186,9 @@ def test_a_death_is_told_past_ranks_that_have_ended() -> None:
         network.hops()
     network.kill([63])
     network.hops()
-    assert network.told()[5] == [
-        "lost rank 63 on there (its process has ended). Noticed by rank 0."
-    ]
+    *ended, alarm = network.told()[5]
+    assert all(line.startswith("gone") for line in ended)
+    assert alarm == "lost rank 63 on there (its process has ended). Noticed by rank 0."
     assert all(member.finished for rank, member in network.members.items() if rank != 5)
 
 

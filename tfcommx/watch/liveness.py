@@ -297,8 +297,12 @@ def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threa
         if GONE in str(error):
             time.sleep(2 * LAUNCHER_SECONDS)
             report(kind, error, trace)
-            # No alarm has ended this process: no rank is missing
-            _say(f"tfcommx: A rank has ended while this one waited for it. {CAUSES}\n")
+            # No alarm has ended this process: no rank is missing, but one has ended too early
+            who = ", ".join(f"rank {rank}" for rank in sorted(membership.gone())) or "another rank"
+            _say(
+                f"tfcommx: This rank waited for one that has ended in order: {who}, by `sys.exit` "
+                f"or because its script was over. {CAUSES}\n"
+            )
             return
         report(kind, error, trace)
         failed.set()
