@@ -61,7 +61,7 @@ log = logging.getLogger("tfcommx")
 # Consecutive failed saves after which a run ends
 FAILURES = 3
 # State of the folder after most failed saves
-BEFORE = "The checkpoint before is intact."
+BEFORE = "An earlier checkpoint, if there is one, is intact."
 # Consequence of a failed save, while another will follow
 RETRY = (
     f"The run continues, and tries again at the next save; it ends after {FAILURES} failures in a "
