@@ -96,8 +96,7 @@ def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
     ours, theirs = socket.socketpair()
     with ours, theirs:
         membership = Membership()
-        for rank in ended:
-            membership.mark_gone(rank, "it has ended", True)
+        membership.early.update(ended)
         failed = liveness._say_how_it_ends(ours, membership)
         error = RuntimeError(
             f"{liveness.GONE}. This was caused by an exception on one of the ranks"
@@ -133,9 +132,12 @@ def test_an_alarm_ends_a_rank_whose_output_cannot_be_written(
     monkeypatch.setattr(liveness.time, "sleep", lambda seconds: None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(b"lost rank 1 on here (its process has ended).\n")
-        liveness._wait(ours, SimpleNamespace(rank=0), threading.Event())
+        theirs.sendall(b"early 2\nlost rank 1 on here (its process has ended).\n")
+        membership = Membership()
+        liveness._wait(ours, SimpleNamespace(rank=0, membership=membership), threading.Event())
     assert statuses == [1]
+    # Named in errors, but not gone: a process that holds the centre awaits its last messages
+    assert membership.early == {2} and not membership.gone()
 
 
 def test_after_a_rank_has_died_the_process_ends_without_waiting_for_it(

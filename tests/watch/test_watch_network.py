@@ -175,7 +175,7 @@ def test_neighbours_name_a_rank_that_has_ended_in_order_to_theirs() -> None:
     network.hops()
     told = {rank for rank, lines in network.told().items() if lines}
     assert told == set(neighbours(20, 21)) and not network.members[0].alarm.lost
-    assert network.members[0].to_rank == ['gone [20, "it has ended", true]']
+    assert network.members[0].to_rank == ["early 20"]
 
 
 def test_a_death_is_told_past_ranks_that_have_ended() -> None:
@@ -187,7 +187,7 @@ def test_a_death_is_told_past_ranks_that_have_ended() -> None:
     network.kill([63])
     network.hops()
     *ended, alarm = network.told()[5]
-    assert all(line.startswith("gone") for line in ended)
+    assert all(line.startswith("early") for line in ended)
     assert alarm == "lost rank 63 on there (its process has ended). Noticed by rank 0."
     assert all(member.finished for rank, member in network.members.items() if rank != 5)
 

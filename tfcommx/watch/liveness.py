@@ -239,6 +239,8 @@ def _wait(to_watcher: socket.socket, comm: Watched, failed: threading.Event) -> 
             event, _, content = line.strip().partition(" ")
             if event == "gone":
                 comm.membership.mark_gone(*json.loads(content))
+            elif event == "early":
+                comm.membership.early.add(int(content))
             elif event == "stall":
                 log.warning("Log of rank %d: %s", comm.rank, content)
             else:
@@ -298,7 +300,7 @@ def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threa
             time.sleep(2 * LAUNCHER_SECONDS)
             report(kind, error, trace)
             # No alarm has ended this process: no rank is missing, but one has ended too early
-            who = ", ".join(f"rank {rank}" for rank in sorted(membership.gone())) or "another rank"
+            who = ", ".join(f"rank {rank}" for rank in sorted(membership.early)) or "another rank"
             _say(
                 f"tfcommx: This rank waited for one that has ended in order: {who}, by `sys.exit` "
                 f"or because its script was over. {CAUSES}\n"

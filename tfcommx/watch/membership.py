@@ -29,6 +29,9 @@ class Membership:
         # Rank -> description; ranks that ended in order are not in `_died`
         self._ended: dict[int, str] = {}
         self._died: dict[int, str] = {}
+        # Neighbours that have ended in order while all were needed. For messages only: they are not
+        # `gone`, because a process that holds the centre still awaits their last messages
+        self.early: set[int] = set()
         self._send: Callable[[bytes], object] | None = None
         # For `find_dead`: the probe, its ranks, and the seconds of silence after which one is dead
         self._responds: Callable[[int], bool] | None = None

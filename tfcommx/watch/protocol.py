@@ -19,8 +19,8 @@ without a bye. A watcher forwards each new alarm to all neighbours. The death of
 not stop an alarm, because each of its other neighbours notices the death, too.
 
 While ranks may leave (membership.py), only the loss of a needed rank is an alarm; `gone` informs
-each rank of the others, also when they end in order. At other times it names neighbours that have
-ended in order, for the error of a rank that waited for one.
+each rank of the others, also when they end in order. At other times `early` names a neighbour that
+has ended in order, for the error of a rank that waited for it.
 
 A watcher whose rank has ended in order forwards messages until all ranks have ended.
 
@@ -296,7 +296,7 @@ class WatchProtocol:
             if self.needed is not None:
                 self._leave(peer, "it has ended", None)
             else:  # Not forwarded: a rank that is still needed is named by its neighbours
-                self._tell_gone(peer, "it has ended", True)
+                self.to_rank.append(f"early {peer}")
         elif kind == "left":
             self._leave(content, "it has ended", peer)
         elif kind == "ended":
@@ -411,19 +411,16 @@ class WatchProtocol:
         for rank in relevant.keys() - needed:
             host, event, _ = relevant[rank]
             self.left[rank] = False
-            self._tell_gone(rank, f"on {host}: {event}", False)
+            self.to_rank.append(f"gone {json.dumps([rank, f'on {host}: {event}', False])}")
             self._pass_on(f"lost {json.dumps({rank: relevant[rank]})}", source)
             self._see_whether_all_ended()
         return {rank: row for rank, row in relevant.items() if rank in needed}
-
-    def _tell_gone(self, rank: int, event: str, in_order: bool) -> None:
-        self.to_rank.append(f"gone {json.dumps([rank, event, in_order])}")
 
     def _leave(self, rank: int, event: str, source: int | None) -> None:
         # Once, because neighbours of a ring would forward it to each other without end
         if rank not in self.left:
             self.left[rank] = True
-            self._tell_gone(rank, event, True)
+            self.to_rank.append(f"gone {json.dumps([rank, event, True])}")
             self._pass_on(f"left {rank}", source)
 
     def _tell_rank(self, line: str, time_now: float) -> None:
