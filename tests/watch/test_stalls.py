@@ -53,7 +53,7 @@ def test_ranks_that_wait_for_others_that_live_on_are_told_and_end(engine: str) -
     waits += r"are alive\. Rank 1 has left `fit`, after step %d: stalls\.py:\d+ in <module> \(%s"
     for rank in (0, 1):
         # Unequal steps whose number Keras does not know
-        assert re.search(f"Log of rank {rank}: " + waits % (5, 4, "Condition.wait"), output), output
+        assert re.search(f"Log of rank {rank}: " + waits % (5, 4, "Event.wait"), output), output
         assert f"rank {rank} has taken all steps" in output
         # EarlyStopping by a rank's own metric
         said = f"rank {rank} ends, because ranks wait for each other: " + waits % (11, 10, "")
@@ -232,6 +232,20 @@ def test_where_a_rank_is_in_python(watched: progress.Progress) -> None:
     step, doing, what = watched.look()
     assert (step, doing) == (1, PYTHON)
     assert re.fullmatch(r"test_stalls\.py:\d+ in test_where_a_rank_is_in_python \(.*look\)", what)
+
+
+def test_the_function_that_the_users_line_calls_is_named(watched: progress.Progress) -> None:
+    """Not the innermost one: a rank in `evaluate` was told to be in TensorFlow's quick_execute."""
+    library, calls = os.path.dirname(keras.__file__), {"look": watched.look}
+    for file, function, inner in (
+        ("data.py", "read", "look"),
+        ("trainer.py", "evaluate", "read"),
+        ("traceback_utils.py", "error_handler", "evaluate"),
+    ):
+        code = f"def {function}(): return {inner}()"
+        exec(compile(code, os.path.join(library, file), "exec"), calls)
+    watched.look()
+    assert calls["error_handler"]()[2].endswith(" (evaluate)")
 
 
 def test_a_collective_that_a_callback_calls_is_named(watched: progress.Progress) -> None:

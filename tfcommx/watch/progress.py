@@ -189,7 +189,7 @@ class Progress:
 
 def source_line(frame: FrameType) -> str:
     """Return the user's line that leads to a frame, and the function that the frame runs."""
-    return _where(_frames(frame))
+    return _where(_frames(frame), innermost=True)
 
 
 def function_of(frame: FrameType) -> str:
@@ -243,12 +243,18 @@ def _caller(frames: list[FrameType]) -> str:
     return COLLECTIVE
 
 
-def _where(frames: list[FrameType]) -> str:
-    # The user's line that the thread executes, and the function called there
-    for frame in frames:
+def _where(frames: list[FrameType], innermost: bool = False) -> str:
+    # The user's line that the thread executes, and the function that it calls, or the innermost one
+    for position, frame in enumerate(frames):
         code = frame.f_code
-        if not any(part in code.co_filename for part in LIBRARIES):
-            line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-            inner = _name(frames[0])
-            return line if frame is frames[0] else f"{line} ({inner})"
+        if any(part in code.co_filename for part in LIBRARIES):
+            continue
+        line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+        # Without Keras's wrapper of `fit` and `evaluate`, which shortens the traces of errors
+        called = [
+            inner
+            for inner in frames[:position]
+            if not inner.f_code.co_filename.endswith("traceback_utils.py")
+        ]
+        return f"{line} ({_name(called[0 if innermost else -1])})" if called else line
     return _name(frames[0]) if frames else ""
