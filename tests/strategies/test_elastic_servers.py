@@ -409,3 +409,28 @@ def test_the_process_with_the_centre_loads_no_tensorflow() -> None:
         "sys.exit(bool({'tensorflow', 'keras', 'horovod', 'mpi4py'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_failure_of_the_process_with_the_centre_is_its_exit_status() -> None:
+    """It was killed in MPI's shutdown, as were the ranks; mpirun then returned 0.
+
+    The hook at exit stands for that shutdown.
+    """
+    code = """
+import atexit, types
+from tfcommx.strategies.easgd import process
+
+def fail():
+    raise RuntimeError("all have failed")
+
+atexit.register(print, "shutdown")
+process.mpi = types.SimpleNamespace(
+    start=lambda: None, MpiPointToPoint=lambda **options: None, gather_with_centre=None
+)
+process.liveness = types.SimpleNamespace(start=lambda *_, **options: None, Limits=lambda limit: 0)
+process.CentreProcess = lambda *arguments: types.SimpleNamespace(run=fail)
+process.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    assert (ended.returncode, ended.stdout) == (1, ""), ended.stderr
+    assert "RuntimeError: all have failed" in ended.stderr

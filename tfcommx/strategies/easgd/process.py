@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ import numpy as np
 from tfcommx.collectives import mpi
 from tfcommx.collectives.mpi import END
 from tfcommx.collectives.point_to_point import Channel, PointToPoint
+from tfcommx.launch.interpreter import end_at_once
 from tfcommx.launch.launcher import launch_interfaces, launcher, on_one_host
 from tfcommx.strategies.easgd.server import LOOK_SECONDS, CentreServer
 from tfcommx.watch import liveness
@@ -119,7 +121,14 @@ def main() -> None:
     limits, interfaces, gather = liveness.Limits(None), launch_interfaces(), mpi.gather_with_centre
     holds = ", which holds the centre"
     liveness.start(process, interfaces, limits, gather, on_one_host(), holds=holds)
-    CentreProcess(messages, process.rank, process.membership).run()
+    try:
+        CentreProcess(messages, process.rank, process.membership).run()
+    except Exception:
+        # By the hook, which tells the other ranks. Then without the interpreter's shutdown: MPI's
+        # waits for the ranks, until the watcher kills this process, and with --enable-recovery
+        # mpirun returns 0 for a launch whose processes were all killed by signals
+        sys.excepthook(*sys.exc_info())
+        end_at_once(1)
 
 
 if __name__ == "__main__":
