@@ -291,6 +291,28 @@ def test_the_state_of_the_outer_optimizer_survives_a_change_of_scheme() -> None:
     assert same(changed + plain)
 
 
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 0), (1, 1)])
+def test_a_round_begins_at_weights_that_replace_those_of_an_epochs_end(
+    fragments: int, overlap: int
+) -> None:
+    """As after EarlyStopping's best weights: the next round leaves the discarded ones alone."""
+
+    def work(comm: Comm) -> list[np.ndarray]:
+        strategy = WeightAveraging(2, outer=K.SGD(0.7), fragments=fragments, overlap=overlap)
+        optimizer, weights = wrap(sgd(), comm, strategy, DENSE, "average"), new_weights()
+        for step in range(3):
+            optimizer.apply(gradients(comm.rank, step), weights)
+        consolidate(optimizer)
+        for weight, restored in zip(weights, new_weights(), strict=True):
+            weight.assign(restored)
+        for _ in range(3):
+            optimizer.apply([tf.zeros(shape) for shape in SHAPES.values()], weights)
+        return consolidated(optimizer, weights)
+
+    for weights in ThreadComm.run(TWO, work):
+        close(weights, [weight.numpy() for weight in new_weights()])
+
+
 def test_another_rate_keeps_the_state_and_another_class_begins_anew(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
