@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from tfcommx.cli import train as cli_train
 from tfcommx.cli.main import app
-from tfcommx.cli.train import LaunchStopper, show_report_of
+from tfcommx.cli.train import LaunchStopper, show_report_of, train_here
 from tfcommx.core import DataError
 from tfcommx.launch.horovodrun import Launch, Running
 from tfcommx.launch.hosts import Host
@@ -307,6 +308,32 @@ def test_the_first_signal_asks_the_ranks_and_the_second_ends_them(tmp_path, caps
     stop.running = Process()
     stop.ask(2, None)
     assert len(ended) == 2 and not file.exists()
+
+
+@pytest.mark.parametrize(("rank", "age", "stays"), [(0, 90, False), (0, 5, True), (1, 90, True)])
+def test_a_request_to_an_earlier_run_does_not_stop_a_new_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: int,
+    age: float,
+    stays: bool,
+) -> None:
+    """Under horovodrun no launcher of ours removes the file, and the run ended after a step."""
+    for name, value in {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", str(value))
+    file = tmp_path / "stop"
+    file.touch()
+    os.utime(file, (time.time() - age,) * 2)
+
+    def end(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tfcommx.cli.train.load_tensorflow", end)
+    with pytest.raises(KeyboardInterrupt):
+        train_here(None, tmp_path, {})
+    assert file.exists() == stays
+    assert (str(file) in capsys.readouterr().err) != stays
 
 
 def test_a_report_without_room_does_not_fail_a_training(

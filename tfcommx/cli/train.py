@@ -26,6 +26,7 @@ from tfcommx.launch.commands import is_local
 from tfcommx.launch.horovodrun import NO_ROOM, Launch, discard_unread_output
 from tfcommx.launch.hosts import Host, parse_hosts, ranks_on
 from tfcommx.launch.launcher import launcher
+from tfcommx.launch.supervision import supervision
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
 from tfcommx.report.dry_run import read_alone, show_dry_run
@@ -35,6 +36,9 @@ from tfcommx.training.stop_requests import STOP_FILE
 
 # Number of a generation -> command line of `tfcommx`
 TrainWords = Callable[[int], list[str]]
+# Age of a file `stop`, in seconds, from which it belongs to an earlier run: more than a launcher,
+# which may have written it, needs to start rank 0
+STALE_SECONDS = 60.0
 
 
 def launch_train(hosts: list[Host], words: list[str], folder: Path, saves: bool = True) -> None:
@@ -221,6 +225,7 @@ def dry_run_here(recipe: Recipe, folder: Path) -> None:
 
 def train_here(recipe: Recipe, folder: Path, options: dict[str, Any]) -> bool:
     """Train in this process; return True if it has a report to show."""
+    forget_earlier_stop(folder)
     load_tensorflow()
     from tfcommx import is_chief
     from tfcommx.training.train import TrainOptions
@@ -228,3 +233,16 @@ def train_here(recipe: Recipe, folder: Path, options: dict[str, Any]) -> bool:
 
     summary = run(recipe, folder, TrainOptions(**options))
     return bool(is_chief()) and bool(summary["rows"])
+
+
+def forget_earlier_stop(folder: Path) -> None:
+    """Remove an earlier run's file `stop`, which that run did not live to read."""
+    # A supervised run is one run in all generations, and its LaunchStopper has removed the file
+    if supervision() is not None:
+        return
+    file = folder / STOP_FILE
+    with contextlib.suppress(OSError):
+        # No other rank reads the file
+        if launcher().rank == 0 and time.time() - file.stat().st_mtime > STALE_SECONDS:
+            file.unlink()
+            print(f"tfcommx: {file} was for an earlier run, and is removed.", file=sys.stderr)
