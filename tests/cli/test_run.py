@@ -336,3 +336,22 @@ def test_a_full_disk_under_the_log_ends_no_rank(
         assert running.wait(RankLines()) == 0
     assert (tmp_path / "trained").exists()
     assert "9 lines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", [None, 1, 2])
+def test_output_that_cannot_be_written_does_not_change_the_status(closed: int | None) -> None:
+    """Python has None in place of a closed stream, and ends with 120 if it cannot flush another."""
+    code = (
+        "import sys; from tfcommx.launch.horovodrun import discard_unread_output; "
+        "print('lost'); discard_unread_output(); print('discarded', flush=True)"
+    )
+    # Unset, because `print` itself would raise the error
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            env=variables,
+            stdout=full,
+            preexec_fn=None if closed is None else lambda: os.close(closed),
+        )
+    assert ended.returncode == 0
