@@ -13,7 +13,7 @@ import tensorflow as tf
 from pairs_format import Pairs
 
 import tfcommx as cx
-from tfcommx import routes
+from tfcommx import routes, selection
 from tfcommx.compression import Compression, CompressionResult
 from tfcommx.compression.powersgd import PowerSGD
 from tfcommx.core import Scheme, Sparse, Topology, Traffic
@@ -48,6 +48,15 @@ class BlindToNaN:
 
     def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
         return Sparse(tf.range(k), gradient[:k], gradient.shape[0])
+
+
+class Branches:
+    """Python's `if` on a tensor, which AutoGraph would convert; steps are traced without it."""
+
+    def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
+        if tf.reduce_any(gradient > 0):
+            gradient = tf.identity(gradient)
+        return selection.rule("exact").select(gradient, k, seed)
 
 
 class OwnShare(Asa):
@@ -157,6 +166,7 @@ def members(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(
         DESCENDING=Descending(),
         BLIND=BlindToNaN(),
+        BRANCHES=Branches(),
         SHARE=OwnShare(),
         CHEAP=Cheap(),
         GATHER=OwnGather(),
@@ -180,6 +190,7 @@ def members(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (check_rule, "DESCENDING", "_check_choice"),
         (check_rule, "BLIND", "_check_choice"),
+        (check_rule, "BRANCHES", "check_traces"),
         (check_route, "SHARE", "check_conservation"),
         (check_route, "CHEAP", "check_count"),
         (check_compression, "LOSSY", "check_conservation"),

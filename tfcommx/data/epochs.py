@@ -43,6 +43,7 @@ class EpochStats:
 
         clock = tf.timestamp if _has_clock() else lambda: tf.constant(math.nan, tf.float64)
 
+        @tf.autograph.experimental.do_not_convert
         def deliver(
             requested_at: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor, tf.Tensor]
         ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -144,6 +145,7 @@ class Epochs(NamedTuple):
 
         bounds = tf.constant(order.batch_bounds(length, self.spec.batch, self.steps))
 
+        @tf.autograph.experimental.do_not_convert
         def of_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
             samples = tf.numpy_function(share, [epoch], tf.int64, stateful=False)
             samples.set_shape([None])

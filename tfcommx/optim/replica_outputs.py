@@ -80,6 +80,7 @@ def _dataset_of(batch: Any, spec: Any) -> tf.data.Dataset:
     """Return a dataset of one batch, whose shapes are known as far as those of `spec` are."""
     shapes = [part.shape for part in tf.nest.flatten(spec, expand_composites=True)]
 
+    @tf.autograph.experimental.do_not_convert
     def with_shapes(*parts: tf.Tensor) -> Any:
         relaxed = [
             # It hides the batch's static shape, by which a step with batches of unknown length

@@ -39,9 +39,12 @@ def require(holds: bool, law: str, where: str, received: str) -> None:
 
 
 def check_traces(work: Callable[..., object], where: str, *shapes: tuple[int, ...]) -> None:
-    """Require that a function of float32 tensors is graph code, because steps are traced."""
+    """Require that a function of float32 tensors is graph code.
+
+    Steps are traced without AutoGraph, so Python's `if` and `for` on tensors are no graph code.
+    """
     try:
-        tf.function(work).get_concrete_function(*map(tf.TensorSpec, shapes))
+        tf.function(work, autograph=False).get_concrete_function(*map(tf.TensorSpec, shapes))
     except Exception as error:  # Any class, because the member is a user's code
         raise LawBroken(
             f"A step must be traceable by tf.function, with static shapes. {error} With {where}."

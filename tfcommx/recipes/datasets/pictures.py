@@ -96,6 +96,7 @@ class Pictures:
         """Augment each batch with its own seed; the first batch is step `first` of the run."""
         place = self.place
 
+        @tf.autograph.experimental.do_not_convert
         def finish(
             number: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]
         ) -> tuple[tf.Tensor, tf.Tensor]:

@@ -87,7 +87,7 @@ class Classification:
             )
             key = tuple(tf.nest.flatten(like))
             if key not in traced:
-                traced[key] = tf.function(count, input_signature=like)
+                traced[key] = tf.function(count, like, autograph=False)
             return traced[key]
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:

@@ -121,7 +121,9 @@ class Translation:
 
         words = {name: tf.TensorSpec([None, None], tf.int32) for name in ("source", "target")}
 
-        @tf.function(input_signature=[words, tf.TensorSpec([None, None], tf.int32)])
+        labels_like = tf.TensorSpec([None, None], tf.int32)
+
+        @tf.function(input_signature=[words, labels_like], autograph=False)
         def count(inputs: dict[str, tf.Tensor], labels: tf.Tensor) -> tf.Tensor:
             return tf.stack(count_right(labels, model(inputs, training=False)))
 

@@ -57,7 +57,7 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
 def _traced(decode: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
     # One trace for all shapes, because nearly every batch has another length
     traced: Callable[[tf.Tensor], tf.Tensor] = tf.function(
-        decode, input_signature=[tf.TensorSpec([None, None], tf.int32)]
+        decode, [tf.TensorSpec([None, None], tf.int32)], autograph=False
     )
     return traced
 
