@@ -4,9 +4,9 @@ Loading it takes a rank 2 CPU seconds, which is longer than most tests. So the f
 two servers (workers/site/warm_server.py); launchers start each rank as usual, and its program is
 passed to one of them (workers/site/warm_start.py). The servers differ in Python's seed of string
 hashes, and ranks 0 and 1 use different ones, so tests still notice an order that differs between
-ranks. Only TensorFlow is loaded before the fork: tfcommx and Horovod are not. A fork does not free
-its objects when it ends (workers/site/warm_server.py). In `make test-all` every rank loads all
-libraries itself, and ends as any process does.
+ranks. TensorFlow and a few other libraries are loaded before the fork, but not tfcommx and Horovod.
+A fork does not free its objects when it ends (workers/site/warm_server.py). In `make test-all`
+every rank loads all libraries itself, and ends as any process does.
 
 The workers of xdist share the servers, which their controller starts.
 """

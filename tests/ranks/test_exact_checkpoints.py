@@ -101,7 +101,7 @@ def losses(net: keras.Model, first: int, last: int, *more: Any) -> list[float]:
     [
         case(dense, True, None, kept=False),
         case(embedded, True, None, kept=False),
-        (convolved, True, None),
+        case(convolved, True, None, kept=False),
         case(multiplied, True, None, kept=False),
         case(dense, False, "int8", kept=False),
         case(dense, True, "int8", kept=False),

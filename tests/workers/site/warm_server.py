@@ -232,8 +232,13 @@ class End:
 def main(listening: int, lifeline: int, cpu_files: str) -> None:
     """Serve; in a fork, run the program that it was told."""
     loaded_in, end = warm_start.surroundings(), End()
+    # What ranks of most programs import
+    import cloudpickle  # noqa: F401
     import numpy as np
+    import pydantic  # noqa: F401
     import tensorflow  # noqa: F401
+    import typer  # noqa: F401
+    import yaml  # noqa: F401
 
     gc.collect()
     gc.freeze()
