@@ -18,7 +18,7 @@ ON_GPUS = {
     *("Slice", "Split", "StridedSlice", "Sub", "Unpack"),
     # Of optimizers, the guard of replicas, and sketches
     *("AssignAddVariableOp", "AssignSubVariableOp", "Bitcast", "DivNoNan", "IdentityN", "If"),
-    *("Maximum", "NotEqual", "Pad", "RealDiv", "Sqrt", "Square", "Sum"),
+    *("Maximum", "NotEqual", "Pad", "PartitionedCall", "RealDiv", "Sqrt", "Square", "Sum"),
     # Of rules of selection in plain TensorFlow
     *("GatherV2", "GreaterEqual", "LogicalAnd", "Max", "Min", "Neg", "Shape", "Size"),
     *("StatelessIf", "StatelessRandomUniformIntV2", "StatelessRandomUniformV2", "StatelessWhile"),
@@ -30,7 +30,9 @@ OF_HOROVOD = "Horovod"
 OURS = "Tfcommx"
 # More of those that take int32 from a GPU to the host; only TensorFlow's GPU wheel (2.21) has
 # kernels from which it could be read.
-INT32_BY_THE_HOST = {"BroadcastTo", "ClipByValue", "Pack", "Reverse", "StridedSlice"}
+INT32_BY_THE_HOST = {"BroadcastTo", "ClipByValue", "Pack", "Reverse", "StridedSlice"} | {
+    *("PartitionedCall", "StatefulPartitionedCall")  # Functions hold it in the host's memory
+}
 
 
 def operations(graph: tf.Graph) -> Iterator[tf.Operation]:

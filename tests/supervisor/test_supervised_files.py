@@ -59,7 +59,7 @@ def test_a_recipe_goes_on_and_stops_on_a_signal(tmp_path: Path) -> None:
         return [one for one in below if "HOROVOD_RANK" in one.environ() and is_rank(one)]
 
     def is_rank(one: psutil.Process) -> bool:
-        return one.cmdline()[1:4] == ["-m", "tfcommx.cli.main", "train"]
+        return one.cmdline()[1:4] == ["-m", "tfcommx", "train"]
 
     def wait_for(path: Path, since: float) -> None:
         end = time.monotonic() + 120

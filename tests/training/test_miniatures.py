@@ -105,7 +105,9 @@ def left(folder: Path) -> dict[str, np.ndarray]:
     found = {name: value for name, value in found.items() if "seed_generator" not in name}
     for rank in range(RANKS):
         with np.load(files / f"residuals-{save:04d}-rank-{rank:04d}.npz") as kept:
-            found |= {f"rank {rank} {name}": kept[name] for name in kept.files}
+            # A head has the number of its save, and a tag that is drawn for it
+            arrays = {name: kept[name] for name in kept.files if name != "head"}
+        found |= {f"rank {rank} {name}": array for name, array in arrays.items()}
     return found
 
 

@@ -346,9 +346,35 @@ def _call(collective: Callable[..., T], tensors: Any, *, name: str, **options: A
     # same name for all collectives of the branch. Conditionals in branches are renamed, too, in an
     # order that may differ between ranks, which would then wait for each other
     options["name"] = graph.unique_name(name).rpartition("/")[-1]
-    function = tf.function(lambda inputs: collective(inputs, **options), autograph=False)
-    result: T = function.get_concrete_function(tensors)(tensors)
+    dtypes = [tensor.dtype for tensor in tf.nest.flatten(tensors)]
+    function = tf.function(
+        lambda inputs: _as_floats(collective(_with_dtypes(inputs, dtypes), **options)),
+        autograph=False,
+    )
+    inputs = _as_floats(tensors)
+    result: T = _with_dtypes(function.get_concrete_function(inputs)(inputs), dtypes)
     return result
+
+
+def _as_floats(tensors: Any) -> Any:
+    """Return int32 tensors as float32 of the same bits, and other tensors unchanged.
+
+    On a GPU, TensorFlow moves the int32 arguments and results of functions to the host and back,
+    and wire buffers are int32.
+    """
+    return tf.nest.map_structure(
+        lambda tensor: tf.bitcast(tensor, tf.float32) if tensor.dtype == tf.int32 else tensor,
+        tensors,
+    )
+
+
+def _with_dtypes(tensors: Any, dtypes: list[tf.DType]) -> Any:
+    """Undo `_as_floats`."""
+    restored = [
+        tf.bitcast(tensor, tf.int32) if dtype == tf.int32 else tensor
+        for tensor, dtype in zip(tf.nest.flatten(tensors), dtypes, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(tensors, restored)
 
 
 def _is_on(value: str) -> bool:

@@ -17,7 +17,7 @@ from tfcommx.collectives.comm import Comm
 @pytest.mark.parametrize(
     "kind",
     [
-        case(kind, kept=kind == "LowBitLARS")
+        case(kind, kept=kind in ("LowBitLARS", "OneBitAdam"))
         for kind in ("LowBitLARS", "LowBitSGD", "OneBitAdam", "OneBitLAMB", "LARS", "LAMB")
     ],
 )
