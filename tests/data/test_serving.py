@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from data_helpers import WHOLE, OpenCache, picture, served
+from drawing import drawn
 from PIL import Image
 
 from tfcommx.core import ConfigurationError, Topology
@@ -206,8 +207,7 @@ def test_a_rank_without_samples_in_a_step_is_served_an_empty_batch(shm):
     assert sorted(shapes) == [(0, 9, 7, 3), (1, 9, 7, 3)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize(("ranks", "on_error"), drawn([1, 2, 4], ["raise", "skip"]))
 def test_an_evaluation_has_no_empty_batches(shm, ranks, on_error):
     """A convolution refused the batch of a rank without samples, as with one picture on two."""
     source = Arrays(np.zeros((3, 9, 7, 3), np.uint8), np.arange(3))

@@ -91,6 +91,8 @@ def test_not_wrapped_it_is_lars() -> None:
         np.testing.assert_array_equal(result, expected)
 
 
+# Its definition is tested above, and the training of its base class with LowBitSGD
+@pytest.mark.exhaustive
 def test_it_trains_in_two_bits_where_gradients_diverge() -> None:
     """Noise of gradients is much larger than the gradient, as it is late in a training."""
     truth = np.random.default_rng(0).normal(size=(32, 32)).astype("float32")

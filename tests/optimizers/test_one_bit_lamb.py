@@ -84,6 +84,8 @@ def test_not_wrapped_it_is_lamb_until_the_freeze() -> None:
     np.testing.assert_allclose(weights[0].numpy(), before - step, atol=1e-6)
 
 
+# Its definition is tested above, and the training of its base class with OneBitAdam
+@pytest.mark.exhaustive
 def test_it_trains_as_lamb_does_where_gradients_in_one_bit_do_not() -> None:
     wire = Scheme("asa", wire="int1")
     lamb = final_error(lambda: cx.optimizers.LAMB(0.1), Scheme())

@@ -31,6 +31,8 @@ def start(*words: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+# test_supervised_recipes.py continues from a file, and test_supervised_training.py two ranks
+@pytest.mark.exhaustive
 def test_a_script_goes_on_from_its_last_file(tmp_path: Path) -> None:
     script = str(WORKERS / "elastic_train.py")
     options = ("-np", "2", "--min-np", "2", "--reset-limit", "1")

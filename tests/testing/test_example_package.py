@@ -39,7 +39,8 @@ def test_it_is_installed_outside_and_holds_the_laws(
     assert len((EXAMPLE / "rotating_rows.py").read_text().splitlines()) <= 70
 
 
-@pytest.mark.parametrize("route", ["allreduce", pytest.param("auto", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("route", ["allreduce", "auto"])
 def test_it_trains_on_real_ranks(installed: Path, route: str) -> None:
     path = f"{installed}:{QUICK}:{':'.join(sys.path)}"
     output = _train(route, "compression", "rotating_rows:ROTATING", path)

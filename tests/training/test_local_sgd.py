@@ -25,6 +25,8 @@ threads: 1
 """
 
 
+# test_one_process.py has such a recipe on one rank, and tests/ranks its strategy
+@pytest.mark.exhaustive
 @pytest.mark.long_wait
 def test_replicas_are_equal_at_the_end_of_epochs_of_every_phase(tmp_path: Path) -> None:
     """Averages come after steps 3 and 6 of 8, or at the end of the epoch of 4.

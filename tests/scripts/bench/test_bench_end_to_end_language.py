@@ -102,6 +102,7 @@ def test_a_piece_is_predicted_from_those_before() -> None:
     assert same.tolist() == 7 * [True] + 3 * [False]
 
 
+@pytest.mark.exhaustive
 def test_the_network_learns_a_text() -> None:
     keras.utils.set_random_seed(0)
     text = numbered(0)

@@ -34,9 +34,9 @@ def test_on_one_host(tmp_path: Path) -> None:
     assert run(tmp_path, "--hosts", "localhost:2", "--node-size", "1") == WAYS - MESSAGES
 
 
+@pytest.mark.exhaustive  # tests/ranks/test_routes.py has sums of all routes on nodes of two
 @needs_cluster
-# tests/ranks/test_routes.py has sums of all routes on nodes of two
-@pytest.mark.parametrize("slots", ["1", pytest.param("2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("slots", ["1", "2"])
 def test_on_a_virtual_cluster(tmp_path: Path, slots: str) -> None:
     words = ["--nodes", "2", "--slots", slots, "--launcher", "mpi", "--rate", "200mbit"]
     assert run(tmp_path, *words) == WAYS | MESSAGES

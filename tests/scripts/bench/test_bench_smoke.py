@@ -32,7 +32,7 @@ ROWS = {
 }  # fmt: skip
 # One launch each. Training and routes have separate tests
 TOGETHER = [
-    pytest.param(["select", "data"], id="one process"),
+    pytest.param(["select", "data"], id="one process", marks=pytest.mark.exhaustive),
     pytest.param(["step"], id="two ranks"),
     pytest.param(
         ["auto", "training", "local_updates", "routes", "end_to_end"],

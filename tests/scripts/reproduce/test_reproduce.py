@@ -107,6 +107,7 @@ def test_what_mergings_leave_for_the_lstm(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_ends_of_the_forward_pass_as_reported(tmp_path: Path) -> None:
     """The figure of iBatch: no method ends before the optimum or the forward pass alone."""
     output, rows = run("pulls", tmp_path, "--png", str(tmp_path / "pulls.png"))
