@@ -65,6 +65,10 @@ SCHEMES = (
 )
 
 
+# A rule of many TensorFlow ops, slow on threads; no route sees which rule has selected
+SEARCHED = [one for one in SCHEMES if one.selection == "binary_search"]
+
+
 # Every wire format of every sparse route; the plain ones are above
 WIRED = [
     scheme(route, RULES[0], 0.1, wire) for route in SPARSE for wire in routes.get(route).wires[1:]

@@ -1,4 +1,4 @@
-"""Law 2: entries that a step does not send stay in residuals, exactly."""
+"""Law 2: entries that a step does not send stay in residuals, exactly; law 3 of the same steps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from laws_helpers import (
     COMPRESSED,
     ROUNDED,
     SCHEMES,
+    SEARCHED,
     SHAPES,
     WIRED,
     fine_gradients,
@@ -31,10 +32,12 @@ from tfcommx.core import Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.gradient_state import GradientState
-from tfcommx.testing.laws import check_conservation
+from tfcommx.testing.laws import check_agreement, check_conservation
+
+OFTEN = [one for one in SCHEMES if one not in SEARCHED[1:]]
 
 
-@with_topologies(SCHEMES + WIRED + ADDED_WIDE, first=Topology(2, 2))
+@with_topologies(OFTEN + WIRED + ADDED_WIDE, Topology(2, 2), SEARCHED[1:])
 def test_law_2_conservation(scheme: Scheme, topology: Topology) -> None:
     """In each entry, sent plus residuals equals gradients plus earlier residuals, exactly."""
     rounds = scheme in ADDED_WIDE
@@ -45,6 +48,7 @@ def test_law_2_conservation(scheme: Scheme, topology: Topology) -> None:
             total = sum(log[0].came[path] for log in logs)
             np.testing.assert_allclose(result, total, rtol=2**-8, atol=0.5)
     check_conservation(logs, name_of(scheme))
+    check_agreement(logs, name_of(scheme))
 
 
 @with_topologies(CODED, first=Topology(2, 2))
@@ -61,6 +65,7 @@ def test_law_2_of_codes(scheme: Scheme, topology: Topology) -> None:
     for given in (gradients, source):
         logs = play(plan_for(scheme, topology), 3, given)
         check_conservation(logs, name_of(scheme), tolerance=1e-6)
+        check_agreement(logs, name_of(scheme))
         assert all(log[2].kept["first/kernel"].any() == (topology.size > 1) for log in logs)
 
 
@@ -83,6 +88,7 @@ def test_law_2_of_compressions(scheme: Scheme, topology: Topology) -> None:
     """To float32 rounding; the residuals of matrices are not zero."""
     logs = play(plan_for(scheme, topology), 3)
     check_conservation(logs, name_of(scheme), tolerance=2e-5)
+    check_agreement(logs, name_of(scheme))
     for path, shape in SHAPES.items():
         stays = sum(log[2].kept[path] for log in logs)
         assert stays.any() == (topology.size > 1 and len(shape) > 1)

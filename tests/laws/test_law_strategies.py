@@ -76,7 +76,7 @@ def test_a_root_that_updates_alone_gives_all_ranks_the_same_weights(
                 assert log[step][path].tobytes() == plain[0][step][path].tobytes()
 
 
-@with_topologies(ON_ALL_ROUTES + ROUNDED, Topology(2, 2), OTHER_RULES)
+@with_topologies(ON_ALL_ROUTES, Topology(2, 2), OTHER_RULES + ROUNDED)
 def test_weights_that_moved_apart_come_together_at_the_next_broadcast(
     scheme: Scheme, topology: Topology
 ) -> None:

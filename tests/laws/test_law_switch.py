@@ -55,7 +55,9 @@ def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topolog
 
 @pytest.mark.parametrize(
     ("before", "after", "topology"),
-    triples(CODED, [scheme("allreduce"), SCHEMES[-1], CODED[0], CODED[-1]], UNLIKE),
+    triples(
+        CODED, [scheme("allreduce"), scheme("hitopk", RULES[0], 0.1), CODED[0], CODED[-1]], UNLIKE
+    ),
     ids=name_of,
 )
 def test_a_switch_from_codes_loses_nothing(
