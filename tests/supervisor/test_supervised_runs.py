@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+from drawing import case
 from launching import QUICK, ROOT, WORKERS
 from typer.testing import CliRunner
 
@@ -178,7 +179,7 @@ def test_a_host_that_leaves_is_left_out(run: Run) -> None:
     assert "tfcommx: 127.0.0.1 leaves (SIGTERM), at step " in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [case(signal.SIGINT, kept=False), signal.SIGTERM])
 def test_a_signal_ends_all_ranks(run: Run, number: signal.Signals) -> None:
     process = run.start("-np", "2", "--min-np", "1", steps=1000)
     run.wait_for_ranks(process, 2)
