@@ -165,19 +165,24 @@ def horovods_other_parts() -> None:
 
 def load_and_wrap() -> None:
     """The plain optimizer is in the file, with its state."""
+
+    def step(model: keras.Model) -> None:
+        weights = model.trainable_variables
+        gradients = [tf.fill(one.shape, 1.0 + cx.rank()) for one in weights]
+        model.optimizer.apply(gradients, weights)
+
     model, path = net(), Path(f"{cx.rank()}.keras")
     model.compile(
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)),
         loss="mse",
         jit_compile=False,
     )
-    model.fit(*data(), verbose=0)
+    step(model)
     model.save(path)
     loaded = keras.models.load_model(path)
-    steps = int(loaded.optimizer.iterations)
     loaded.compile(cx.DistributedOptimizer(loaded.optimizer), loss=loaded.loss, jit_compile=False)
-    assert int(loaded.optimizer.iterations) == steps > 0
-    loaded.fit(*data(), verbose=0)
+    assert int(loaded.optimizer.iterations) == 1
+    step(loaded)
     assert equal_weights(loaded)
 
 
