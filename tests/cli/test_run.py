@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from drawing import drawn
 from launching import QUICK, ROOT
 from typer.testing import CliRunner
 from virtual_cluster import needs_cluster
@@ -89,14 +90,14 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("launcher", ["--gloo", "--mpi"])
-@pytest.mark.parametrize(
-    "how, status, said",
-    [("3", 3, "ended with status 3"), ("killed", 137, "was killed by SIGKILL")],
-)
+@pytest.mark.parametrize(("how", "launcher"), drawn(["3", "killed"], ["--gloo", "--mpi"]))
 def test_the_first_rank_that_fails_is_named_and_gives_the_status(
-    script: str, launcher: str, how: str, status: int, said: str
+    script: str, launcher: str, how: str
 ) -> None:
+    status, said = {
+        "3": (3, "ended with status 3"),
+        "killed": (137, "was killed by SIGKILL"),
+    }[how]
     # The interface is not needed here; a supervised run may come down to this host
     options = (launcher, "--network-interfaces", "no0")
     found, out, errors = run("run", "-np", "2", *options, "python", script, how)

@@ -1,6 +1,6 @@
 """The watchers' network: constant work for each however many there are, and an alarm reaches all.
 
-Thousands of watchers are simulated by their decisions alone; 64 are real processes.
+Thousands of watchers are simulated by their decisions alone; 24 are real processes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 
 import psutil
 import pytest
+from drawing import case
 
 from tfcommx.watch import liveness
 from tfcommx.watch.protocol import (
@@ -122,7 +123,10 @@ def test_the_network_is_connected_symmetric_and_of_constant_degree(size: int) ->
         list(range(8)),
         # All that rank 7 is connected to
         neighbours(7, MANY),
-        *(random.Random(seed).sample(range(MANY), 3 + 3 * seed) for seed in range(2)),
+        *(
+            case(random.Random(seed).sample(range(MANY), 3 + 3 * seed), kept=False)
+            for seed in range(2)
+        ),
     ],
 )
 def test_an_alarm_reaches_all_survivors_in_few_hops(killed: list[int]) -> None:
@@ -233,9 +237,9 @@ def test_all_are_told_of_a_stall_and_what_is_sent_for_it_stays_small() -> None:
         assert member.alarm.kill_at is not None
 
 
-def test_64_watchers_have_few_connections_and_an_alarm_reaches_all() -> None:
+def test_24_watchers_have_few_connections_and_an_alarm_reaches_all() -> None:
     """Real processes; the ranks are processes that sleep."""
-    size, killed = 64, [0, 17, 18, 40]
+    size, killed = 24, [0, 7, 8, 17]
     ranks = [subprocess.Popen(["sleep", "300"]) for _ in range(size)]
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in ranks]
     told = [
