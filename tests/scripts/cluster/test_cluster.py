@@ -391,9 +391,8 @@ def test_the_doctor_looks_at_each_host_and_lets_them_exchange(nodes: None) -> No
 # --- faults -----------------------------------------------------------------------------
 
 
-@needs_cluster
-def test_a_link_away_for_5_seconds_costs_time_and_nothing_else(nodes: None, tmp_path: Path) -> None:
-    training = Training(tmp_path, 20)
+def _check_outage(training: Training) -> None:
+    """Check that a link which is away for 5 seconds costs time and nothing else."""
     cluster("cut", 2)
     time.sleep(1)
     before = training.steps()
@@ -401,6 +400,13 @@ def test_a_link_away_for_5_seconds_costs_time_and_nothing_else(nodes: None, tmp_
     assert training.steps() == before, "the link was not cut"
     cluster("heal", 2)
     training.reach(before + 10, 30)
+
+
+@needs_cluster
+@pytest.mark.exhaustive  # The test below has such an outage, too
+def test_a_training_ends_as_usual_after_an_outage(nodes: None, tmp_path: Path) -> None:
+    training = Training(tmp_path, 20)
+    _check_outage(training)
     (tmp_path / "stop").touch()
     assert training.end(60) == 0, training.output()
     assert training.output().count("weights 1 missing 0.0") == 4, training.output()
@@ -412,6 +418,8 @@ def test_a_node_that_is_gone_ends_the_others_and_its_ranks_are_named(
     nodes: None, tmp_path: Path, fault: str, watch_seconds: float
 ) -> None:
     training = Training(tmp_path, watch_seconds)
+    if fault == "cut":
+        _check_outage(training)
     start = time.monotonic()
     try:
         assert cluster(fault, 2).returncode == 0
