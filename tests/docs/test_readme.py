@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tomllib
 from documents import DOCUMENTS, TUTORIAL, python_blocks
+from drawing import case
 from launching import ROOT, horovodrun
 
 README = DOCUMENTS["README.md"]
@@ -39,14 +40,14 @@ def save_photos(folder: Path) -> None:
 
 
 @pytest.mark.long_wait
-def test_the_code_of_all_documents_trains_on_two_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("how", ["eagerly", case("traced", kept=False)])
+def test_the_code_of_all_documents_trains_on_two_ranks(how: str, tmp_path: Path) -> None:
     """One launch for all blocks; each has a model and data put in its place."""
     todo = [
         (name, code.replace("loss=...", "loss='mse'"))
         for document in DOCUMENTS
-        if document != TUTORIAL  # test_tutorial.py runs it
+        # test_tutorial.py runs the tutorial, and the test below the README's block
+        if document not in (TUTORIAL, "README.md")
         for name, code in blocks(document, run=True)
     ]
     assert len(todo) >= 7
@@ -54,7 +55,7 @@ def test_the_code_of_all_documents_trains_on_two_ranks(
     file = tmp_path / "blocks.json"
     file.write_text(json.dumps(todo))
     worker = str(ROOT / "tests" / "workers" / "run_blocks.py")
-    ended = horovodrun(2, [worker, str(file)], seconds=300)
+    ended = horovodrun(2, [worker, str(file), how], seconds=300)
     assert ended.status == 0, ended.output[-6000:]
     for name, _ in todo:
         assert ended.output.count(f"{name}: sent True") == 2, (name, ended.output[-6000:])

@@ -1,4 +1,4 @@
-"""Runs Python blocks of the documents on every rank: run_blocks.py BLOCKS.json, in its folder.
+"""Runs Python blocks of the documents on every rank, in the folder: run_blocks.py BLOCKS.json HOW.
 
 Each block runs in a separate namespace, with the names that the documents assume: keras, tf, cx, a
 model and data. It stops at the first block that fails, with the name of the block.
@@ -18,6 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfcommx as cx
+
+compile_as_asked = keras.Model.compile
 
 
 def namespace(of_images: bool) -> dict[str, Any]:
@@ -40,12 +42,19 @@ def namespace(of_images: bool) -> dict[str, Any]:
     model = keras.Sequential(
         [layers.Input((8,)), layers.Dense(300), layers.Dense(300), layers.Dense(1)]
     )
-    inputs = np.random.default_rng(cx.rank()).normal(size=(64, 8)).astype("float32")
+    inputs = np.random.default_rng(cx.rank()).normal(size=(16, 8)).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((inputs, inputs.sum(1))).batch(16)
     return {"keras": keras, "tf": tf, "cx": cx, "model": model, "data": data}
 
 
+def compile_eagerly(self: keras.Model, *arguments: Any, **options: Any) -> None:
+    """Compile a model whose one step costs less than its trace."""
+    compile_as_asked(self, *arguments, **{**options, "run_eagerly": True, "jit_compile": False})
+
+
 def main() -> None:
+    if sys.argv[2] == "eagerly":
+        keras.Model.compile = compile_eagerly
     file = Path(sys.argv[1])
     os.chdir(file.parent)
     for name, code in json.loads(file.read_text()):
