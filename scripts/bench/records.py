@@ -100,8 +100,9 @@ def command_of(words: Sequence[str]) -> str:
     found, process = ["python", "scripts/bench", *words], os.getpid()
     while process > 1:
         try:
-            command = Path(f"/proc/{process}/cmdline").read_text().split("\0")[:-1]
-            parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+            command = os.fsdecode(Path(f"/proc/{process}/cmdline").read_bytes()).split("\0")[:-1]
+            state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2]
+            parent = int(state.split()[1])
         except (OSError, ValueError):
             break
         if STARTERS.search(command[0]) and command[-len(words) :] == [*words]:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import keras
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.watch import liveness
+from tfcommx.watch import liveness, watcher
 from tfcommx.watch.membership import Membership
 
 
@@ -62,10 +63,40 @@ def test_the_cause_of_an_error_in_a_graph_comes_first(reported) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("one line", "one line"), ("", ""), ("why\n\n  where\tit was \n", "where it was why")],
+    [
+        ("one line", "one line"),
+        ("", ""),
+        ("why\n\n  where\tit was \n", "where it was why"),
+        # The name of a file in another encoding; the others were told that the process had ended
+        ("no caf\udce9.jpg", r"no caf\udce9.jpg"),
+    ],
 )
 def test_other_errors_are_reported_whole(reported, text: str, expected: str) -> None:
     assert reported(ValueError(text)) == f"failed: ValueError: {expected}"
+
+
+def test_a_process_lives_whatever_its_name() -> None:
+    """The kernel cuts a script's name to 15 bytes, here within a letter: the watcher died of it."""
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes("обучение".encode()[:15])
+    try:
+        assert b"\xd0\n" in name.read_bytes() and watcher._state_of(os.getpid()) in "RSD"
+    finally:
+        name.write_bytes(before.strip())
+
+
+def test_a_watcher_passes_on_a_name_in_another_encoding() -> None:
+    """Ranks report the user's file to their watchers as JSON, which can hold such a name."""
+    row = {"addresses": ["127.0.0.1"], "port": 1, "host": "h", "token": "t", "limit": 2.0}
+    job = liveness.make_job(0, os.getpid(), [row | dict.fromkeys(liveness.Limits._fields[1:])] * 2)
+    mine, theirs = socket.socketpair()
+    with mine, theirs, socket.create_server(("127.0.0.1", 0)) as listening:
+        sender = watcher.Watcher(job, listening, theirs)
+        sender.links[1] = theirs
+        sender.member.outbox, sender.member.to_rank = [(1, "at caf\udce9.py")], ["end caf\udce9.py"]
+        sender.send_all()
+        assert mine.recv(100) == rb"at caf\udce9.py" + b"\n" + rb"end caf\udce9.py" + b"\n"
 
 
 def test_a_forked_child_is_not_the_rank(reported) -> None:

@@ -310,7 +310,8 @@ def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threa
         failed.set()
         message = f"failed: {kind.__name__}: {_cause_first(str(error))}"[:300]
         with contextlib.suppress(OSError):
-            to_watcher.send(f"{message}\n".encode())
+            # An error may name a file whose bytes are not UTF-8
+            to_watcher.send(f"{message}\n".encode(errors="backslashreplace"))
 
     def bye() -> None:
         if os.getpid() == pid and not no_bye.is_set():

@@ -152,7 +152,7 @@ class Watcher:
         for peer, line in self.member.outbox:
             before = self.pending.get(peer, b"")
             if peer in self.links and len(before) < LARGEST_PENDING:
-                self.pending[peer] = before + line.encode() + b"\n"
+                self.pending[peer] = before + _encoded(line)
         for peer, data in list(self.pending.items()):
             # `hear` notices a failure
             with contextlib.suppress(OSError):
@@ -163,7 +163,7 @@ class Watcher:
         for line in self.member.to_rank:
             # Its process may have ended, which `hear_rank` notices
             with contextlib.suppress(OSError):
-                self.to_rank.send(line.encode() + b"\n")
+                self.to_rank.send(_encoded(line))
         self.member.outbox, self.member.to_rank = [], []
 
     # --- input --------------------------------------------------------------------------
@@ -248,12 +248,18 @@ class Watcher:
                 return
 
 
+def _encoded(line: str) -> bytes:
+    # The name of a file or a host, in a report of a rank, may have bytes that are not UTF-8
+    return line.encode(errors="backslashreplace") + b"\n"
+
+
 def _state_of(pid: int) -> str:
     """Return the state letter of proc(5): T is stopped, Z and X are dead; empty if it has ended."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            # Behind the last parenthesis, because the name before it may contain any character
-            return file.read().rpartition(")")[2].split()[0]
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # Behind the last parenthesis, because the name before it may contain any character, and
+            # end within one, where the kernel has cut it
+            return file.read().rpartition(b")")[2].split()[0].decode()
     except OSError:
         return ""
 
