@@ -160,6 +160,8 @@ def test_what_can_be_refused_is_refused_before_anything_starts(tmp_path: Path) -
         (["python"], "standard input.*`python`"),
         (["python3", "-u", "-"], "standard input"),
         (["bash", "-es"], "standard input"),
+        (["bash", "-euo", "pipefail"], "standard input"),
+        (["bash", "--init-file", "setup.sh"], "standard input"),
         (["train.py"], "'train.py'. Write `python train.py`"),
     ],
 )
@@ -174,7 +176,19 @@ def test_a_script_that_no_rank_would_read_is_refused(
 
 
 @pytest.mark.parametrize(
-    "words", ["python x.py", "python -m x -", "python -c 1", "python -X dev x.py", "sh -c ls"]
+    "words",
+    [
+        "python x.py",
+        "python -m x -",
+        "python -c 1",
+        "python -X dev x.py",
+        "python -uW ignore x.py",
+        "python -O x.py",  # Refused: of bash, -O has a value
+        "bash -O extglob x.sh",
+        "bash -euo pipefail x.sh",
+        "bash --rcfile /dev/null x.sh",
+        "sh -c ls",
+    ],
 )
 def test_a_command_that_names_its_script_reads_no_input(words: str) -> None:
     assert not reads_script_from_input(words.split())

@@ -93,8 +93,9 @@ def _text(file: IO[bytes]) -> str:
 
 # Programs that read their script from standard input if no word names it
 _INTERPRETERS = re.compile(r"(?:i?python|pypy)[\d.]*|(?:ba|da|k|z|c|tc)?sh")
-# Their options that are followed by a value
-_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs", "-o", "-O", "+o", "+O", "--rcfile")
+# Their options that are followed by a value: of shells, and of Python, whose -O has none
+_SHELL_VALUE = re.compile(r"[-+]\w*[oO]|--(?:rcfile|init-file)")
+_PYTHON_VALUE = re.compile(r"-\w*[WX]|--check-hash-based-pycs")
 
 
 def reads_script_from_input(words: Sequence[str]) -> bool:
@@ -107,6 +108,7 @@ def reads_script_from_input(words: Sequence[str]) -> bool:
     if not _INTERPRETERS.fullmatch(os.path.basename(words[0])):
         return False
     shell, rest = words[0].endswith("sh"), iter(words[1:])
+    with_value = _SHELL_VALUE if shell else _PYTHON_VALUE
     for word in rest:
         if word == "-" or (shell and re.fullmatch(r"-\w*s\w*", word)):
             return True
@@ -115,7 +117,7 @@ def reads_script_from_input(words: Sequence[str]) -> bool:
         # Such an option ends Python at once
         if re.fullmatch(r"-V+|-h|-\?|--(?:version|help.*)", word):
             return False
-        if word in _WITH_VALUE:
+        if with_value.fullmatch(word):
             next(rest, None)
     return True
 
