@@ -174,6 +174,19 @@ def test_a_host_that_does_not_answer_fails(tmp_path: Path, monkeypatch: pytest.M
         assert one.state == FAILED and "it says why" in one.what and words in one.remedy
 
 
+def test_a_host_is_reported_although_ssh_writes_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ssh does at the first connection to a host; such a host failed, without its findings."""
+    report = json.dumps({"hosts": {"far": [Finding("GPUs", WARNING, "none", "Buy")._asdict()]}})
+    (tmp_path / "ssh").write_text(
+        f"#!/bin/sh\necho Welcome\necho '{report}'\necho 'Warning: {{far}} added' >&2\nexit 1\n"
+    )
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert launches.on_host("far") == [Finding("GPUs", WARNING, "none", "Buy")]
+
+
 def test_the_report_shows_each_line_and_its_remedy() -> None:
     stream = io.StringIO()
     rows = {"here": [Finding("one", OK, "good"), Finding("three", FAILED, "bad", "Do this.")]}

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import socket
 import sys
@@ -23,9 +22,9 @@ from tfcommx.cli import doctor_host
 from tfcommx.cli.doctor_exchange import MARK
 from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding
 from tfcommx.core import LaunchError
-from tfcommx.launch.commands import GRACE_SECONDS, SSH, Ended, run_to_end
+from tfcommx.launch.commands import GRACE_SECONDS, Ended, RemoteHosts, is_local, run_to_end
 from tfcommx.launch.horovodrun import BINDING, KINDS, Launch, environment, search_path
-from tfcommx.launch.hosts import Host, check_host_name, parse_hosts, slots_of
+from tfcommx.launch.hosts import Host, parse_hosts, slots_of
 
 # Time limit of a launch, which takes a few seconds on an idle machine
 LIMIT_SECONDS = 120
@@ -87,12 +86,12 @@ def judge(engine: str, ended: Ended, gpus: int) -> list[Finding]:
 def on_host(host: str) -> list[Finding]:
     """Check another host over ssh, with this host's Python and folder."""
     words = [sys.executable, "-m", "tfcommx", "doctor", "--no-launch", "--json"]
-    path = os.environ.get("PYTHONPATH", "")
-    remote = f"cd {shlex.quote(os.getcwd())} && PYTHONPATH={shlex.quote(path)} {shlex.join(words)}"
-    ended = _run([*SSH, "--", check_host_name(host, "-H"), remote], environment())
-    # The report begins behind the messages that ssh or a login script may print
-    with contextlib.suppress(ValueError, KeyError, IndexError):
-        (rows,) = json.loads(ended.output[ended.output.index("{") :])["hosts"].values()
+    place = ["env", "-C", os.getcwd(), f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"]
+    ended = _run(RemoteHosts().words(host, [*place, *words]), environment())
+    # A login script may print before the report, and ssh or Python write warnings behind it
+    with contextlib.suppress(ValueError, KeyError):
+        report, _ = json.JSONDecoder().raw_decode(ended.output, ended.output.index("{"))
+        (rows,) = report["hosts"].values()
         return [Finding(**row) for row in rows]
     if ended.status == 255 or ended.late:  # ssh's own status, for a host that it cannot reach
         remedy = f"`ssh {host} true` must work without a password, as horovodrun calls it."
@@ -177,8 +176,7 @@ def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
     else:
         chosen = parse_hosts(hosts)
         report = {
-            name: doctor_host.here() if doctor_host.is_here(name) else on_host(name)
-            for name, _ in chosen
+            name: doctor_host.here() if is_local(name) else on_host(name) for name, _ in chosen
         }
         report[ALL_HOSTS] = [same_versions(report)]
     if launch:

@@ -197,12 +197,6 @@ def _addresses() -> dict[str, list[str]]:
     }
 
 
-def is_here(host: str) -> bool:
-    """Return True for a name or an address of this host."""
-    local_addresses = {address for ipv4 in _addresses().values() for address in ipv4}
-    return host == socket.gethostname() or _address(host) in local_addresses
-
-
 def _cpu_flags() -> set[str]:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("flags"):

@@ -123,7 +123,7 @@ def reads_script_from_input(words: Sequence[str]) -> bool:
 
 
 # The options that horovodrun gives to ssh
-SSH = ("ssh", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no")
+_SSH = ("ssh", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no")
 # Command that the first MPI operator uses in place of ssh, and the variable that names it
 KUBEXEC, AGENT = "/etc/mpi/kubexec.sh", "OMPI_MCA_plm_rsh_agent"
 # Limits in seconds: for ssh to connect, and for a command of milliseconds on a busy host
@@ -157,7 +157,7 @@ class RemoteHosts(NamedTuple):
         check_host_name(host, "the list of hosts")
         if os.environ.get(AGENT) == KUBEXEC:
             return [KUBEXEC, host, shlex.join(command)]
-        words = [*SSH, "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
+        words = [*_SSH, "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
         words += [] if self.port is None else ["-p", str(self.port)]
         words += [] if self.identity_file is None else ["-i", str(self.identity_file)]
         return [*words, "--", host, shlex.join(command)]
