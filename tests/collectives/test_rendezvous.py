@@ -260,6 +260,25 @@ def test_a_variable_that_is_missing_is_named(
         cluster_environment()
 
 
+@pytest.mark.parametrize(
+    ("variables", "received"),
+    [
+        ({"TFCOMMX_PORT": ""}, r"TFCOMMX_PORT .*65535\b.*''"),  # It said that none was there
+        (
+            {"MASTER_PORT": "65535", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            r"MASTER_PORT .*65534\b.*'65535'",  # The next port was an OverflowError
+        ),
+    ],
+)
+def test_a_port_that_cannot_be_is_refused(
+    variables: dict[str, str], received: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (TORCHRUN | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=received):
+        cluster_environment()
+
+
 def start(ranks: int, arguments: list[str], variables: Callable[[int], dict[str, str]]) -> list:
     """Start ranks as a container's entry point does: with variables, and nothing else."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "SLURM_"))}

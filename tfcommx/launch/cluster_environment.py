@@ -17,6 +17,7 @@ from tfcommx.launch.hosts import check_host_name, expand_nodelist
 
 # First port and number of ports for rank 0: above common services, below ephemeral ports
 FIRST_PORT, PORTS = 12_000, 20_000
+LAST_PORT = 65_535
 # Tasks of TF_CONFIG that train, in the order of their ranks
 RANK_TASKS = ("chief", "master", "worker")
 
@@ -95,7 +96,8 @@ def torchrun() -> ClusterEnvironment | None:
         _number("torchrun", "WORLD_SIZE"),
         int(local_rank) if local_rank is not None and local_rank.isdecimal() else None,
         _word("torchrun", "MASTER_ADDR"),
-        _own_port() or _port("torchrun", "MASTER_PORT") + taken,
+        _own_port()
+        or _as_port("MASTER_PORT", _word("torchrun", "MASTER_PORT"), LAST_PORT - taken) + taken,
         os.environ.get("TORCHELASTIC_RUN_ID", ""),
         one_host=os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
     )
@@ -179,7 +181,8 @@ def _tf_config_error(received: str) -> ConfigurationError:
 
 
 def _own_port() -> int | None:
-    return _port("a user", "TFCOMMX_PORT") if "TFCOMMX_PORT" in os.environ else None
+    port = os.environ.get("TFCOMMX_PORT")
+    return None if port is None else _as_port("TFCOMMX_PORT", port)
 
 
 def _word(launcher: str, name: str) -> str:
@@ -199,11 +202,9 @@ def _number(launcher: str, name: str) -> int:
     return int(value)
 
 
-def _port(launcher: str, name: str) -> int:
-    return _as_port(name, _word(launcher, name))
-
-
-def _as_port(name: str, value: str) -> int:
-    if not value.isdecimal() or not 0 < int(value) < 65_536:
-        raise ConfigurationError(f"{name} must be a TCP port, from 1 to 65535. Received {value!r}.")
+def _as_port(name: str, value: str, last: int = LAST_PORT) -> int:
+    if not value.isdecimal() or not 0 < int(value) <= last:
+        raise ConfigurationError(
+            f"{name} must be a TCP port, from 1 to {last}. Received {value!r}."
+        )
     return int(value)
