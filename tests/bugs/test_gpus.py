@@ -12,7 +12,7 @@ from tfcommx.collectives import gpu_checks
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.gpu_checks import RankGpu
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import LaunchError, TfcommxError, Topology
+from tfcommx.core import ConfigurationError, LaunchError, TfcommxError, Topology
 from tfcommx.kernels import build, loader
 
 
@@ -48,6 +48,22 @@ def test_a_rank_keeps_one_of_the_gpus_that_it_sees(
     assert {(gpu.name, gpu.architecture, *(gpu.built or ())) for gpu in ranks} == {
         ("Tesla V100", 70, 70)
     }
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Physical devices"), ValueError("virtual devices")])
+def test_a_tensor_before_init_is_an_error_that_says_so(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was TensorFlow's, without a remedy, and only on GPUs: on a CPU such a script works."""
+
+    def refuse(gpu: int, on: bool) -> None:
+        raise error
+
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: [0])
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpu, kind: None)
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", refuse)
+    with pytest.raises(ConfigurationError, match=rf"init\(\).*\b0: {error}"):
+        gpu_checks.keep_one_gpu(0)
 
 
 def test_a_rank_without_a_gpu_keeps_none() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import LaunchError
+from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.kernels import loader
 from tfcommx.kernels.build import build_advice, capability, covers, in_words
 
@@ -83,7 +83,7 @@ def keep_one_gpu(local_rank: int) -> RankGpu:
 
     If a launcher binds one or more to each process, they are numbered from 0 in each process.
 
-    **Ranks:** local, before TensorFlow has used a GPU.
+    **Ranks:** local, before TensorFlow has used a GPU. **Raises:** ConfigurationError after that.
     """
     host = socket.gethostname()
     gpus = tf.config.list_physical_devices("GPU")
@@ -91,9 +91,16 @@ def keep_one_gpu(local_rank: int) -> RankGpu:
         return RankGpu(host)
     # A launcher that binds a GPU to each process numbers it 0 in all of them
     number = local_rank % len(gpus)
-    tf.config.set_visible_devices(gpus[number], "GPU")
-    # TensorFlow would otherwise take all of its memory, and NCCL find none for its buffers
-    tf.config.experimental.set_memory_growth(gpus[number], True)
+    try:
+        tf.config.set_visible_devices(gpus[number], "GPU")
+        # TensorFlow would otherwise take all of its memory, and NCCL find none for its buffers
+        tf.config.experimental.set_memory_growth(gpus[number], True)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            "With GPUs, init() must come before TensorFlow's first operation, model, and division "
+            f"of a GPU, because each rank keeps one GPU. Received on local rank {local_rank}: "
+            f"{error}. Move init() up, to the script's first line after its imports."
+        ) from error
     details = tf.config.experimental.get_device_details(gpus[number])
     major, minor = details.get("compute_capability", (0, 0))
     name, built = details.get("device_name", "GPU"), loader.gpu_architectures()

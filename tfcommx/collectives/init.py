@@ -53,9 +53,10 @@ def init(
     verified. None per step; process sets are static.
     **Raises:** ConfigurationError for seconds that are not > 0, for a node_size that does not
     divide the number of ranks, for ranks of a host that are not consecutive, in a process that
-    a rank of MPI has started, and in a graph of TensorFlow 1; LaunchError for
-    more ranks than GPUs on a host, for a GPU that the native library was not built for or on which
-    Horovod's sums are wrong, if Horovod is missing, and if a rank is missing.
+    a rank of MPI has started, in a graph of TensorFlow 1, and with GPUs after TensorFlow's first
+    operation; LaunchError for more ranks than GPUs on a host, for a GPU that the native library was
+    not built for or on which Horovod's sums are wrong, if Horovod is missing, and if a rank is
+    missing.
     """
     for name, seconds in (
         ("watch_seconds", watch_seconds),
