@@ -211,7 +211,7 @@ def test_an_exception_of_native_code_tells_the_watcher_before_the_process_is_abo
         assert b"terminate called" in ended.stderr
 
 
-@pytest.mark.parametrize("code, status", [("sys.exit(3)", 3), ("pass", 0)])
+@pytest.mark.parametrize("code, status", [("sys.exit(3)", 3), ("quit(code=3)", 3), ("pass", 0)])
 def test_a_script_that_outlives_a_rank_ends_with_its_own_status(code: str, status: int) -> None:
     """Under elastic averaging `sys.exit(3)` counted as ended well if another rank had died."""
     script = (

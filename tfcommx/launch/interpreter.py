@@ -45,7 +45,7 @@ class ExitStatus:
         """Record the argument of `sys.exit`, `exit` and `quit` from now on."""
 
         @functools.wraps(self._exit)
-        def exit(code: str | int | None = None, /) -> NoReturn:
+        def exit(code: str | int | None = None) -> NoReturn:
             # In another thread `sys.exit` ends that thread alone
             if threading.current_thread() is threading.main_thread():
                 self._code = code
