@@ -122,8 +122,8 @@ def run(
                 f"{num_workers} workers. The cluster has {ray.cluster_resources()} and gave none "
                 f"within {START_SECONDS:g} s."
             )
-        workers = _start(ray, group, each, num_workers, len(bundles))
-        results = _call(ray, workers, train, args, environment or {})
+        workers, places = _start(ray, group, each, num_workers, len(bundles))
+        results = _call(ray, workers, places, train, args, environment or {})
         # Asked to end first, because exit handlers do not run in a worker that `ray.kill` ends
         ends = [worker.__ray_terminate__.remote() for worker in workers]
         ray.wait(ends, num_returns=len(ends), timeout=END_SECONDS)
@@ -145,8 +145,10 @@ def _ray() -> Any:
     return ray
 
 
-def _start(ray: Any, group: Any, each: dict[str, float], workers: int, bundles: int) -> list[Any]:
-    """Start the workers in their places; return them, node by node, the driver's own node first."""
+def _start(
+    ray: Any, group: Any, each: dict[str, float], workers: int, bundles: int
+) -> tuple[list[Any], list[WorkerLocation]]:
+    """Start the workers; return them and their places, node by node, the driver's node first."""
     own_options = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     # Zero for a resource that is not asked for, because an actor otherwise needs a CPU to be
     # placed, which its bundle may lack
@@ -174,24 +176,26 @@ def _start(ray: Any, group: Any, each: dict[str, float], workers: int, bundles: 
     nearest = sorted(places, key=lambda place: place.address != driver_address)
     nodes = list(dict.fromkeys(place.node for place in nearest))
     order = sorted(range(workers), key=lambda number: nodes.index(places[number].node))
-    return [started[number] for number in order]
+    return [started[number] for number in order], [places[number] for number in order]
 
 
 def _call(
     ray: Any,
     workers: list[Any],
+    places: list[WorkerLocation],
     train: Callable[..., Any],
     args: Sequence[Any],
     environment: Mapping[str, str],
 ) -> list[Any]:
     """Give each worker its rank, let it train, and stop at the first that fails."""
-    places = ray.get([worker.place.remote() for worker in workers])
+    # The driver's environment may be given whole, with variables of the launch that it belongs to
+    identity = {*of_launchers(), "TFCOMMX_SECRET"}
     shared = {
+        **{name: value for name, value in environment.items() if name not in identity},
         "WORLD_SIZE": str(len(workers)),
         "MASTER_ADDR": places[0].address,
         "MASTER_PORT": str(ray.get(workers[0].free_port.remote())),
         "TFCOMMX_SECRET": secrets.token_hex(16),
-        **environment,
     }
     seen: Counter[str] = Counter()
     ranks: dict[Any, int] = {}

@@ -7,11 +7,12 @@ import hashlib
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 import tfcommx.ray
-from tfcommx.core import ConfigurationError, LaunchError, PlanError
+from tfcommx.core import ConfigurationError, LaunchError
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_places_that_the_cluster_does_not_have_are_named(
     cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tfcommx.ray, "START_SECONDS", 2.0)
-    with pytest.raises(PlanError, match=r"\b3\b.*\bCPU\b"):
+    with pytest.raises(LaunchError, match=r"\b3\b.*\bCPU\b"):
         tfcommx.ray.run(train, 6, workers_per_node=2)
 
 
@@ -96,6 +97,37 @@ def test_numbers_that_cannot_be_are_refused(
     monkeypatch.setattr(tfcommx.ray, "_ray", lambda: None)
     with pytest.raises(ConfigurationError, match=received):
         tfcommx.ray.run(train, workers, workers_per_node=each)
+
+
+def test_a_drivers_environment_does_not_make_ranks_of_another_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `environment=dict(os.environ)` in a job of torchrun each rank trained alone."""
+
+    class Worker:
+        """An actor whose call returns its variables."""
+
+        free_port = SimpleNamespace(remote=lambda: 7)
+        call = SimpleNamespace(remote=lambda variables, train: tuple(variables.items()))
+
+    ray = SimpleNamespace(
+        get=lambda found: found,
+        wait=lambda waiting: (waiting[:1], waiting[1:]),
+        exceptions=SimpleNamespace(RayError=RuntimeError),
+    )
+    places = [tfcommx.ray.WorkerLocation("node", "10.0.0.1", "")] * 2
+    own = {"WORLD_SIZE": "1", "MASTER_ADDR": "far", "HOROVOD_RANK": "3", "TFCOMMX_SECRET": "own"}
+    found = tfcommx.ray._call(ray, [Worker(), Worker()], places, train, (), own | {"MINE": "1"})
+    for rank, variables in enumerate(map(dict, found)):
+        assert variables.pop("TFCOMMX_SECRET") != "own"
+        assert variables == {
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "10.0.0.1",
+            "MASTER_PORT": "7",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "MINE": "1",
+        }
 
 
 def test_without_ray_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
