@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import ROOT
 
+from tfcommx.cli.restart_options import RestartOptions
 from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import RemoteHosts, is_local
 from tfcommx.launch.hosts import Host, slots_of
@@ -194,5 +195,10 @@ def test_fixed_hosts_stay_and_this_host_is_local() -> None:
 def test_options_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"--max-np 2\b.*--min-np 3\b"):
         SupervisorOptions(fewest=3, most=2)
+    # The hosts were waited for until --elastic-timeout
+    with pytest.raises(ConfigurationError, match=r"--max-np 4\b.* -np 8\b"):
+        RestartOptions(max_np=4).options(8, ())
+    with pytest.raises(ConfigurationError, match=r"`--grow-every`.*\b0\b"):
+        SupervisorOptions(grow_every=0.0)
     with pytest.raises(ConfigurationError, match=r"--blacklist-cooldown-range.*\b5\b.*\b4\b"):
         SupervisorOptions(cooldown=(5.0, 4.0))

@@ -65,8 +65,7 @@ class RestartOptions(NamedTuple):
         float | None,
         typer.Option(
             metavar="MINUTES",
-            min=0,
-            help="Restart: period at which new hosts may join, in addition to epoch ends.",
+            help="Restart: period at which new hosts may join, > 0, in addition to epoch ends.",
         ),
     ] = None
     generations: Annotated[

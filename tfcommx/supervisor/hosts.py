@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tfcommx.core import ConfigurationError, LaunchError
+from tfcommx.core import ConfigurationError, LaunchError, check_number
 from tfcommx.launch.commands import RemoteHosts, is_local, run_to_end
 from tfcommx.launch.hosts import Host, first_slots, merge, parse_host, slots_of
 
@@ -36,7 +36,7 @@ class SupervisorOptions:
     fewest: int = 1
     # Largest number of ranks; None: the number of slots
     most: int | None = None
-    # Least number of ranks of the first generation, >= fewest
+    # Least number of ranks of the first generation, >= fewest, <= most
     first: int = 1
     # Generations after the first one, >= 0; None: any number
     reset_limit: int | None = None
@@ -44,7 +44,7 @@ class SupervisorOptions:
     cooldown: tuple[float, float] = COOLDOWN_SECONDS
     # Seconds to wait for enough hosts, >= 0
     timeout: float = TIMEOUT_SECONDS
-    # Minutes after which a generation may be ended to grow, > 0; None: at the end of an epoch only
+    # Minutes between two looks for new hosts, > 0; None: only at the end of an epoch
     grow_every: float | None = None
     # File for the table of generations, as JSON
     file: Path | None = None
@@ -52,11 +52,14 @@ class SupervisorOptions:
     interfaces: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.most is not None and self.most < self.fewest:
-            raise ConfigurationError(
-                "--max-np must be at least --min-np. Received "
-                f"--max-np {self.most} and --min-np {self.fewest}."
-            )
+        for name, ranks in (("--min-np", self.fewest), ("-np", self.first)):
+            if self.most is not None and self.most < ranks:
+                raise ConfigurationError(
+                    f"--max-np must be at least {name}. Received --max-np {self.most} and {name} "
+                    f"{ranks}."
+                )
+        if self.grow_every is not None:
+            check_number("--grow-every", self.grow_every, "> 0")
         shortest, longest = self.cooldown
         if not 0 < shortest <= longest < math.inf:
             raise ConfigurationError(
