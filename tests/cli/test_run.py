@@ -337,6 +337,23 @@ def test_of_ranks_that_all_failed_none_was_killed() -> None:
     assert lines.failure() == (0, 1)
 
 
+def test_tracebacks_are_shown_although_another_arrives(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A background process of a rank may write later than the ranks' end."""
+    lines = RankLines()
+    lines.tracebacks = {"0": "of 0\n", "1": "of 1\n"}
+    show = lines.show
+
+    def show_late(rank: str, text: str) -> None:
+        show(rank, text)
+        lines.tracebacks[f"late {rank}"] = "of a thread\n"
+
+    monkeypatch.setattr(lines, "show", show_late)
+    lines.finish()
+    assert capsys.readouterr().err == "of 0\nrank 1: of 1\n"
+
+
 def test_a_full_disk_under_the_log_ends_no_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

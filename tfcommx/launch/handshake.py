@@ -149,6 +149,7 @@ class Entrance:
     Args:
         listening: the socket to which they connect; blocking.
         handshake: the secret and context that they must prove to know.
+        seconds: time limit for a caller's proof, > 0.
         welcome: called with each proven caller, in that caller's thread; it then owns the
             connection.
         most: limit on concurrent unproven callers.

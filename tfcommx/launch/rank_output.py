@@ -290,7 +290,8 @@ class RankLines:
 
     def finish(self) -> None:
         """Show the tracebacks that were cut off."""
-        for rank, text in self.tracebacks.items():
+        # A copy, because a thread may still read a pipe that a background process holds open
+        for rank, text in list(self.tracebacks.items()):
             self.show(rank, text)
 
     def failure(self) -> Failure | None:
