@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tfcommx.launch.horovodrun import Launch
 from tfcommx.launch.hosts import Host
 from tfcommx.launch.rank_output import Failure, RankLines
-from tfcommx.supervisor import goodput
+from tfcommx.supervisor import goodput, supervisor
 from tfcommx.supervisor.generation import Deaths, Ending, Generation, first_failure
 from tfcommx.supervisor.goodput import price
+from tfcommx.supervisor.hosts import SupervisorOptions
+from tfcommx.supervisor.supervisor import StopSignal, Supervisor
 
 HOSTS = (Host("node0", 1), Host("node1", 2))
 LAUNCH = Launch(HOSTS, ("python", "train.py"))
@@ -128,6 +133,61 @@ def test_growth_pays_after_the_restart_is_earned() -> None:
     assert (found.before, found.after) == (pytest.approx(30.0), pytest.approx(60.0))
     assert found.pays_after == pytest.approx(15.0)
     assert price([generation(0, 0, 3)], 6) is None
+
+
+class Started:
+    """A launch that ends after some tenths of a second."""
+
+    def __init__(self, *how: Any) -> None:
+        self.asked, self.times_asked = False, 0
+
+    def terminate(self) -> None:
+        self.asked, self.times_asked = True, self.times_asked + 1
+
+    def wait(self, lines: RankLines) -> int:
+        time.sleep(0.7)
+        return 0
+
+
+def supervised(
+    monkeypatch: pytest.MonkeyPatch, stop: StopSignal, hosts: Any = None, **options: Any
+) -> Supervisor:
+    """Return a supervisor that looks for hosts often, and starts no process."""
+    link = SimpleNamespace(variables={}, close=lambda: None)
+    monkeypatch.setattr(supervisor, "RankZeroListener", lambda *arguments: link)
+    monkeypatch.setattr(supervisor, "Running", Started)
+    monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.01)
+    return Supervisor(hosts, SupervisorOptions(**options), lambda hosts, number: LAUNCH, stop)
+
+
+def test_hosts_are_looked_for_once_in_each_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first period the user's script ran every 5 s."""
+    one = supervised(monkeypatch, StopSignal(), grow_every=0.2 / 60)
+    looks: list[Generation] = []
+    monkeypatch.setattr(one, "_why_to_grow", lambda generation: looks.append(generation) or "")
+    one._carry_out(Generation(0, HOSTS, time.monotonic()), LAUNCH, RankLines())
+    assert 1 <= len(looks) <= 4
+
+
+def test_hosts_are_not_looked_for_before_the_speed_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = supervised(monkeypatch, StopSignal(), SimpleNamespace(offered=lambda: 1 / 0))
+    assert one._why_to_grow(Generation(0, HOSTS, time.monotonic())) == ""
+
+
+def test_a_signal_during_the_start_ends_the_ranks_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was passed on twice, and the second SIGTERM to a launch is SIGKILL."""
+
+    class Early(StopSignal):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "running" and value:
+                self.ask(15, None)
+
+    one = supervised(monkeypatch, Early())
+    running, _ = one._carry_out(Generation(0, HOSTS, 0.0), LAUNCH, RankLines())
+    assert running.times_asked == 1
 
 
 def test_a_second_fit_of_a_script_is_no_beginning() -> None:

@@ -207,7 +207,8 @@ class Running:
         if launch.kind == "gloo":
             require_semaphores()
             require_small_environment(env)
-        self._asked = False
+        # True once the ranks have been asked to end
+        self.asked = False
         # Error of writing our output to a pipe whose reader has ended
         self._unread: OSError | None = None
         # Looked up before the fork: in the child, a lock that another thread holds is never
@@ -227,8 +228,8 @@ class Running:
 
     def terminate(self) -> None:
         """End all ranks: SIGTERM, and SIGKILL 5 s later; at once when called again."""
-        number = signal.SIGKILL if self._asked else signal.SIGTERM
-        self._asked = True
+        number = signal.SIGKILL if self.asked else signal.SIGTERM
+        self.asked = True
         # The group, because mpirun is a child of horovodrun's process
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import threading
 import time
@@ -149,12 +150,16 @@ class Supervisor:
         )
 
         def look_for_hosts() -> None:
+            minutes = self._options.grow_every
+            period = math.inf if minutes is None else 60 * minutes
+            next_look = generation.began + period
             while not ended.is_set():
                 wake.wait(POLL_SECONDS)
                 wake.clear()
                 due, epochs[:] = bool(epochs), []
-                minutes = (time.monotonic() - generation.began) / 60
-                due |= self._options.grow_every is not None and minutes >= self._options.grow_every
+                time_now = time.monotonic()
+                if time_now >= next_look:
+                    due, next_look = True, time_now + period
                 why = self._why_to_grow(generation) if due and not ended.is_set() else ""
                 # Asked again, because `_why_to_grow` runs a script and commands on hosts
                 if why and not ended.is_set():
@@ -165,7 +170,8 @@ class Supervisor:
 
         try:
             running = self._stop.running = Running(launch, link.variables | UNBUFFERED)
-            if self._stop.number:  # The signal was received while the ranks were started
+            # The signal was received before `running` was set. Not twice, which kills at once
+            if self._stop.number and not running.asked:
                 running.terminate()
             end_the_rest = functools.partial(self._end_the_rest, generation, lines)
             for work in (look_for_hosts, end_the_rest):
@@ -254,8 +260,9 @@ class Supervisor:
     # --- growth ----------------------------------------------------------------------------
 
     def _why_to_grow(self, generation: Generation) -> str:
-        # Empty if a restart does not pay
-        if generation.number == self._options.reset_limit:
+        # Empty if a restart does not pay. Its price is not known without a speed, which is asked
+        # for before the hosts, because they may come from a user's script of a minute
+        if generation.number == self._options.reset_limit or generation.steps_per_second is None:
             return ""
         hosts = place(self._hosts.offered(), generation.hosts, self._options.most)
         ranks = slots_of(hosts)
