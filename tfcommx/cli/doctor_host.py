@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from tfcommx.cli.environment import versions
 from tfcommx.kernels import build, loader
 from tfcommx.kernels.build import Gpu
-from tfcommx.launch.commands import run_to_end
+from tfcommx.launch.commands import ipv4_addresses, run_to_end
 from tfcommx.launch.horovodrun import search_path
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -188,13 +188,9 @@ def _address(name: str) -> str | None:
 
 def _addresses() -> dict[str, list[str]]:
     try:
-        import psutil
-    except ImportError:  # Installed with Horovod, whose absence is another finding
+        return ipv4_addresses()
+    except ImportError:  # psutil is installed with Horovod, whose absence is another finding
         return {}
-    return {
-        name: [entry.address for entry in entries if entry.family == socket.AF_INET]
-        for name, entries in psutil.net_if_addrs().items()
-    }
 
 
 def _cpu_flags() -> set[str]:

@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 from tfcommx.core import ConfigurationError, LaunchError
+from tfcommx.launch.commands import ipv4_addresses
 from tfcommx.launch.hosts import check_host_name, is_host_name
 from tfcommx.launch.launcher import Launcher, rendezvous_seconds
 
@@ -70,13 +71,7 @@ def require_network() -> None:
     chosen = os.environ.get("HOROVOD_GLOO_IFACE", "")
     if not chosen:
         return
-    import psutil  # A requirement of Horovod
-
-    interfaces = [
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(address.family == socket.AF_INET for address in addresses)
-    ]
+    interfaces = [name for name, addresses in ipv4_addresses().items() if addresses]
     if chosen not in interfaces:
         raise LaunchError(
             f"HOROVOD_GLOO_IFACE must name a network interface of {host} that has an IPv4 address. "

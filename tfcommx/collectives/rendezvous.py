@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from tfcommx.collectives.horovod import serve_rendezvous
 from tfcommx.core import LaunchError, Topology
 from tfcommx.launch.cluster_environment import ClusterEnvironment
+from tfcommx.launch.commands import ipv4_addresses
 from tfcommx.launch.handshake import NO_PARTNER, Caller, Entrance, Handshake, shortened
 from tfcommx.launch.hosts import check_host_name, is_host_name
 from tfcommx.launch.launcher import rendezvous_seconds
@@ -371,16 +372,15 @@ def interface_of(address: str) -> str:
     >>> interface_of("127.0.0.1")
     'lo'
     """
-    import psutil  # A requirement of Horovod
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
+    interfaces = ipv4_addresses()
+    for name, addresses in interfaces.items():
+        if address in addresses:
             return name
     if address.startswith("127."):  # The loopback interface has the whole range
         return interface_of("127.0.0.1")
     raise LaunchError(
         f"This host must have an interface with the address {address}, by which rank 0 is reached. "
-        f"Received {', '.join(psutil.net_if_addrs())}. Name one in HOROVOD_GLOO_IFACE."
+        f"Received {', '.join(interfaces)}. Name one in HOROVOD_GLOO_IFACE."
     )
 
 

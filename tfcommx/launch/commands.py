@@ -131,16 +131,23 @@ CONNECT_SECONDS = 3
 COMMAND_SECONDS = 15.0
 
 
+def ipv4_addresses() -> dict[str, list[str]]:
+    """Return this host's network interfaces, and the IPv4 addresses of each."""
+    import psutil  # A requirement of Horovod
+
+    return {
+        name: [entry.address for entry in entries if entry.family == socket.AF_INET]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+
+
 def is_local(host: str) -> bool:
     """Return True if a name resolves to this host, where horovodrun starts ranks without ssh."""
-    import psutil  # Horovod needs it
-
     try:
         address = socket.gethostbyname(host)
     except (OSError, UnicodeError):  # The latter for a part of more than 63 characters
         return False
-    interfaces = psutil.net_if_addrs().values()
-    return any(entry.address == address for entries in interfaces for entry in entries)
+    return any(address in own for own in ipv4_addresses().values())
 
 
 class RemoteHosts(NamedTuple):

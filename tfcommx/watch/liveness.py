@@ -27,13 +27,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import json
 import logging
 import os
 import secrets
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -43,6 +41,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from tfcommx.kernels import loader
+from tfcommx.launch.commands import ipv4_addresses
 from tfcommx.launch.interpreter import ExitStatus, Hook, end_at_once, handle_uncaught, isolated
 from tfcommx.watch.membership import Membership
 from tfcommx.watch.protocol import MISSING, neighbours
@@ -67,7 +66,6 @@ GONE = "Horovod has been shut down"
 # Last line of a rank that ends because a stall has reached its limit
 WAITING = MISSING.replace("ranks are missing", "ranks wait for each other")
 LOOPBACK = "127.0.0.1"
-SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def addresses(interfaces: list[str]) -> list[str]:
@@ -77,19 +75,9 @@ def addresses(interfaces: list[str]) -> list[str]:
         interfaces: names of interfaces whose addresses count, if this host has any of them;
             otherwise all count.
     """
-    by_interface: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query_socket:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(
-                    query_socket, SIOCGIFADDR, struct.pack("256s", name[:15].encode())
-                )
-            except OSError:  # This interface has no IPv4 address
-                continue
-            by_interface[name] = socket.inet_ntoa(answer[20:24])
-    chosen = [by_interface[name] for name in interfaces if name in by_interface] or list(
-        by_interface.values()
-    )
+    by_interface = ipv4_addresses()
+    chosen = [address for name in interfaces for address in by_interface.get(name, [])]
+    chosen = chosen or [address for own in by_interface.values() for address in own]
     return [address for address in chosen if address != LOOPBACK] + [LOOPBACK]
 
 
