@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -16,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-import warm_ranks
-from launching import QUICK, ROOT, horovodrun
+from launching import horovodrun
 
+import tfcommx
+from tfcommx.cli import probe
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import (
@@ -497,25 +495,16 @@ def test_the_command_writes_links_that_plans_are_made_with(tmp_path: Path, launc
     assert plan.buckets[0].options.block_bytes == links.block_bytes
 
 
-@pytest.mark.parametrize("name", ["missing/links.json", ""])
-def test_the_command_refuses_a_file_that_it_could_not_write(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "reason"), [("file/links.json", "no folder"), ("", "a folder")])
+def test_the_command_refuses_a_file_that_it_could_not_write(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder was refused after the measurement."""
+    (tmp_path / "file").touch()
     file = tmp_path / name
-    command = [sys.executable, "-m", "tfcommx.cli.main", "probe", "--output", str(file)]
-    ended = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment(alone=True)},
-        text=True,
-        capture_output=True,
-    )
-    (said,) = [line for line in ended.stderr.splitlines() if line.startswith("tfcommx")]
-    assert (
-        ended.returncode == 2
-        and "folder that rank 0 can write to" in said
-        and str(file) in said
-        and "Traceback" not in ended.stderr
-    )
+    monkeypatch.setattr(tfcommx, "init", lambda: 1 / 0)
+    with pytest.raises(ConfigurationError, match=rf"'{file}': .*{reason}"):
+        probe.probe(file)
 
 
 @pytest.mark.parametrize("text", [None, "no JSON", "{}", '{"links": {"inside": {"alpha_s": -1}}}'])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
+from tfcommx.cli.parameters import check_output
 from tfcommx.core import ConfigurationError, write_text
+from tfcommx.launch.launcher import launcher
 
 if TYPE_CHECKING:
     from tfcommx.measure.links import ProbeResult
@@ -35,6 +36,8 @@ def probe(
             f"`--output` needs another ending than that of the figure, .png. Received {output}, "
             "in which the figure would replace the links. Name it links.json."
         )
+    if launcher().rank == 0:  # Which writes; before the measurement
+        check_output(output)
     load_tensorflow()
     from tfcommx import init, is_chief
     from tfcommx.measure import links
@@ -42,13 +45,6 @@ def probe(
     from tfcommx.report import figures
 
     comm = init()
-    # Gathered, because only rank 0 writes, and all ranks must know if it cannot
-    writable = os.access(output.parent, os.W_OK) and output.parent.is_dir()
-    if not comm.gather_objects(writable and not output.is_dir())[0]:
-        raise ConfigurationError(
-            "`--output` must be a file in a folder that rank 0 can write to. Received "
-            f"{output}. Make the folder, or give another name."
-        )
     sizes = [size for size in links.SIZES if size <= largest]
     result = links.probe(comm, sizes, repeats, load=matmul_load(), fusion=True)
     if is_chief():
