@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import io
 import multiprocessing
@@ -31,7 +30,7 @@ from typing import IO
 
 from tfcommx.core import LaunchError
 from tfcommx.launch.hosts import Host, slots_of
-from tfcommx.launch.rank_output import PR_SET_PDEATHSIG, Failure, RankLines
+from tfcommx.launch.rank_output import Failure, RankLines, ends_with_this_process
 
 KINDS = ("gloo", "mpi")
 # Script that starts each rank, on each host
@@ -211,9 +210,6 @@ class Running:
         self.asked = False
         # Error of writing our output to a pipe whose reader has ended
         self._unread: OSError | None = None
-        # Looked up before the fork: in the child, a lock that another thread holds is never
-        # released
-        prctl = ctypes.CDLL(None).prctl
         self.process = subprocess.Popen(
             launch.words(),
             env=env,
@@ -223,7 +219,7 @@ class Running:
             # Ctrl-C must reach this process only
             start_new_session=True,
             # The ranks end if this process does, also by kill -9
-            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+            preexec_fn=ends_with_this_process(signal.SIGTERM),
         )
 
     def terminate(self) -> None:

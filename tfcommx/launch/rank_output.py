@@ -35,6 +35,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import IO, NamedTuple
 
@@ -92,10 +93,15 @@ class Relay:
             data = data[os.write(self._target, data) :]
 
 
+def ends_with_this_process(number: int) -> Callable[[], object]:
+    """Return a child's `preexec_fn`, by which it receives a signal when this process ends."""
+    # Looked up before the fork: in the child, a lock that another thread holds is never released
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(PR_SET_PDEATHSIG, number)
+
+
 def start(command: list[str]) -> subprocess.Popen[bytes]:
     """Start the rank, which ends with this process; forward this process's signals to it."""
-    # Looked up before the fork, as in horovodrun.py
-    prctl = ctypes.CDLL(None).prctl
     early: list[int] = []
     rank: list[subprocess.Popen[bytes]] = []
 
@@ -115,7 +121,7 @@ def start(command: list[str]) -> subprocess.Popen[bytes]:
         stderr=subprocess.PIPE,
         close_fds=False,  # Because the launcher may have passed some to the rank
         process_group=0,
-        preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+        preexec_fn=ends_with_this_process(signal.SIGKILL),
     )
     rank.append(process)
     # Forwarded only now, because the rank did not exist when they came
