@@ -101,9 +101,8 @@ def application(*names: str) -> typer.Typer:
             found.add_typer(module.app)
             continue
         command = getattr(module, name)
-        found.command(cls=Command, context_settings=COMMANDS[name])(
-            command if name == "centre" else with_local_paths(command)
-        )
+        settings = COMMANDS[name]
+        found.command(cls=Command, context_settings=settings)(with_local_paths(command))
     return found
 
 

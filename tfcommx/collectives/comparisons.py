@@ -114,12 +114,9 @@ class Comparisons:
 
 def _beyond(stated: Sequence[Facts], reference: Sequence[Facts]) -> list[Facts]:
     """Return the facts in `stated` that are missing in `reference`, or less frequent there."""
-    counts, beyond = Counter(facts.digest for facts in reference), []
-    for facts in stated:
-        counts[facts.digest] -= 1
-        if counts[facts.digest] < 0:
-            beyond.append(facts)
-    return beyond
+    more = Counter(facts.digest for facts in stated)
+    more -= Counter(facts.digest for facts in reference)
+    return [facts for facts in stated if facts.digest in more]
 
 
 def _refuse(roots: Sequence[Facts], rank: int, others_facts: Sequence[Facts]) -> NoReturn:

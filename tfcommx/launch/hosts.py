@@ -228,9 +228,8 @@ def allocation() -> Allocation | None:
         pairs = zip(words[::2], map(int, words[1::2]), strict=True)
         return Allocation("LSB_MCPU_HOSTS", merge(list(pairs), "LSB_MCPU_HOSTS"))
     files = [Path(os.environ[name]) for name in HOSTFILE_VARIABLES if os.environ.get(name)]
-    for path in (*files, *[KUBERNETES_HOSTFILE] * KUBERNETES_HOSTFILE.is_file()):
-        return Allocation(str(path), read_hostfile(path))
-    return None
+    files += [KUBERNETES_HOSTFILE] * KUBERNETES_HOSTFILE.is_file()
+    return Allocation(str(files[0]), read_hostfile(files[0])) if files else None
 
 
 def _of_slurm(component: str) -> list[tuple[str, int]]:

@@ -216,8 +216,7 @@ def _is_in(frame: FrameType, *packages: str) -> bool:
 
 
 def _name(frame: FrameType) -> str:
-    code = frame.f_code
-    return getattr(code, "co_qualname", code.co_name)  # From Python 3.11 on
+    return frame.f_code.co_qualname
 
 
 def _in_fit(frames: list[FrameType]) -> bool:

@@ -309,9 +309,9 @@ class WatchProtocol:
         elif kind == "at":
             neighbour.groups, neighbour.groups_at = content, time_now
         elif kind == "stall":
-            self._pass_down(line)
+            self._pass_down(content)
         elif kind == "end":
-            self._end(line, peer, time_now)
+            self._end(content, peer, time_now)
 
     def rank_says(self, line: str, time_now: float) -> None:
         """Process a line of the watched rank."""
@@ -466,20 +466,20 @@ class WatchProtocol:
             return
         kind, text = self.stalls.look(groups)
         if kind == "stall":
-            self._pass_down(f"stall {json.dumps(text)}")
+            self._pass_down(text)
         elif kind == "end":
-            self._end(f"end {json.dumps(text)}", None, time_now)
+            self._end(text, None, time_now)
 
-    def _pass_down(self, line: str) -> None:
-        self.to_rank.append(f"stall {json.loads(line.partition(' ')[2])}")
+    def _pass_down(self, text: str) -> None:
+        self.to_rank.append(f"stall {text}")
         for child in self.children:
-            self.outbox.append((child, line))
+            self.outbox.append((child, f"stall {json.dumps(text)}"))
 
-    def _end(self, line: str, source: int | None, time_now: float) -> None:
+    def _end(self, text: str, source: int | None, time_now: float) -> None:
         if self.alarm.told:
             return
-        self._pass_on(line, source)
-        self._tell_rank(f"end {json.loads(line.partition(' ')[2])}", time_now)
+        self._pass_on(f"end {json.dumps(text)}", source)
+        self._tell_rank(f"end {text}", time_now)
 
     def _pass_on(self, line: str, source: int | None) -> None:
         """Send a line to all neighbours except its source."""
