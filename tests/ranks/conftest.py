@@ -24,15 +24,17 @@ if tf.config.list_physical_devices("GPU"):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On one rank, `make test` runs the tests marked `every_launch`, and `make test-all` all.
+    """Choose for `make test`; `make test-all` runs all tests on one rank and on two.
 
-    On two ranks all run; one rank alone cannot differ from another.
+    One rank alone cannot differ from another, so it runs the tests marked `one_rank`, which do not
+    compare ranks, and `every_launch`. Launches run all others.
     """
-    if "TFCOMMX_TEST_NODE_SIZE" in os.environ:  # set by test_real_ranks.py
-        return
+    launched = "TFCOMMX_TEST_NODE_SIZE" in os.environ  # set by test_real_ranks.py
     for item in items:
-        here = Path(__file__).parent in item.path.parents
-        if here and not item.get_closest_marker("every_launch"):
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        alone = item.get_closest_marker("one_rank")
+        if alone if launched else not (alone or item.get_closest_marker("every_launch")):
             item.add_marker("exhaustive")
 
 

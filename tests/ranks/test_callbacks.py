@@ -303,6 +303,7 @@ class Rates(keras.callbacks.Callback):
         self.seen.append(float(self.model.optimizer.learning_rate))
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("scaled", [case(False, kept=False), True])
 def test_the_warm_up_counts_steps_not_calls(comm: Comm, scaled: bool) -> None:
     net = small(steps_per_execution=2)
@@ -334,6 +335,7 @@ def test_the_warm_up_counts_steps_not_calls(comm: Comm, scaled: bool) -> None:
     np.testing.assert_allclose(rates.seen, 0.05)
 
 
+@pytest.mark.one_rank
 def test_a_warm_up_that_ends_with_an_epoch_ends_with_the_full_rate(comm: Comm) -> None:
     """A file saved then, or a second `fit`, continued with the rate of the warm-up's last step."""
     net, rates, (x, y) = small(), Rates(), data(32)
@@ -353,6 +355,7 @@ def test_a_warm_up_that_ends_with_an_epoch_ends_with_the_full_rate(comm: Comm) -
     np.testing.assert_allclose(fit_epochs(1), [0.4] * 4, rtol=1e-6)
 
 
+@pytest.mark.one_rank
 def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
     recipe = Recipe.model_validate(
         {

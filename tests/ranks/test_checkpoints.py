@@ -89,6 +89,7 @@ def test_a_layer_that_is_frozen_keeps_its_residuals(comm: Comm, folder: Path) ->
     take(whole, comm)
 
 
+@pytest.mark.one_rank
 def test_sums_in_bfloat16(comm: Comm, folder: Path) -> None:
     def accumulating() -> keras.Model:
         net = keras.Sequential(
@@ -188,6 +189,7 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(
     )
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("text", ["", '{"epoch": 3, "ranks"', '{"epoch": 3}', "[]", "null"])
 def test_a_damaged_head_is_refused_in_words(comm: Comm, folder: Path, text: str) -> None:
     net = wrapped()
@@ -288,6 +290,7 @@ class NoConfig(keras.optimizers.schedules.LearningRateSchedule):
         return 0.1
 
 
+@pytest.mark.one_rank
 def test_what_cannot_be_written_down_is_said_before_the_first_step(
     comm: Comm, folder: Path
 ) -> None:
@@ -297,6 +300,7 @@ def test_what_cannot_be_written_down_is_said_before_the_first_step(
     assert not net.optimizer.exchanger.runs
 
 
+@pytest.mark.one_rank
 def test_a_model_must_be_built_and_have_its_names(comm: Comm, folder: Path) -> None:
     def small(name: str, *first: keras.layers.Layer) -> keras.Model:
         net = keras.Sequential(
@@ -352,6 +356,7 @@ def test_dropout_goes_on_where_it_was(comm: Comm, folder: Path) -> None:
     assert states[0] == states[1] and states[0][1] == 8
 
 
+@pytest.mark.one_rank
 def test_what_keras_does_not_save_is_saved(comm: Comm, folder: Path) -> None:
     """Under a LossScaleOptimizer, the product that Nadam keeps.
 

@@ -96,6 +96,7 @@ def losses(net: keras.Model, first: int, last: int, *more: Any) -> list[float]:
     return done.history["loss"]
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("stack", "lora", "mode"),
     [
@@ -129,6 +130,7 @@ def test_a_layer_that_keras_saves_otherwise_is_restored_exactly(
     assert before == after and before[0] != before[1]
 
 
+@pytest.mark.one_rank
 def test_a_model_that_cannot_hold_what_was_saved_is_refused(comm: Comm, folder: Path) -> None:
     """Keras warns, and trains on with the state of a new optimizer, or rounds the weights."""
 
@@ -153,6 +155,7 @@ def test_a_model_that_cannot_hold_what_was_saved_is_refused(comm: Comm, folder: 
     checkpoint.restore(made(0.1), folder)
 
 
+@pytest.mark.one_rank
 def test_a_vocabulary_is_restored_or_refused(comm: Comm, folder: Path) -> None:
     def made(*words: str) -> keras.Model:
         lookup = layers.StringLookup(name="words")
@@ -215,6 +218,7 @@ def test_moving_averages_are_averaged_with_the_weights(comm: Comm, name: str) ->
     np.testing.assert_array_equal(averages[-1], net.get_weights()[0])
 
 
+@pytest.mark.one_rank
 def test_averages_that_replace_weights_are_refused_with_weight_averaging(comm: Comm) -> None:
     plain = keras.optimizers.SGD(0.01, use_ema=True, ema_overwrite_frequency=3)
     with pytest.raises(cx.ConfigurationError, match="ema_overwrite_frequency=3"):

@@ -157,6 +157,7 @@ def test_a_copy_of_a_wrapped_optimizer_exchanges(comm: Comm, make: Any) -> None:
     assert (sum(comm.traffic()) > sum(before)) == (comm.topology.size > 1)
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_deep_copy_keeps_attributes_that_the_config_lacks(comm: Comm, scaled: bool) -> None:
     """Weight decay shrank the biases that the original excludes from it."""
@@ -189,6 +190,7 @@ def test_a_fresh_optimizer_takes_over_what_the_old_one_has_not_sent(comm: Comm) 
         np.testing.assert_allclose(value, -3.0, rtol=1e-6)
 
 
+@pytest.mark.one_rank
 def test_after_the_warm_up_a_schedule_has_the_rate(comm: Comm) -> None:
     """Horovod's recipe: five epochs of warm-up, a tenth of the rate from epoch five on."""
     rates: list[float] = []
@@ -210,6 +212,7 @@ def test_after_the_warm_up_a_schedule_has_the_rate(comm: Comm) -> None:
     np.testing.assert_allclose(rates[20:], 0.04, rtol=1e-5)
 
 
+@pytest.mark.one_rank
 def test_a_warm_up_of_a_schedule_is_refused_in_words(comm: Comm) -> None:
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(schedule)))

@@ -74,6 +74,7 @@ def test_callbacks_that_follow_a_metric_continue_where_they_were(comm: Comm, fol
     assert files == [f"{score}.weights.h5" for score in (1, 4, 5)]
 
 
+@pytest.mark.one_rank
 def test_callbacks_begin_anew_in_a_fit_that_does_not_continue(comm: Comm, folder: Path) -> None:
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme()))
 
@@ -90,6 +91,7 @@ def test_callbacks_begin_anew_in_a_fit_that_does_not_continue(comm: Comm, folder
     assert (again.best_epoch, again.wait) == (0, 0)
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("swaps_first", [True, case(False, kept=False)])
 def test_weights_that_were_swapped_when_they_were_saved_are_swapped_back(
     comm: Comm, folder: Path, swaps_first: bool

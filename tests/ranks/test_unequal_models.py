@@ -488,6 +488,7 @@ def test_variables_in_another_order_are_refused_in_a_loop(comm: Comm) -> None:
         cx.broadcast_variables(net.weights)
 
 
+@pytest.mark.one_rank
 def test_bins_and_vocabularies_have_digests() -> None:
     first, second = (replica_forms.tables_of(words(rank)) for rank in (0, 1))
     assert len(first) == len(second) == 1 and first != second

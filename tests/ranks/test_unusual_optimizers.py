@@ -79,6 +79,7 @@ class Needy(keras.optimizers.SGD):
         return {"learning_rate": 0.1}
 
 
+@pytest.mark.one_rank
 def test_a_config_that_is_not_the_constructors_is_named(comm: Comm) -> None:
     changed = Extra()
     changed.born = "elsewhere"  # A copy would not know.
@@ -88,6 +89,7 @@ def test_a_config_that_is_not_the_constructors_is_named(comm: Comm) -> None:
         cx.DistributedOptimizer(Needy(3))
 
 
+@pytest.mark.one_rank
 def test_a_constructor_that_takes_less_than_the_config_has_will_do_if_the_copy_is_equal(
     comm: Comm,
 ) -> None:
@@ -96,6 +98,7 @@ def test_a_constructor_that_takes_less_than_the_config_has_will_do_if_the_copy_i
     assert float(optimizer.learning_rate) == 0.5 and optimizer.born == "here"
 
 
+@pytest.mark.one_rank
 def test_horovods_elastic_state_is_refused_in_words(comm: Comm) -> None:
     import horovod.tensorflow.keras as hvd
 
@@ -108,6 +111,7 @@ def test_horovods_elastic_state_is_refused_in_words(comm: Comm) -> None:
             hvd.elastic.KerasState(net, batch=0)
 
 
+@pytest.mark.one_rank
 def test_a_function_among_custom_objects_is_keras_3s_error_and_the_remedy_works(
     comm: Comm, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ class Forgetful(keras.optimizers.SGD):
         super().__init__(**more)
 
 
+@pytest.mark.one_rank
 def test_optimizers_that_keras_cannot_write_down(comm: Comm, tmp_path: Path) -> None:
     for rate in (Steps(), lambda: 0.1):
         net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(rate)))
@@ -59,6 +60,7 @@ def test_optimizers_that_keras_cannot_write_down(comm: Comm, tmp_path: Path) -> 
     assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Registered
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("optimizer", "options", "received"),
     [
@@ -139,6 +141,7 @@ def test_an_optimizer_that_is_set_without_compile_exchanges(comm: Comm) -> None:
     assert int(net.optimizer.iterations) == 8
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("eagerly", [False, case(True, kept=False)])
 def test_an_optimizer_that_goes_past_the_exchange_is_refused(comm: Comm, eagerly: bool) -> None:
     optimizers = [Relays(), StepsByItself()]

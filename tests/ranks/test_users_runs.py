@@ -123,6 +123,7 @@ def test_unsigned_state_is_broadcast(comm: Comm) -> None:
     assert counts.count.numpy().tolist() == [7, 2**32 - 1]
 
 
+@pytest.mark.one_rank
 def test_a_pattern_that_matches_nothing_is_said(
     comm: Comm, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -400,6 +401,7 @@ def test_the_end_of_data_of_unknown_length_is_no_step(comm: Comm) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.one_rank
 def test_variables_that_keras_does_not_know_are_named(
     comm: Comm, caplog: pytest.LogCaptureFixture
 ) -> None:

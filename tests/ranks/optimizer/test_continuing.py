@@ -26,6 +26,7 @@ from tfcommx.core import NARROW
 from tfcommx.optim.wrapped import exchanger_of
 
 
+@pytest.mark.one_rank
 def test_a_saved_model_holds_the_plain_optimizer(comm: Comm, tmp_path: Path) -> None:
     net = compiled(cx.DistributedOptimizer(keras.optimizers.Adam(0.01), SPARSE))
     take_step(net, comm)

@@ -62,6 +62,7 @@ def test_options_of_keras_optimizers(comm: Comm, options: dict[str, Any]) -> Non
     assert same_on_all_ranks(comm, net)
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("excluded", [["bias"], None])
 def test_what_the_config_leaves_out_survives_the_wrap(
     comm: Comm, excluded: list[str] | None

@@ -91,6 +91,7 @@ def test_a_saved_model_holds_it_and_continues(comm: Comm, kind: type[Any], tmp_p
     assert fit(plain, comm, epochs=1).identical
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("options", "received"),
     [

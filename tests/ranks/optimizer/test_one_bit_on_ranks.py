@@ -212,6 +212,7 @@ def test_a_saved_model_holds_it_and_continues(comm: Comm, kind: type[Any], tmp_p
     assert fit(plain, comm, epochs=1).identical
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -242,6 +243,7 @@ def test_a_plan_of_its_own_is_refused(comm: Comm) -> None:
             cx.DistributedOptimizer(keras.optimizers.Adam(0.1), plan=plan)
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("wire", ["int1", "int2"])
 def test_gradients_in_one_or_two_bits_in_front_of_a_momentum_are_refused(
     comm: Comm, wire: str

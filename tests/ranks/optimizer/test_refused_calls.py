@@ -22,6 +22,7 @@ import tfcommx as cx
 from tfcommx.collectives.comm import Comm
 
 
+@pytest.mark.one_rank
 def test_momentum_twice_is_refused(comm: Comm) -> None:
     scheme = dataclasses.replace(SPARSE, momentum=0.9)
     for optimizer in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.1)):
@@ -31,6 +32,7 @@ def test_momentum_twice_is_refused(comm: Comm) -> None:
             cx.DistributedOptimizer(optimizer, SPARSE).exchanger.switch(scheme)
 
 
+@pytest.mark.one_rank
 def test_bad_calls(comm: Comm) -> None:
     wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
     with pytest.raises(cx.ConfigurationError, match=f"'{wrapped.name}'"):

@@ -67,6 +67,7 @@ def test_the_steps_of_the_linear_pipeline_paper(comm: Comm, route: str, strategy
     assert int(other.optimizer.iterations.numpy()) == int(plain.optimizer.iterations.numpy())
 
 
+@pytest.mark.one_rank
 def test_strategies_that_cannot_be_are_refused(comm: Comm) -> None:
     for wrong, received in (
         ("rot", r"'rot'.*'root'"),
