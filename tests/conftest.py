@@ -41,7 +41,7 @@ settings.load_profile("same")
 
 FIRST = (
     # The longest launches keep all processors busy, so tests that mostly wait run beside them
-    "tests/test_real_ranks.py",
+    "tests/test_real_ranks",
     "tests/scripts/cluster/",
     "tests/watch/",
     "tests/launch/",

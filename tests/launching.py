@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -87,3 +88,24 @@ def horovodrun(
 def free_port() -> int:
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
+
+
+def what_failed(output: str) -> str:
+    """Return the lines of all ranks that name a failure, then the end of the output."""
+    lines = output.splitlines()
+    named = [line for line in lines if re.search(r"FAILED|: ?E  |Error|tfcommx: ", line)]
+    return "\n".join([*named[:60], "...", *lines[-40:]])
+
+
+def run_tests(ranks: int, node_size: str, launcher: str, files: list[str], marks: str) -> None:
+    """Run tests of tests/ranks on all ranks of a launch, which must all pass."""
+    options = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--color=no"]
+    ended = horovodrun(
+        ranks,
+        ["-m", "pytest", *files, *options, "-o", f"addopts=-v -m '{marks}'"],
+        launcher,
+        seconds=1500,
+        TFCOMMX_TEST_NODE_SIZE=node_size,
+    )
+    assert ended.status == 0, what_failed(ended.output)
+    assert len(re.findall(r"=+ \d+ passed", ended.output)) == ranks, what_failed(ended.output)

@@ -39,6 +39,7 @@ TESTS = (
     "tests/checkpoint",
     "tests/optimizers",
     "tests/test_real_ranks.py",
+    "tests/test_real_ranks_of_models.py",
 )
 
 

@@ -27,14 +27,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Choose for `make test`; `make test-all` runs all tests on one rank and on two.
 
     One rank alone cannot differ from another, so it runs the tests marked `one_rank`, which do not
-    compare ranks, and `every_launch`. Launches run all others.
+    compare ranks, and those of routes. Launches run all others.
     """
-    launched = "TFCOMMX_TEST_NODE_SIZE" in os.environ  # set by test_real_ranks.py
+    launched = "TFCOMMX_TEST_NODE_SIZE" in os.environ  # set by launching.run_tests
     for item in items:
         if Path(__file__).parent not in item.path.parents:
             continue
+        of_routes = item.path.name == "test_routes.py" and item.get_closest_marker("every_launch")
         alone = item.get_closest_marker("one_rank")
-        if alone if launched else not (alone or item.get_closest_marker("every_launch")):
+        if alone if launched else not (alone or of_routes):
             item.add_marker("exhaustive")
 
 
