@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import keras
@@ -65,6 +66,19 @@ def comm() -> cx.collectives.comm.Comm:
     """
     size = os.environ.get("TFCOMMX_TEST_NODE_SIZE")
     return cx.init(node_size=int(size) if size else None)
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings_of_traces() -> Iterator[None]:
+    """Tests require that nothing is logged, and TensorFlow counts a step's traces by its `id`.
+
+    A step that has the `id` of other tests' steps has their traces, too, of which it then warns.
+    """
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel("ERROR")
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture
