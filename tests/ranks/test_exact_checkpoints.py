@@ -225,15 +225,25 @@ def test_averages_that_replace_weights_are_refused_with_weight_averaging(comm: C
         cx.DistributedOptimizer(plain, strategy="weight_averaging")
 
 
-@pytest.mark.skipif(
+SCHEDULE_FREE = pytest.mark.skipif(
     not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="Keras before 3.14 has none"
 )
+
+
+@SCHEDULE_FREE
+@pytest.mark.one_rank
 def test_weights_that_an_optimizer_keeps_as_momentum_are_not_reset(comm: Comm) -> None:
     """ScheduleFreeAdamW mixes them into the weights: a reset moved these towards zero."""
     plain = keras.optimizers.ScheduleFreeAdamW(0.01)
     reset = cx.strategies.WeightAveraging(every=2, momentum="reset")
     with pytest.raises(cx.ConfigurationError, match=r"reset.*average"):
         cx.DistributedOptimizer(plain, strategy=reset)
+
+
+@SCHEDULE_FREE
+@pytest.mark.exhaustive  # test_weight_averaging.py averages momenta
+def test_weights_that_an_optimizer_keeps_as_momentum_are_averaged(comm: Comm) -> None:
+    plain = keras.optimizers.ScheduleFreeAdamW(0.01)
     average = cx.strategies.WeightAveraging(every=2, momentum="average")
     net = compiled(cx.DistributedOptimizer(plain, strategy=average), seed=comm.rank)
     assert fit(net, comm, epochs=1).identical

@@ -60,7 +60,6 @@ def test_other_seeds_without_broadcast_are_an_error_at_the_first_step(
     net = compiled(wrapped(), seed=comm.rank)
     with refused(r"(?s)ReplicaError.*hidden/kernel.*BroadcastState"):
         fit(net, comm)
-    fit(compiled(wrapped(), seed=comm.rank), comm, callbacks.BroadcastState())
 
 
 def test_a_loop_without_broadcast_is_an_error_at_the_first_step(comm: Comm, refused: Any) -> None:
@@ -100,6 +99,7 @@ def test_unequal_rates_in_a_short_run_are_named_at_its_end(
     assert all("on rank 0" in record.getMessage() for record in named)
 
 
+@pytest.mark.exhaustive  # test_replica_guard.py disarms it
 def test_without_the_guard_ranks_drift_apart_in_silence(comm: Comm) -> None:
     if comm.topology.size == 1:
         pytest.skip("takes several ranks")
@@ -108,6 +108,7 @@ def test_without_the_guard_ranks_drift_apart_in_silence(comm: Comm) -> None:
     assert not same_on_all_ranks(comm, net)
 
 
+@pytest.mark.exhaustive  # test_step_ahead.py on threads
 def test_a_strategy_that_lets_weights_differ_is_not_disturbed(comm: Comm) -> None:
     net = compiled(wrapped(every=1, strategy=cx.strategies.Rebroadcast(every=3)), seed=comm.rank)
     fit(net, comm)

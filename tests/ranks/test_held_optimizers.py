@@ -166,7 +166,7 @@ def test_weights_are_averaged_wherever_the_optimizer_is(
     assert {id(optimizer) for optimizer in optimizers_in(net)} == wrapped
     assert len(wrapped) == len(HOLDERS) + 1
     keras.utils.set_random_seed(comm.rank)
-    net = Parts(averaged, ["nested", "slots", "optimizer", "loss_scale"])
+    net = Parts(averaged, ["nested", "loss_scale"])
     fit(net)
     require_equal_ranks(comm, net, only_weights=True)
     assert not [line for line in caplog.messages if "does not hold it" in line], caplog.text
@@ -174,7 +174,7 @@ def test_weights_are_averaged_wherever_the_optimizer_is(
 
 def test_states_start_equal_and_are_restored_with_residuals(comm: Comm, folder: Path) -> None:
     keras.utils.set_random_seed(comm.rank)
-    names = ["dict", "object", "loss_scale"]  # The test above finds those of all holders
+    names = ["object", "loss_scale"]  # The test above finds those of all holders
     net = Parts(sparse, names)
     for optimizer in net.take().values():
         for variable in optimizer.variables:
@@ -234,6 +234,7 @@ def test_an_optimizer_that_the_model_does_not_hold_is_named(
     assert not caplog.messages
 
 
+@pytest.mark.exhaustive  # test_unwrapped.py has 19 cases
 def test_a_plain_optimizer_among_wrapped_ones_is_named(
     comm: Comm, caplog: pytest.LogCaptureFixture
 ) -> None:
