@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 import tfcommx as cx
+from tfcommx.optim.automatic import ExpectedRun
 
 
 def test_the_steps_until_the_next_change_of_scheme_follow() -> None:
@@ -27,3 +28,19 @@ def test_the_steps_until_the_next_change_of_scheme_follow() -> None:
     rows = np.ones((8, 4)), np.ones((8, 1))
     net.fit(*rows, batch_size=2, epochs=7, initial_epoch=1, verbose=0, callbacks=every)
     assert told == {1: 2, 2: 6, 3: 6, 4: 6, 5: 4, 6: 4}
+
+
+def test_each_fit_counts_its_own_steps_unless_the_length_of_the_run_is_known() -> None:
+    cx.init()
+    net = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+    requested, every = net.optimizer.exchanger.requested, [cx.callbacks.BroadcastState()]
+    rows, options = (np.ones((8, 4)), np.ones((8, 1))), {"batch_size": 2, "verbose": 0}
+    for first, epochs, steps in ((2, 5, 12), (0, 1, 4), (0, 2, 8)):
+        net.fit(*rows, initial_epoch=first, epochs=epochs, callbacks=every, **options)
+        assert requested.expected_run.steps == steps
+        assert requested.expected_run.steps_of_epoch == 4 and not requested.expected_run.whole_run
+    told = ExpectedRun(steps=1000, steps_of_epoch=4, batch=2, whole_run=True)
+    requested.expected_run = told
+    net.fit(*rows, callbacks=every, **options)
+    assert requested.expected_run == told

@@ -163,6 +163,13 @@ def test_a_choice_is_used_again_until_a_longer_trial_fits() -> None:
     assert begin(told._replace(steps=10**6), LOSSY, SLOW) == (3, STEPS)
     decide(told._replace(steps=10**6))
     assert begin(told._replace(steps=10**6), LOSSY, SLOW) == plan
+    assert begin(told._replace(steps=10**6, batch=8), LOSSY, SLOW) == (3, STEPS)
+
+
+def test_a_damaged_choice_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged = {"chosen": "x", "said": "", "plan": "{}"}
+    monkeypatch.setattr(automatic, "read", lambda kind, key: damaged)
+    assert begin(ExpectedRun(), LOSSY, SLOW) == (3, STEPS)
 
 
 @pytest.mark.parametrize(("what", "where"), [("read", automatic), ("propose", automatic)])

@@ -50,14 +50,13 @@ def test_the_identity_equals_allreduce_by_hand(comm: Comm, kind: str) -> None:
 
 
 def of_launches(route: str, wire: str) -> Any:
-    """Return the parameters: messages and the sparse route of two levels run in each launch.
+    """Return the parameters: messages run in each launch, one dense and one sparse route on two.
 
-    Each route is kept; test_routes.py has the sums of all wire formats.
+    test_routes.py has the sums of all routes and wire formats.
     """
-    if wire != "plain":
-        return case(route, wire, kept=False)
-    depends = wire == "plain" and (routes.get(route).messages or route == "hitopk")
-    return pytest.param(route, wire, marks=pytest.mark.every_launch if depends else ())
+    if wire == "plain" and routes.get(route).messages:
+        return pytest.param(route, wire, marks=pytest.mark.every_launch)
+    return case(route, wire, kept=wire == "plain" and route in ("allreduce", "hitopk"))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,7 @@ def test_codes_of_8_and_4_bits_train_as_plain_sums(comm: Comm, wire: str) -> Non
     ("scheme", "strategy"),
     [
         (cx.Scheme("allgather", "mstopk", 0.2, dense_below=8), "synchronous"),
-        (cx.Scheme(), cx.strategies.WeightAveraging(every=2, sends="updates")),
+        case(cx.Scheme(), cx.strategies.WeightAveraging(every=2, sends="updates"), kept=False),
         case(cx.Scheme(), "root", kept=False),
     ],
     ids=["sparse", "averages", "root"],
@@ -139,6 +138,7 @@ def test_a_step_is_traced_once(comm: Comm, scheme: cx.Scheme, strategy: Any) -> 
     assert len(traces) == 1
 
 
+@pytest.mark.exhaustive  # test_exact_checkpoints.py has the same error
 def test_replicas_that_drift_are_reported(comm: Comm) -> None:
     """The check can fail: a plain optimizer reduces nothing."""
     if comm.topology.size == 1:

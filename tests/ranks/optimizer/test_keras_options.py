@@ -28,7 +28,7 @@ from tfcommx.collectives.comm import Comm
     [
         case({"clipnorm": 0.01}, kept=False),
         case({"clipvalue": 0.001}, kept=False),
-        {"global_clipnorm": 0.01},
+        case({"global_clipnorm": 0.01}, kept=False),
         {"use_ema": True, "ema_overwrite_frequency": 2},
         {"gradient_accumulation_steps": 2},
         case({"weight_decay": 0.01}, kept=False),

@@ -54,13 +54,10 @@ def test_wrapped_equals_plain_on_the_joint_batch(
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.exhaustive  # an optimizer does not see the route
 @pytest.mark.parametrize(
     ("kind", "route"),
-    [
-        case(kind, route, kept=(kind, route) == ("lars", "allgather"))
-        for kind in KINDS
-        for route in routes.ROUTES
-    ],
+    [(kind, route) for kind in KINDS for route in routes.ROUTES],
 )
 def test_trains_on_every_route(comm: Comm, kind: str, route: str) -> None:
     scheme = SPARSE if route == "hitopk" else cx.Scheme(route)
@@ -73,14 +70,9 @@ def test_trains_on_every_route(comm: Comm, kind: str, route: str) -> None:
     check(comm, cx.DistributedOptimizer(OPTIMIZERS[kind](), scheme))
 
 
+@pytest.mark.exhaustive  # test_strategies_in_fit.py has SGD
 @pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [
-        case("lars", "root", kept=False),
-        case("lamb", "root", kept=False),
-        case("lars", "rebroadcast", kept=False),
-        case("lamb", "rebroadcast", kept=True),
-    ],
+    ("kind", "strategy"), [(kind, way) for way in ("root", "rebroadcast") for kind in KINDS]
 )
 def test_trains_with_every_strategy(comm: Comm, kind: str, strategy: str) -> None:
     check(comm, cx.DistributedOptimizer(OPTIMIZERS[kind](), strategy=strategy))

@@ -64,6 +64,7 @@ def test_fit_keeps_ranks_equal(
 
 
 # Both inherit their checkpoints from one class; LARS adds a sketch
+@pytest.mark.exhaustive  # test_continuing.py and test_gradient_state.py
 @pytest.mark.parametrize("kind", [case(KINDS[0], kept=False), KINDS[1]])
 def test_it_continues_exactly_from_a_checkpoint(
     comm: Comm, kind: type[Any], tmp_path: Path

@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 from drawing import case
 from rank_helpers import (
-    SaveTheEpoch,
     batch,
     compiled,
     fit,
@@ -44,26 +43,22 @@ def adam(**options: Any) -> keras.optimizers.Optimizer:
     return new(cx.optimizers.OneBitAdam, **options)
 
 
+@pytest.mark.exhaustive  # test_ranks_agree_when_it_decides_by_itself changes its phase, too
 @pytest.mark.parametrize(
     ("kind", "options", "steps"),
     [
-        case(KINDS[0], {}, 1, kept=False),
-        case(KINDS[0], {"freeze_after": 5}, 2, kept=False),
-        case(
-            KINDS[0],
-            {"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True},
-            1,
-            kept=False,
-        ),
-        case(KINDS[0], {"gradient_accumulation_steps": 2, "freeze_after": 3}, 1, kept=False),
-        case(KINDS[0], {"loss_scale_factor": 8.0}, 1, kept=False),
+        (KINDS[0], {}, 1),
+        (KINDS[0], {"freeze_after": 5}, 2),
+        (KINDS[0], {"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True}, 1),
+        (KINDS[0], {"gradient_accumulation_steps": 2, "freeze_after": 3}, 1),
+        (KINDS[0], {"loss_scale_factor": 8.0}, 1),
         (
             KINDS[1],
             {"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True, "freeze_after": 5},
             2,
         ),
-        case(KINDS[1], {"norms": "parallel"}, 4, kept=False),
-        case(KINDS[1], {"gradient_accumulation_steps": 2, "freeze_after": 3}, 1, kept=False),
+        (KINDS[1], {"norms": "parallel"}, 4),
+        (KINDS[1], {"gradient_accumulation_steps": 2, "freeze_after": 3}, 1),
     ],
 )
 def test_fit_continues_across_the_change_of_phase(
@@ -76,6 +71,12 @@ def test_fit_continues_across_the_change_of_phase(
     assert int(optimizer.frozen_at.numpy()) == options.get("freeze_after", 6)
     frozen = [one.numpy() for one in optimizer._velocities]
     fit(net, comm, epochs=3, initial_epoch=2)
+    check_frozen(comm, net, frozen)
+
+
+def check_frozen(comm: Comm, net: keras.Model, frozen: list[np.ndarray]) -> None:
+    """Require that the kernels' second moments are as before, and that momenta travel in codes."""
+    optimizer = net.optimizer
     stays = [
         np.array_equal(before, now.numpy())
         for before, now in zip(frozen, optimizer._velocities, strict=True)
@@ -128,39 +129,50 @@ def test_ranks_agree_when_it_decides_by_itself(comm: Comm) -> None:
     """At a low rate the second epoch of four batches has the squares of the first."""
     optimizer = adam(learning_rate=1e-5, freeze_after=None, beta_2=0.75)
     net = compiled(cx.DistributedOptimizer(optimizer))
-    assert fit(net, comm, epochs=3).identical
+    seconds: list[list[np.ndarray]] = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seconds.append([one.numpy() for one in net.optimizer._velocities])
+
+    assert fit(net, comm, epochs=3, extra=(Watch(),)).identical
     assert int(net.optimizer.frozen_at.numpy()) == 8
+    check_frozen(comm, net, seconds[1])
 
 
 @pytest.mark.parametrize(
-    ("kind", "epochs"),
+    ("kind", "saved"),
     [
-        (KINDS[0], 2),
+        case(KINDS[0], 3, kept=False),
         case(KINDS[0], 1, kept=False),
         case(KINDS[1], 1, kept=False),
-        case(KINDS[1], 2, kept=False),
+        (KINDS[1], 3),
     ],
 )
 def test_it_continues_exactly_from_a_checkpoint(
-    comm: Comm, kind: type[Any], tmp_path: Path, epochs: int
+    comm: Comm, kind: type[Any], folder: Path, saved: int
 ) -> None:
-    """The second moments are frozen in the second of three epochs."""
-    folder = Path(comm.gather_objects(str(tmp_path))[0])
-    straight = compiled(cx.DistributedOptimizer(new(kind), ONE_BIT))
-    fit(straight, comm, epochs=3, extra=(SaveTheEpoch(folder, epochs),))
-    net = compiled(cx.DistributedOptimizer(new(kind), ONE_BIT), seed=9)
-    assert checkpoint.restore(net, folder) == epochs
+    """The second moments are frozen after two of five steps."""
+    straight = compiled(cx.DistributedOptimizer(new(kind, freeze_after=2), ONE_BIT))
+    for step in range(5):
+        take_step(straight, comm, step)
+        if step + 1 == saved:
+            checkpoint.save(straight, folder, 0)
+    net = compiled(cx.DistributedOptimizer(new(kind, freeze_after=2), ONE_BIT), seed=9)
+    assert checkpoint.restore(net, folder) == 1
     # Without them the weights would differ
     assert not_zero(exchanger_of(net).waiting.residuals) or comm.topology.size == 1
-    assert (int(net.optimizer.frozen_at.numpy()) > 0) == (epochs > 1)
-    fit(net, comm, epochs=3, initial_epoch=epochs)
+    assert (int(net.optimizer.frozen_at.numpy()) > 0) == (saved > 1)
+    for step in range(saved, 5):
+        take_step(net, comm, step)
     assert all(map(np.array_equal, weights(straight), weights(net)))
 
 
 def test_patterns_name_schemes_of_momenta_and_of_gradients(comm: Comm) -> None:
     """`hidden/kernel` sends its momentum in 1 bit, and in 4 bits from the second epoch on."""
     schemes = {"*out/*": cx.Scheme(), "*": ONE_BIT}
-    net = compiled(cx.DistributedOptimizer(adam(exclude=["*out/kernel"]), schemes))
+    optimizer = cx.DistributedOptimizer(adam(exclude=["*out/kernel"]), schemes)
+    net = compiled(optimizer, run_eagerly=True)  # Or both schemes would be traced
     switch = cx.callbacks.SwitchScheme({1: schemes | {"*": cx.Scheme("asa", wire="int4")}})
     wires: list[dict[str, str]] = []
 

@@ -203,6 +203,7 @@ def test_whole_variables_and_groups_in_fit_equal_synchronous_training(
     close(comm, *states)
 
 
+@pytest.mark.exhaustive  # test_one_process.py evaluates averages
 def test_weights_are_averaged_before_evaluations_and_files(comm: Comm, folder: Path) -> None:
     """Four steps in an epoch, an average every three: the end of an epoch averages, too."""
     strategy = WeightAveraging(every=3, sends="updates", momentum="average")

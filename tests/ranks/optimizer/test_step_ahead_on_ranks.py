@@ -70,7 +70,8 @@ def test_fit_evaluates_the_agreed_weights(comm: Comm, steps_per_execution: int) 
     assert watch.tested and all(watch.tested) and same_on_all_ranks(comm, net)
 
 
-@pytest.mark.parametrize("scheme", [CODED, case(EXACT, kept=False)], ids=["coded", "exact"])
+@pytest.mark.exhaustive  # test_step_ahead.py on threads
+@pytest.mark.parametrize("scheme", [CODED, EXACT], ids=["coded", "exact"])
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(
     comm: Comm, folder: Path, scheme: cx.Scheme
 ) -> None:
