@@ -178,6 +178,7 @@ def test_curves_and_ratios(
     assert not caplog.messages
 
 
+@pytest.mark.exhaustive  # test_several_outputs has them in an evaluation
 def test_metrics_that_are_no_sums_are_averaged_and_named(
     comm: Comm, warned_about: Callable[[str], int]
 ) -> None:
@@ -298,7 +299,10 @@ def test_several_outputs(comm: Comm, warned_about: Callable[[str], int]) -> None
     net.compile(
         cx.DistributedOptimizer(keras.optimizers.SGD(0.0)),
         {"kind": "sparse_categorical_crossentropy", "size": "mse"},
-        metrics={"kind": ["accuracy", Largest()], "size": [K.RootMeanSquaredError(name="rmse")]},
+        metrics={
+            "kind": ["accuracy", Largest(), Smallest(), Smoothed()],
+            "size": [K.RootMeanSquaredError(name="rmse")],
+        },
         jit_compile=False,
     )
 
@@ -313,8 +317,10 @@ def test_several_outputs(comm: Comm, warned_about: Callable[[str], int]) -> None
         callbacks=[cx.callbacks.BroadcastState()],
     )
     exact = net.evaluate(*named(*everything()), verbose=0, return_dict=True)
-    (largest,) = (name for name in exact if name.endswith("largest"))
-    del exact[largest]
+    no_sums = [name for name in exact if name.endswith(("largest", "smallest", "smoothed"))]
+    assert len(no_sums) == 3
+    for name in no_sums:
+        del exact[name]
     # Keras counts batches for these, not samples
     of_batches = {name: exact.pop(name) for name in ("kind_loss", "size_loss")}
     got = last(comm, history, "val_")
@@ -330,7 +336,8 @@ def test_several_outputs(comm: Comm, warned_about: Callable[[str], int]) -> None
         for first in range(0, len(x), BATCH)
     ]
     require_equal(got, {name: np.mean([one[name] for one in batches]) for name in of_batches})
-    assert warned_about(f"val_{largest}") == (comm.rank == 0)
+    for name in no_sums:
+        assert warned_about(f"val_{name}") == (comm.rank == 0)
 
 
 def test_results_after_evaluate_and_in_a_loop_of_one_s_own(

@@ -15,8 +15,9 @@ from tfcommx.data.sources.arrays import Arrays
 COUNT = 203
 
 
-@pytest.mark.every_launch
-@pytest.mark.parametrize("over_messages", [True, False])
+@pytest.mark.parametrize(
+    "over_messages", [pytest.param(True, marks=pytest.mark.every_launch), False]
+)
 def test_every_sample_once_while_parts_mix(comm, over_messages):
     name = f"tfcommx-reshuffle-{os.getpid()}-{over_messages}"
     folder = Path("/dev/shm", comm.gather_objects(name)[0])

@@ -93,6 +93,7 @@ def test_a_model_that_one_rank_alone_has_loaded(comm: Comm, folder: Path) -> Non
     net = compiled(cx.DistributedOptimizer(keras.optimizers.Adam(0.01), SPARSE))
     if comm.rank == 0:
         net.save(folder / "first.keras")
+    states: list[list[np.ndarray]] = []
     for begun in (0, 1):
         net, plain = model(seed=9), keras.optimizers.Adam(0.01)
         if comm.rank == 0:
@@ -101,13 +102,11 @@ def test_a_model_that_one_rank_alone_has_loaded(comm: Comm, folder: Path) -> Non
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         net.compile(cx.DistributedOptimizer(plain, SPARSE), loss=loss, jit_compile=False)
         assert checkpoint.restore(net, folder) == begun
-        assert fit(
-            net,
-            comm,
-            epochs=begun + 1,
-            initial_epoch=begun,
-            extra=(checkpoint.Checkpoint(folder),),
-        ).identical
+        if not begun:
+            assert fit(net, comm, 1, (checkpoint.Checkpoint(folder),)).identical
+        states.append(weights(net) + [one.numpy() for one in net.optimizer.variables])
+    for trained, restored in zip(*states, strict=True):
+        np.testing.assert_array_equal(trained, restored)
 
 
 def test_parts_of_a_model_may_have_layers_of_the_same_name(comm: Comm, folder: Path) -> None:
@@ -143,7 +142,9 @@ def test_parts_of_a_model_may_have_layers_of_the_same_name(comm: Comm, folder: P
     }
     checkpoint.save(net, folder, 0)
     assert checkpoint.restore(again, folder) == 1
-    for trained in (net, again):
-        trained.fit(x, x[:, :3], batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
     for one, other in zip(weights(net), weights(again), strict=True):
         np.testing.assert_array_equal(one, other)
+    wanted, got = (each.optimizer.exchanger.export().residuals for each in (net, again))
+    assert wanted and wanted.keys() == got.keys()
+    for name, residual in wanted.items():
+        np.testing.assert_array_equal(residual, got[name], err_msg=name)
