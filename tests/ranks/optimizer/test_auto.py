@@ -9,7 +9,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawing import case
 from rank_helpers import batch, gradients_of, same_on_all_ranks, weights
 
 import tfcommx as cx
@@ -17,7 +16,6 @@ from tfcommx import callbacks
 from tfcommx.collectives.comm import Comm, TrialQueue
 from tfcommx.core import Link, Links
 from tfcommx.optim import automatic
-from tfcommx.optim.automatic import ExpectedRun
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.gradient_state import GradientState
 from tfcommx.runtime.trial import STEPS, TrialExecutor
@@ -42,13 +40,13 @@ def wide() -> keras.Model:
     return keras.Sequential([keras.layers.Input((12,)), *layers, out], name="wide")
 
 
-def batches(comm: Comm, size: int) -> tf.data.Dataset:
+def batches(comm: Comm) -> tf.data.Dataset:
     """Return this rank's 32 rows in batches, of which Keras does not know how many there are."""
     rows = tf.data.Dataset.from_tensor_slices(batch(comm.rank, rows=32))
-    return rows.batch(size, drop_remainder=True).filter(lambda *_: True)
+    return rows.batch(8, drop_remainder=True).filter(lambda *_: True)
 
 
-def trained(comm: Comm, epochs: int, size: int = 8, **wrap: Any) -> keras.Model:
+def trained(comm: Comm, epochs: int, **wrap: Any) -> keras.Model:
     """Train on this rank's batches, two of them in each call."""
     net = wide()
     net.compile(
@@ -59,7 +57,7 @@ def trained(comm: Comm, epochs: int, size: int = 8, **wrap: Any) -> keras.Model:
     )
     same = callbacks.CompareReplicas()
     every = [callbacks.BroadcastState(), same]
-    net.fit(batches(comm, size), epochs=epochs, verbose=0, callbacks=every)
+    net.fit(batches(comm), epochs=epochs, verbose=0, callbacks=every)
     assert same.identical
     return net
 
@@ -93,31 +91,6 @@ def test_the_default_trains_as_plain_horovod_does_and_keeps_its_choice(
     again = trained(comm, 1, links=SLOW)
     assert isinstance(executor_of(again.optimizer), PlanExecutor)
     assert executor_of(again.optimizer).plan == running.plan
-    other_batch = trained(comm, 1, size=16, links=SLOW)
-    assert isinstance(executor_of(other_batch.optimizer), TrialExecutor)
-
-
-def test_where_fit_knows_that_few_steps_follow_nothing_is_measured(
-    comm: Comm, own_cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    net = wide()
-    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss=LOSS, jit_compile=False)
-    x, y = batch(comm.rank, rows=32)
-    every = [callbacks.BroadcastState()]
-    net.fit(x, y, batch_size=8, epochs=5, initial_epoch=2, verbose=0, callbacks=every)
-    expected = ExpectedRun(steps=12, steps_of_epoch=4, batch=8)
-    assert net.optimizer.exchanger.requested.expected_run == expected
-    assert isinstance(executor_of(net.optimizer), PlanExecutor) and not own_cache.exists()
-    if comm.topology.size > 1:
-        assert ("plain Horovod: 12 steps follow" in caplog.text) == (comm.rank == 0)
-    # Another fit counts its own steps, unless the length of the whole run was given before
-    for epochs, known in ((1, 4), (2, 8)):
-        net.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=every)
-        assert net.optimizer.exchanger.requested.expected_run.steps == known
-    told = ExpectedRun(steps=1000, steps_of_epoch=4, batch=8, whole_run=True)
-    net.optimizer.exchanger.requested.expected_run = told
-    net.fit(x, y, batch_size=8, verbose=0, callbacks=every)
-    assert net.optimizer.exchanger.requested.expected_run == told
 
 
 @pytest.mark.exhaustive  # test_law_trial.py holds two trials on threads
@@ -205,6 +178,7 @@ def test_a_lossy_auto_loses_nothing_in_a_loop_with_a_loss_scale(
         np.testing.assert_allclose(first - last, total, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.exhaustive  # test_expected_run.py refuses Root
 def test_other_strategies_have_plain_horovod_and_refuse_to_lose_anything(comm: Comm) -> None:
     net = trained(comm, 1, strategy="rebroadcast", links=SLOW)
     assert isinstance(executor_of(net.optimizer), PlanExecutor)
@@ -212,6 +186,7 @@ def test_other_strategies_have_plain_horovod_and_refuse_to_lose_anything(comm: C
         trained(comm, 1, scheme=LOSSY, strategy="root")
 
 
+@pytest.mark.exhaustive  # test_expected_run.py on threads
 def test_a_damaged_choice_is_made_again_and_a_run_of_a_few_steps_decides_nothing(
     comm: Comm, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,9 +203,10 @@ def test_a_damaged_choice_is_made_again_and_a_run_of_a_few_steps_decides_nothing
     assert net.optimizer.exchanger.plans() == [one.plan for one in running.executors]
 
 
+@pytest.mark.exhaustive  # test_expected_run.py on threads
 @pytest.mark.parametrize(
     ("budget", "wires"),
-    [case(0.3, {"int8"}, kept=False), (0.05, {"elias/int4", "float16"})],
+    [(0.3, {"int8"}), (0.05, {"elias/int4", "float16"})],
 )
 def test_within_a_budget_plain_horovod_takes_no_part(
     comm: Comm, budget: float, wires: set[str]

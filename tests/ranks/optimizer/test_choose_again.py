@@ -61,7 +61,7 @@ def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (2, 2.5, 10.0, True, True),
         case(2, 2.5, 1.5, True, False, kept=False),
         case(2, 1e6, 10.0, True, False, kept=False),
-        (1, 2.5, 10.0, False, False),
+        case(1, 2.5, 10.0, False, False, kept=False),
     ],
     ids=["slower", "same_network", "same_steps", "one_node"],
 )
