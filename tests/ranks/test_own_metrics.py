@@ -103,6 +103,7 @@ def test_early_stopping_stops_all_ranks_behind_broadcast_state(comm: Comm) -> No
     assert same_on_all_ranks(comm, net)
 
 
+@pytest.mark.exhaustive  # test_curves_and_ratios has both callbacks
 def test_metrics_that_broadcast_state_averages_are_averaged_once_more_in_vain(comm: Comm) -> None:
     both = [callbacks.BroadcastState(), callbacks.AverageMetrics()]
     once = fit(net_of(comm), both[0], epochs=1).history["own"]

@@ -78,7 +78,7 @@ def test_a_rank_that_stops_alone_after_an_epoch_is_named_on_all(comm: Comm) -> N
     assert fit(net, comm, epochs=2).identical
 
 
-@pytest.mark.parametrize("chief", [0, 1])
+@pytest.mark.parametrize("chief", [0, case(1, kept=False)])
 def test_a_callback_that_one_rank_alone_has_is_named(comm: Comm, chief: int) -> None:
     """Each rank took the objects of the other's exchange: "too many values to unpack"."""
     if comm.topology.size == 1:
@@ -185,6 +185,7 @@ class Adversaries(keras.Model):
         return {"loss": one}
 
 
+@pytest.mark.exhaustive  # test_training_kinds.py has a shared layer
 def test_two_optimizers_of_one_model(comm: Comm) -> None:
     keras.utils.set_random_seed(comm.rank)
     net = Adversaries()
