@@ -38,3 +38,19 @@ def test_a_smaller_last_batch_is_not_traced_again() -> None:
         found = score(pictures.batch(3), lambda mine: [mine])
         assert found["test_accuracy"] == 1
     assert traced == [(None, 4, 4), (None, 2, 8)]
+
+
+def test_one_of_equal_logits_is_the_answer() -> None:
+    """Each of them counted, so that a network with equal outputs was always right."""
+    logits = tf.cast(tf.stack([tf.zeros(10), tf.one_hot(9, 10)]), tf.bfloat16)
+    score = Classification(1, 10).scorer(lambda pictures, training: tf.gather(logits, pictures))
+    for row in (0, 1):
+        batches = tf.data.Dataset.from_tensors(([row] * 10, np.arange(10)))
+        assert score(batches, lambda mine: [mine]) == {"test_accuracy": 0.1, "test_top5": 0.5}
+
+
+def test_no_class_is_right_beside_a_nan() -> None:
+    logits = tf.constant([[2.0, 1, 0, np.nan, 0, 0], [np.nan] * 6, [np.inf, 0, 0, 0, 0, 0]])
+    score = Classification(1, 6).scorer(lambda pictures, training: pictures)
+    batches = tf.data.Dataset.from_tensors((logits, tf.zeros(3, tf.int64)))
+    assert score(batches, lambda mine: [mine]) == {"test_accuracy": 0.0, "test_top5": 0.0}

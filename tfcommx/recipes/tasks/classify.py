@@ -66,17 +66,25 @@ class Classification:
     def scorer(self, model: keras.Model) -> Scorer:
         """Return a function that computes `test_accuracy` and, above 5 classes, `test_top5`.
 
-        It counts the pictures whose label has the largest logit, or one of the five largest. The
-        sums over the ranks are exact, because counts are integers.
+        It counts the pictures whose label has the largest logit, or one of the five largest. Of
+        equal logits the first one is the largest, as in Keras's accuracy. The sums over the ranks
+        are exact, because counts are integers.
         """
         import numpy as np
         import tensorflow as tf
 
         def count(pictures: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-            # In float32, because `in_top_k` takes no 16-bit logits
+            # In float32, so that logits of all precisions have the same operation
             logits = tf.cast(model(pictures, training=False), tf.float32)
-            right = [tf.math.in_top_k(labels, logits, k) for k in (1, 5)[: len(self.scores)]]
-            return tf.stack([*map(tf.math.count_nonzero, right), tf.size(labels, tf.int64)])
+            places = (1, 5)[: len(self.scores)]
+            # Not by `in_top_k`, which counts all classes of equal logits as right, of which 16-bit
+            # logits have many
+            best = tf.math.top_k(logits, places[-1]).indices
+            hits = best == tf.cast(labels, tf.int32)[:, tf.newaxis]
+            # After a NaN no order of the classes means anything
+            hits &= tf.reduce_all(tf.math.is_finite(logits), axis=1, keepdims=True)
+            right = [tf.math.count_nonzero(hits[:, :place]) for place in places]
+            return tf.stack([*right, tf.size(labels, tf.int64)])
 
         traced: dict[tuple[tf.TensorSpec, ...], tf.types.experimental.PolymorphicFunction] = {}
 
