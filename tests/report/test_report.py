@@ -338,6 +338,19 @@ def test_the_bar_goes_to_the_terminal_that_is_named(tmp_path, capsys):
     assert capsys.readouterr().out.count("epoch  1/1") == 2
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_terminal_that_has_gone_ends_no_training():
+    """A trained run ended without its summary, because the bar could not be removed."""
+    leader, follower = os.openpty()
+    with ProgressDisplay(steps=2, epochs=1, terminal=os.ttyname(follower)) as progress:
+        progress.step()
+        os.close(follower)
+        os.close(leader)
+        progress.step()
+        progress.epoch(row(1, 28, "torus"))
+    assert progress.lines_lost == 1
+
+
 def test_the_phase_table_has_throughput_and_scaling_efficiency(summary):
     """11 steps of 100 images in 6 s, of which the first one is not counted: 10 steps in 6 s."""
     (first, second) = phase_rows({**summary, "alone": [100.0]})

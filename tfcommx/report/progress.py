@@ -93,7 +93,9 @@ class ProgressDisplay:
 
     def __exit__(self, *exception: object) -> None:
         if self.bar:
-            self.bar.stop()
+            # A terminal that has gone, as by a dropped connection, must not end the training
+            with contextlib.suppress(OSError):
+                self.bar.stop()
 
     def step(self, status: dict[str, Any] | None = None) -> None:
         """Count one step, and show the status of the epoch.
