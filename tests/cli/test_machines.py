@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from launching import ROOT
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from tfcommx.cli import machines
@@ -138,6 +139,34 @@ def test_a_figure_of_machines_that_differ_in_words(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, wiring=["nvlink", "host_memory"], between_gbit=[10, 2.5])
     draw_machines([row for row in rows if row["best"]], figure := tmp_path / "offers.svg")
     assert "wiring host_memory, between_gbit 2.5" in figure.read_text()
+
+
+def test_a_machine_has_one_colour_in_the_panels_of_all_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only machine of the second model had the colour that the legend gave to another one."""
+    offer = SMALL["machines"]["a"]
+    offers = {
+        "first": {**offer, "model": ["alexnet"]},
+        "both": {**offer, "model": ["alexnet", "lstm_ptb"]},
+        "second": {**offer, "model": ["lstm_ptb"]},
+    }
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *to, **how: (drawn.append(self), save(self, *to, **how))
+    )
+    draw_machines(rows_of(tmp_path, machines=offers, schemes={"plain": {}}), tmp_path / "a.svg")
+    (legend,) = drawn[0].legends
+    texts = [text.get_text() for text in legend.get_texts()]
+    colours = dict(zip(texts, (line.get_color() for line in legend.get_lines()), strict=True))
+    assert list(colours)[:-1] == list(offers) and "cheaper" in texts[-1]
+    # Two panels for each model; the first has the rings too
+    in_panels = ["first both"] * 2 + ["both second"] * 2
+    for axes, names in zip(drawn[0].axes, in_panels, strict=True):
+        lines = axes.lines[:2]
+        assert [line.get_color() for line in lines] == [colours[name] for name in names.split()]
+    assert len(set(colours.values())) == len(offers) + 1
 
 
 def test_a_scheme_that_can_be_carried_out_nowhere_is_an_error(tmp_path: Path) -> None:

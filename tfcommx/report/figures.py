@@ -68,18 +68,21 @@ def draw_machines(rows: Sequence[Row], path: Path) -> None:
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(9, 0.6 + 3.8 * len(models)), layout="constrained")
     panels = figure.subplots(len(models), 2, squeeze=False)
+    # The colour of a line in all panels, because they share the legend
+    colours: dict[str, str] = {}
+    legend: dict[str, Line2D] = {}
     for model, (cost_axes, scaling_axes) in zip(models, panels, strict=True):
         model_rows = [row for row in rows if row["model"] == model]
         for name, line in _lines(model_rows).items():
-            _draw_line(cost_axes, scaling_axes, name, line)
+            colour = colours.setdefault(name, f"C{len(colours)}")
+            legend[name] = _draw_line(cost_axes, scaling_axes, colour, line)
         ringed = [row for row in model_rows if row["unbeaten"]]
-        cost_axes.plot(
+        (rings,) = cost_axes.plot(
             *_minutes_and_costs(ringed),
             "o",
             markersize=11,
             markerfacecolor="none",
             markeredgecolor="0.3",
-            label="nothing is both faster and cheaper",
         )
         cost_axes.set(xlabel="minutes of an epoch", ylabel="cost of an epoch", title=model)
         cost_axes.set_ylim(0, 1.1 * max(row["epoch_cost"] for row in model_rows))
@@ -87,8 +90,8 @@ def draw_machines(rows: Sequence[Row], path: Path) -> None:
         for axes in (cost_axes, scaling_axes):
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    legend["nothing is both faster and cheaper"] = rings
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=8)
     with replacing(path) as part:
         figure.savefig(part, dpi=120)
 
@@ -165,9 +168,9 @@ def _in_words(value: Any) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def _draw_line(cost_axes: Axes, scaling_axes: Axes, name: str, rows: Sequence[Row]) -> None:
+def _draw_line(cost_axes: Axes, scaling_axes: Axes, colour: str, rows: Sequence[Row]) -> Line2D:
     minutes, costs = _minutes_and_costs(rows)
-    cost_axes.plot(minutes, costs, "o-", label=name)
+    (line,) = cost_axes.plot(minutes, costs, "o-", color=colour)
     for row, minute in zip(rows, minutes, strict=True):
         cost_axes.annotate(
             str(row["nodes"]),
@@ -177,7 +180,8 @@ def _draw_line(cost_axes: Axes, scaling_axes: Axes, name: str, rows: Sequence[Ro
             fontsize=7,
         )
     ranks = [row["ranks"] for row in rows]
-    scaling_axes.plot(ranks, [row["scaling_efficiency"] for row in rows], "o-")
+    scaling_axes.plot(ranks, [row["scaling_efficiency"] for row in rows], "o-", color=colour)
+    return line
 
 
 def _minutes_and_costs(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
