@@ -17,7 +17,7 @@ from tfcommx.kernels.crc32c import crc32c, crc32c_definition
 def write(path, numbers):
     with tf.io.TFRecordWriter(str(path)) as writer:
         for n in numbers:
-            image = tf.io.encode_png(np.full((3, 4, 3), n, np.uint8)).numpy()
+            image = tf.io.encode_png(np.full((3, 4, 3), n % 256, np.uint8)).numpy()
             feature = {
                 "image/encoded": tf.train.Feature(bytes_list=tf.train.BytesList(value=[image])),
                 "image/class/label": tf.train.Feature(int64_list=tf.train.Int64List(value=[n + 1])),
@@ -45,6 +45,15 @@ def test_imagenet_shards_are_numbered_in_order_and_broken_ones_named(tmp_path):
     assert skipping.count == 3 and list(skipping.broken) == [str(last)]
     with pytest.raises(SampleError, match="'other'"):
         TFRecords([tmp_path / "train-00000-of-00003"], ImageFeatures(image="other")).read(0)
+
+
+def test_a_label_beyond_imagenets_classes_is_refused(tmp_path):
+    """It trained on a target of zeros, without an error."""
+    write(tmp_path / "train-00000-of-00001", [999, 1000])
+    source = imagenet(tmp_path)
+    assert source.read(0)[1] == 999 and len(source.classes) == 1000
+    with pytest.raises(SampleError, match=r"\[1, 1001\).*\b1001\b"):
+        source.read(1)
 
 
 def test_a_missing_shard_is_named(tmp_path):

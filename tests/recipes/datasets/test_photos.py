@@ -7,7 +7,6 @@ from data_helpers import make_folder, picture
 
 from tfcommx.core import DataError, Topology
 from tfcommx.data.sources.folder import Folder
-from tfcommx.recipes.datasets import picture_files
 from tfcommx.recipes.datasets.picture_files import (
     ArrayFile,
     ClassFolders,
@@ -96,7 +95,6 @@ def test_a_data_set_by_name(folder, tmp_path, monkeypatch):
     assert [split for _, split, _ in asked] == ["train", "test"] and data.count == 12
     assert settings.fetch() == tmp_path
     data.close()
-    assert picture_files.IMAGENET_CLASSES == 1000
 
 
 def test_arrays_in_a_file(tmp_path):

@@ -19,6 +19,8 @@ from tfcommx.core import DataError
 from tfcommx.data.sources.source import SampleError, key_of
 from tfcommx.kernels.crc32c import crc32c
 
+# Names of ImageNet's classes
+IMAGENET_CLASSES = tuple(map(str, range(1000)))
 # Length of the record and its masked CRC, before the record and the masked CRC of the record
 _FRAME = struct.Struct("<QI")
 
@@ -230,7 +232,8 @@ def imagenet(folder: str | os.PathLike[str], split: str = "train", skip: bool = 
         skip: as in TFRecords.
 
     Returns:
-        A source with labels 0 to 999.
+        A source with labels 0 to 999, whose names are these numbers, because the files hold no
+        others. Reading a record of another class raises SampleError.
 
     **Raises:** errors of TFRecords; DataError if a shard is missing.
     """
@@ -256,7 +259,7 @@ def imagenet(folder: str | os.PathLike[str], split: str = "train", skip: bool = 
             f"{problem}. Add missing shards, remove other files, or name the files "
             "yourself: TFRecords(files)."
         )
-    return TFRecords(files, skip=skip)
+    return TFRecords(files, ImageFeatures(classes=IMAGENET_CLASSES), skip)
 
 
 def tfds(

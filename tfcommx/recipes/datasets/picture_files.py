@@ -130,9 +130,6 @@ def _source(images: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], na
     return source
 
 
-IMAGENET_CLASSES = 1000
-
-
 class Photos(PictureDataset):
     """Default settings of photographs: random crops in training, centre crops in evaluation."""
 
@@ -141,13 +138,11 @@ class Photos(PictureDataset):
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
 
-    def open(
-        self, train: Source, test: Source, place: DataRank, classes: tuple[str, ...] = ()
-    ) -> Data:
-        """Open two sources on this rank; without `classes` the sources name the classes."""
+    def open(self, train: Source, test: Source, place: DataRank) -> Data:
+        """Open two sources on this rank."""
         from tfcommx.recipes.datasets.pictures import Pictures
 
-        return Pictures(self, train, test, place, classes=classes)
+        return Pictures(self, train, test, place)
 
 
 class ImageNet(Photos):
@@ -168,8 +163,7 @@ class ImageNet(Photos):
         from tfcommx.data.sources.tfrecord import imagenet
 
         train, test = (imagenet(self.folder, split) for split in ("train", "validation"))
-        # Numbers as names, because the shards hold no others
-        return self.open(train, test, place, tuple(map(str, range(IMAGENET_CLASSES))))
+        return self.open(train, test, place)
 
 
 class ClassFolders(Photos):

@@ -25,7 +25,6 @@ class Pictures:
     Args:
         test: source of the test pictures, with the same channels.
         augment: further augmentation of the training batches; None: no further one.
-        classes: names of the classes; empty: those of the source.
 
     **Ranks:** every rank creates one; none waits for another.
     **Raises:** DataError if the sources differ in channels, or their classes have other names.
@@ -38,12 +37,11 @@ class Pictures:
         test: Source,
         place: DataRank,
         augment: Augment | None = None,
-        classes: tuple[str, ...] = (),
     ) -> None:
         self.settings, self.place, self.augment = settings, place, augment
         self.inputs, self.count = train.channels, train.count
-        self.classes = tuple(classes or train.classes)
-        _check_sources(train, test, self.classes)
+        self.classes = tuple(train.classes)
+        _check_sources(train, test)
         if place.rank == 0:
             # Printed for folders only, because their files decide the classes
             for source in (source for source in (train, test) if isinstance(source, Folder)):
@@ -123,7 +121,7 @@ class Pictures:
         self.test_cache.close()
 
 
-def _check_sources(train: Source, test: Source, classes: tuple[str, ...]) -> None:
+def _check_sources(train: Source, test: Source) -> None:
     """Refuse test pictures of other channels or classes, and classes without names."""
     if train.channels != test.channels:
         raise DataError(
@@ -138,7 +136,7 @@ def _check_sources(train: Source, test: Source, classes: tuple[str, ...]) -> Non
             f"{train.name} differ in {', '.join(names[:5])}.{told_apart(names)} "
             "Give both the same class folders."
         )
-    if not classes:
+    if not train.classes:
         raise DataError(
             f"The names of the classes are required. {train.name} has none. Give them, or class "
             "folders."
