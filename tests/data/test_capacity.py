@@ -106,6 +106,16 @@ def test_the_room_for_an_error_of_the_estimate_is_not_reserved(shm, monkeypatch)
     assert capacity.available_bytes(str(shm), None) == 100 * 4096
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_an_estimate_that_is_too_low_leaves_no_sample_out(shm, monkeypatch, partial):
+    """With `partial`, as in recipes, the rest was decoded in each epoch beside free memory."""
+    monkeypatch.setattr(capacity, "estimate_sample_bytes", lambda *given: 0.75 * record_bytes(1200))
+    source = Arrays(np.zeros((100, 20, 20, 3), np.uint8), np.zeros(100, int))
+    with OpenCache(source, shm, partial=partial) as cache:
+        cache.warm()
+        assert cache.slab.filled == 100
+
+
 def test_a_source_that_cannot_be_reached_is_no_reason_for_a_slab_of_no_room(folder, shm):
     folder.rename(away := folder.with_name("away"))
     away.rename(folder)

@@ -194,7 +194,7 @@ def choose_length(
         )
     # Half as much again for the error of the estimate. Other slabs can still use that memory,
     # because a slab takes memory only as it fills
-    length = min(offered, needed if options.partial else needed + needed // 2)
+    length = min(offered, needed + needed // 2)
     # Without a key for a slab that holds a share of the part, so that `check_length` looks at it
     # anew in a run without `partial`
     fits = part_key(part) if needed <= offered else ""
