@@ -47,6 +47,16 @@ def test_bad_options_are_refused(bad):
         Options(**bad)
 
 
+def test_a_reshuffle_between_unequal_nodes_is_refused_at_the_start(shm):
+    """It failed after the first epoch, when samples had already left the slabs."""
+    source = Arrays(np.zeros((9, 8, 8, 3), np.uint8), np.zeros(9, int))
+    uneven = Topology(2, 2, (("a", 2), ("b", 1)))
+    with pytest.raises(ConfigurationError, match=r"reshuffle_fraction.*\ba:2, b:1\b"):
+        OpenCache(source, shm, uneven, 0, reshuffle_fraction=0.5)
+    with OpenCache(source, shm, uneven, 2) as cache:
+        assert len(cache.share(0)) == 3
+
+
 def test_whole_numbers_of_any_kind_are_taken_and_other_things_named():
     """NumPy's seed was an OverflowError, and a seed of 1.5 was 1.
 

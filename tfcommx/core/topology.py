@@ -85,8 +85,13 @@ class Topology:
         node = self.node_of(rank)
         return node, rank - sum(self.slots_by_node[:node])
 
-    def require_even(self, feature: str) -> None:
+    def require_even(
+        self, feature: str, otherwise: str = "use a one-level route (allreduce, allgather)"
+    ) -> None:
         """Refuse `feature`, a phrase for the message, if the nodes have unequal numbers of slots.
+
+        Args:
+            otherwise: the other remedy, beside equal numbers.
 
         **Raises:** PlanError that names the hosts.
         """
@@ -94,8 +99,7 @@ class Topology:
             hosts = ", ".join(f"{host}:{slots}" for host, slots in self.uneven)
             raise PlanError(
                 f"Equally many slots on every node are required for {feature}. Received {hosts}. "
-                "Launch equally many processes per host, or use a one-level route (allreduce, "
-                "allgather)."
+                f"Launch equally many processes per host, or {otherwise}."
             )
 
     @staticmethod

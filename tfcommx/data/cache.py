@@ -177,8 +177,9 @@ class DataCache:
     first process of a node and, without `partial`, by one that finds a slab made for another part.
     **Raises:** SlabError if memory is too small, shared memory cannot be used or no sample can be
     read. ConfigurationError for unknown or bad options, a bad rank, a launch without
-    `tfcommx.init()`, and with `reshuffle_fraction` if the launcher assigns no name to the run;
-    later, on all ranks, for samples or options that differ between ranks.
+    `tfcommx.init()`, and with `reshuffle_fraction` if the launcher assigns no name to the run or
+    the nodes have unequal slots; later, on all ranks, for samples or options that differ between
+    ranks.
     """
 
     def __init__(
@@ -200,6 +201,10 @@ class DataCache:
                 f"{type(source).__name__}, without {', '.join(missing)}."
             )
         self.topology, self.rank = find_position(topology, rank)
+        # A reshuffle removes samples from the slab, which another run would lose
+        exclusive = self.options.reshuffle_fraction > 0 and self.topology.nodes > 1
+        if exclusive:
+            self.topology.require_even("reshuffle_fraction", "leave it out")
         self.node, self.slot = self.topology.position_of(self.rank)
         facts = contents_of(self.source) | self.options.to_agree_on()
         kind = "samples and options of a DataCache"
@@ -211,8 +216,6 @@ class DataCache:
             if isinstance(self.source, Folder):
                 self.source.check_outside("disk", self.options.disk)
             self.disk = Disk(self.options.disk, self.source.key, self.source.count)
-        # A reshuffle removes samples from the slab, which another run would lose
-        exclusive = self.options.reshuffle_fraction > 0 and self.topology.nodes > 1
         part = self._part()
         self.slab = open_slab(self.source, self.disk, part, self.options, self.node, exclusive)
         self.filler = Filler(self.source, self.slab, self.disk, self.options, self._threads())
