@@ -229,6 +229,23 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
     assert not commands.calls
 
 
+@pytest.mark.parametrize(
+    ("change", "left_out"),
+    [("optimizer.momentum=0", "momentum_int2"), ("phases.0.scheme={route: auto}", "recipe")],
+)
+def test_a_shipped_method_that_the_recipe_does_not_take_is_left_out(
+    commands: Commands, recipe: Path, change: str, left_out: str
+) -> None:
+    """The whole comparison was refused, although the user had not named the method."""
+    ended = compare(recipe, "--set", change, "--seeds", "1", "--bandwidths", "1e9")
+    assert ended.exit_code == 0 and f"Left out: {left_out}. " in ended.output
+    rows = [json.loads(line) for line in (recipe.parent / "rows.jsonl").read_text().splitlines()]
+    names = {row["name"] for row in rows}
+    assert len(names) > 10 and left_out not in names and ended.output.count("Left out") == 1
+    ended = compare(recipe, "--set", change, "--methods", f"dense,{left_out}")
+    assert isinstance(ended.exception, RecipeError) and repr(left_out) in str(ended.exception)
+
+
 def test_ranks_with_different_weights_are_refused(
     commands: Commands, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ def test_every_shipped_method_fits_every_miniature(recipe: str) -> None:
         assert changed.epochs == plain.epochs
         same = {"recipe", "elias_int4"} if recipe == "fashion_mnist" else {"recipe"}
         assert (changed == plain) == (name in same), name
-        check_names_a_route(name, changed)
+        check_names_a_route(changed)
     dense = read(file, methods["dense"].settings([phase.epochs for phase in plain.phases]))
     assert set(dense.scheme_of_epoch()) == {Scheme()}
 
@@ -101,5 +101,5 @@ def test_names_and_files(tmp_path: Path) -> None:
 
 def test_auto_is_refused() -> None:
     file = ROOT / "configs" / "fashion_mnist.yaml"
-    with pytest.raises(RecipeError, match=r"'auto'.*'mine'"):
-        check_names_a_route("mine", read(file, ["phases.0.scheme={route: auto}"]))
+    with pytest.raises(RecipeError, match="'auto'"):
+        check_names_a_route(read(file, ["phases.0.scheme={route: auto}"]))

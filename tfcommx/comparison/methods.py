@@ -133,11 +133,11 @@ def _missing(method: Method, recipe: Recipe) -> str:
     return ""
 
 
-def check_names_a_route(name: str, recipe: Recipe) -> None:
-    """Refuse a method whose route is `auto`. **Raises:** RecipeError."""
+def check_names_a_route(recipe: Recipe) -> None:
+    """Refuse a method's recipe whose route is `auto`. **Raises:** RecipeError."""
     if any(scheme.route == "auto" for scheme in recipe.scheme_of_epoch()):
         raise RecipeError(
-            f"A comparison needs schemes that name a route. Received 'auto' in the method {name!r}:"
-            " it would choose by the links of this machine, and its bytes with them. Name the "
-            "route that it would choose, or leave the method out."
+            "A comparison needs schemes that name a route. Received 'auto', which would choose by "
+            "the links of this machine, and its bytes with them. Name the route that it would "
+            "choose, or leave the method out."
         )
