@@ -51,24 +51,25 @@ class Spread(NamedTuple):
     """A mean over seeds, with its standard deviation."""
 
     mean: float
-    # 0 for one seed
+    # 0 for one seed, NaN if a value is
     spread: float
-    # Number of seeds
-    seeds: int
 
 
 def over_seeds(values: Sequence[float | None]) -> Spread | None:
     """Return mean and standard deviation over seeds; None without seeds, or if one has no value.
 
     >>> over_seeds([1.0, 3.0])
-    Spread(mean=2.0, spread=1.4142135623730951, seeds=2)
+    Spread(mean=2.0, spread=1.4142135623730951)
     """
     present = [value for value in values if value is not None]
     # A mean over fewer seeds would favour a method that fails with the others
     if not present or len(present) < len(values):
         return None
-    spread = statistics.stdev(present) if len(present) > 1 else 0.0
-    return Spread(statistics.fmean(present), spread, len(present))
+    mean = statistics.fmean(present)
+    # After a training that diverged; `stdev` would raise an AttributeError for its NaN
+    if not math.isfinite(mean):
+        return Spread(mean, math.nan)
+    return Spread(mean, statistics.stdev(present) if len(present) > 1 else 0.0)
 
 
 class Point(NamedTuple):
@@ -93,16 +94,17 @@ def pareto(points: Mapping[str, Point]) -> list[str]:
     >>> pareto({"a": Point(1, 0.8), "b": Point(2, 0.9), "c": Point(3, 0.9), "d": Point(4, 0.95)})
     ['a', 'b', 'd']
     """
+    # Because two points with NaN are never equal, and each would beat the other
+    ordered = {name: Point(point.cost, point.ordered_score) for name, point in points.items()}
 
     def is_beaten(candidate: Point) -> bool:
-        rivals = (rival for rival in points.values() if rival != candidate)
+        rivals = (rival for rival in ordered.values() if rival != candidate)
         return any(
-            rival.cost <= candidate.cost and rival.ordered_score >= candidate.ordered_score
-            for rival in rivals
+            rival.cost <= candidate.cost and rival.score >= candidate.score for rival in rivals
         )
 
-    unbeaten = [name for name, point in points.items() if not is_beaten(point)]
-    return sorted(unbeaten, key=lambda name: (points[name].cost, points[name].ordered_score))
+    unbeaten = [name for name, point in ordered.items() if not is_beaten(point)]
+    return sorted(unbeaten, key=ordered.__getitem__)
 
 
 def cheapest_within(points: Mapping[str, Point], reference: str, loss: float) -> str:
