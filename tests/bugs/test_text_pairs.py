@@ -124,6 +124,12 @@ def test_a_text_without_lines_is_named() -> None:
         learn(["word " * 1000], 60)
 
 
+def test_a_vocabulary_smaller_than_the_alphabet_is_named() -> None:
+    """The message asked for shorter sentences; Chinese text has thousands of characters."""
+    with pytest.raises(DataError, match=r"\b40\b.*`vocabulary`"):
+        learn((chr(0x4E00 + number) * 3 for number in range(90)), 40)
+
+
 def opened(folder: Path, lines: str, ranks: int = 2) -> SentencePairs:
     (folder / "lines").write_text(lines)
     same = LinePairs(folder / "lines", folder / "lines")

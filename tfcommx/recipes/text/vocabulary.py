@@ -21,7 +21,8 @@ def learn(lines: Iterable[str], size: int) -> bytes:
         lines: text of all languages that share the vocabulary.
         size: number of word pieces, including the four marks; fewer if the text has fewer.
 
-    **Raises:** DataError if no sentence has at most LONGEST bytes; errors of the iterator.
+    **Raises:** DataError if no sentence has at most LONGEST bytes, or the text has more characters
+    than `size` holds; errors of the iterator.
 
     **Source:** Sennrich, Haddow, Birch, "Neural Machine Translation of Rare Words with Subword
     Units" (2016): byte pair encoding.
@@ -42,6 +43,11 @@ def learn(lines: Iterable[str], size: int) -> bytes:
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
+        if "smaller than required_chars" in str(error):
+            raise DataError(
+                "A vocabulary that holds each character of the text is required. Received "
+                f"{size:,} word pieces: {' '.join(str(error).split())}. Raise `vocabulary`."
+            ) from error
         raise DataError(
             "Sentences from which word pieces can be learnt are required: at least one of at most "
             f"{LONGEST:,} bytes. Received: {' '.join(str(error).split())}. Is each sentence on "
