@@ -123,14 +123,26 @@ def test_fetch_uses_the_next_source_and_leaves_nothing_of_a_failed_one(
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["images"]
 
 
-def test_a_user_without_a_home_gets_the_remedy(capsys, monkeypatch):
+@pytest.mark.parametrize("error", [ConfigurationError, PermissionError])
+def test_a_user_without_a_home_gets_the_remedy(capsys, monkeypatch, error):
     """The command ended with a traceback."""
 
     def refuse(*given):
-        raise ConfigurationError("no home")
+        raise error("no home")
 
     monkeypatch.setattr(fashion_mnist, "local_path", refuse)
     assert main(["fashion_mnist"]) == 2 and "no home" in capsys.readouterr().err
+
+
+def test_a_folder_of_the_user_is_filled_and_not_passed_over(folder, tmp_path, monkeypatch):
+    """A mistyped one trained on the files of another folder."""
+    monkeypatch.setattr(fashion_mnist, "DEBIAN_FOLDER", folder)
+    monkeypatch.setattr(fashion_mnist, "_from_debian", lambda work: folder / "none")
+    monkeypatch.setattr(fashion_mnist, "_from_tensorflow_datasets", lambda work: folder / "none")
+    with pytest.raises(DataError, match="mistyped"):
+        fetch(tmp_path / "mistyped")
+    monkeypatch.setattr(fashion_mnist, "local_path", lambda *given: tmp_path / "cache")
+    assert fetch() == folder
 
 
 def test_the_real_images(capsys):

@@ -24,7 +24,8 @@ def main(names: list[str]) -> int:
     for name in names:
         try:
             print(f"{name}: {DATASETS[name]().fetch()}")
-        except TfcommxError as error:
+        # Of the system, such as a home without the right to write
+        except (TfcommxError, OSError) as error:
             print(error, file=sys.stderr)
             return 2
     return 0

@@ -110,13 +110,14 @@ def fetch(folder: Path | None = None) -> Path:
     Several processes may call at once.
 
     Args:
-        folder: folder to keep the files in; None: `~/.cache/tfcommx/fashion-mnist`.
+        folder: folder to keep the files in; None: Debian's, or `~/.cache/tfcommx/fashion-mnist`.
 
     **Raises:** DataError with the failed attempts and the command that installs the package;
     ConfigurationError for a user without a home.
     """
     target = folder or local_path("data.folder", "~/.cache/tfcommx/fashion-mnist")
-    for candidate in (target, DEBIAN_FOLDER):
+    # Debian's in place of a mistyped folder would train on other files than those of the user
+    for candidate in (target,) if folder else (target, DEBIAN_FOLDER):
         if all((candidate / name).is_file() for name in FILES):
             return candidate
     tried = []
@@ -133,10 +134,10 @@ def fetch(folder: Path | None = None) -> Path:
             except (DataError, OSError, subprocess.SubprocessError) as failure:
                 tried.append(f"{source}: {failure}")
     raise DataError(
-        f"Fashion-MNIST is required in {target} or {DEBIAN_FOLDER}, and could not be fetched.\n  "
+        f"Fashion-MNIST is required in {target}, and could not be fetched.\n  "
         + "\n  ".join(tried)
-        + f"\nInstall it (`apt-get install {DEBIAN_PACKAGE}`), or put these files into {target}: "
-        f"{', '.join(FILES)}."
+        + f"\nInstall it (`apt-get install {DEBIAN_PACKAGE}`) and leave `folder` out, or put these "
+        f"files into {target}: {', '.join(FILES)}."
     )
 
 
