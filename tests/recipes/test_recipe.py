@@ -376,6 +376,13 @@ def test_a_phase_has_its_batch_and_its_share_of_the_rate(write):
     )
 
 
+def test_tests_without_a_pixel_are_refused(write):
+    """They were refused on all ranks, after the data was open."""
+    with pytest.raises(RecipeError, match=r"data\.test_scale.*\b0\.03\b.*\b14\b"):
+        read(write(SMALL), ["data={test_scale: 0.03}"])
+    assert read(write(SMALL), ["data={test_scale: 0.04}"]).data.test_scale == 0.04
+
+
 def test_a_network_of_one_resolution_refuses_phases_of_others(write):
     """Before any process is busy: it has weights for each position."""
     path = write(SMALL + "model: {name: vgg19, resolution: 32}\n")

@@ -12,6 +12,7 @@ from pydantic import Field, PlainValidator, ValidationError, model_validator
 from tfcommx.core import Scheme, Topology, check_name
 from tfcommx.planner.check import check_scheme
 from tfcommx.recipes.datasets import DATASETS
+from tfcommx.recipes.datasets.picture_dataset import PictureDataset
 from tfcommx.recipes.families import Dataset, Model, Objective, OptimizerRecipe, Task
 from tfcommx.recipes.models import MODELS
 from tfcommx.recipes.optimizers import OPTIMIZERS
@@ -209,6 +210,16 @@ class Recipe(RecipePart):
                 "Momentum must be applied once: the optimizer's or the schemes'. Received "
                 f"optimizer.momentum={self.optimizer.momentum} (0.9 if it is not given). Set it to "
                 "0, or leave momentum out of the schemes."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _test_pictures_have_pixels(self) -> Recipe:
+        least = min(phase.resolution for phase in self.phases)
+        if isinstance(self.data, PictureDataset) and not round(least * self.data.test_scale):
+            raise ValueError(
+                "data.test_scale must leave a pixel of a side in tests. Received "
+                f"{self.data.test_scale} for a phase of the resolution {least}. Raise it."
             )
         return self
 
