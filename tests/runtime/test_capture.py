@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfcommx import selection
 from tfcommx.recipes.datasets import fashion_mnist
-from tfcommx.recipes.models.small_cnn import small_cnn
+from tfcommx.recipes.models.small_cnn import SmallCnn
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def gradients() -> list[tf.Tensor]:
     """The flat gradient, float32 [61402], before and after 20 steps of training."""
     keras.utils.set_random_seed(0)
     pictures, labels, _, _ = fashion_mnist.load(fashion_mnist.fetch())
-    model, optimizer = small_cnn((16, 32, 64), 1, 10), keras.optimizers.SGD(0.1, momentum=0.9)
+    model, optimizer = SmallCnn().build(1, 10), keras.optimizers.SGD(0.1, momentum=0.9)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     @tf.function

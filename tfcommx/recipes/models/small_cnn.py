@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -26,38 +25,23 @@ class SmallCnn(RecipePart):
     residual: int = Field(1, ge=0)
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
-        return small_cnn(self.filters, self.residual, outputs, inputs)
+        """Build a model of float32 [n, h, w, inputs] in [0, 255] -> logits float32 [n, outputs]."""
+        import keras
+        from keras import layers
 
-
-def small_cnn(
-    filters: Sequence[int], residual: int, classes: int, channels: int = 1
-) -> keras.Model:
-    """Build a convolutional network that takes pictures of any size.
-
-    Args:
-        filters, residual: as in `SmallCnn`.
-        classes: number of outputs, which are logits.
-        channels: channels of the pictures.
-
-    Returns:
-        A model of float32 [n, h, w, channels] in [0, 255] -> float32 [n, classes].
-    """
-    import keras
-    from keras import layers
-
-    inputs = keras.Input((None, None, channels))
-    flow = layers.Rescaling(1 / (255 * DEVIATION), -MEAN / DEVIATION)(inputs)
-    for position, count in enumerate(filters):
-        flow = layers.Conv2D(count, 3, padding="same", use_bias=False)(flow)
-        if position < 2:
-            # Pool first, because the normalisation then has a quarter of the work
-            flow = layers.MaxPooling2D()(flow)
-        flow = layers.ReLU()(_normalised(flow))
-    for _ in range(residual):
-        branch = layers.Conv2D(filters[-1], 3, padding="same", use_bias=False)(flow)
-        flow = layers.Add()([flow, layers.ReLU()(_normalised(branch))])
-    outputs = layers.Dense(classes, dtype="float32")(layers.GlobalAveragePooling2D()(flow))
-    return keras.Model(inputs, outputs, name="small_cnn")
+        pictures = keras.Input((None, None, inputs))
+        flow = layers.Rescaling(1 / (255 * DEVIATION), -MEAN / DEVIATION)(pictures)
+        for position, count in enumerate(self.filters):
+            flow = layers.Conv2D(count, 3, padding="same", use_bias=False)(flow)
+            if position < 2:
+                # Pool first, because the normalisation then has a quarter of the work
+                flow = layers.MaxPooling2D()(flow)
+            flow = layers.ReLU()(_normalised(flow))
+        for _ in range(self.residual):
+            branch = layers.Conv2D(self.filters[-1], 3, padding="same", use_bias=False)(flow)
+            flow = layers.Add()([flow, layers.ReLU()(_normalised(branch))])
+        logits = layers.Dense(outputs, dtype="float32")(layers.GlobalAveragePooling2D()(flow))
+        return keras.Model(pictures, logits, name="small_cnn")
 
 
 def _normalised(flow: keras.KerasTensor) -> keras.KerasTensor:
