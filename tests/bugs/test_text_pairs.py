@@ -13,7 +13,7 @@ from tfcommx.core import DataError, Topology
 from tfcommx.recipes.datasets.sentence_pairs import SentencePairs
 from tfcommx.recipes.datasets.translations import LinePairs
 from tfcommx.recipes.families import DataRank
-from tfcommx.recipes.tasks.translate import Translation
+from tfcommx.recipes.tasks.translate import Translate, Translation
 from tfcommx.recipes.text.vocabulary import learn
 
 # Characters at which str.splitlines, or a file opened as text, ends a line
@@ -151,7 +151,7 @@ def test_bleu_of_a_language_without_spaces(tokenizer: str, score: float) -> None
     """An exact translation into Chinese had the score 0, because it is a single word to "13a"."""
     exact = "\u6211\u559c\u6b22\u5403\u82f9\u679c"
     data = type("Data", (), {"references": [exact]})()
-    translation = Translation(data, 0.1, 10, bleu_tokenizer=tokenizer)
+    translation = Translation(data, Translate(bleu_tokenizer=tokenizer))
     assert translation._bleu({0: exact}) == pytest.approx(score)
 
 

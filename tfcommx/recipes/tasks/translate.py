@@ -56,14 +56,7 @@ class Translate(RecipePart):
                 "The task translate needs pairs of sentences. Choose the data set text_files, "
                 "tfds_translate or catalogues, or another task."
             )
-        return Translation(
-            data,
-            self.label_smoothing,
-            self.bleu_sentences,
-            self.beam,
-            self.length_penalty,
-            self.bleu_tokenizer,
-        )
+        return Translation(data, self)
 
 
 @dataclass(frozen=True)
@@ -71,11 +64,7 @@ class Translation:
     """Translation of one data set's pairs."""
 
     data: HasSentences
-    label_smoothing: float
-    bleu_sentences: int
-    beam: int = 1
-    length_penalty: float = 0.6
-    bleu_tokenizer: str = "13a"
+    settings: Translate
 
     @property
     def inputs(self) -> int:
@@ -91,12 +80,12 @@ class Translation:
 
     @property
     def scores(self) -> Sequence[str]:
-        return ["test_accuracy", "test_bleu"][: 2 if self.bleu_sentences else 1]
+        return ["test_accuracy", "test_bleu"][: 2 if self.settings.bleu_sentences else 1]
 
     def loss(self) -> keras.losses.Loss:
         from tfcommx.recipes.text.layers import WordLoss
 
-        return WordLoss(self.label_smoothing)
+        return WordLoss(self.settings.label_smoothing)
 
     def metrics(self) -> Sequence[str | keras.metrics.Metric]:
         from tfcommx.recipes.text.layers import WordAccuracy
@@ -127,10 +116,10 @@ class Translation:
         def count(inputs: dict[str, tf.Tensor], labels: tf.Tensor) -> tf.Tensor:
             return tf.stack(count_right(labels, model(inputs, training=False)))
 
-        if self.beam == 1:
+        if self.settings.beam == 1:
             decode = greedy_decoder(model)
         else:
-            decode = beam_decoder(model, self.beam, self.length_penalty)
+            decode = beam_decoder(model, self.settings.beam, self.settings.length_penalty)
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
             # In float64, because float32 counts words exactly only up to 2^24
@@ -139,7 +128,7 @@ class Translation:
             for inputs, (labels, numbers) in batches:
                 counts += count(inputs, labels).numpy()
                 # Only these are decoded, because that calls the model for each word
-                chosen = numbers.numpy() < self.bleu_sentences
+                chosen = numbers.numpy() < self.settings.bleu_sentences
                 if chosen.any():
                     translated = decode(inputs["source"][chosen]).numpy()
                     texts = map(self.data.vocabulary.decode, translated)
@@ -148,7 +137,7 @@ class Translation:
             parts = gather((counts, translations))
             right, seen = np.sum([counts for counts, _ in parts], axis=0)
             scores = {"test_accuracy": float(right / max(1.0, seen))}
-            if self.bleu_sentences:
+            if self.settings.bleu_sentences:
                 scores["test_bleu"] = self._bleu(
                     {n: t for _, by_number in parts for n, t in by_number.items()}
                 )
@@ -161,6 +150,6 @@ class Translation:
 
         references = [self.data.references[number] for number in translations]
         score = sacrebleu.corpus_bleu(
-            [*translations.values()], [references], tokenize=self.bleu_tokenizer
+            [*translations.values()], [references], tokenize=self.settings.bleu_tokenizer
         )
         return float(score.score)
