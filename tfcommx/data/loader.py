@@ -22,7 +22,7 @@ from tfcommx.data import batches
 from tfcommx.data.batches import ABSENT, DAMAGED, FILLED_BY_OTHER
 from tfcommx.data.disk import Disk
 from tfcommx.data.options import BatchSpec, Options
-from tfcommx.data.pipeline import joined_at_exit, weak_method
+from tfcommx.data.pipeline import weak_method
 from tfcommx.data.slab import Slab
 from tfcommx.data.sources.decode import JPEG, PNG, decode, pack, stored_size
 from tfcommx.data.sources.source import SampleError, Source
@@ -72,7 +72,6 @@ class Filler:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "tfcommx-fill")
 
-    @joined_at_exit
     def read_files(
         self, samples: np.ndarray, state: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -120,7 +119,6 @@ class Filler:
             return None
         return data, label, FROM_DISK if on_disk else FROM_SOURCE
 
-    @joined_at_exit
     def finish(
         self,
         samples: np.ndarray,
@@ -243,7 +241,6 @@ class Filler:
         if isinstance(error, SampleError):
             self.slab.mark_unreadable(sample)
 
-    @joined_at_exit
     def replace(
         self, skipped: np.ndarray, share: np.ndarray, epoch: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
