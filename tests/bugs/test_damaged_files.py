@@ -38,6 +38,7 @@ from tfcommx.core import (
     Topology,
     VariableProfile,
 )
+from tfcommx.core.files import crc_of
 from tfcommx.kernels import loader
 from tfcommx.measure.horovod_timeline import read_timeline
 from tfcommx.recipes.datasets.picture_files import ArrayFile
@@ -266,7 +267,11 @@ def test_pictures_and_sentences(tmp_path: Path) -> None:
     np.save(tmp_path / "source_starts.npy", np.array([0, 2, 6]))
     for name in ("source.npy", "source_starts.npy"):
         shutil.copy(tmp_path / name, tmp_path / name.replace("source", "target"))
-    check(tmp_path / "source.npy", lambda: corpus._open(tmp_path), DataError)
+    vocabulary = tmp_path / "vocabulary"
+    vocabulary.write_bytes(b"words")
+    crcs = {path.name: crc_of(path) for path in (*tmp_path.glob("*.npy"), vocabulary)}
+    (tmp_path / corpus.CHECKSUMS).write_text(json.dumps(crcs))
+    check(tmp_path / "source.npy", lambda: corpus._check(tmp_path, vocabulary), DataError)
 
 
 @pytest.mark.parametrize("text", ["", "\x00", "[" * 5_000, "a: 2026-13-01", "{[1]: 2}: 3", "- -"])

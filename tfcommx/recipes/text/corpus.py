@@ -182,28 +182,9 @@ def starts_of(words: Path) -> Path:
 
 
 def _open(folder: Path) -> Corpus:
-    remedy = f"Delete the folder {folder}: it is made anew."
-
-    def sentences(language: str) -> Sentences:
-        path = folder / f"{language}.npy"
-        with reading("A file of encoded sentences", path, remedy, DataError):
-            words = np.load(path, mmap_mode="r")
-            _require(words.dtype == np.int32 and words.ndim == 1, "no int32 [n]")
-        with reading("A file of encoded sentences", starts_of(path), remedy, DataError):
-            starts = np.load(starts_of(path))
-            _require(starts.dtype == np.int64 and starts.ndim == 1, "no int64 [n]")
-            _require(
-                len(starts) > 0 and starts[0] == 0 and starts[-1] == len(words),
-                f"not from 0 to {len(words)}",
-            )
-            _require(bool(np.all(starts[1:] >= starts[:-1])), "not ascending")
-        return Sentences(words, starts)
-
-    source, target = sentences("source"), sentences("target")
-    path = folder / "target_starts.npy"
-    with reading("A file of encoded sentences", path, remedy, DataError):
-        _require(len(source) == len(target), f"{len(target)} sentences, and {len(source)} sources")
-    return Corpus(source, target)
+    """Open files that `_check` has found whole."""
+    paths = (folder / f"{language}.npy" for language in ("source", "target"))
+    return Corpus(*(Sentences(np.load(p, mmap_mode="r"), np.load(starts_of(p))) for p in paths))
 
 
 def _require(holds: bool, otherwise: str) -> None:
