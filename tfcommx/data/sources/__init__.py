@@ -6,38 +6,25 @@ To add one: write a class with the members of `source.Source` in a separate file
 
 from __future__ import annotations
 
-import importlib
 import os
-from typing import TYPE_CHECKING, Any
 
 from tfcommx.core import local_path
+from tfcommx.data.sources.arrays import Arrays
+from tfcommx.data.sources.folder import Folder, check_folder
+from tfcommx.data.sources.source import SampleError, Source
+from tfcommx.data.sources.tfrecord import ImageFeatures, TFRecords, imagenet, tfds
 
-if TYPE_CHECKING:
-    from tfcommx.data.sources.source import Source
-
-# Public name -> module, imported on first use because reading TFRecords needs TensorFlow
-_PUBLIC = {
-    "Arrays": "arrays",
-    "Folder": "folder",
-    "ImageFeatures": "tfrecord",
-    "SampleError": "source",
-    "Source": "source",
-    "TFRecords": "tfrecord",
-    "imagenet": "tfrecord",
-    "tfds": "tfrecord",
-}
-
-__all__ = [*_PUBLIC, "find_source"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__all__ = [
+    "Arrays",
+    "Folder",
+    "ImageFeatures",
+    "SampleError",
+    "Source",
+    "TFRecords",
+    "find_source",
+    "imagenet",
+    "tfds",
+]
 
 
 def find_source(text: str | os.PathLike[str], split: str = "train") -> Source:
@@ -51,9 +38,6 @@ def find_source(text: str | os.PathLike[str], split: str = "train") -> Source:
     **Raises:** DataError if there is no such folder or data set, or no readable sample in it;
     ConfigurationError for an address such as gs://bucket/folder.
     """
-    from tfcommx.data.sources.folder import Folder, check_folder
-    from tfcommx.data.sources.tfrecord import imagenet, tfds
-
     path = local_path("source", text)
     if isinstance(text, os.PathLike) or text.startswith((os.sep, ".", "~")):
         check_folder(path)
