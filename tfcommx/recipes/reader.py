@@ -228,16 +228,12 @@ class RecipePart(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_empty_path(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse an empty text, because pydantic would read it as the current folder."""
-        if Path in _types(cls.model_fields[info.field_name or ""].annotation) and value == "":
-            local_path(info.field_name or "", value)
+    def _paths_are_local(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse addresses, and an empty text, which pydantic would read as the current folder."""
+        is_path = Path in _types(cls.model_fields[info.field_name or ""].annotation)
+        if is_path and isinstance(value, str | Path):
+            return local_path(info.field_name or "", value)
         return value
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _paths_are_local(cls, value: Any, field: ValidationInfo) -> Any:
-        return local_path(field.field_name or "", value) if isinstance(value, Path) else value
 
 
 def _is_plain_number(value: Any) -> bool:
