@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -102,10 +101,11 @@ class Data(Protocol):
 
 
 class Dataset(Protocol):
-    """Settings of a data set: samples, storage and augmentation."""
+    """Settings of a data set: samples, storage and augmentation.
 
-    def fetch(self) -> Path | None:
-        """Download the files if they are not on this machine; return their folder."""
+    A method `fetch` that downloads the files and returns their folder makes the name one that
+    `python -m tfcommx.recipes.datasets NAME` takes; it needs defaults for all settings.
+    """
 
     def build(self, place: DataRank) -> Data:
         """Open the data set on this rank.

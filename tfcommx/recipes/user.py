@@ -129,9 +129,6 @@ class UserModel(UserFunction):
 class UserDataset(UserFunction):
     """`function(place, **settings)` returns `recipes.families.Data`, as `open_arrays` does."""
 
-    def fetch(self) -> None:
-        """Do nothing, because the function downloads its own files."""
-
     def build(self, place: DataRank) -> Data:
         """Open the user's data set. **Raises:** RecipeError if it lacks a member of `Data`."""
         data: Data = self.call(place=place)

@@ -93,7 +93,6 @@ def test_a_data_set_by_name(folder, tmp_path, monkeypatch):
     settings = TensorFlowDataset(dataset="imagenette/160px-v2", memory=tmp_path, folder=tmp_path)
     data = settings.build(ALONE)
     assert [split for _, split, _ in asked] == ["train", "test"] and data.count == 12
-    assert settings.fetch() == tmp_path
     data.close()
 
 

@@ -1,9 +1,9 @@
 """Data sets of the recipes: one a file, or a few that share their settings.
 
 To add one: write a frozen `RecipePart` that satisfies `recipes.families.Dataset` (its own settings,
-a `name`, `fetch` and `build`), and add a row here. Data sets of pictures derive from
-`PictureDataset` and build `Pictures` from two sources. TensorFlow is imported inside functions
-only, because reading a recipe must not load it.
+a `name` and `build`), and add a row here. Data sets of pictures derive from `PictureDataset` and
+build `Pictures` from two sources. TensorFlow is imported inside functions only, because reading a
+recipe must not load it.
 """
 
 from tfcommx.recipes.datasets.fashion_mnist import FashionMnist

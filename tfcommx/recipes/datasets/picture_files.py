@@ -39,10 +39,6 @@ class ArrayFile(ArrayPictures):
 
     file: Path
 
-    def fetch(self) -> Path:
-        """Return the folder of the file."""
-        return self.file.parent
-
     def build(self, place: DataRank) -> Data:
         """Open the file on this rank. **Raises:** DataError for a file of another kind."""
         with (
@@ -151,12 +147,8 @@ class ImageNet(Photos):
     channels = 3
 
     name: Literal["imagenet"] = "imagenet"
-    # Folder of all shards
+    # Folder of all shards, which you download yourself because of ImageNet's licence
     folder: Path
-
-    def fetch(self) -> Path:
-        """Return the folder, which you download yourself because of ImageNet's licence."""
-        return self.folder
 
     def build(self, place: DataRank) -> Data:
         """Open the shards on this rank. **Raises:** DataError for missing shards."""
@@ -177,9 +169,6 @@ class ClassFolders(Photos):
     train: str = "train"
     test: str = "test"
 
-    def fetch(self) -> Path:
-        return self.folder
-
     def build(self, place: DataRank) -> Data:
         """Open the folders on this rank. **Raises:** DataError if there are no pictures."""
         from tfcommx.data.sources.folder import Folder
@@ -199,13 +188,6 @@ class TensorFlowDataset(Photos):
     test: str = "test"
     # Folder of prepared data sets; None: the library's default
     folder: Path | None = None
-
-    def fetch(self) -> Path | None:
-        """Download and prepare the data set, unless it is prepared already."""
-        from tfcommx.data.sources.tfrecord import tfds
-
-        tfds(self.dataset, self.train, self.folder)
-        return self.folder
 
     def build(self, place: DataRank) -> Data:
         """Open it on this rank. **Raises:** DataError for unknown data sets and splits."""

@@ -169,9 +169,6 @@ class TextFiles(Translations):
     # Their translations
     test_target: Path
 
-    def fetch(self) -> Path:
-        return self.source.parent
-
     def build(self, place: DataRank) -> Data:
         """Open the files on this rank. **Raises:** DataError for missing or unequal files."""
         train = LinePairs(self.source, self.target)
