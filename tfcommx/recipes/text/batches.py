@@ -42,7 +42,7 @@ def bounds(longest: int) -> list[int]:
     """
     lengths = [min(8, longest)]
     while lengths[-1] < longest:
-        lengths.append(min(longest, -(-lengths[-1] * 5 // 4 // 8) * 8 or 8))
+        lengths.append(min(longest, -(-lengths[-1] * 5 // 4 // 8) * 8))
     return lengths
 
 
