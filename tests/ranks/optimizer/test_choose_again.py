@@ -1,13 +1,13 @@
 """ChooseAgain on real ranks: plans take turns again if steps and links have changed, and only then.
 
-The test sets the links that a new measurement returns, and a sleep makes steps longer. A network
-that really changes is tried on a virtual cluster (scripts/trials/changing_network.py).
+The test sets the links that a new measurement returns, and the clock by which steps are longer. A
+network that really changes is tried on a virtual cluster (scripts/trials/changing_network.py).
 """
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -28,12 +28,15 @@ SLOWER = Links(Link(1e-6, 3e-7), Link(1e-6, 3e-7))
 EVERY, CHANGES_AT = 5, 2 * STEPS
 
 
-class Delay(keras.callbacks.Callback):
-    """Makes some steps longer, and for longer than ChooseAgain looks at."""
+class Clock(keras.callbacks.Callback):
+    """Counts seconds, of which some steps take more, for longer than ChooseAgain looks at.
+
+    On a busy machine real steps of some milliseconds may take many times as long at any time.
+    """
 
     def __init__(self, chooses: callbacks.ChooseAgain) -> None:
         super().__init__()
-        self.chooses, self.slow, self.since = chooses, False, None
+        self.chooses, self.slow, self.since, self.seconds = chooses, False, None, 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         # Once ChooseAgain knows the usual time: the first trial ends late in a busy process
@@ -41,8 +44,7 @@ class Delay(keras.callbacks.Callback):
         if self.since is None and batch >= CHANGES_AT and (known or on_one_node()):
             self.since = batch
         self.slow = self.since is not None and batch < self.since + 6 * EVERY
-        if self.slow:
-            time.sleep(0.1)
+        self.seconds += 0.1 if self.slow else 0.01
 
 
 def on_one_node() -> bool:
@@ -56,7 +58,6 @@ def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "drift", "now", "measured", "again"),
-    # On a busy machine steps of some milliseconds may take twice as long at any time
     [
         (2, 2.5, 10.0, True, True),
         case(2, 2.5, 1.5, True, False, kept=False),
@@ -85,17 +86,16 @@ def test_a_plan_is_chosen_again_if_steps_and_network_have_changed(
     monkeypatch.setattr(comm, "topology", Topology(nodes, 2 // nodes))
     calls: list[Comm] = []
     chooses = callbacks.ChooseAgain(EVERY)
-    delay = Delay(chooses)
+    clock = Clock(chooses)
 
     def fastest_message(comm: Comm) -> float:
         calls.append(comm)
-        return 0.002 * (now if delay.slow else 1.0)
+        return 0.002 * (now if clock.slow else 1.0)
 
     monkeypatch.setattr(choose_again, "fastest_message", fastest_message)
     monkeypatch.setattr(choose_again, "links_of", lambda comm, again: SLOWER)
     monkeypatch.setattr(choose_again, "DRIFT", drift)
-    # Measuring may take as long as it does on a busy machine
-    monkeypatch.setattr(choose_again, "SHARE", 1e6)
+    monkeypatch.setattr(choose_again, "time", SimpleNamespace(perf_counter=lambda: clock.seconds))
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(192, activation="relu") for _ in range(3)]
     net = keras.Sequential([keras.layers.Input((12,)), *layers, keras.layers.Dense(3)])
@@ -105,7 +105,7 @@ def test_a_plan_is_chosen_again_if_steps_and_network_have_changed(
     net.compile(optimizer, loss=loss, jit_compile=False)
     rows = tf.data.Dataset.from_tensor_slices(batch(comm.rank, rows=8)).batch(8).repeat()
     same = callbacks.CompareReplicas()
-    every = [callbacks.BroadcastState(), chooses, delay, same]
+    every = [callbacks.BroadcastState(), chooses, clock, same]
     # Keras does not know the number of steps: there are enough for another trial
     steps = CHANGES_AT + 20 * EVERY + 2 * STEPS
     net.fit(rows.take(steps).filter(lambda *_: True), epochs=1, verbose=0, callbacks=every)
