@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx.core import ConfigurationError, Profile
+from tfcommx.keras_internals import AGREED_NAMES
 from tfcommx.measure import profile as measuring
 from tfcommx.measure.profile import measure, profile
 from tfcommx.wire import codec
@@ -162,6 +163,15 @@ def test_variables_of_equal_paths_get_the_names_that_plans_give_them() -> None:
     (planned,) = net.optimizer.exchanger.runs
     assert [row.name for row in profile(net, DATA, steps=1).variables] == list(reversed(planned))
     assert list(planned) == list(reversed(names))
+
+
+def test_a_profile_has_the_names_that_ranks_agreed_on() -> None:
+    """A rank that built another model first has other paths than its plan."""
+    net = model()
+    for variable in net.trainable_variables:
+        AGREED_NAMES[variable] = f"agreed/{variable.path}"
+    names = [row.name for row in profile(net, DATA, steps=1).variables]
+    assert names == [f"agreed/{one.path}" for one in reversed(net.trainable_variables)]
 
 
 @pytest.mark.parametrize("base", [keras.optimizers.Adam, cx.optimizers.LAMB])

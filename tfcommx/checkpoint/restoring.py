@@ -24,6 +24,7 @@ from tfcommx.checkpoint.state import restore_exact, saved_by_keras, set_model, s
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, local_path, reading
 from tfcommx.keras_internals import (
+    VariableNames,
     all_generators,
     finalize_layers,
     inner_optimizer,
@@ -33,7 +34,6 @@ from tfcommx.keras_internals import (
     unlisted,
 )
 from tfcommx.launch.supervision import supervision
-from tfcommx.optim.requested_plan import VariableNames
 from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.gradient_state import GradientState, Vectors, add_vectors, scaled
 from tfcommx.strategies import CommonState

@@ -25,11 +25,11 @@ from tfcommx.keras_internals import (
     finalize_layers,
     inner_optimizer,
     layers_of,
+    path_of,
     saved_values,
     variables_with_own_files,
 )
 from tfcommx.optim.replica_forms import tables_of
-from tfcommx.optim.requested_plan import path_of
 from tfcommx.optim.wrapped import wrapped_optimizers
 
 REMEDY = (

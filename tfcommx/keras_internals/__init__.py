@@ -13,6 +13,7 @@ models       layers, names, seeds and statistics of a model; values that Keras s
 fit          changes the first epoch, the train function and the train step of `fit`; finds its
              callbacks
 metrics      finds the metrics whose variables are sums
+names        unique names of variables; facts about variables
 """
 
 from tfcommx.keras_internals.exchange import StepUnderWay
@@ -50,6 +51,7 @@ from tfcommx.keras_internals.models import (
     variables_with_own_files,
 )
 from tfcommx.keras_internals.momenta import LearnsThenSendsMomentum, OfAll, SendsMomentum
+from tfcommx.keras_internals.names import AGREED_NAMES, ByVariable, VariableNames, path_of
 from tfcommx.keras_internals.optimizers import (
     accumulated_gradients,
     array_of,

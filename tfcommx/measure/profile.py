@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfcommx import selection
 from tfcommx.collectives.unwrapped import allow_plain_optimizers
 from tfcommx.core import SPARSE_WIRES, ConfigurationError, Profile, VariableProfile
-from tfcommx.keras_internals import inner_optimizer
+from tfcommx.keras_internals import VariableNames, inner_optimizer
 from tfcommx.kernels.traced import stamp
 from tfcommx.measure.engine import typical_seconds
 from tfcommx.wire import codec
@@ -212,19 +212,10 @@ def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..
 
 
 def variable_names(model: keras.Model) -> list[str]:
-    """Return the trainable variables' names in plans: their paths, made unique by a number."""
-    variables = model.trainable_variables
-    if (exchanger := getattr(model.optimizer, "exchanger", None)) is not None:
-        return list(exchanger.names.of(variables))
-    names: list[str] = []
-    for variable in variables:
-        path, number = getattr(variable, "tfcommx_name", None) or variable.path, 1
-        name = path
-        while name in names:
-            number += 1
-            name = f"{path}#{number}"
-        names.append(name)
-    return names
+    """Return the trainable variables' names in plans: of the optimizer's plan, if it has one."""
+    exchanger = getattr(model.optimizer, "exchanger", None)
+    names: VariableNames = VariableNames() if exchanger is None else exchanger.names
+    return names.of(model.trainable_variables)
 
 
 def _profile(

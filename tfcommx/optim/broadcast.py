@@ -13,8 +13,7 @@ import tensorflow as tf
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import ConfigurationError, check_whole, require_equal
-from tfcommx.keras_internals import accumulated_gradients, numbered_stem
-from tfcommx.optim.requested_plan import AGREED_NAMES, path_of
+from tfcommx.keras_internals import AGREED_NAMES, accumulated_gradients, numbered_stem, path_of
 
 # Dtypes that Horovod does not support; a complex number travels as its two parts. The wider type
 # holds each value exactly, and a uint64 wraps to int64 and back

@@ -24,16 +24,16 @@ import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import NOMINAL, ConfigurationError, Plan, Scheme
-from tfcommx.keras_internals import SendsMomentum, traced_batch
-from tfcommx.kernels.traced import untraced
-from tfcommx.optim.broadcast import WRAPPED, average_variables
-from tfcommx.optim.requested_plan import (
+from tfcommx.keras_internals import (
     ByVariable,
-    ExchangeSettings,
-    RequestedPlan,
+    SendsMomentum,
     VariableNames,
     path_of,
+    traced_batch,
 )
+from tfcommx.kernels.traced import untraced
+from tfcommx.optim.broadcast import WRAPPED, average_variables
+from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.step_guard import StepGuard
 from tfcommx.runtime.gradient_state import GradientState, without

@@ -16,8 +16,13 @@ import numpy as np
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.keras_internals import given_name, inner_optimizer, layers_of, own_variables
-from tfcommx.optim.requested_plan import path_of
+from tfcommx.keras_internals import (
+    given_name,
+    inner_optimizer,
+    layers_of,
+    own_variables,
+    path_of,
+)
 from tfcommx.optim.wrapped import wrapped_optimizers
 
 T = TypeVar("T")

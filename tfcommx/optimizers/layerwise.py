@@ -11,9 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfcommx.core import ConfigurationError, check_name, check_number
-from tfcommx.keras_internals import SendsMomentum, UpdatesTogether, compiled_by_xla
+from tfcommx.keras_internals import SendsMomentum, UpdatesTogether, compiled_by_xla, path_of
 from tfcommx.kernels.lars import squared_norms, squared_norms_definition
-from tfcommx.optim.requested_plan import path_of
 from tfcommx.optimizers.parallel_operator import parallel_operator
 from tfcommx.optimizers.parallel_shares import MODES
 
