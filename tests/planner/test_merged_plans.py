@@ -7,14 +7,23 @@ import dataclasses
 import pytest
 
 from tfcommx import routes
-from tfcommx.core import ConfigurationError, Link, Links, PlanError, Profile, Scheme, Topology
+from tfcommx.core import (
+    Bucket,
+    ConfigurationError,
+    Link,
+    Links,
+    PlanError,
+    Profile,
+    Scheme,
+    Topology,
+)
 from tfcommx.planner import merging
 from tfcommx.planner.merging.merging import finish_s
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.planner.prices import prices_of
 from tfcommx.simulator import models
-from tfcommx.simulator.assumptions import Assumptions, sorting_time
-from tfcommx.simulator.step import simulate
+from tfcommx.simulator.assumptions import IDEAL, Assumptions, sorting_time
+from tfcommx.simulator.step import simulate, stages_of
 
 FOUR = Topology(4, 1)
 SLOW = Links(Link(1e-5, 1e-10, 1e-11), Link(1e-3, 8e-9, 1e-11))
@@ -113,6 +122,18 @@ def test_what_solvers_minimize_is_the_simulated_step(route: str, place: str) -> 
         step = simulate(plan, profile, SLOW, assumptions).step_s
         found = profile.forward_s + finish_s(groups, profile, prices)
         assert found == pytest.approx(step, rel=1e-9)
+
+
+def test_solvers_count_what_compressing_costs() -> None:
+    """A bucket of one entry is not compressed, which says nothing about longer ones."""
+    dense = Bucket("", ("w",), (1,), "float32", "allreduce")
+    matrix = dataclasses.replace(
+        dense, sizes=(512 * 512,), shapes=((512, 512),), compression="powersgd/4"
+    )
+    prices = prices_of(lambda size: matrix if size > 1 else dense, FOUR, SLOW, IDEAL)
+    first, *messages = stages_of(matrix, FOUR, SLOW)
+    assert first.resource == "select" and prices.selection_s(matrix.size) == first.seconds > 0
+    assert prices.message_s(matrix.size) == pytest.approx(sum(part.seconds for part in messages))
 
 
 def test_solvers_without_what_they_need_are_refused() -> None:

@@ -10,7 +10,7 @@ from tfcommx.core import Bucket, Links, Piece, PlanError, Profile, Topology, Var
 from tfcommx.planner.merging.merging import Prices
 from tfcommx.routes.route import SELECT
 from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.simulator.step import selection_seconds, stages_of
+from tfcommx.simulator.step import stages_of
 
 # Defaults of a bucket's size. A step of two ranks took .89 to 1.04 of plain Horovod's with 4 MiB,
 # but 1.13 to 1.22 with 32 MiB, because that bucket held the whole model and hid nothing
@@ -30,26 +30,18 @@ def prices_of(
     """
 
     @functools.cache
-    def message_s(entries: int) -> float:
-        steps = stages_of(make_bucket(entries), topology, links, assumptions)
-        before = steps[0].seconds if steps and steps[0].resource == SELECT else 0.0
-        return sum(stage.seconds for stage in steps) - before
-
-    sample = make_bucket(1)
-    # The selection is first, too, if the route's first collective is in a group of one rank
-    begins = stages_of(sample, topology, links, assumptions)[:1]
-    selects_first = [stage.resource for stage in begins] == [SELECT]
-
-    def selection_s(entries: int) -> float:
-        if not selects_first:
-            return 0.0
-        return selection_seconds(make_bucket(entries), topology, links, assumptions)
+    def split(entries: int) -> tuple[float, float]:
+        """Return the seconds of the selection, or compression, before a message, and the rest."""
+        stages = stages_of(make_bucket(entries), topology, links, assumptions)
+        # It is first, too, if the route's first collective is in a group of one rank
+        before = stages[0].seconds if stages and stages[0].resource == SELECT else 0.0
+        return before, sum(stage.seconds for stage in stages) - before
 
     return Prices(
-        message_s=message_s,
-        selection_s=functools.cache(selection_s),
+        message_s=lambda entries: split(entries)[1],
+        selection_s=lambda entries: split(entries)[0],
         selection_on=assumptions.selection_on,
-        entry_bytes=sample.entry_bytes,
+        entry_bytes=make_bucket(1).entry_bytes,
     )
 
 
