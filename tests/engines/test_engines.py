@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from tfcommx.core import (
     Bucket,
     Calibration,
     ConfigurationError,
+    DataError,
     EngineSettings,
     Link,
     Links,
@@ -299,3 +302,23 @@ def test_a_calibration_does_not_fall_and_is_kept_with_the_links() -> None:
         Calibration(4, ((1024, 2e-4), (4096, 1e-4)))
     with pytest.raises(ConfigurationError, match=r"\(1024, 0\.0003\)"):
         Calibration(4, ((4096, 2e-4), (1024, 3e-4)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"ranks": 1, "points": [(64, 1e-4)]}, "ranks"),
+        ({"points": [(64, 1e-4)]}, "ranks"),
+        ({"nodes": 1, "gathers": [(64.0, 1e-4)]}, "nodes"),
+        ({"gathers": [(64.0, 1e-4)]}, "nodes"),
+        ({"nodes": 2, "gathers": [(0.0, 1e-4)]}, "sizes > 0"),
+    ],
+)
+def test_a_file_with_times_of_no_group_is_refused_by_name(
+    fields: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    """Of one node, the engine's prices would divide by zero; of no ranks, nothing used them."""
+    file = tmp_path / "links.json"
+    file.write_text(json.dumps({"links": {**NOMINAL.to_dict(), "calibration": fields}}))
+    with pytest.raises(DataError, match=rf"(?s){file}.*{named}"):
+        Links.read(file)

@@ -65,27 +65,28 @@ Size = TypeVar("Size", int, float)
 class Calibration:
     """Measured times of an engine's collectives, without the engine's own time."""
 
-    # Number of ranks in the allreduces; 0: not measured.
+    # Number of ranks in the allreduces, >= 2 with points; 0: not measured.
     ranks: int = 0
-    # (bytes of the vector, seconds) of allreduces of all ranks, both ascending; two or more.
+    # (bytes of the vector, > 0, seconds) of allreduces of all ranks, both ascending.
     points: tuple[tuple[int, float], ...] = ()
-    # Number of nodes in the all-gathers; 0: not measured.
+    # Number of nodes in the all-gathers, >= 2 with gathers; 0: not measured.
     nodes: int = 0
-    # (bytes through a node's port, seconds) of all-gathers among peers, while those of all slots
-    # travel, both ascending; two or more.
+    # (bytes through a node's port, > 0, seconds) of all-gathers among peers, while those of all
+    # slots travel, both ascending.
     gathers: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for points in (self.points, self.gathers):
+        for members, points in (("ranks", self.points), ("nodes", self.gathers)):
             sizes, seconds = [size for size, _ in points], [time_s for _, time_s in points]
             numbers = all(math.isfinite(time_s) for time_s in seconds)
-            if not (
-                numbers and sizes == sorted(set(sizes)) and [0, *seconds] == sorted([0, *seconds])
-            ):
+            growing = [0, *sizes] == sorted({0, *sizes})
+            if not (numbers and growing and [0, *seconds] == sorted([0, *seconds])):
                 raise ConfigurationError(
-                    "A calibration needs sizes that grow and seconds >= 0 that do not fall. "
+                    "A calibration needs sizes > 0 that grow and seconds >= 0 that do not fall. "
                     f"Received {points}."
                 )
+            if points:
+                check_whole(f"{members} of a calibration", getattr(self, members), least=2)
 
 
 def not_falling(measured: Sequence[tuple[Size, float]]) -> tuple[tuple[Size, float], ...]:
