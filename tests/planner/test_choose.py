@@ -120,6 +120,15 @@ def test_what_would_help_where_the_network_is_slow() -> None:
     assert sparse["half the density"].step_s < sparse["as it is"].step_s
 
 
+def test_half_of_odd_or_uneven_slots_is_not_offered() -> None:
+    """Of 3 slots it was 1, and of 3 + 2 it was 1 + 1."""
+    for uneven in ((), (("red", 3), ("blue", 2))):
+        setting = Setting(profile(), Topology(2, 3, uneven), NOMINAL)
+        assert "half the slots a node" not in what_helps(Scheme(), setting)
+    halved = what_helps(Scheme(), Setting(profile(), Topology(2, 4), NOMINAL))
+    assert halved["half the slots a node"].plan.topology == Topology(2, 2)
+
+
 def test_a_profile_without_times_is_refused() -> None:
     sizes = Profile.of_sizes("sizes", profile().variables)
     with pytest.raises(PlanError, match="'sizes'"):

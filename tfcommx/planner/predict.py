@@ -233,8 +233,8 @@ def what_helps(scheme: Scheme, setting: Setting) -> dict[str, Prediction]:
     if topology.slots > 1:
         faster = _twice_the_rate(links.inside)
         change("twice the rate inside nodes", links=links._replace(inside=faster))
-        fewer = dataclasses.replace(topology, slots=topology.slots // 2, uneven=())
-        change("half the slots a node", topology=fewer)
+    if topology.slots % 2 == 0 and not topology.uneven:
+        change("half the slots a node", topology=Topology(topology.nodes, topology.slots // 2))
     if scheme.selection != "all":
         thinner = dataclasses.replace(scheme, density=scheme.density / 2)
         changed["half the density"] = (thinner, setting)
