@@ -45,8 +45,17 @@ def test_without_a_gpu_all_generations_are_built(listed: list[int], chosen: list
         (CUDA_13_0, [V100], [75, 80, 90, 100, 120]),
         (CUDA_12_4, [B300], [90]),
         (CUDA_13_0, [Gpu("Orin", 87)], [87]),
+        ([90, 100, 101, 120], [B300], [100]),
     ],
-    ids=["one kind", "three", "one that nvcc lacks", "only such", "a later one", "embedded"],
+    ids=[
+        "one kind",
+        "three",
+        "one that nvcc lacks",
+        "only such",
+        "a later one",
+        "embedded",
+        "a later one than embedded",
+    ],
 )
 def test_with_gpus_these_are_built(
     listed: list[int], present: list[Gpu], chosen: list[int]

@@ -135,14 +135,14 @@ def default_architectures(listed: Iterable[int], present: Iterable[Gpu]) -> list
 
     Args:
         present: GPUs of the machine that builds. For a GPU that the toolkit does not support, the
-            highest architecture below it is chosen.
+            highest architecture below it that is of no embedded module is chosen.
     """
     supported = sorted(number for number in listed if number >= OLDEST)
-    chosen = {
-        max(number for number in supported if number <= gpu.architecture)
-        for gpu in present
-        if supported and gpu.architecture >= supported[0]
-    }
+    chosen: set[int] = set()
+    for gpu in present:
+        others = EMBEDDED - {gpu.architecture}
+        fitting = [arch for arch in supported if arch <= gpu.architecture and arch not in others]
+        chosen.update(fitting[-1:])
     if chosen:
         return sorted(chosen)
     # Turing, and the first architecture of each major version, because its machine code also runs
