@@ -28,6 +28,11 @@ def test_arrays_of_float64_and_lists_are_taken_as_float32(name: str) -> None:
             assert chosen.values.dtype == tf.float32 and chosen.size == 50
 
 
+@pytest.mark.parametrize("name", selection.RULES)
+def test_of_an_empty_vector_nothing_is_chosen(name: str) -> None:
+    assert selection.rule(name).select(tf.zeros([0]), 0).indices.shape == (0,)
+
+
 @pytest.mark.parametrize("shape", [(), (5, 10)])
 @pytest.mark.parametrize("name", selection.RULES)
 def test_what_is_no_vector_is_refused(name: str, shape: tuple[int, ...]) -> None:

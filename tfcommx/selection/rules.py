@@ -212,12 +212,13 @@ class Dgc:
         """Return the magnitude that about margin * k entries reach, estimated from a sample."""
         size = tf.size(magnitude)
         samples = tf.cast(self.sampled * tf.cast(size, tf.float32), tf.int32)
-        samples = tf.maximum(samples, self.at_least)
+        # None of an empty gradient
+        samples = tf.maximum(samples, self.at_least) * tf.minimum(size, 1)
         seeds = tf.stack([tf.cast(seed, tf.int64), tf.constant(0, tf.int64)])
         drawn = tf.random.stateless_uniform([samples], seeds, 0, tf.maximum(size, 1), tf.int32)
         share = tf.cast(k, tf.float32) / tf.cast(tf.maximum(size, 1), tf.float32)
         rank = tf.math.ceil(self.margin * share * tf.cast(samples, tf.float32))
-        rank = tf.clip_by_value(tf.cast(rank, tf.int32), 1, samples)
+        rank = tf.minimum(tf.cast(rank, tf.int32), samples)
         return tf.reduce_min(tf.math.top_k(tf.gather(magnitude, drawn), rank).values)
 
 
