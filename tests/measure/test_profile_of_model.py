@@ -14,7 +14,9 @@ import tfcommx as cx
 from tfcommx.core import ConfigurationError, Profile
 from tfcommx.keras_internals import AGREED_NAMES
 from tfcommx.measure import profile as measuring
+from tfcommx.measure.exchange import measure_exchange
 from tfcommx.measure.profile import measure, profile
+from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.wire import codec
 
 FORWARD_S, BACKWARD_S = 0.05, 0.2
@@ -83,8 +85,6 @@ def test_gradients_are_ready_when_their_layers_are_done_and_nothing_changes() ->
 
 
 def test_a_profile_of_a_wrapped_model_fits_its_plan() -> None:
-    from tfcommx.planner.plan import Gradient, make_plan
-
     cx.init()
     inputs = keras.Input((5,), dtype="int32")
     outputs = keras.layers.Dense(3)(keras.layers.Embedding(50, 8)(inputs))
@@ -117,6 +117,32 @@ def test_the_time_of_a_selection_is_also_that_of_merging(monkeypatch: Any) -> No
     monkeypatch.setattr(codec, "merge", slow)
     found = profile(model(), DATA, steps=1, rule="mstopk", density=0.1)
     assert all(row.selection_s >= FORWARD_S for row in found.variables)
+
+
+class WithEmpty(keras.layers.Layer):
+    """A product, and a variable of no entries, which the exchange sends, too."""
+
+    def build(self, shape: Any) -> None:
+        self.empty = self.add_weight(shape=(0, 3), name="empty")
+        self.kernel = self.add_weight(shape=(shape[-1], 4), name="kernel")
+
+    def call(self, inputs: Any) -> Any:
+        return keras.ops.matmul(inputs, self.kernel) + keras.ops.sum(self.empty)
+
+
+def test_a_variable_of_no_entries_is_measured_with_the_others() -> None:
+    net = keras.Sequential([keras.layers.Input((16,)), WithEmpty(name="layer")])
+    net.compile("sgd", loss="mse", jit_compile=False)
+    found = profile(net, DATA, steps=1, rule="mstopk")
+    assert [row.shape for row in found.variables] == [(16, 4), (0, 3)]
+    # The other sum of the bucket tells when its message ends
+    gradients = [Gradient(row.name, row.shape, row.dtype) for row in found.variables[::-1]]
+    plan = make_plan(gradients, {"*": cx.Scheme(merging="single")}, cx.Topology(2, 1))
+    step = measure_exchange(
+        net, DATA, plan, lambda given: {key: waits(given[key], FORWARD_S) for key in given}, steps=1
+    )
+    (message,) = (span for span in step.timeline.spans if span.kind == "message")
+    assert message.end_s - message.start_s >= 0.9 * FORWARD_S
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

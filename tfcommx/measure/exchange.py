@@ -15,9 +15,26 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.core import ConfigurationError, MeasuredStep, Piece, Plan, Profile, Span, Timeline
+from tfcommx.core import (
+    Bucket,
+    ConfigurationError,
+    MeasuredStep,
+    Piece,
+    Plan,
+    Profile,
+    Span,
+    Timeline,
+)
 from tfcommx.kernels.traced import stamp
-from tfcommx.measure.profile import WARM_UP, StepTiming, batches_of, statistics_kept, variable_names
+from tfcommx.measure.profile import (
+    WARM_UP,
+    StepTiming,
+    batches_of,
+    loss_and_gradients,
+    statistics_kept,
+    variable_names,
+    with_entries,
+)
 
 Exchange = Callable[[Mapping[str, tf.Tensor]], Mapping[str, tf.Tensor]]
 
@@ -74,19 +91,21 @@ def _step(
     """Return a traced step that returns times of [loss, gradients..., one sum per bucket...]."""
     by_name = dict(zip(variable_names(model), model.trainable_variables, strict=True))
 
-    def step(x: Any, y: Any, weights: Any) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            outputs = model(x, training=True)
-            loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights)
-        raw_gradients = tape.gradient(loss, [by_name[name].value for name in names])
-        gradients = dict(zip(names, map(tf.convert_to_tensor, raw_gradients), strict=True))
-        sums = exchange(gradients)
-        # One sum stands for its bucket, because all of them arrive with one message
-        ends = [sums[Piece.of(bucket.variables[-1]).path] for bucket in plan.buckets]
-        return tf.stack([stamp(tensor) for tensor in (loss, *gradients.values(), *ends)])
+    def step(*batch: Any) -> tf.Tensor:
+        loss, gradients = loss_and_gradients(model, batch, [by_name[name] for name in names])
+        sums = exchange(dict(zip(names, gradients, strict=True)))
+        ends = [sums[_stands_for(bucket)] for bucket in plan.buckets]
+        return tf.stack([stamp(with_entries(one, loss)) for one in (loss, *gradients, *ends)])
 
     traced: Callable[..., tf.Tensor] = tf.function(step, autograph=False)
     return traced
+
+
+def _stands_for(bucket: Bucket) -> str:
+    """Return the path of one variable, because all sums of a bucket arrive with one message."""
+    # With entries, because a stamp copies one
+    filled = [name for name, size in zip(bucket.variables, bucket.sizes, strict=True) if size]
+    return Piece.of((filled or bucket.variables)[-1]).path
 
 
 def _timeline(

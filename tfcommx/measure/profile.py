@@ -190,25 +190,38 @@ def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..
     Tracing fills `connected` with the positions of the variables that have gradients.
     """
 
-    def step(x: Any, y: Any, weights: Any) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            outputs = model(x, training=True)
-            loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights)
-        values = [variable.value for variable in model.trainable_variables]
-        raw_gradients = tape.gradient(loss, values)
+    def step(*batch: Any) -> tf.Tensor:
+        loss, gradients = loss_and_gradients(model, batch, model.trainable_variables)
         connected[:] = [
-            position for position, gradient in enumerate(raw_gradients) if gradient is not None
+            position for position, gradient in enumerate(gradients) if gradient is not None
         ]
-        # Gradients of embeddings become dense, as in an exchange
-        gradients = [tf.convert_to_tensor(raw_gradients[position]) for position in connected]
+        timed = [with_entries(gradients[position], loss) for position in connected]
         if stamps:
-            return tf.stack([stamp(tensor) for tensor in (loss, *gradients)])
+            return tf.stack([stamp(tensor) for tensor in (loss, *timed)])
         # Returned as data, because TensorFlow prunes ops that only a control dependency needs
-        entries = [tf.reshape(tensor, [-1])[0] for tensor in (loss, *gradients)]
+        entries = [tf.reshape(tensor, [-1])[0] for tensor in (loss, *timed)]
         return tf.stack([tf.cast(entry, tf.float32) for entry in entries])
 
     traced: Callable[..., tf.Tensor] = tf.function(step, autograph=False)
     return traced
+
+
+def loss_and_gradients(
+    model: keras.Model, batch: Sequence[Any], variables: Sequence[keras.Variable]
+) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+    """Return the loss of a batch and the gradients; None for a variable without. Traced code."""
+    x, y, weights = batch
+    with tf.GradientTape() as tape:
+        outputs = model(x, training=True)
+        loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights)
+    gradients = tape.gradient(loss, [variable.value for variable in variables])
+    # Gradients of embeddings become dense, as in an exchange
+    return loss, [one if one is None else tf.convert_to_tensor(one) for one in gradients]
+
+
+def with_entries(tensor: tf.Tensor, loss: tf.Tensor) -> tf.Tensor:
+    """Return the tensor to stamp: without entries, the loss, because a stamp copies one."""
+    return loss if tensor.shape.num_elements() == 0 else tensor
 
 
 def variable_names(model: keras.Model) -> list[str]:
@@ -285,7 +298,8 @@ def _selection_times(
     its own entries).
     """
     chosen = selection.rule(rule)
-    lengths = [int(np.prod(variable.shape)) for variable in variables]
+    # Without those of no entries, which are never selected
+    lengths = [size for variable in variables if (size := int(np.prod(variable.shape)))]
     sizes = np.unique(np.geomspace(min(lengths), max(lengths), SELECTION_SIZES).round())
 
     def seconds_of(size: int) -> float:
