@@ -113,11 +113,7 @@ class BinarySearch:
         need = tf.cast(wanted - tf.size(above, tf.int64), tf.int32)
         start = below(seed, tf.size(between) - need + 1)
         window = between[start : start + need]
-        # Ascending, because most wire formats take indices in order
-        ascending = tf.sort(tf.concat([chosen, above, window], 0))
-        ascending = tf.ensure_shape(ascending, [k if isinstance(k, int) else None])
-        indices = tf.cast(ascending, tf.int32)
-        return Sparse(indices, tf.gather(acc, indices), traced.length(gradient))
+        return _sparse(tf.concat([chosen, above, window], 0), acc, k)
 
     def _thresholds(self, magnitude: tf.Tensor, k: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Return thres1, which at most k magnitudes reach, and thres2, which more than k reach."""
@@ -196,17 +192,14 @@ class Dgc:
         _check_k(k, gradient, "dgc")
         acc = tf.cast(gradient, tf.float32)
         magnitude = _magnitude(acc)
-        # Int64: TensorFlow moves a GPU's int32 through the host
-        reaching = tf.where(magnitude >= self._threshold(magnitude, k, seed))[:, 0]
+        reaching = _positions(magnitude >= self._threshold(magnitude, k, seed))
         reaching = tf.cond(
             tf.size(reaching) >= k,
             lambda: reaching,
             lambda: tf.range(tf.cast(tf.size(acc), tf.int64)),
         )
         largest = tf.math.top_k(tf.gather(magnitude, reaching), k).indices
-        # Ascending, because wire formats write indices so
-        indices = tf.cast(tf.sort(tf.gather(reaching, largest)), tf.int32)
-        return Sparse(indices, tf.gather(acc, indices), traced.length(gradient))
+        return _sparse(tf.gather(reaching, largest), acc, k)
 
     def _threshold(self, magnitude: tf.Tensor, k: int, seed: int) -> tf.Tensor:
         """Return the magnitude that about margin * k entries reach, estimated from a sample."""
@@ -296,13 +289,19 @@ class Threshold:
             # fit int64
             start = below(tf.cast(seed, tf.int64) + offset, tf.size(candidates) - need + 1)
             chosen = tf.concat([chosen, candidates[start : start + need]], 0)
-        ascending = tf.ensure_shape(tf.sort(chosen), [k if isinstance(k, int) else None])
-        indices = tf.cast(ascending, tf.int32)
-        return Sparse(indices, tf.gather(acc, indices), traced.length(gradient))
+        return _sparse(chosen, acc, k)
 
 
 def _positions(mask: tf.Tensor) -> tf.Tensor:
     return tf.where(mask)[:, 0]  # Int64: TensorFlow moves a GPU's int32 through the host
+
+
+def _sparse(positions: tf.Tensor, acc: tf.Tensor, k: Any) -> Sparse:
+    """Return the entries at k positions, int64 in any order."""
+    # Ascending, because most wire formats take indices in order
+    ascending = tf.ensure_shape(tf.sort(positions), [k if isinstance(k, int) else None])
+    indices = tf.cast(ascending, tf.int32)
+    return Sparse(indices, tf.gather(acc, indices), traced.length(acc))
 
 
 THRESHOLD = Threshold()
