@@ -141,14 +141,6 @@ class ProbeResult(NamedTuple):
         fields = {**self._asdict(), "links": self.links.to_dict()}
         return json.dumps(fields, indent=1) + "\n"
 
-    @staticmethod
-    def from_json(text: str) -> ProbeResult:
-        read = json.loads(text)
-        points = {kind: [tuple(point) for point in rows] for kind, rows in read["points"].items()}
-        blocks = [tuple(row) for row in read["blocks"]]
-        optional = (read.get("spread", {}), read.get("by_engine", False))
-        return ProbeResult(Links.from_dict(read["links"]), points, blocks, *optional)
-
 
 def probe(
     comm: Comm,
