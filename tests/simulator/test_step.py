@@ -97,7 +97,7 @@ def test_selection_on_the_compute_stream_delays_what_follows() -> None:
 
 
 def test_stages_of_two_level_routes_use_both_ports() -> None:
-    """HiTopKComm selects in the middle; ports work together only if the engine can."""
+    """HiTopKComm selects in the middle; the engine carries out one collective at a time."""
     plan = Plan(
         tuple(
             bucket(name, name, size=2, route="hitopk", selection="exact", k=1, wire="pair32",
@@ -110,15 +110,12 @@ def test_stages_of_two_level_routes_use_both_ports() -> None:
     # Inside: 1 + 4; selection 2; between: 1 + 2 pairs of 8; inside: 1 + 4
     one = [("inside", 0, 5), ("compute", 5, 7), ("between", 10, 27), ("inside", 44, 49)]
     two = [("inside", 5, 10), ("compute", 10, 12), ("between", 27, 44), ("inside", 49, 54)]
-    select = {"selection": lambda entries: 2.0}
 
-    def of(number: int, **more: object) -> list[tuple[object, ...]]:
-        spans = found(plan, profile, **select, **more)
+    def of(number: int) -> list[tuple[object, ...]]:
+        spans = found(plan, profile, selection=lambda entries: 2.0)
         return [(a, start, end) for a, _, start, end, bucket in spans if bucket == number]
 
     assert (of(0), of(1)) == (one, two)
-    assert of(0, ports_together=True)[2:] == [("between", 7, 24), ("inside", 24, 29)]
-    assert of(1, ports_together=True)[2:] == [("between", 24, 41), ("inside", 41, 46)]
 
 
 def test_stages_add_up_to_the_price_of_every_route() -> None:

@@ -106,9 +106,6 @@ class Assumptions:
     # Seconds that the engine adds to the price of each collective, >= 0: negotiation and cycle.
     # None: the links' value
     engine_s: float | None = None
-    # Whether the ports inside and between nodes carry messages at the same time. The default is
-    # False because Horovod's engine carries out one collective after the other
-    ports_together: bool = False
     # Standard deviation / mean of the ranks' compute times, >= 0. All ranks wait for the slowest
     spread: float = 0.0
     # Extra time of a message during the backward pass, as a share of its time, >= 0: 0.5 is half as
@@ -144,9 +141,9 @@ class Assumptions:
 
         >>> from tfcommx.core import NOMINAL
         >>> Assumptions(contention=0.5).on(NOMINAL._replace(engine_s=1e-3, contention=2.0))
-        Assumptions(selection=None, selection_on='compute', engine_s=0.001, ports_together=False,
-                   spread=0.0, contention=0.5, fuses=True, loading_s=0.0, slow_node=1.0,
-                   slow_port=1.0, jitter=0.0)
+        Assumptions(selection=None, selection_on='compute', engine_s=0.001, spread=0.0,
+                   contention=0.5, fuses=True, loading_s=0.0, slow_node=1.0, slow_port=1.0,
+                   jitter=0.0)
         """
         values = {name: getattr(self, name) for name in ("engine_s", "contention", "fuses")}
         return dataclasses.replace(

@@ -255,9 +255,9 @@ class _Step:
             span = Span(lane, "select", name, now_s, now_s, number)
             self._ask(lane, SELECT_FIRST, stage.seconds * self.slowest, span, after, now_s)
             return
-        engine = stage.resource if self.assumptions.ports_together else "engine"
         span = Span(stage.resource, "message", name, now_s, now_s, number)
-        self._ask(engine, 0, stage.seconds, span, after, now_s)
+        # Horovod's engine carries out one collective after the other, on whichever port
+        self._ask("engine", 0, stage.seconds, span, after, now_s)
 
     def _ask(
         self, resource: str, priority: int, seconds: float, span: Span, after: _After, now_s: float
