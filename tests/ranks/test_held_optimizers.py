@@ -22,7 +22,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx.collectives.comm import Comm
-from tfcommx.optim.wrapped import exchanger_in, optimizers_in, trains_alone
+from tfcommx.optim.wrapped import _MOST_PARTS, exchanger_in, optimizers_in, trains_alone
 
 WIDTH = 4
 
@@ -273,6 +273,19 @@ def test_callbacks_set_rates_and_schemes_of_several_optimizers(comm: Comm) -> No
     for optimizer in (net.optimizer, other):
         (run,) = exchanger_in(optimizer).runs.values()
         assert {bucket.route for bucket in run.executor.plan.buckets} == {"allreduce"}
+
+
+class Words(set[str]):
+    """A tokenizer's vocabulary, as the user's object holds it."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("a search that sorts the words takes seconds")
+
+
+def test_a_large_set_is_data(comm: Comm) -> None:
+    """A million words took 18 s in each of the five searches of an epoch."""
+    words = Words(map(str, range(_MOST_PARTS + 1)))
+    assert optimizers_in(SimpleNamespace(tokenizer=SimpleNamespace(words=words))) == []
 
 
 def test_elastic_averaging_is_found_wherever_the_model_holds_it(comm: Comm) -> None:

@@ -66,7 +66,10 @@ def _look_into(cls: type) -> Callable[[Any], Iterable[Any]] | None:
         return lambda holder: holder.values() if len(holder) <= _MOST_PARTS else ()
     if issubclass(cls, Set):
         # The order of a set differs between processes
-        return lambda holder: sorted(holder, key=lambda part: str(getattr(part, "name", "")))
+        return lambda holder: sorted(
+            holder if len(holder) <= _MOST_PARTS else (),
+            key=lambda part: str(getattr(part, "name", "")),
+        )
     if issubclass(cls, list | tuple | deque):
         return lambda holder: holder if len(holder) <= _MOST_PARTS else ()
     is_library = cls.__module__.partition(".")[0] in _LIBRARIES
