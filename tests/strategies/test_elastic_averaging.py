@@ -393,6 +393,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], received: str
     [
         (Scheme("allgather", "exact", 0.5, dense_below=0), "average", "selection='exact'"),
         (Scheme("torus"), "average", "route='torus'"),
+        (Scheme(compression="powersgd/1", dense_below=0), "average", "='powersgd/1'"),
         (None, "sum", "op='sum'"),
     ],
 )

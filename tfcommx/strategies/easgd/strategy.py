@@ -116,11 +116,13 @@ server='thread')
         """Refuse a plan that differs from plain Horovod: no gradients are exchanged."""
         for bucket in plan.buckets:
             exchanges_differently = bucket.selection != "all" or bucket.momentum or bucket.clip_norm
+            exchanges_differently = exchanges_differently or bucket.compresses
             if exchanges_differently or bucket.route != "allreduce" or bucket.wire != "plain":
                 raise ConfigurationError(
                     f"{self.__class__.__name__} exchanges whole weights and no gradients. Received "
                     f"a scheme with route={bucket.route!r}, selection={bucket.selection!r}, "
-                    f"wire={bucket.wire!r} for {bucket.variables[0]!r}. Leave `scheme` out."
+                    f"compression={bucket.compression!r}, wire={bucket.wire!r} for "
+                    f"{bucket.variables[0]!r}. Leave `scheme` out."
                 )
         if plan.operation != "average":
             raise ConfigurationError(
