@@ -33,6 +33,24 @@ def sgd() -> keras.optimizers.Optimizer:
     return keras.optimizers.SGD(1.0)
 
 
+def test_states_that_wait_are_dropped_with_the_others() -> None:
+    """The velocities of undone steps returned under the next scheme with momentum."""
+
+    def work(comm: Comm) -> bool:
+        moving = Scheme("allgather", "exact", 0.2, dense_below=0, momentum=0.9)
+        optimizer, weights = wrap(sgd(), comm, "synchronous", moving, "average"), new_weights()
+        optimizer.apply(gradients(comm.rank, 0), weights)
+        exchanger = optimizer.exchanger
+        exchanger.switch(DENSE)
+        optimizer.apply(gradients(comm.rank, 1), weights)
+        had_velocities = bool(exchanger.waiting.velocities)
+        exchanger.drop_residuals()
+        state = exchanger.export()
+        return had_velocities and not state.residuals and not state.velocities
+
+    assert ThreadComm.run(TWO, work) == [True, True]
+
+
 def test_residuals_outlive_their_optimizer() -> None:
     """Residuals of its sparse steps are sent by the dense step of the next optimizer."""
 

@@ -339,7 +339,7 @@ class Exchanger:
         """
         for paths, run in self.runs.items():
             run.executor.clear(set(paths))
-        self.waiting = replace(self.waiting, residuals={})
+        self.waiting = replace(self.waiting, residuals={}, velocities={})
 
     def drop_residuals_of_momenta(self) -> None:
         """Set the residuals of momenta to 0, in traced code of a step. **Ranks:** all."""
