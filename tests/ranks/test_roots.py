@@ -1,10 +1,11 @@
-"""The rank whose state all others get, named in a way in which it cannot be meant."""
+"""The rank whose state and names all others get, and roots that cannot be meant."""
 
 from __future__ import annotations
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx.collectives.comm import Comm
@@ -28,3 +29,16 @@ def test_a_root_that_no_rank_can_be_is_refused_before_anything_is_sent(
         )
     with pytest.raises(cx.ConfigurationError, match="`root`"):
         cx.broadcast_variables(model.weights, root)
+
+
+def test_shards_have_the_names_of_the_root_in_a_loop(comm: Comm) -> None:
+    """Their names of the build remained, and the first step refused the plan."""
+    if comm.rank:
+        keras.layers.Dense(1)  # The next layer has another number
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy="sharded")
+    optimizer.build(model.trainable_variables)
+    cx.broadcast_variables([*model.weights, *optimizer.variables])
+    optimizer.apply([tf.ones(weight.shape) for weight in model.weights], model.weights)
+    everyone = comm.gather_objects([weight.numpy().tobytes() for weight in model.weights])
+    assert all(other == everyone[0] for other in everyone)

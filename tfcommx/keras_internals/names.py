@@ -70,6 +70,10 @@ class VariableNames:
         """Return the variables' names, made unique in the order of the first call."""
         return [self._names.get(variable) or self._new_name(variable) for variable in variables]
 
+    def get(self, variable: keras.Variable | tf.Variable) -> str | None:
+        """Return the name of a variable; None if it has none yet."""
+        return self._names.get(variable)
+
     def _new_name(self, variable: keras.Variable) -> str:
         path = AGREED_NAMES.get(variable) or path_of(variable)
         name, number = path, 1

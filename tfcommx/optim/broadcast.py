@@ -13,7 +13,13 @@ import tensorflow as tf
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import ConfigurationError, check_whole, require_equal
-from tfcommx.keras_internals import AGREED_NAMES, accumulated_gradients, numbered_stem, path_of
+from tfcommx.keras_internals import (
+    AGREED_NAMES,
+    VariableNames,
+    accumulated_gradients,
+    numbered_stem,
+    path_of,
+)
 
 # Dtypes that Horovod does not support; a complex number travels as its two parts. The wider type
 # holds each value exactly, and a uint64 wraps to int64 and back
@@ -64,7 +70,12 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     # By identity, because Keras compares variables entry by entry
     variables = [variable for variable in variables if id(variable) not in own]
     root = check_whole("root", root)
-    names = _require_equal_variables(variables, root)[root]
+    named = _named_in_build()
+    known_as = [
+        next(filter(None, (names.get(variable) for names in named)), path_of(variable))
+        for variable in variables
+    ]
+    names = _require_equal_variables(variables, known_as, root)[root]
     words = next((var for var in variables if tf.as_dtype(var.dtype) == tf.string), None)
     if words is not None:
         raise ConfigurationError(
@@ -76,6 +87,9 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
         # for "net/out/bias", and plans and checkpoints refer to variables by path. Also a name that
         # is the path, because an earlier broadcast may have agreed on another one
         AGREED_NAMES[variable] = name
+    for own_names in named:
+        known = [i for i, variable in enumerate(variables) if own_names.get(variable)]
+        own_names.rename([variables[i] for i in known], [names[i] for i in known])
     for number, variable in enumerate(variables):
         # Named by position below, because the engine pairs by name, and paths may differ between
         # ranks
@@ -88,6 +102,16 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
         carried = tf.cast(value, _CARRIED_AS.get(value.dtype, value.dtype))
         received = comm.broadcast(carried, root, f"tfcommx/state{number}")
         variable.assign(tf.cast(received, value.dtype))
+
+
+def _named_in_build() -> list[VariableNames]:
+    """Return the names of optimizers that name variables in `build`, and have taken no step."""
+    exchangers = [optimizer.exchanger for optimizer in list(WRAPPED)]
+    return [
+        exchanger.names
+        for exchanger in exchangers
+        if exchanger.sharding is not None and not exchanger.runs
+    ]
 
 
 def _each_ranks_own() -> set[int]:
@@ -122,13 +146,15 @@ def require_root(roots: Sequence[int]) -> None:
         )
 
 
-def _require_equal_variables(variables: Sequence[keras.Variable], root: int) -> list[list[str]]:
-    """Refuse variables of unequal shapes or dtypes; return the paths of each rank's variables."""
+def _require_equal_variables(
+    variables: Sequence[keras.Variable], names: Sequence[str], root: int
+) -> list[list[str]]:
+    """Refuse variables of unequal shapes or dtypes; return the names of each rank's variables."""
     # Horovod would wait for variables that a rank lacks
     comm = process.current()
     local = [
-        (path_of(variable), tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
-        for variable in variables
+        (name, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
+        for name, variable in zip(names, variables, strict=True)
     ]
     gathered = comm.gather_objects((root, local))
     require_root([rank_root for rank_root, _ in gathered])
