@@ -34,7 +34,7 @@ from tfcommx.core import (
     Topology,
     VariableProfile,
 )
-from tfcommx.keras_internals import copy_state, plain_copy, require_shardable
+from tfcommx.keras_internals import copy_state, plain_copy, require_shardable, steps_of
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import Gradient, make_plan
@@ -42,6 +42,10 @@ from tfcommx.strategies import Sharded
 from tfcommx.strategies.sharded.shards import lay_out
 
 K = keras.optimizers
+
+
+def momentum() -> K.Optimizer:
+    return K.SGD(0.1, momentum=0.9)
 
 
 def adamw() -> K.Optimizer:
@@ -430,6 +434,24 @@ def test_bfloat16_is_refused() -> None:
         lay_out(plan, ["a"], ["bfloat16"], [False], [(0, 1)], 2)
 
 
+def test_a_state_from_before_a_step_is_not_shared() -> None:
+    """A state that was loaded long ago replaced the momenta at the beginning of a `fit`."""
+
+    def work(comm: Comm) -> bool:
+        optimizer, weights = wrap(momentum(), comm, "sharded", Scheme(), "average"), new_weights()
+        plain = momentum()
+        plain.build(weights)
+        copy_state(optimizer, plain)
+        sharding = optimizer.exchanger.sharding
+        optimizer.apply(gradients(comm.rank, 0), weights)
+        before = [shard.numpy() for shard in sharding.state]
+        sharding.share_loaded(0, steps_of(optimizer))
+        after = [shard.numpy() for shard in sharding.state]
+        return any(map(np.any, before)) and all(map(np.array_equal, before, after))
+
+    assert ThreadComm.run(Topology(2, 1), work) == [True, True]
+
+
 def test_a_loaded_state_reaches_all_ranks_with_its_dtypes_and_shapes() -> None:
     """Also scalars: exchanged as an object, one of NumPy became a number without a dtype."""
     state = {"m": [np.arange(3, dtype="int64"), None], "v": [None, np.float64(1 / 3)]}
@@ -441,8 +463,8 @@ def test_a_loaded_state_reaches_all_ranks_with_its_dtypes_and_shapes() -> None:
         )
         sharding = Sharding([], shards, comm, "world")
         if comm.rank == 1:
-            sharding.set_state(state)
-        sharding.share_loaded(1)
+            sharding.load_state(state, 7)
+        sharding.share_loaded(1, 7)
         return received
 
     for whole in ThreadComm.run(Topology(3, 1), work):

@@ -16,6 +16,7 @@ from tfcommx.keras_internals import (
     ExchangesGradients,
     UpdatesShards,
     copy_with,
+    steps_of,
     unlisted,
 )
 from tfcommx.optim.exchanger import Exchanger
@@ -116,7 +117,7 @@ def continue_from(
         for one, value in zip(mine, store["weights"], strict=True):
             one.assign(value)
         sharding = optimizer.exchanger.sharding
-        sharding.share_loaded(0)
+        sharding.share_loaded(0, steps_of(optimizer))
         apart = {id(one) for one in sharding.state}
         rest = [one for one in optimizer.variables if id(one) not in apart]
         rest += unlisted(optimizer).values()

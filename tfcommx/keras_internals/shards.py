@@ -200,11 +200,12 @@ class UpdatesShards(ExchangesGradients):
         """Load the state of a plain optimizer that was built for the same whole variables."""
         for variable, plain_variable in self._pairs(plain):
             variable.assign(plain_variable)
-        self._sharding.set_state(
+        self._sharding.load_state(
             {
                 name: [None if variable is None else variable.numpy() for variable in slot]
                 for name, slot in slots_of(plain).items()
-            }
+            },
+            int(self._iterations),
         )
 
     def _plain(self) -> keras.optimizers.Optimizer:

@@ -36,8 +36,8 @@ class Sharding:
         self._gathered: tuple[int, WholeState] | None = None
         # Checksums of this rank's part of it at that step
         self._digest: list[int] = []
-        # State that this rank has loaded, until all ranks have it
-        self._loaded: WholeState | None = None
+        # Step count at which this rank has loaded a state, and the state, until all ranks have it
+        self._loaded: tuple[int, WholeState] | None = None
 
     def attach(self, run: StrategyRun, names: Sequence[str]) -> None:
         """Attach a run of the strategy to the shards. **Ranks:** all."""
@@ -58,6 +58,7 @@ class Sharding:
         **Ranks:** all, outside of traced code. **Cost:** a pass over this rank's state and a small
         exchange on the host; then the state is sent once, and rank 0 keeps it in memory.
         """
+        self._loaded_at(steps)  # Frees the memory of an old one
         # At an epoch's end the state is asked for twice. An optimizer without state has an empty
         # digest, so the number of steps counts, too
         digest = [zlib.crc32(array.numpy().tobytes()) for array in self.state]
@@ -85,26 +86,38 @@ class Sharding:
             )
         return self._gathered[1]
 
-    def set_state(self, whole: WholeState) -> None:
-        """Take this rank's shards of a whole state, and keep it until `share_loaded`."""
+    def load_state(self, whole: WholeState, steps: int) -> None:
+        """Take this rank's shards of a whole state; keep it for `share_loaded` until a step."""
+        self._set_state(whole)
+        self._loaded = (steps, whole)
+
+    def _set_state(self, whole: WholeState) -> None:
         by_path: dict[str, dict[str, np.ndarray]] = {}
         for name, arrays in whole.items():
             pairs = zip(self.shards.weights, arrays, strict=True)
             by_path[name] = {path: array for path, array in pairs if array is not None}
         self.shards.set_slots(self.slots, by_path)
-        self._loaded = whole
 
-    def share_loaded(self, root: int) -> None:
-        """Give all ranks their shards of the state that rank `root` has loaded, if it has.
+    def _loaded_at(self, steps: int) -> WholeState | None:
+        """Return the state that this rank has loaded at this step; forget an older one."""
+        if self._loaded is not None and self._loaded[0] != steps:
+            self._loaded = None
+        return self._loaded and self._loaded[1]
+
+    def share_loaded(self, root: int, steps: int) -> None:
+        """Give all ranks their shards of the state that rank `root` has loaded at this step.
+
+        A state that was loaded before the last step is not shared: it is older than the shards'.
 
         **Ranks:** all, outside of traced code.
         """
+        own = self._loaded_at(steps)
         # Attribute -> shape and dtype of each array; None: this rank has loaded no state
         own_forms: dict[str, list[tuple[tuple[int, ...], str] | None]] | None = None
-        if self._loaded is not None:
+        if own is not None:
             own_forms = {
                 name: [None if part is None else (part.shape, part.dtype.name) for part in arrays]
-                for name, arrays in sorted(self._loaded.items())
+                for name, arrays in sorted(own.items())
             }
         # The root's forms decide on all ranks which broadcasts follow, because the others may have
         # loaded nothing
@@ -117,11 +130,11 @@ class Sharding:
                     if form is None:
                         continue
                     # Forms are received from the rank that has loaded a state
-                    loaded = self._loaded if self.comm.rank == root else None
+                    loaded = own if self.comm.rank == root else None
                     local = np.zeros(*form) if loaded is None else loaded[name][position]
                     received = self.comm.broadcast(
                         tf.constant(local), root, f"tfcommx/loaded/{name}/{position}"
                     )
                     state[name][position] = received.numpy()
-            self.set_state(state)
+            self._set_state(state)
         self._loaded = None

@@ -15,6 +15,7 @@ from tfcommx.keras_internals import (
     accumulated_gradients,
     inner_optimizer,
     mix_into,
+    steps_of,
     trainable_variables,
     unlisted,
 )
@@ -157,7 +158,7 @@ def shared_state(model: keras.Model, root: int) -> list[keras.Variable]:
     state: list[keras.Variable] = []
     for optimizer in wrapped_optimizers(model):
         if sharding := exchanger_in(optimizer).sharding:
-            sharding.share_loaded(root)
+            sharding.share_loaded(root, steps_of(optimizer))
         state += [*optimizer.variables, *unlisted(optimizer).values()]
     return state
 
