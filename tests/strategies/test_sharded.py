@@ -23,6 +23,7 @@ from threaded_optimizers import (
     wrap,
 )
 
+from tfcommx.collectives import comm as comm_module
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import (
@@ -450,6 +451,18 @@ def test_a_state_from_before_a_step_is_not_shared() -> None:
         return any(map(np.any, before)) and all(map(np.array_equal, before, after))
 
     assert ThreadComm.run(Topology(2, 1), work) == [True, True]
+
+
+def test_a_pull_is_cut_where_an_all_gather_counts_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first step was refused, and the remedy that the error named changed no pull."""
+    topology, scheme = Topology(2, 1), Scheme(bucket_bytes=64)
+    plain = train(momentum, "synchronous", topology, scheme)
+    monkeypatch.setattr(comm_module, "LARGEST_COUNT", 60)  # Of 94; the largest bucket has 54
+    assert equal(train(momentum, Sharded(), topology, scheme), plain)
+    with pytest.raises(PlanError, match=r"\b30\b.*\b2\b.*\b49\b.*float32.*synchronous"):
+        train(lambda: K.Lamb(0.1), Sharded(), topology, scheme)
 
 
 def test_a_loaded_state_reaches_all_ranks_with_its_dtypes_and_shapes() -> None:

@@ -79,6 +79,11 @@ LARGEST_COUNT = 2**31 - 1  # Entries; Gloo and NCCL count in int32
 LARGEST_GATHERED_BYTES = 2**31 - 1
 
 
+def largest_part(ranks: int, size: int) -> int:
+    """Return the most entries, of so many bytes each, that a rank may give to an all-gather."""
+    return min(LARGEST_COUNT // ranks, LARGEST_GATHERED_BYTES // size)
+
+
 class _OpenScope(threading.local):
     """The scope of each thread; one may exchange while another traces or computes."""
 

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.comm import Comm, largest_part
 from tfcommx.core import Piece, Plan, PlanError
 
 # Dtypes that Horovod's collectives support
@@ -278,13 +278,24 @@ class Shards:
         return {path: variable.shape for path, variable in self.weights.items()}
 
     def batches(self) -> list[list[int]]:
-        """Return the positions of the segments of each batch and dtype, in pull order."""
-        # Sorted, because a set's order differs between processes, and all ranks pull in this order
-        keys = sorted({(segment.batch, segment.dtype) for segment in self.segments})
-        return [
-            [i for i, segment in enumerate(self.segments) if (segment.batch, segment.dtype) == key]
-            for key in keys
-        ]
+        """Return the positions of the segments that one all-gather pulls, in pull order.
+
+        They have one batch and dtype, and no more entries than an all-gather takes.
+        """
+        batches: list[list[int]] = []
+        last, length = None, 0
+
+        def key_of(position: int) -> tuple[int, str]:
+            return self.segments[position].batch, self.segments[position].dtype
+
+        for position in sorted(range(len(self.segments)), key=key_of):
+            segment, key = self.segments[position], key_of(position)
+            length += segment.length
+            if key != last or length > largest_part(segment.ranks, tf.as_dtype(segment.dtype).size):
+                batches.append([])
+                last, length = key, segment.length
+            batches[-1].append(position)
+        return batches
 
     def take_from_weights(self) -> None:
         """Set the shards to their entries of the weights, if the weights are current."""

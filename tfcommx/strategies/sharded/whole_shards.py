@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.comm import Comm, largest_part
 from tfcommx.core import Plan, PlanError
 from tfcommx.planner.plan import balance
 from tfcommx.strategies.sharded.shards import (
@@ -44,7 +44,8 @@ def lay_out_whole(
         The segments that are gathered, one for each dtype, and the segments that are
         reduce-scattered, one for each bucket and dtype.
 
-    **Raises:** PlanError for fewer variables than ranks, and a dtype that cannot be gathered.
+    **Raises:** PlanError for fewer variables than ranks, a dtype that cannot be gathered, and more
+    weights than an all-gather takes.
     """
     if len(weights) < ranks:
         raise PlanError(
@@ -87,6 +88,15 @@ def lay_out_whole(
         segment(f"whole/{dtype}", dtype, "", [path for path in weights if dtypes[path] == dtype])
         for dtype in sorted(set(dtypes.values()))
     ]
+    for pull in pulls:
+        largest = largest_part(ranks, tf.as_dtype(pull.dtype).size)
+        if ranks > 1 and pull.length > largest:
+            raise PlanError(
+                "An optimizer that needs whole variables has all weights of a dtype pulled by one "
+                f"all-gather, which takes at most {largest} from each of {ranks} ranks. Received "
+                f"{pull.length} of {pull.dtype}. Take an optimizer that updates each entry by "
+                'itself, or strategy="synchronous".'
+            )
     keys = {path: (sizes_by_path[path][0], dtypes[path]) for path in weights}
     pushes = [
         segment("/".join(key), key[1], key[0], [path for path in weights if keys[path] == key])
