@@ -60,7 +60,7 @@ def test_weights_of_every_width_have_fingerprints(dtype: str) -> None:
 
 
 def test_a_start_from_different_weights_is_told_with_its_remedy() -> None:
-    said = describe(rows([0.1, 0.1], [0, 0], [[1, 5], [2, 5]]), NAMES, equal_before=None)
+    said = describe(rows([0.1, 0.1], [0, 0], [[1, 5], [2, 5]]), NAMES, equal_before=False)
     assert "at the first check" in said and "1 of 2 variables, 'dense/kernel'" in said
     assert "rank 0 against rank 1" in said and "BroadcastState" in said
     assert "learning rate" not in said
@@ -70,15 +70,15 @@ def test_a_rate_of_one_rank_is_told_with_its_ranks_and_since_when() -> None:
     said = describe(
         rows([0.05, 0.05, 0.05, 5e-05], [200] * 4, [[1, 5], [1, 5], [1, 5], [2, 5]]),
         NAMES,
-        equal_before=100,
+        equal_before=True,
     )
-    assert "at step 200, and were equal 100 steps before" in said
+    assert "at step 200, and were equal at the last check" in said
     assert "0.05 on ranks 0, 1, 2, 5e-05 on rank 3" in said
     assert "AverageMetrics" in said and "BroadcastState" not in said
 
 
-@pytest.mark.parametrize("equal_before", [None, 100])
-def test_a_step_that_moves_weights_and_back_is_told_its_remedy(equal_before: int | None) -> None:
+@pytest.mark.parametrize("equal_before", [False, True])
+def test_a_step_that_moves_weights_and_back_is_told_its_remedy(equal_before: bool) -> None:
     """Sharpness-aware minimization in `fit` was told to add the BroadcastState that it had."""
     # The weights of two ranks with unequal gradients, after adding and subtracting
     one, other = (np.float32(0.3) + step - step for step in np.float32([0.1, 3.0]))
@@ -89,7 +89,7 @@ def test_a_step_that_moves_weights_and_back_is_told_its_remedy(equal_before: int
 
 def test_many_ranks_are_not_listed_one_by_one() -> None:
     sums = [[number // 7, 5] for number in range(14)]
-    said = describe(rows([0.1] * 14, [7] * 14, sums), NAMES, equal_before=3)
+    said = describe(rows([0.1] * 14, [7] * 14, sums), NAMES, equal_before=True)
     assert "ranks 0, 1, 2 and 4 more against ranks 7, 8, 9 and 4 more" in said
 
 

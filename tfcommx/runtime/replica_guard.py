@@ -129,20 +129,19 @@ class ReplicaGuard:
             if (rows != rows[0]).any():
                 if self._comm.rank:
                     time.sleep(RANK_0_FIRST_SECONDS)
-                equal_before = int(self._every or 0) if checks else None
-                raise ReplicaError(describe(rows, names, equal_before))
+                raise ReplicaError(describe(rows, names, equal_before=bool(checks)))
             return checks
 
         tf.numpy_function(require_equal, [rows, self._checks.value()], tf.int64)
         self._checks.assign_add(1)
 
 
-def describe(rows: np.ndarray, names: Sequence[str], equal_before: int | None) -> str:
+def describe(rows: np.ndarray, names: Sequence[str], equal_before: bool) -> str:
     """Describe the differences between ranks: values, ranks, since when, and the usual cause.
 
     >>> rows = np.array([[0, 3, 7, 1], [0, 3, 8, 1]])
-    >>> print(describe(rows, ["dense/kernel", "dense/bias"], 100))
-    Replicas differ at step 3, and were equal 100 steps before. The weights differ in 1 of 2 \
+    >>> print(describe(rows, ["dense/kernel", "dense/bias"], True))
+    Replicas differ at step 3, and were equal at the last check. The weights differ in 1 of 2 \
 variables, 'dense/kernel' for one: rank 0 against rank 1. Something changed them on some ranks \
 only, such as a callback that assigns or loads weights: do it on every rank. A step that adds to \
 weights and subtracts again before the update, as sharpness-aware minimization does, rounds \
@@ -151,7 +150,7 @@ the update differently, take strategy=cx.strategies.Rebroadcast(every=5).
 
     Args:
         rows: int64 [ranks, 2 + variables], with the columns NUMBERS and a sum of each variable.
-        equal_before: steps since the last check; None: this is the first.
+        equal_before: True if an earlier check found them equal; False: this is the first.
     """
     differ = (rows != rows[0]).any(0)
     numbers = [position for position in range(len(NUMBERS)) if differ[position]]
@@ -167,12 +166,13 @@ the update differently, take strategy=cx.strategies.Rebroadcast(every=5).
         column = rows[:, position].copy()
         values = column.view(np.float64) if position == 0 else column
         sentences.append(f"The {NUMBERS[position]} is {by_rank(values)}.")
+    # Not the steps since then, because checks may have been off, or waited for equal weights
     since = (
-        "at the first check"
-        if equal_before is None
-        else f"at step {int(rows[:, 1].max())}, and were equal {equal_before} steps before"
+        f"at step {int(rows[:, 1].max())}, and were equal at the last check"
+        if equal_before
+        else "at the first check"
     )
-    causes = ["start"] if equal_before is None and variables.size else []
+    causes = ["start"] if not equal_before and variables.size else []
     # "weights" only without another cause, because a different rate or count changes weights, too
     causes += [NUMBERS[position] for position in numbers]
     causes = causes or ["weights"]
