@@ -213,7 +213,10 @@ class Sharded(Strategy):
         members = plan.topology.group(self.group, rank)
         position = members.index(rank)
         if whole is None:
-            return Shards(self.segments(plan, weights, decays, links), weights, position)
+            batches = self.batches(list(weights), list(weights.values()), plan.topology, links)
+            dtypes = [variable.dtype.name for variable in weights.values()]
+            segments = lay_out(plan, list(weights), dtypes, decays, batches, len(members))
+            return Shards(segments, weights, position)
         if self.pull != "at_once":
             raise PlanError(
                 "An optimizer that needs whole variables has them pulled at once: a layer is on "
@@ -223,16 +226,6 @@ class Sharded(Strategy):
             )
         laid = lay_out_whole(plan, weights, decays, len(members))
         return WholeShards(*laid, weights, position, whole)
-
-    def segments(
-        self, plan: Plan, weights: Mapping[str, tf.Variable], decays: Sequence[bool], links: Links
-    ) -> list[Segment]:
-        """Return the segments of these weights; arguments as for `make_shards`."""
-        paths = list(weights)
-        batches = self.batches(paths, list(weights.values()), plan.topology, links)
-        dtypes = [variable.dtype.name for variable in weights.values()]
-        ranks = len(plan.topology.group(self.group, 0))
-        return lay_out(plan, paths, dtypes, decays, batches, ranks)
 
 
 class ShardedRun(StrategyRun):
