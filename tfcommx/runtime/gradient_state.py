@@ -136,16 +136,6 @@ def stretches(bucket: Bucket, shard: slice) -> list[Stretch]:
     return stretches_of_shard
 
 
-def variable_sizes(plan: Plan) -> dict[str, int]:
-    """Return variable path -> entries, for the variables of a plan."""
-    sizes: dict[str, int] = {}
-    for bucket in plan.buckets:
-        for piece, size in zip(map(Piece.of, bucket.variables), bucket.sizes, strict=True):
-            # A variable is as long as the end of its last piece
-            sizes[piece.path] = max(sizes.get(piece.path, 0), piece.stop or size)
-    return sizes
-
-
 class Executor(Protocol):
     """Exchanges the gradients of a set of variables; keeps their state between steps."""
 

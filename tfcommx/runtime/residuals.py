@@ -24,7 +24,6 @@ from tfcommx.runtime.gradient_state import (
     GradientState,
     Vectors,
     stretches,
-    variable_sizes,
     without,
 )
 from tfcommx.runtime.rates import HighestRate, RecentRate
@@ -155,7 +154,7 @@ class GradientStore:
     def _by_variable(self, kind: str) -> Vectors:
         """Return this rank's residuals or velocities; state equal on all ranks only on rank 0."""
         vectors: Vectors = {}
-        sizes = variable_sizes(self.plan)
+        sizes = self.plan.entries
         for state in self.states.values():
             variable = getattr(state, kind)
             if variable is None or (self.comm.rank and not state.bucket.keeps_residual):

@@ -36,7 +36,7 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.core import ConfigurationError, Piece, Plan
 from tfcommx.kernels.traced import stamp
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.gradient_state import GradientState, Vectors, variable_sizes, without
+from tfcommx.runtime.gradient_state import GradientState, Vectors, without
 from tfcommx.runtime.residuals import send_with_residual
 
 # Most steps of a trial, six rounds of three plans; a round that would go beyond is not begun
@@ -336,7 +336,7 @@ class TrialExecutor:
         """Get ready for unsent residuals of these variables, and of those of the plans."""
         sizes = {path: part.size for path, part in residuals.items()}
         for executor in self.executors:
-            entries = variable_sizes(executor.plan)
+            entries = executor.plan.entries
             for bucket in filter(lambda bucket: bucket.keeps_residual, executor.plan.buckets):
                 paths = (Piece.of(name).path for name in bucket.variables)
                 sizes |= {path: entries[path] for path in paths}
