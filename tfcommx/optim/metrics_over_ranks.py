@@ -81,7 +81,6 @@ class MetricState(NamedTuple):
 class _Form(NamedTuple):
     """The properties of a metric that must be equal on all ranks for its sums to be added."""
 
-    name: str
     shapes: tuple[tuple[int, ...], ...]
     # For each variable True: a sum, False: a constant. None: they cannot be added
     adds: tuple[bool, ...] | None
@@ -218,11 +217,10 @@ def _forms_of(state: MetricState, starts: list[Starts | None]) -> list[tuple[Any
     """Return the fields of the metrics' forms: ranks exchange no named tuples."""
     return [
         (
-            metric.name,
             tuple(value.shape for value in values),
             None if parts is None else tuple(start is not None for start in parts),
         )
-        for metric, values, parts in zip(state.metrics, state.values, starts, strict=True)
+        for values, parts in zip(state.values, starts, strict=True)
     ]
 
 
@@ -246,10 +244,7 @@ def _common_forms(prefix: str, reports: list[_Report]) -> list[_Form]:
     if any(len(forms) != len(first) for forms in remaining):
         return [form._replace(adds=None) for form in first]
     return [
-        # Names may differ in the numbers that Keras adds
-        form
-        if all(form[1:] == forms[position][1:] for forms in remaining)
-        else form._replace(adds=None)
+        form if all(form == forms[position] for forms in remaining) else form._replace(adds=None)
         for position, form in enumerate(first)
     ]
 
