@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -182,14 +183,15 @@ def test_auto_takes_the_form_of_the_lower_price(link: Link, form: str, caplog: A
         chosen = operator(comm, heavy, "auto", links=Links(link, link))
         first = [one.numpy().item() for one in chosen(matrices)]
         assert [one.numpy().item() for one in chosen(matrices)] == first  # by the first choice
-        (choice,) = chosen.choices
-        return choice
+        (shares,) = chosen._shares.values()
+        return shares.choice
 
     with caplog.at_level(logging.INFO, "tfcommx"):
         one, other = on_ranks(Topology(2, 1), body)
     assert one == other
     # Threads of one process do not compute side by side: the price of the share may not be less.
-    expected = "parallel" if one.parallel_s < one.local_s else "local"
+    locally, largest_share, gather = map(float, re.findall(r"[\d.]+(?= ms)", one.reason))
+    expected = "parallel" if largest_share + gather < locally else "local"
     assert one.form == expected and (form == "parallel" or one.form == "local")
     assert f"heavy: {one.form}: all locally" in caplog.text.replace("<locals>.", "")
 

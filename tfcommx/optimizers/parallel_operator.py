@@ -26,7 +26,6 @@ from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, Links
 from tfcommx.optimizers.parallel_shares import (
     HEAD,
-    Choice,
     Item,
     Operation,
     Shares,
@@ -111,11 +110,6 @@ class ParallelOperator:
         self._shares: dict[Any, Shares] = {}
         # Graph -> number of its all-gathers
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-    @property
-    def choices(self) -> list[Choice]:
-        """The choices so far."""
-        return [shares.choice for shares in self._shares.values()]
 
     # AutoGraph would convert this Python code, too, inside a caller's loop
     @tf.autograph.experimental.do_not_convert

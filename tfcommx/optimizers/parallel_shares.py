@@ -41,9 +41,6 @@ class Choice(NamedTuple):
     form: str
     # For the log
     reason: str
-    # Seconds of the slowest rank; NaN if they were not measured
-    local_s: float = math.nan
-    parallel_s: float = math.nan
 
 
 class Shares(NamedTuple):
@@ -179,7 +176,7 @@ class SharesPlanner:
             f"all locally {local_s * 1e3:.2f} ms; in parallel {share_s * 1e3:.2f} ms for the "
             f"largest share and {gather_s * 1e3:.2f} ms for the all-gather"
         )
-        return Choice(form, reason, local_s, share_s + gather_s)
+        return Choice(form, reason)
 
     def _seconds(self, work: Callable[[], tf.Tensor]) -> float:
         """Time some work on all ranks at once, as it will run; infinity if it fails here."""
