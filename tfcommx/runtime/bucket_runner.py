@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfcommx import compression, routes, selection
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import DENSE_CODES, Bucket, ConfigurationError, Piece, Plan, Sparse
+from tfcommx.core import DENSE_CODES, Bucket, Piece, Plan, Sparse
 from tfcommx.kernels.sparse import keep
 from tfcommx.routes.compressed import vectors
 from tfcommx.routes.route import DenseRoute, ListRoute, SparseRoute
@@ -108,14 +108,9 @@ def clip_before_accumulation(
         The gradients, scaled by one factor in (0, 1], with their shapes and dtypes.
 
     **Ranks:** local. **Cost:** two passes; no gradient is returned before the last one exists.
-    **Raises:** ConfigurationError for a norm or a number of ranks out of range.
     **Source:** Lin et al., "Deep Gradient Compression" (2018), section 3.3, which sums gradients
     divided by the number of ranks.
     """
-    if norm <= 0 or ranks < 1:
-        raise ConfigurationError(
-            f"Clipping needs norm > 0 and ranks >= 1. Received norm={norm}, ranks={ranks}."
-        )
     # Squared norms of independent gradients add up; an average divides by their number after that
     limit = norm * ranks ** (0.5 if operation == "average" else -0.5)
     # In float32, because the square of a float16 above 255 is infinite

@@ -84,12 +84,8 @@ class EasgdWorker:
         return self._under_way is not None and self._under_way.done()
 
     def begin(self, snapshot: np.ndarray) -> None:
-        """Send a snapshot and continue; a thread awaits the force.
-
-        **Raises:** RuntimeError if the force of the previous snapshot was not taken.
-        """
-        if self.waits:  # The answers could be mistaken for each other
-            raise RuntimeError("A force must be taken before the next snapshot is sent.")
+        """Send a snapshot and continue; a thread awaits the force."""
+        assert not self.waits, "the answers could be mistaken for each other"
         own_copy = np.array(snapshot, self._dtype)  # The caller may reuse its memory
         # Messages progress only while a thread of the process polls
         self._under_way = in_thread(lambda: self.exchange(own_copy), "tfcommx-elastic")
@@ -97,8 +93,7 @@ class EasgdWorker:
     def take(self) -> np.ndarray:
         """Return the force of the last snapshot; wait for it if necessary."""
         under_way, self._under_way = self._under_way, None
-        if under_way is None:
-            raise RuntimeError("A snapshot must be sent before its force is taken.")
+        assert under_way is not None, "a snapshot was sent"
         return under_way.result()
 
     def exchange(self, snapshot: np.ndarray) -> np.ndarray:
