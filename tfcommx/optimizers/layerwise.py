@@ -15,6 +15,7 @@ from tfcommx.keras_internals import SendsMomentum, UpdatesTogether, compiled_by_
 from tfcommx.kernels.lars import squared_norms, squared_norms_definition
 from tfcommx.optimizers.parallel_operator import parallel_operator
 from tfcommx.optimizers.parallel_shares import MODES
+from tfcommx.strategies import Synchronous
 
 # Biases, and the scales and offsets of normalisation: few, near 0 or 1, and not scale-free
 EXCLUDED = ("*bias", "*gamma", "*beta", "*scale")
@@ -112,7 +113,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
             return False
         # Ranks with other weights would get each other's norms, and one that updates alone would
         # wait for the others
-        return bool(exchanger.settings.strategy.updates_alike)
+        return isinstance(exchanger.settings.strategy, Synchronous)
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "exclude": list(self.exclude), "norms": self.norms}

@@ -133,8 +133,6 @@ class Strategy(Protocol):
 
     # All ranks have the same weights, to the bit, in steps where `weights_are_equal` says so
     keeps_weights_equal: ClassVar[bool] = True
-    # Every rank applies the same gradients to the same weights: ranks may share that work
-    updates_alike: ClassVar[bool] = False
     # Only rank 0 needs the sums of gradients; routes with a reduction reduce to it
     reduces_to_root: ClassVar[bool] = False
     # The optimizer updates this rank's shards of the weights, and keeps state only for them

@@ -38,8 +38,6 @@ class Synchronous(Strategy):
     The gradients have the same bits on all ranks, so the weights do not drift apart.
     """
 
-    updates_alike: ClassVar[bool] = True
-
 
 def broadcast_weights(weights: Mapping[str, tf.Variable], executor: PlanExecutor) -> None:
     """Set the weights to those of rank 0.
