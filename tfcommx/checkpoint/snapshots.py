@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import shutil
@@ -40,7 +41,7 @@ from tfcommx.checkpoint.records import read_own, residual_arrays
 from tfcommx.checkpoint.restoring import load, restored
 from tfcommx.checkpoint.state import copy_model, not_finite_in
 from tfcommx.collectives import process
-from tfcommx.core import CheckpointError, check_whole, local_path
+from tfcommx.core import CheckpointError, check_whole, json_text, local_path
 from tfcommx.keras_internals import build_metrics, finalize_layers, statistics_of
 from tfcommx.launch.launcher import launch_interfaces
 from tfcommx.launch.supervision import MEMORY, PAUSED, SupervisorLink, supervision
@@ -392,10 +393,13 @@ class Snapshots:
             self._writing.wait()  # On all ranks, so that the next vote finds all ready
             ready, _ = self._vote()
         if self._due or leaves:
-            ranks, noted = self._comm.topology.size, notes() | self.notes()
+            ranks, text = self._comm.topology.size, json_text(notes() | self.notes())
+            # Rank 0's on all, because hosts recognise the files of one save by their equal heads
+            text = self._comm.gather_objects(text if self._comm.rank == 0 else "")[0]
             # Because a host that was away may hold files of the same save of another generation
             tag = f"{self.supervised.run}/{self.supervised.generation}"
-            self._capture(Head(self._next, epoch - 1, ranks, step, steps, noted, tag=tag))
+            head = Head(self._next, epoch - 1, ranks, step, steps, json.loads(text), tag=tag)
+            self._capture(head)
         if leaves:
             self._end()
 
@@ -430,8 +434,7 @@ class Snapshots:
         wish = int(np.clip(ASK_SECONDS / step, 1, ASK_STEPS)) if self._comm.rank == 0 else 0
         with tf.device("/cpu:0"):
             vote = tf.constant([busy, failed, pause, wish], tf.float32)
-            total = self._comm.allreduce(vote, "world", "tfcommx/snapshots", counted=False)
-            votes = total.numpy()
+            votes = self._comm.allreduce(vote, "world", "tfcommx/snapshots", counted=False).numpy()
         # From the sum, equal on all ranks, because a rank that voted alone would wait
         self._until = self._between = max(1, round(float(votes[3])))
         self._asked_at = time.monotonic()
@@ -475,11 +478,10 @@ class Snapshots:
         # With shards only rank 0 has the optimizer's whole state, gathered by `consolidate`
         writes = self._comm.rank == 0 if sharded else self._writes_model
         # Copied, because the next step changes the variables while the thread still writes
-        own_arrays = {name: np.array(array) for name, array in residual_arrays(self.model).items()}
+        own = {name: np.array(array) for name, array in residual_arrays(self.model).items()}
         model = copy_model(self.model) if writes else None
         finite = tuple(weight.path for weight in self.model.weights) if self._began_finite else ()
-        own_arrays = {"head": head_array(head), **own_arrays}
-        captured = Captured(head.save, own_arrays, model, sharded, finite)
+        captured = Captured(head.save, {"head": head_array(head), **own}, model, sharded, finite)
         self._writing = Writing(captured, self._comm.rank, self.place, self._send, self._whole)
         self._next, self._due = head.save + 1, False
         self._copying = time.monotonic() - start

@@ -1,7 +1,9 @@
-"""Steps of a supervised run: the last execution of an epoch may be shorter than the others."""
+"""Steps of a supervised run, and the notes that its snapshots have."""
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +12,9 @@ import pytest
 import tfcommx as cx
 from tfcommx.checkpoint import callback as module
 from tfcommx.checkpoint.callback import Checkpoint
+from tfcommx.checkpoint.files import Head
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Topology
 
 
 @pytest.mark.parametrize(("steps", "together"), [(5, 2), (6, 2), (1, 4), (3, 1), (None, 2)])
@@ -37,3 +42,35 @@ def test_all_steps_of_an_epoch_count_once(
 def test_snapshots_need_whole_steps(tmp_path: Path) -> None:
     with pytest.raises(cx.ConfigurationError, match="`every`"):
         cx.checkpoint.Snapshots(None, tmp_path, 0)
+
+
+class Recorded(cx.checkpoint.Snapshots):
+    """Snapshots of one rank as a thread, of which only the heads are recorded."""
+
+    def __init__(self, comm: ThreadComm) -> None:
+        self._comm, self.every, self.total, self._next = comm, 1, 0, 7
+        self.supervised = SimpleNamespace(run="a run", generation=2)  # type: ignore[assignment]
+        self._due, self._until, self._link, self._writing, self._said = False, 0, None, None, 0.0
+        self.heads: list[Head] = []
+
+    def _vote(self) -> tuple[bool, bool]:
+        return True, False
+
+    def _capture(self, head: Head) -> None:
+        self.heads.append(head)
+
+
+def test_all_ranks_write_the_notes_of_rank_0() -> None:
+    """A recipe's notes have each rank's own seconds.
+
+    No snapshot of such a run was found on four hosts, because their heads differed.
+    """
+
+    def work(comm: ThreadComm) -> list[Head]:
+        snapshots, notes = Recorded(comm), OrderedDict(seconds=0.5 + comm.rank, loss=math.nan)
+        snapshots.after_step(1, 1, 5, notes=lambda: notes)
+        return snapshots.heads
+
+    (head,), *others = ThreadComm.run(Topology(3, 1), work)
+    assert others == [[head]] * 2
+    assert head.notes == {"seconds": 0.5, "loss": None, "total_steps": 1, "run": "a run"}
