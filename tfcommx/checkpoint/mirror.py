@@ -73,7 +73,8 @@ class Mirrors:
     def send(self, to: Row, rank: int, names: Sequence[str], keep: Sequence[int]) -> None:
         """Send files of this rank; return when the other host has stored them.
 
-        The receiver deletes files of this rank's saves that are not in `keep`.
+        The receiver deletes files of this rank's saves that are not in `keep`; if a model is sent,
+        the models of other saves, too.
 
         **Raises:** OSError or ValueError if the receiver does not accept them.
         """
@@ -115,7 +116,8 @@ class Mirrors:
                 with self.place.writing(name) as file:
                     _copy(connection, file, size)
             # The last complete save is deleted only now, because the sender may die at any byte
-            self.place.keep(set(message["keep"]), int(message["rank"]))
+            has_model = any(name.startswith("model") for name, _ in files)
+            self.place.keep(set(message["keep"]), int(message["rank"]), models=has_model)
             connection.sendall(b"1", socket.MSG_NOSIGNAL)
 
 

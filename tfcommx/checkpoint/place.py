@@ -113,23 +113,17 @@ class SnapshotFolder:
             names.setdefault(number, {})[path.name] = path.stat().st_size
         return {number: Held(head, names[number]) for number, head in heads.items()}
 
-    def keep(self, saves: set[int], rank: int | None = None) -> None:
-        """Delete all files except those of `saves`; with `rank` only files of that rank."""
-        for path in self._files():
-            match = _NAME.fullmatch(path.name)
-            if match is None:
-                if rank is None:
-                    path.unlink(missing_ok=True)
-                continue
-            belongs = rank is None or (match[3] is not None and int(match[3]) == rank)
-            if belongs and int(match[1] or match[2]) not in saves:
-                path.unlink(missing_ok=True)
+    def keep(self, saves: set[int], rank: int | None = None, models: bool = False) -> None:
+        """Delete all files except those of `saves`.
 
-    def keep_models(self, saves: set[int]) -> None:
-        """Delete the models of all saves except `saves`."""
+        With `rank`, only that rank's files, and with `models` also the models.
+        """
         for path in self._files():
             match = _NAME.fullmatch(path.name)
-            if match and match[1] and int(match[1]) not in saves:
+            belongs = rank is None
+            if match is not None and rank is not None:
+                belongs = models if match[1] else int(match[3]) == rank
+            if belongs and (match is None or int(match[1] or match[2]) not in saves):
                 path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:

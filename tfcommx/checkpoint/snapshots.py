@@ -137,9 +137,8 @@ class Writing:
             captured.check_finite()
             folder.make()  # Because the user may have removed the folder
             # Before the write, so that the memory holds at most two saves at a time
-            folder.keep(saves, rank)
+            folder.keep(saves, rank, models=captured.model is not None)
             if captured.model is not None:
-                folder.keep_models(saves)
                 name = memory_model_name(captured.save)
                 self.bytes += folder.write(name, captured.model)
                 mirrored += [name] * captured.only_model

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfcommx.checkpoint.files import residuals_name
+from tfcommx.checkpoint.files import memory_model_name, residuals_name
 from tfcommx.checkpoint.mirror import PROTOCOL, Mirrors, partner
 from tfcommx.checkpoint.place import SnapshotFolder
 from tfcommx.launch.handshake import Handshake
@@ -35,6 +35,24 @@ def test_files_arrive_and_older_ones_of_that_rank_go(tmp_path: Path) -> None:
     assert len(names) == 6  # Another rank's files stay
     sent = (here.place.path / residuals_name(3, 3)).read_bytes()
     assert (there.place.path / residuals_name(3, 3)).read_bytes() == sent
+
+
+def test_older_models_go_where_they_are_mirrored(tmp_path: Path) -> None:
+    """With shards rank 0 alone writes the model: each snapshot stayed on the host after its own."""
+    here, there = mirrors(tmp_path / "here"), mirrors(tmp_path / "there")
+    for save in range(4):
+        names = [residuals_name(save, 0), memory_model_name(save)]
+        for name in names:
+            here.place.write(name, {"weight0": np.zeros(9)})
+        there.place.write(residuals_name(save, 1), {"own0": np.zeros(9)})
+        here.send(there.row, 0, names, [save - 1, save])
+    models = {path.name for path in there.place.path.glob("model-*")}
+    assert models == {memory_model_name(2), memory_model_name(3)}
+    assert len(list(there.place.path.iterdir())) == 2 + 2 + 4
+    # A rank that sends no model leaves those that this host's own rank has written
+    here.place.write(residuals_name(9, 3), {"own0": np.zeros(9)})
+    here.send(there.row, 3, [residuals_name(9, 3)], [9])
+    assert len(list(there.place.path.iterdir())) == 2 + 2 + 4 + 1
 
 
 def test_a_stranger_is_refused(tmp_path: Path) -> None:
