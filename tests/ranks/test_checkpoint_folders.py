@@ -192,6 +192,24 @@ def test_a_name_that_one_rank_cannot_write_leaves_the_save_before(
     assert checkpoint.restore(small(), folder) == 2
 
 
+def test_the_notes_of_rank_0_count(
+    comm: Comm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last node that wrote checkpoint.json put its own notes there: half of rank 0's went."""
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
+    write_head = saving.write_head
+
+    def in_turn(head: checkpoint.Head, into: Path) -> None:
+        time.sleep(0.3 * comm.rank)
+        write_head(head, into)
+
+    monkeypatch.setattr(saving, "write_head", in_turn)
+    checkpoint.save(small(), folder, 0, notes={"seconds": 0.5 + comm.rank})
+    last = checkpoint.last(folder)
+    assert last is not None and last.notes == {"seconds": 0.5}
+
+
 def test_faults_of_one_rank_are_errors_of_all(
     comm: Comm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import secrets
 import shutil
@@ -195,8 +196,8 @@ def save(
     step, steps = check_whole("step", step, least=0), check_whole("steps", steps, least=0)
     try:
         # Now, because only the ranks that write checkpoint.json would fail later
-        json_text(notes or {})
-    except TypeError as error:
+        text = json_text(notes or {})
+    except (TypeError, ValueError) as error:  # The latter for a NaN as a key
         raise ConfigurationError(
             f"`notes` must be values that JSON can hold. Received {notes!r:.200}: {error}. Give "
             "Python's numbers, texts, lists and dicts, such as float(loss)."
@@ -214,16 +215,17 @@ def save(
     for optimizer in wrapped_optimizers(model):
         consolidate(optimizer)
     # Rank 0 alone checks its weights, because it writes the model
-    own_facts = (not_finite_in(model) if comm.rank == 0 else "", secrets.token_hex(8))
-    # Its tag, too, which distinguishes this save from another run's save of the same number
-    not_finite, tag = comm.gather_objects(own_facts)[0]
+    own_facts = (not_finite_in(model), secrets.token_hex(8), text) if comm.rank == 0 else ("",) * 3
+    # Its tag, too, which distinguishes this save from another run's save of the same number, and
+    # its notes, because each node's first rank writes checkpoint.json, perhaps into one folder
+    not_finite, tag, text = comm.gather_objects(own_facts)[0]
     if not_finite and heads[0] is not None and heads[0].finite:
         if comm.rank == 0:
             _warn_of_divergence(not_finite, epoch, heads[0], folder)
         return
     # Not of a save that was found damaged, because it would replace one that is whole
     older, size = _older(known_whole(folder, heads[0]), keep), comm.topology.size
-    head = Head(number, epoch, size, step, steps, notes or {}, not not_finite, older, tag)
+    head = Head(number, epoch, size, step, steps, json.loads(text), not not_finite, older, tag)
 
     # checkpoint.json names the save only when every rank has written its files
     for stage in (_hold, _write, _name):
