@@ -106,7 +106,7 @@ def test_a_checkpoint_whose_files_are_damaged_names_them(
 ) -> None:
     cx.checkpoint.save(model, tmp_path, 0)
     check(
-        tmp_path / "model-0000.keras",
+        tmp_path / "tfcommx-0000.keras",
         lambda: cx.checkpoint.restore(model, tmp_path),
         cx.CheckpointError,
         30,
@@ -129,7 +129,7 @@ def test_exact_variables_that_are_damaged_name_their_file(
 
 
 @pytest.mark.parametrize(
-    "name", ["model-0001.keras", "residuals-0001-rank-0000.npz", case("missing", kept=False)]
+    "name", ["tfcommx-0001.keras", "residuals-0001-rank-0000.npz", case("missing", kept=False)]
 )
 def test_an_older_save_that_is_whole_is_taken(
     name: str, model: keras.Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -139,7 +139,7 @@ def test_an_older_save_that_is_whole_is_taken(
     assert cx.checkpoint.next_epoch(tmp_path) == 2
     copy = shutil.copytree(tmp_path, tmp_path / "copy")
     if name == "missing":
-        (copy / "model-0001.keras").unlink()
+        (copy / "tfcommx-0001.keras").unlink()
     else:
         (copy / name).write_bytes((copy / name).read_bytes()[:-30])
     assert cx.checkpoint.restore(model, copy) == 1

@@ -29,7 +29,7 @@ GREY = Arrays(np.zeros((8, 8, 8), np.uint8), np.arange(8) % 2)
 
 @pytest.mark.parametrize("take", [cx.checkpoint.restore, lambda _, path: cx.checkpoint.last(path)])
 def test_a_file_is_not_a_folder_without_a_checkpoint(take: Any, tmp_path: Path) -> None:
-    """`restore(model, "run/model-0000.keras")` returned epoch 0, and the run began anew."""
+    """`restore(model, "run/tfcommx-0000.keras")` returned epoch 0, and the run began anew."""
     cx.init()
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)

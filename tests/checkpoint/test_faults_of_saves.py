@@ -137,6 +137,20 @@ def test_a_file_that_cannot_be_deleted_does_not_end_the_run(
     assert cx.checkpoint.restore(model, tmp_path) == 2
 
 
+def test_the_files_of_a_model_checkpoint_in_the_folder_stay(
+    model: keras.Model, tmp_path: Path
+) -> None:
+    """They were deleted without a word, or replaced: model-0001.keras was also this package's."""
+    theirs = [tmp_path / f"model-{epoch:04d}.keras" for epoch in range(3)]
+    for path in theirs:
+        path.write_text("the user's")
+    for epoch in range(3):
+        cx.checkpoint.save(model, tmp_path, epoch)
+    assert [path.read_text() for path in theirs] == ["the user's"] * 3
+    (ours,) = set(tmp_path.glob("*.keras")) - set(theirs)
+    assert ours.name == model_name(2)
+
+
 @pytest.mark.parametrize("kind", ["folder", "broken link", "loop", "stale"])
 def test_a_head_that_cannot_be_read_is_no_missing_checkpoint(
     kind: str, small: keras.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ def left(folder: Path) -> dict[str, bytes]:
         if isinstance(item, h5py.Dataset) and "seed_generator" not in name:
             found[name] = item[()].tobytes()
 
-    with zipfile.ZipFile(files / f"model-{save:04d}.keras") as archive:
+    with zipfile.ZipFile(files / f"tfcommx-{save:04d}.keras") as archive:
         model = io.BytesIO(archive.read("model.weights.h5"))
     with h5py.File(model) as stored:
         stored.visititems(keep)

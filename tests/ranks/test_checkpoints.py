@@ -142,8 +142,8 @@ def test_an_epoch_that_is_saved_twice_is_not_mixed(
     comm.gather_objects("saved")
     assert sorted(path.name for path in folder.iterdir() if path.name != LOCK) == [
         "checkpoint.json",
-        "model-0001.keras",
         *(f"residuals-0001-rank-{rank:04d}.npz" for rank in range(comm.topology.size)),
+        "tfcommx-0001.keras",
     ]
 
 

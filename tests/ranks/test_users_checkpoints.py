@@ -21,7 +21,8 @@ def test_a_checkpoint_leaves_the_users_files_alone(comm: Comm, folder: Path) -> 
         for name in (
             "notes-2025.txt",
             "model-best-20251104.keras",
-            "model-0000.keras.bak",
+            "model-0000.keras",
+            "tfcommx-0000.keras.bak",
             f"residuals-0000-rank-{comm.topology.size:04d}.npz",
         ):
             (folder / name).write_text("")
@@ -32,11 +33,12 @@ def test_a_checkpoint_leaves_the_users_files_alone(comm: Comm, folder: Path) -> 
     assert sorted(path.name for path in folder.iterdir() if "residuals" not in path.name) == [
         ".checkpoint.lock",
         "checkpoint.json",
-        "model-0000.keras.bak",
-        "model-0001.keras",
+        "model-0000.keras",
         "model-best-20251104.keras",
         "notes-2025.txt",
         "run-0001",
+        "tfcommx-0000.keras.bak",
+        "tfcommx-0001.keras",
     ]
     # None of epoch 0, nor of a larger run
     residuals = [f"residuals-0001-rank-{rank:04d}.npz" for rank in range(comm.topology.size)]

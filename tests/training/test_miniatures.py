@@ -98,7 +98,7 @@ def left(folder: Path) -> dict[str, np.ndarray]:
     """Return the content of the last checkpoint: weights, optimizer, and each rank's own state."""
     files = folder / "checkpoint"
     save = saves(folder)
-    model = keras.saving.load_model(files / f"model-{save:04d}.keras")
+    model = keras.saving.load_model(files / f"tfcommx-{save:04d}.keras")
     variables = [*model.variables, *model.optimizer.variables]
     found = {f"{at} {one.name}": one.numpy() for at, one in enumerate(variables)}
     # Keras does not save the seeds, which are part of each rank's own state

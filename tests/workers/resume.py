@@ -116,7 +116,7 @@ def left(folder: Path) -> dict[str, np.ndarray]:
     """Return the content of the last checkpoint: weights, optimizer, and this rank's own state."""
     head = checkpoint.last(folder / "checkpoint")
     files = folder / "checkpoint"
-    model = keras.saving.load_model(files / f"model-{head.save:04d}.keras")
+    model = keras.saving.load_model(files / f"tfcommx-{head.save:04d}.keras")
     variables = [*model.variables, *model.optimizer.variables]
     # By position: a path has a number that grows with every model of the process
     found = {f"{at} {one.name}": one.numpy() for at, one in enumerate(variables)}
@@ -197,7 +197,7 @@ def kills() -> None:
     interrupts = [(Position(*divmod(step, STEPS)), "kill") for step in steps]
     in_pieces(ROOT / "kills", interrupts, False, checkpoint={"every_steps": 3, "keep": 2})
     assert_equal(ROOT / "whole", ROOT / "kills", f"a run killed at steps {steps}")
-    names = [path.name for path in (ROOT / "kills" / "checkpoint").glob("model-*")]
+    names = [path.name for path in (ROOT / "kills" / "checkpoint").glob("tfcommx-*")]
     assert len(names) == 2, names
 
 

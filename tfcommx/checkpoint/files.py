@@ -23,11 +23,12 @@ HEAD = "checkpoint.json"
 # Remedy for a damaged file
 COPY = "Put a whole copy in its place."
 
-# Groups: number of the save of a model; number of the save of residuals, their rank
-_OURS = re.compile(r"model-(\d{4,})\.keras|residuals-(\d{4,})-rank-(\d{4,})\.npz")
+# Groups: number of the save of a model; number of the save of residuals, their rank. With names
+# that users do not give their own files, because a Checkpoint deletes and replaces such files
+_OURS = re.compile(r"tfcommx-(\d{4,})\.keras|residuals-(\d{4,})-rank-(\d{4,})\.npz")
 # The same for partial files of a killed run (`replacing` names them)
 _HALF = re.compile(
-    r"\.(?:model-\d{4,}|checkpoint|residuals-\d{4,}-rank-(\d{4,}))-[0-9a-f]{8}\.(?:keras|json|npz)"
+    r"\.(?:tfcommx-\d{4,}|checkpoint|residuals-\d{4,}-rank-(\d{4,}))-[0-9a-f]{8}\.(?:keras|json|npz)"
 )
 
 
@@ -180,8 +181,8 @@ def arrays_in(path: Path, kind: str, remedy: str = COPY) -> Iterator[np.lib.npyi
 
 
 def model_name(save: int) -> str:
-    """Return the name of a save's model, such as model-0003.keras."""
-    return f"model-{save:04d}.keras"
+    """Return the name of a save's model, such as tfcommx-0003.keras."""
+    return f"tfcommx-{save:04d}.keras"
 
 
 def memory_model_name(save: int) -> str:

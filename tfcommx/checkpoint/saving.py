@@ -3,7 +3,7 @@
     folder/
       checkpoint.json                  written last: the last complete save, its epoch and step,
                                        the number of ranks, and older saves that are kept
-      model-0003.keras                 weights and optimizers' state of save 3, a plain Keras file
+      tfcommx-0003.keras               weights and optimizers' state of save 3, a plain Keras file
       residuals-0003-rank-0000.npz     one per rank: residuals and velocities in the order of its
                                        plans; sums of gradients; seeds
 

@@ -66,7 +66,7 @@ def test_training_continues_exactly_from_a_checkpoint(
     fit(straight, comm, epochs=2, extra=(SaveTheEpoch(folder),))
     assert (
         len(list(folder.glob("residuals-*"))) == comm.topology.size
-        and len(list(folder.glob("model-*"))) == 1
+        and len(list(folder.glob("tfcommx-*"))) == 1
     )
     second = compiled(optimizer(), seed=9)
     assert checkpoint.restore(second, folder) == 1
