@@ -11,6 +11,7 @@ import keras
 from tfcommx.collectives import process
 from tfcommx.core import check_whole
 from tfcommx.keras_internals import (
+    call_alike,
     finalize_layers,
     layers_of,
     metrics_in,
@@ -132,7 +133,8 @@ class RecalibrateBatchNorm(keras.callbacks.Callback):
     """Measure batch norm's means and variances again at the end of `fit`, from some batches.
 
     For weights that no step has used, such as the centre of elastic averaging: put it behind
-    BroadcastState. Each statistic becomes the plain average of the batches' values.
+    BroadcastState. Each statistic becomes the plain average of the batches' values; no other
+    variable changes.
 
     >>> import numpy as np
     >>> import tfcommx as cx
@@ -142,8 +144,8 @@ class RecalibrateBatchNorm(keras.callbacks.Callback):
         data: yields batches of inputs, or tuples that begin with them; iterated in each `fit`.
         batches: number of batches, >= 1.
 
-    **Ranks:** local; equal data yields equal statistics. **Cost:** `batches` forward passes, not
-    traced.
+    **Ranks:** local; all with SyncBatchNormalization. Equal data and weights yield equal
+    statistics. **Cost:** `batches` forward passes, not traced.
     **Raises:** ConfigurationError for `batches` out of range.
     """
 
@@ -159,13 +161,25 @@ class RecalibrateBatchNorm(keras.callbacks.Callback):
         ]
         if not layers:
             return
+        statistics = [value for layer in layers for value in layer.non_trainable_variables]
         usual = [layer.momentum for layer in layers]
         try:
             for count, batch in enumerate(itertools.islice(self.data, self.batches)):
                 # The plain average of all batches so far
                 for layer in layers:
                     layer.momentum = count / (count + 1)
-                self.model(batch[0] if isinstance(batch, tuple | list) else batch, training=True)
+                inputs = batch[0] if isinstance(batch, tuple | list) else batch
+                # Because each rank's dropout has its own seeds, and layers such as
+                # SpectralNormalization change their weights in a call
+                measured = call_alike(
+                    self.model,
+                    inputs,
+                    lambda _: [value.value for value in statistics],
+                    seed=count,
+                    training=True,
+                )
+                for variable, value in zip(statistics, measured, strict=True):
+                    variable.assign(value)
         finally:
             for layer, momentum in zip(layers, usual, strict=True):
                 layer.momentum = momentum

@@ -181,8 +181,14 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, bool | int | float | str | bytes | np.generic)
 
 
-def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], T], seed: int = 0) -> T:
-    """Call a built model in inference mode without changing any variable; return `then(outputs)`.
+def call_alike(
+    model: keras.Model,
+    inputs: Any,
+    then: Callable[[Any], T],
+    seed: int = 0,
+    training: bool = False,
+) -> T:
+    """Call a built model without changing any variable; return `then(outputs)`.
 
     `then` is called before the variables have their own values again. Ranks with equal variables
     and an equal `seed` compute the same.
@@ -202,7 +208,7 @@ def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], T], seed: 
         if variable.regularizer is not None
     ]
     with keras.StatelessScope(state_mapping=states):
-        options = {"training": False} if model._call_has_training_arg else {}
+        options = {"training": training} if model._call_has_training_arg else {}
         return then(model(inputs, **options))
 
 
