@@ -260,6 +260,16 @@ def test_what_was_measured_is_scaled_and_never_lost(
         assert made.timing.seconds["compute"] == 3.0
 
 
+def test_a_run_resumed_with_fewer_epochs_has_ended(tmp_path: Path) -> None:
+    """After a save in the middle of an epoch, rank 0 alone ended with an IndexError."""
+    asked = recipe(tmp_path / "none.npz", batch=20)
+    comm = SimpleNamespace(rank=0, topology=Topology(1, 1))
+    here = Run(asked, tmp_path, comm, None, Classification(1, 3), (2,))  # type: ignore[arg-type]
+    for epoch in (asked.epochs, asked.epochs + 1):
+        saved = checkpoint.Head(save=1, epoch=epoch - 1, step=7, steps=10, ranks=1)
+        assert first_position(here, saved) == Position(epoch)
+
+
 @pytest.mark.parametrize("name", ["pictures.npz", "pictures.npz/run"])
 def test_an_output_that_cannot_be_a_folder_is_refused_first(
     name: str, pictures: Path, tmp_path: Path

@@ -177,6 +177,9 @@ def first_position(run: Run, saved: checkpoint.Head | None) -> Position:
     if saved is None:
         return Position(0)
     epoch = saved.epoch + 1
+    # The recipe has fewer epochs than when it was saved: only the report is left to write
+    if epoch >= run.recipe.epochs:
+        return Position(epoch)
     # At the same fraction of the epoch, which has another number of steps with another number of
     # ranks or another batch
     step = scaled_steps(saved.step, run, saved)
