@@ -138,6 +138,17 @@ def test_train_steps_begin_with_a_call_until_they_are_restored(net: keras.Model,
     assert vars(net).get("train_step") is before
 
 
+def test_a_step_that_an_interrupted_fit_has_left_is_restored_in_the_next(
+    net: keras.Model,
+) -> None:
+    """`fit` ended with "'NoneType' object is not callable", having made its function before."""
+    traces: list[object] = []
+    begin_train_steps_with(net, traces.append)
+    restore = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: restore_train_step(net))
+    net.fit(np.ones((STEPS, 2)), np.ones((STEPS, 1)), verbose=0, callbacks=[restore])
+    assert int(net.optimizer.iterations) == 1 and not traces
+
+
 def test_a_train_function_that_is_not_made_yet_is_replaced(net: keras.Model) -> None:
     """As by the callbacks of a loop of `train_on_batch`: the first batch called None."""
     seen = []

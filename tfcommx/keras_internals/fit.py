@@ -141,5 +141,6 @@ def restore_train_step(model: keras.Model) -> None:
     del model.train_step
     if step.replaces is not None:
         model.train_step = step.replaces
-    # The traced function still contains the step that was replaced
-    model.train_function = None
+    # The traced function still contains the step that was replaced. A new one, not None, because
+    # `fit` has made its function before `on_train_begin`, and will call it
+    trace_again(model)
