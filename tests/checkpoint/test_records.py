@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
+import keras
 import numpy as np
 
+import tfcommx as cx
 from tfcommx.checkpoint.records import BLOCK, OptimizerRecord, _index_of, _record_in
+from tfcommx.checkpoint.state import copy_model
 from tfcommx.runtime.gradient_state import GradientState
 
 
@@ -34,3 +38,25 @@ def test_a_rank_writes_its_shard_of_a_variable_and_not_the_zeros_around_it() -> 
         for path, part in kept.items():
             np.testing.assert_array_equal(part, other[path])
             assert np.asarray(part).dtype == np.asarray(other[path]).dtype
+
+
+def test_a_model_is_copied_once() -> None:
+    """Each variable was copied three times, while the step waited."""
+    cx.init()
+    model = keras.Sequential([keras.Input((500,)), keras.layers.Dense(500, use_bias=False)])
+    model.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+    tracemalloc.start()
+    try:
+        arrays = copy_model(model)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    (kernel,) = (array for array in arrays.values() if array.size == 500 * 500)
+    assert kernel.nbytes <= peak < 1.5 * kernel.nbytes
+    # A thread writes the copies while the next steps change the variables
+    before = {name: array.copy() for name, array in arrays.items()}
+    for _ in range(2):
+        model.fit(np.ones((2, 500)), np.zeros((2, 500)), verbose=0)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, before[name])
+    assert not np.array_equal(copy_model(model)["weight0"], kernel)

@@ -99,7 +99,7 @@ def write_residuals(model: keras.Model, path: Path, writes_model: bool, head: He
 
 
 def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
-    """Return the arrays of this rank's file: the state of each wrapped optimizer of the model."""
+    """Return copies: this rank's file, with the state of each wrapped optimizer of the model."""
     seeds = [generator.state.numpy().tolist() for generator in all_generators(model)]
     arrays: dict[str, np.ndarray] = {}
     records = [record_of(model, optimizer, seeds) for optimizer in wrapped_optimizers(model)]

@@ -476,8 +476,8 @@ class Snapshots:
             sharded |= exchanger_in(optimizer).sharding is not None
         # With shards only rank 0 has the optimizer's whole state, gathered by `consolidate`
         writes = self._comm.rank == 0 if sharded else self._writes_model
-        # Copied, because the next step changes the variables while the thread still writes
-        own = {name: np.array(array) for name, array in residual_arrays(self.model).items()}
+        # Copies, because the next step changes the variables while the thread still writes
+        own = residual_arrays(self.model)
         model = copy_model(self.model) if writes else None
         finite = tuple(weight.path for weight in self.model.weights) if self._began_finite else ()
         captured = Captured(head.save, {"head": head_array(head), **own}, model, sharded, finite)

@@ -21,6 +21,7 @@ import numpy as np
 from tfcommx.checkpoint.files import arrays_in
 from tfcommx.core import CheckpointError
 from tfcommx.keras_internals import (
+    array_of,
     entries_of,
     finalize_layers,
     inner_optimizer,
@@ -43,7 +44,7 @@ def wide(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind in "biu":  # float64 does not hold all 64 bits
         return array
     # NumPy's format has no bfloat16, and would write its entries as two bytes without a type
-    return array.astype(np.promote_types(array.dtype, np.float32))
+    return array.astype(np.promote_types(array.dtype, np.float32), copy=False)
 
 
 def exact_arrays(model: keras.Model) -> dict[str, np.ndarray]:
@@ -154,7 +155,7 @@ def copy_optimizer(optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarra
     """
     store: dict[str, np.ndarray] = {}
     inner_optimizer(optimizer).save_own_variables(store)
-    arrays = {f"inner/{key}": np.array(wide(np.asarray(value))) for key, value in store.items()}
+    arrays = {f"inner/{key}": wide(np.asarray(value)) for key, value in store.items()}
     for number, variable in enumerate(_outer_variables(optimizer)):
         arrays[f"outer/{number}"] = _copy(variable)
     return arrays
@@ -242,5 +243,5 @@ def not_finite_in(model: keras.Model) -> str:
 
 
 def _copy(variable: keras.Variable) -> np.ndarray:
-    # Copied, because the result of `numpy()` may share the variable's memory
-    return np.array(wide(variable.numpy()))
+    # TensorFlow's `numpy()` copies already, and Keras's copies that again
+    return wide(array_of(variable.value))
