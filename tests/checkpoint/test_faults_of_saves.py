@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import tfcommx as cx
-from tfcommx.checkpoint import files, saving
+from tfcommx.checkpoint import files, lock, saving
 from tfcommx.checkpoint.files import HEAD, model_name, read_own_head, residuals_name
 from tfcommx.core import files as core_files
 
@@ -137,6 +137,21 @@ def test_a_file_that_cannot_be_deleted_does_not_end_the_run(
     assert cx.checkpoint.restore(model, tmp_path) == 2
 
 
+def test_a_lock_that_another_run_has_taken_is_no_lack_of_room(
+    small: keras.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said that a checkpoint needs room, with the bytes of the weights and those free."""
+
+    def in_use(*_: object) -> None:
+        raise lock.FolderInUse("another run saves. End it.")
+
+    cx.checkpoint.save(small, tmp_path, 0)
+    monkeypatch.setattr(lock, "take", in_use)
+    with pytest.raises(cx.checkpoint.SaveError, match=r"rank 0: another run.*\bit\. An") as caught:
+        cx.checkpoint.save(small, tmp_path, 1)
+    assert "room" not in str(caught.value) and "bytes" not in str(caught.value)
+
+
 def test_the_files_of_a_model_checkpoint_in_the_folder_stay(
     model: keras.Model, tmp_path: Path
 ) -> None:
@@ -248,7 +263,15 @@ def test_a_folder_without_rights_is_an_error_of_all(
 
 
 @pytest.mark.parametrize(
-    "odd", [{"keep": 0}, {"epoch": -2}, {"step": -1}, {"steps": 1.5}, {"notes": {"loss": {1, 2}}}]
+    "odd",
+    [
+        {"keep": 0},
+        {"epoch": -2},
+        {"step": -1},
+        {"steps": 1.5},
+        {"notes": {"loss": {1, 2}}},
+        {"notes": {np.nan: 1}},
+    ],
 )
 def test_values_that_no_checkpoint_can_hold_are_refused_before_a_file_is_written(
     odd: dict[str, Any], model: keras.Model, tmp_path: Path

@@ -119,6 +119,20 @@ def test_a_second_run_is_refused_by_name_until_the_first_has_ended(
         pass
 
 
+def test_a_folder_that_one_node_cannot_lock_is_free_for_another_run(
+    comm: Comm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 held its lock until the program ended."""
+    if comm.topology.size == 1 or comm.topology.slots > 1:
+        pytest.skip("takes a node for each of several ranks")
+    if comm.rank == 1:
+        monkeypatch.setattr(lock, "take", refused)
+    with pytest.raises(checkpoint.SaveError, match=r"rank 1\b.*Errno 116"):
+        checkpoint.save(small(), folder, 0)
+    comm.gather_objects("refused")
+    assert not (folder / lock.LOCK).exists()
+
+
 def test_a_folder_that_another_run_has_taken_over_is_left_alone(comm: Comm, folder: Path) -> None:
     """A host that cannot be reached continues with the generation before."""
     model = small()

@@ -15,6 +15,7 @@ first.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -59,6 +60,8 @@ from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
 
 log = logging.getLogger("tfcommx")
 
+# Errors of a folder without room; a limit to a file's size is one of the user's
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Consecutive failed saves after which a run ends
 FAILURES = 3
 # State of the folder after most failed saves
@@ -132,6 +135,7 @@ def claim(folder: Path) -> list[int]:
     rows = comm.gather_objects((problem, lock.seen_owner(folder) == owner))
     for rank, (text, _) in enumerate(rows):
         if text:
+            release(folder)  # For the other run, if the program continues
             raise SaveError(
                 f"One run at a time can save into a folder. Received {folder}; on rank {rank}: "
                 f"{text}"
@@ -235,7 +239,7 @@ def save(
             # Not after `_hold`, because files of that number may be those of the other run
             named = stage is not _hold and _withdraw(folder, head, heads[comm.rank])
             rank = next(rank for rank, problem in enumerate(problems) if problem)
-            raise _no_room(folder, rank, problems[rank], named)
+            raise _not_written(folder, rank, problems[rank], named)
     saves = {number, *(older_head.save for older_head in older)}
     # Only now, because until now a checkpoint.json may have named them as the newest
     remove_other_saves(folder, saves, comm.rank, comm.topology.size)
@@ -301,10 +305,11 @@ def _withdraw(folder: Path, head: Head, before: Head | None) -> bool:
     return any(seen)
 
 
-def _no_room(folder: Path, rank: int, problem: str, named: bool = False) -> SaveError:
+def _not_written(folder: Path, rank: int, problem: str, named: bool = False) -> SaveError:
     kept = "The new files stay, because checkpoint.json may name them." if named else BEFORE
     return SaveError(
-        f"A checkpoint needs room in {folder}. Received, on rank {rank}: {problem} {kept}"
+        f"Every rank must be able to write a checkpoint into {folder}. Received, on rank {rank}: "
+        f"{problem} {kept}"
     )
 
 
@@ -313,6 +318,9 @@ def _problem_of(stage: Callable[[], None], model: keras.Model, folder: Path) -> 
     try:
         stage()
     except (OSError, RuntimeError) as error:  # The latter from HDF5, when it closes a file
+        # Without the sizes, which would explain no lock that another run holds, and no lost mount
+        if isinstance(error, OSError) and error.errno not in FULL:
+            return f"{str(error).removesuffix('.')}."
         size = sum(
             variable.value.dtype.size * variable.value.shape.num_elements()
             for variable in model.weights
@@ -383,7 +391,7 @@ def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> Non
             put_back_head(folder, head, before)
             if not (named := names_save(folder, head)):
                 remove_save(folder, number, 0)
-            raise _no_room(folder, comm.rank, problem, named)
+            raise _not_written(folder, comm.rank, problem, named)
     remove_other_saves(folder, {number, *(older_head.save for older_head in older)}, 0, 1)
 
 
