@@ -39,7 +39,9 @@ def test_what_the_room_uses_is_listed() -> None:
     """Every `object._name` in the package that the package does not define itself is listed."""
     text = "".join(path.read_text() for path in ROOM.glob("*.py") if path.name != "version.py")
     used = set(
-        re.findall(r"(?:super\(\)|\bself|\boptimizer|\bcopy|\bmodel|\blayer)\.(_[a-z]\w+)", text)
+        re.findall(
+            r"(?:super\(\)|\bself|\boptimizer|\bcopy|\bmodel|\blayer|\bcallback)\.(_[a-z]\w+)", text
+        )
     )
     own = set(re.findall(r"(?:def |self\.)(_[a-z]\w+)(?:\(| =|: )", text))
     listed = {member for members in PRIVATE_MEMBERS.values() for member in members}

@@ -35,7 +35,7 @@ PRIVATE_MEMBERS: dict[type, tuple[str, ...]] = {
         "_var_key",
         "_variables",
     ),
-    keras.callbacks.SwapEMAWeights: ("_tf_swap_variables",),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model", "_tf_swap_variables"),
     keras.optimizers.Adam: ("_momentums", "_velocities"),
     keras.layers.BatchNormalization: ("_moments", "_reduction_axes"),
     keras.Model: ("_compute_loss", "_initial_epoch", "_symbolic_build"),
