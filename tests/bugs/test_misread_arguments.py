@@ -17,7 +17,7 @@ from tfcommx.checkpoint.saving import save
 from tfcommx.cli import main
 from tfcommx.cli.simulate import _sweep
 from tfcommx.collectives import process
-from tfcommx.core import DataError, Link
+from tfcommx.core import DataError, Link, require_equal
 from tfcommx.data.cache import find_position
 from tfcommx.data.sources import Arrays, TFRecords
 from tfcommx.data.sources.source import SampleError
@@ -181,3 +181,22 @@ def test_a_file_may_be_a_pipe(
     os.close(target)
     with os.fdopen(source) as written:
         assert status == 0 and written.readline().startswith("machine,model,")
+
+
+def test_a_warm_up_begins_at_a_number() -> None:
+    """A text was refused in the first step, by TensorFlow."""
+    with pytest.raises(cx.ConfigurationError, match="`start`"):
+        cx.callbacks.WarmUp(0.4, steps=5, start="0.1")
+
+
+def test_a_norm_without_limit_is_refused() -> None:
+    """The plan could be made, and its JSON could not be read."""
+    with pytest.raises(cx.PlanError, match="`clip_norm`"):
+        cx.Scheme("hitopk", "mstopk", 0.1, clip_norm=np.inf)
+
+
+def test_nan_on_all_ranks_is_equal() -> None:
+    """The error named "nan on rank 0 and nan on rank 1"."""
+    require_equal("loss", [np.nan, float("nan")])
+    with pytest.raises(cx.ConfigurationError, match=r"\bnan\b.*rank 0\b.*rank 1\b"):
+        require_equal("loss", [np.nan, 1])

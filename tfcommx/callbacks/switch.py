@@ -51,7 +51,8 @@ class WarmUp(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self.learning_rate = check_number("learning_rate", learning_rate, "> 0")
-        self.steps, self.start = check_whole("steps", steps, least=1), start
+        self.steps = check_whole("steps", steps, least=1)
+        self.start = None if start is None else check_number("start", start, ">= 0")
         self.optimizer = optimizer
         # The optimizer that warms up in this run
         self._warmed: keras.optimizers.Optimizer = optimizer

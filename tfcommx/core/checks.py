@@ -175,7 +175,8 @@ def require_equal(name: str, values: Sequence[Any]) -> None:
     **Raises:** ConfigurationError that names the first rank whose value differs from rank 0's.
     """
     for rank, value in enumerate(values):
-        if value != values[0]:
+        are_nan = value != value and values[0] != values[0]
+        if value != values[0] and not are_nan:
             raise ConfigurationError(
                 f"All ranks must have the same {name}. Received {values[0]!r} on rank 0 and "
                 f"{value!r} on rank {rank}. Do not make it from the time, a random number or the "

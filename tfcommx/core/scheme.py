@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -164,10 +165,12 @@ class Scheme:
                 f"`momentum` must be in [0, 1). Received momentum={self.momentum!r}. 0.9 is "
                 "usual, 0 is none."
             )
-        if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
+        if self.clip_norm is not None and not (
+            _is_number(self.clip_norm) and 0 < self.clip_norm < math.inf
+        ):
             raise PlanError(
-                f"`clip_norm` must be > 0. Received clip_norm={self.clip_norm!r}. Leave it out "
-                "to clip nothing."
+                f"`clip_norm` must be > 0 and finite. Received clip_norm={self.clip_norm!r}. Leave "
+                "it out to clip nothing."
             )
         if self.momentum and self.dense_wire in NARROW:
             raise PlanError(
