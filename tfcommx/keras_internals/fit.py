@@ -114,7 +114,10 @@ def skip_steps(model: keras.Model, steps: int, see: Callable[[Any], None] | None
 
 
 def build_metrics(model: keras.Model, batch: Any) -> None:
-    """Build the metrics of `compile` as the first step with this batch would, with sums of 0."""
+    """Build the metrics of `compile` as the first step with this batch would, with sums of 0.
+
+    `batch` may also be a structure of tf.TensorSpec.
+    """
     model._symbolic_build(data_batch=batch)
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx import callbacks, checkpoint, report
 from tfcommx.checkpoint.files import read_own_head
 from tfcommx.checkpoint.newest import continues_from_memory, newest_of_run
 from tfcommx.checkpoint.saving import claim
+from tfcommx.keras_internals import build_metrics
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.callbacks import (
     Consolidate,
@@ -324,7 +324,8 @@ def fit_phases(model: keras.Model, context: RunContext, first: Position) -> None
         context.counter.begin(call, run.steps[phase])
         batches = run.batches(call)
         if call.step:
-            build_metrics(model, batches)
+            # As the first step would, so that RestoreRankValues can set their sums
+            build_metrics(model, batches.element_spec)
         model.fit(
             batches,
             initial_epoch=call.epochs.start,
@@ -335,15 +336,6 @@ def fit_phases(model: keras.Model, context: RunContext, first: Position) -> None
             callbacks=[*begin, *run_callbacks],
         )
         begin = []
-
-
-def build_metrics(model: keras.Model, batches: tf.data.Dataset) -> None:
-    """Build the metrics as the first step would, so that RestoreRankValues can set their sums."""
-    inputs, targets, *weights = tf.nest.map_structure(
-        lambda part: tf.zeros([size or 1 for size in part.shape], part.dtype), batches.element_spec
-    )
-    # `fit` resets the sums that this adds
-    model.compute_metrics(inputs, targets, model(inputs, training=False), *weights)
 
 
 def summarise(run: Run, model: keras.Model, rows: list[dict[str, Any]]) -> dict[str, Any]:
