@@ -76,8 +76,8 @@ def test_a_lost_host_is_left_out_and_the_others_go_on(
         begun = tmp_path / "run" / "checkpoint.json"
         wait_until(begun.exists, 120, "the first checkpoint")
         if fault == "stop":
-            # Node1 has one rank, and its watcher
-            ranks = [one for one in nodes.ranks() if PYTHON_PROGRAM in one.cmdline()]
+            # Node1 has one rank, its watcher, and the process that relays its output
+            ranks = [one for one in nodes.ranks() if one.cmdline()[1:2] == [PYTHON_PROGRAM]]
             ranks[0].send_signal(signal.SIGSTOP)
         else:
             nodes.do(fault, 2)
