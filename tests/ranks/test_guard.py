@@ -82,7 +82,7 @@ class OwnRate(keras.callbacks.Callback):
 
 def test_a_rate_of_one_rank_is_an_error_within_the_interval(comm: Comm, refused: Any) -> None:
     net = compiled(wrapped(every=4))
-    with refused(r"(?s)ReplicaError.*step [48]\D+\b4\D+\b0\.1\b.*rank 0\b"):
+    with refused(r"(?s)ReplicaError.*step [48]\D+\b0\.1\b.*rank 0\b"):
         fit(net, comm, callbacks.BroadcastState(), OwnRate(comm.rank))
     if comm.topology.size > 1:
         assert int(net.optimizer.iterations) <= 8
