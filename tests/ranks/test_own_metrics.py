@@ -86,7 +86,7 @@ def test_a_plateau_of_one_rank_is_an_error_without_broadcast_state(comm: Comm) -
     """The first check is at step 1, the first difference after epoch 2: step 7 tells."""
     net = net_of(comm)
     alone = comm.topology.size == 1
-    difference = r"(?s)ReplicaError.*step 6\b.*\b3\b.*AverageMetrics"
+    difference = r"(?s)ReplicaError.*step 6\b.*AverageMetrics"
     with contextlib.nullcontext() if alone else pytest.raises(Exception, match=difference):
         fit(net, plateau())
     assert alone or int(net.optimizer.iterations) <= 6 + 3
