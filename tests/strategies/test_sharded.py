@@ -459,7 +459,7 @@ def test_a_pull_is_cut_where_an_all_gather_counts_no_further(
     """The first step was refused, and the remedy that the error named changed no pull."""
     topology, scheme = Topology(2, 1), Scheme(bucket_bytes=64)
     plain = train(momentum, "synchronous", topology, scheme)
-    monkeypatch.setattr(comm_module, "LARGEST_COUNT", 60)  # Of 94; the largest bucket has 54
+    monkeypatch.setattr(comm_module, "LARGEST_COUNT", 60)  # Below all 94, above the largest bucket
     assert equal(train(momentum, Sharded(), topology, scheme), plain)
     with pytest.raises(PlanError, match=r"\b30\b.*\b2\b.*\b49\b.*float32.*synchronous"):
         train(lambda: K.Lamb(0.1), Sharded(), topology, scheme)

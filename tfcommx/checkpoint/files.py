@@ -28,7 +28,8 @@ COPY = "Put a whole copy in its place."
 _OURS = re.compile(r"tfcommx-(\d{4,})\.keras|residuals-(\d{4,})-rank-(\d{4,})\.npz")
 # The same for partial files of a killed run (`replacing` names them)
 _HALF = re.compile(
-    r"\.(?:tfcommx-\d{4,}|checkpoint|residuals-\d{4,}-rank-(\d{4,}))-[0-9a-f]{8}\.(?:keras|json|npz)"
+    r"\.(?:tfcommx-\d{4,}|checkpoint|residuals-\d{4,}-rank-(\d{4,}))-[0-9a-f]{8}"
+    r"\.(?:keras|json|npz)"
 )
 
 

@@ -20,7 +20,7 @@ def main(names: list[str]) -> int:
     for name in names:
         try:
             print(f"{name}: {fetchable[name]().fetch()}")
-        # Of the system, such as a home without the right to write
+        # OSError, for example, for a home without the right to write
         except (TfcommxError, OSError) as error:
             print(error, file=sys.stderr)
             return 2
