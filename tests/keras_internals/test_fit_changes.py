@@ -94,6 +94,20 @@ def test_a_train_function_that_keras_made_since_stays(net: keras.Model) -> None:
     assert fit(net, replace) == STEPS
 
 
+def test_steps_are_skipped_behind_a_new_trace(net: keras.Model) -> None:
+    """As with SwitchScheme behind Checkpoint: a resumed epoch trained its first steps again."""
+    made = []
+
+    def skip(step: int) -> None:
+        if step == 0:
+            made.append(net.train_function)
+            skip_steps(net, 4)
+            trace_again(net)
+
+    assert fit(net, skip) == STEPS - 4
+    assert not hasattr(net.train_function, "replaces") and net.train_function is not made[0]
+
+
 class OwnTrainFunction(keras.Sequential):
     """Overrides the method as `fit` calls it, without `force`."""
 

@@ -29,6 +29,7 @@ from tfcommx.keras_internals import (
     finalize_layers,
     inner_optimizer,
     recurrent_states,
+    restore_train_function,
     trace_again,
     trainable_variables,
     unlisted,
@@ -221,6 +222,7 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
     for index, optimizer in enumerate(optimizers):
         records = [file[index] for file in files]
         _load_states(optimizer, records, (head.ranks, comm.topology.size), roots[index].common)
+    restore_train_function(model)  # A `fit` that was interrupted may have left its own
     if model.train_function is not None:
         trace_again(model)  # Because the present one uses the old residuals
 

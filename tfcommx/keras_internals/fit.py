@@ -67,18 +67,18 @@ def replace_train_function(
     """Call `replacement(train_function, iterator)` in the steps of `fit`; return its undoing."""
     if model.train_function is None:  # As in a loop of `train_on_batch` after `compile`
         model.make_train_function()
-    train = model.train_function
 
     def replaced(iterator: Iterator[Any]) -> Any:
-        return replacement(train, iterator)
+        return replacement(marked.replaces, iterator)
 
     def restore() -> None:
         # Keras may have made another one since
         if model.train_function is replaced:
-            model.train_function = train
+            model.train_function = marked.replaces
 
     marked: Any = replaced
-    marked.replaces = train
+    # Read at each call, because `trace_again` changes it
+    marked.replaces = model.train_function
     model.train_function = replaced
     return restore
 

@@ -145,13 +145,23 @@ def trace_again(model: keras.Model, name: str = "train") -> None:
     """Make a new function of steps, so that the next one is traced; also within `fit`.
 
     Without `force=True`, because a user's model may override `make_train_function` without that
-    argument, which Keras never passes.
+    argument, which Keras never passes. Replacements by `replace_train_function` stay in force, and
+    call the new function.
 
     Args:
         name: "train", "test" or "predict".
     """
-    setattr(model, f"{name}_function", None)
-    getattr(model, f"make_{name}_function")()
+    attribute = f"{name}_function"
+    outermost = called = getattr(model, attribute, None)
+    replacements = []
+    while hasattr(called, "replaces"):
+        replacements.append(called)
+        called = called.replaces
+    setattr(model, attribute, None)
+    getattr(model, f"make_{attribute}")()
+    if replacements:
+        replacements[-1].replaces = getattr(model, attribute)
+        setattr(model, attribute, outermost)
 
 
 def constants_of(layer: keras.layers.Layer) -> dict[str, str]:
