@@ -152,8 +152,8 @@ def trace_again(model: keras.Model, name: str = "train") -> None:
         name: "train", "test" or "predict".
     """
     attribute = f"{name}_function"
-    outermost = called = getattr(model, attribute, None)
-    replacements = []
+    outermost: Any = getattr(model, attribute, None)
+    called, replacements = outermost, []
     while hasattr(called, "replaces"):
         replacements.append(called)
         called = called.replaces
