@@ -81,14 +81,14 @@ class PowerSGD(Compression):
         rights = _cut(state, [(self.rank, matrix.shape[1]) for matrix in matrices])
         # Orthonormal, because all columns would otherwise approach the first singular vector
         lefts = [
-            tf.matmul(matrix, tf.linalg.qr(tf.transpose(right_factor)).q)
+            tf.matmul(matrix, _orthonormal(tf.transpose(right_factor)))
             for matrix, right_factor in zip(matrices, rights, strict=True)
         ]
         first = add(_joined([*lefts, *uncompressed]))
         summed = _cut(first, [tuple(part.shape) for part in (*lefts, *uncompressed)])
         # Each rank decomposes the same sums: processors of other types may round differently, and
         # the replica guard would then end the run
-        lefts = [tf.linalg.qr(left_factor).q for left_factor in summed[: len(lefts)]]
+        lefts = list(map(_orthonormal, summed[: len(lefts)]))
         # With the same P on all ranks, so the sum of the ranks' P' M is P' times the sum of all M
         own_rights = [
             tf.matmul(left_factor, matrix, transpose_a=True)
@@ -133,6 +133,15 @@ def _matrix(shape: Shape) -> tuple[int, int]:
     if len(shape) < 2:
         return math.prod(shape), 1
     return math.prod(shape[:-1]), shape[-1]
+
+
+def _orthonormal(factor: Tensor) -> Tensor:
+    """Return an orthonormal basis of a factor's columns, for finite entries of any magnitude."""
+    import tensorflow as tf
+
+    # The decomposition adds squares, which overflow for entries above 1e19, and then returns NaN
+    largest = tf.reduce_max(tf.abs(factor))
+    return tf.linalg.qr(factor / tf.where(largest > 0, largest, 1.0)).q
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
