@@ -118,6 +118,23 @@ def test_a_compression_that_adds_other_vectors_than_it_counts_is_refused(
     ThreadComm.run(Topology(2, 1), work)
 
 
+def test_a_finite_step_of_any_magnitude_stays_finite() -> None:
+    """Squares of its entries overflow float32: all ranks received NaN."""
+
+    def work(comm: Comm) -> None:
+        running, sums, sent = PlanExecutor(plan_of(comm.topology), comm), 0.0, 0.0
+        for step, factor in enumerate((1.0, 1e30, 1.0)):
+            gradients = {path: value * np.float32(factor) for path, value in given(0, step).items()}
+            received = exchanged(running, gradients)["dense/kernel"]
+            assert np.isfinite(received).all()
+            sums, sent = sums + 2.0 * gradients["dense/kernel"], sent + received
+        # Both ranks have the same gradients, and so the same residual
+        residual = running.export().residuals["dense/kernel"]
+        np.testing.assert_allclose(sent.ravel() + 2 * residual, sums.ravel(), atol=1e25)
+
+    ThreadComm.run(Topology(2, 1), work)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_step_leaves_the_warm_start_as_it_was(bad: float) -> None:
     topology = Topology(2, 1)
