@@ -61,6 +61,32 @@ def test_a_roll_back_in_a_running_model_forgets_its_residuals(comm: Comm, folder
         np.testing.assert_array_equal(one, other)
 
 
+def test_restored_residuals_are_those_of_the_next_optimizer(comm: Comm, folder: Path) -> None:
+    """Lost by a `compile` before the next step; one before `restore` added undone steps."""
+    scheme = cx.Scheme("hitopk", "exact", 0.2, dense_below=8)
+
+    def wrapped() -> keras.Model:
+        return compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), scheme))
+
+    def compile_anew(net: keras.Model) -> None:
+        again = cx.DistributedOptimizer(keras.optimizers.SGD(0.05), scheme)
+        net.compile(again, loss=net.loss, jit_compile=False)
+
+    rolled, later, expected = wrapped(), wrapped(), wrapped()
+    fit(rolled, comm, epochs=1)
+    checkpoint.save(rolled, folder, 0)
+    fit(rolled, comm, epochs=2, initial_epoch=1)
+    compile_anew(rolled)
+    for net in (rolled, later, expected):
+        checkpoint.restore(net, folder)
+    compile_anew(later)
+    for net in (rolled, later, expected):
+        fit(net, comm, epochs=2, initial_epoch=1)
+    for net in (rolled, later):
+        for one, other in zip(weights(net), weights(expected), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def test_sums_that_each_rank_accumulates_stay_its_own(comm: Comm, folder: Path) -> None:
     """Two `fit`s of one step, saved and restored in between: the update has both, of all ranks.
 

@@ -191,6 +191,10 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
         # With several optimizers, only the checkpoint says which variables each of them trains
         trainable = model.trainable_variables if len(optimizers) == 1 else []
         _build_optimizer(optimizer, variables, roots[index], trainable)
+        # An optimizer that trained them before has residuals of steps that are undone, and one that
+        # follows before the next step takes the restored ones
+        names = variables if len(optimizers) == 1 else roots[index].trained
+        exchanger_in(optimizer).take_over([variables[name] for name in names])
     kind = f"The model of a checkpoint of {model.name!r}"
     if checkpoint.source == "memory":
         with np.load(weights) as arrays:

@@ -287,6 +287,10 @@ class Exchanger:
             if predecessor not in (None, self):
                 state = predecessor.hand_over(variables, self.names)
                 self.waiting += self.accept(state, predecessor.residuals_of)
+        self.take_over(variables)
+
+    def take_over(self, variables: Sequence[keras.Variable]) -> None:
+        """Record that this exchanger, and no earlier one, has these variables' residuals."""
         for variable in variables:
             _LAST[variable] = self
 
