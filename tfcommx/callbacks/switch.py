@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, Scheme, check_number, check_whole
-from tfcommx.keras_internals import has_schedule, trace_again
+from tfcommx.keras_internals import has_schedule, trace_again, trainable_variables
 from tfcommx.optim.requested_plan import by_pattern
 from tfcommx.optim.wrapped import exchanger_in, optimizers_in, wrapped_optimizers
 
@@ -167,9 +167,11 @@ class SwitchScheme(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse a scheme that cannot be carried out, at the start instead of hours later."""
         self.first = True
-        for schemes in self.schemes.values():
-            for optimizer in wrapped_optimizers(self.model):
-                exchanger_in(optimizer).requested.check(schemes)
+        for optimizer in wrapped_optimizers(self.model):
+            # No variables are known yet if the first step builds the optimizer
+            variables = trainable_variables(optimizer) if optimizer.built else []
+            for schemes in self.schemes.values():
+                exchanger_in(optimizer).requested.check(schemes, variables)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Apply the changes of this epoch."""

@@ -141,8 +141,15 @@ class RequestedPlan:
         synchronous = isinstance(self._settings.strategy, Synchronous)
         return synchronous and self._given_plan is None and find_auto(self.schemes) is not None
 
-    def check(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
-        """Refuse schemes that cannot be carried out. **Raises:** PlanError."""
+    def check(
+        self,
+        schemes: Scheme | Mapping[str, Scheme],
+        variables: Sequence[keras.Variable] = (),
+    ) -> None:
+        """Refuse schemes that cannot be carried out, for any variables or for these.
+
+        **Raises:** PlanError; ConfigurationError of a strategy.
+        """
         for pattern, scheme in by_pattern(schemes).items():
             if not isinstance(pattern, str) or not isinstance(scheme, Scheme):
                 remedy = f" Write tfcommx.Scheme({scheme!r})." * isinstance(scheme, str)
@@ -157,8 +164,10 @@ class RequestedPlan:
             self._settings.check_wire(scheme.wire)
         if self._settings.sender is not None:
             _check_schemes_of_momenta(by_pattern(schemes), self._settings.sender)
-        # Only for its errors
+        # Only for their errors
         find_auto(by_pattern(schemes))
+        if variables and self._settings.sender is None:
+            self._settings.strategy.check(self._plan_by(by_pattern(schemes), variables))
 
     def replace(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Replace the schemes by others, already checked, and discard a given plan."""
@@ -175,8 +184,11 @@ class RequestedPlan:
                 self._given_plan, {gradient.path: gradient.entries for gradient in gradients}
             )
             return self._given_plan
+        return self._plan_by(self.schemes, variables)
+
+    def _plan_by(self, schemes: Mapping[str, Scheme], variables: Sequence[keras.Variable]) -> Plan:
         to_root = self._settings.strategy.reduces_to_root
-        return self._request(variables).plan(auto_as_plain(self.schemes), to_root)
+        return self._request(variables).plan(auto_as_plain(schemes), to_root)
 
     def executor_of(
         self, variables: Sequence[keras.Variable], sender: SendsMomentum | None = None

@@ -21,6 +21,7 @@ from rank_helpers import (
 import tfcommx as cx
 from tfcommx import callbacks
 from tfcommx.collectives.comm import Comm
+from tfcommx.core import ConfigurationError
 from tfcommx.runtime.gradient_state import add_vectors
 
 
@@ -47,6 +48,23 @@ def test_switching_schemes_and_resolution_in_fit(comm: Comm) -> None:
     traffic = net.optimizer.exchanger.traffic()
     per_step = traffic["bytes_between_nodes_dense"] / 8
     assert (per_step > 0) == (comm.topology.nodes > 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scheme"),
+    [("weight_averaging", SPARSE), ("synchronous", {"*kernel": SPARSE})],
+    ids=["of_a_strategy", "of_a_variable"],
+)
+def test_a_later_scheme_is_refused_before_the_first_step(
+    comm: Comm, strategy: str, scheme: Any
+) -> None:
+    """By the strategy, or because no pattern matches a bias: the run ended in that epoch."""
+    net = compiled(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.05), cx.Scheme(), strategy=strategy)
+    )
+    with pytest.raises(ConfigurationError):
+        fit(net, comm, extra=(callbacks.SwitchScheme({1: scheme}),))
+    assert net.optimizer.iterations == 0
 
 
 @pytest.mark.exhaustive
