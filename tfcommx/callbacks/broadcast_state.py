@@ -32,9 +32,13 @@ from tfcommx.keras_internals import (
     trace_again,
     untracked_variables,
 )
-from tfcommx.optim.broadcast import broadcast_variables, require_root
+from tfcommx.optim.broadcast import broadcast_values, require_root
 from tfcommx.optim.layers import SyncBatchNormalization
-from tfcommx.optim.replica_forms import require_equal_forms, require_equal_optimizers
+from tfcommx.optim.replica_forms import (
+    require_equal_adapted,
+    require_equal_forms,
+    require_equal_optimizers,
+)
 from tfcommx.optim.replica_outputs import batch_and_again, require_equal_outputs
 from tfcommx.optim.step_boundary import (
     begin_centre,
@@ -88,11 +92,12 @@ class BroadcastState(keras.callbacks.Callback):
     ranks. If an EarlyStopping restores the weights of an earlier epoch, residuals are dropped.
 
     It compares the models of the ranks: the names given by the user, classes, settings,
-    vocabularies. Then each rank calls the model once on rank `root`'s first batch, in inference
-    mode, and outputs and loss are compared, because the state of a layer outside of variables, such
-    as a constant of random numbers, may differ under equal weights. A warning says if all ranks
-    have the same first batch, as of data that are not divided between them, and names callbacks of
-    Keras that need another position, or one rank alone.
+    vocabularies, and the state of preprocessing layers that were adapted outside of the model. Then
+    each rank calls the model once on rank `root`'s first batch, in inference mode, and outputs and
+    loss are compared, because the state of a layer outside of variables, such as a constant of
+    random numbers, may differ under equal weights. A warning says if all ranks have the same first
+    batch, as of data that are not divided between them, and names callbacks of Keras that need
+    another position, or one rank alone.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState()]
@@ -194,6 +199,7 @@ class BroadcastState(keras.callbacks.Callback):
         self.uncompared = self.compare
         if self.compare:
             require_equal_forms(self.model)
+            require_equal_adapted(self.model)
         self._prepare_optimizers()
         self._forget_step_of_other_optimizers()
         self._turn_off_xla()
@@ -418,7 +424,7 @@ class BroadcastState(keras.callbacks.Callback):
         generators = all_generators(self.model)
         # Keras's own, which serves draws without a seed, is no variable of the model
         state += [generators[-1].state]
-        broadcast_variables([*self.model.variables, *state], self.root)
+        broadcast_values([*self.model.variables, *state], self.root)
         finalize_layers(self.model)
         if self.compare:
             require_equal_optimizers(self.model)

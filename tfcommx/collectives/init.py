@@ -122,6 +122,9 @@ def init(
         # After the start of the watch, because it is the first collective on GPUs
         gpu_checks.check_fused_sum(comm, gpus)
         UnwrappedOptimizers(launch.rank).watch()
+        from tfcommx.keras_internals import record_adapted_layers  # Loads Keras
+
+        record_adapted_layers()
     return comm
 
 

@@ -13,9 +13,15 @@ models       layers, names, seeds and statistics of a model; values that Keras s
 fit          changes the first epoch, the train function and the train step of `fit`; finds its
              callbacks
 metrics      finds the metrics whose variables are sums
+adapted      preprocessing layers that were adapted, also outside of models
 names        unique names of variables; facts about variables
 """
 
+from tfcommx.keras_internals.adapted import (
+    finalize_normalizations,
+    record_adapted_layers,
+    recorded_layers,
+)
 from tfcommx.keras_internals.exchange import StepUnderWay
 from tfcommx.keras_internals.fit import (
     averages_in_weights,

@@ -16,6 +16,8 @@ from keras.src.random.seed_generator import global_seed_generator
 from keras.src.saving import saving_lib
 from keras.src.utils.naming import to_snake_case
 
+from tfcommx.keras_internals.adapted import FINALIZED
+
 T = TypeVar("T")
 
 
@@ -132,7 +134,8 @@ def finalize_layers(model: keras.Model) -> bool:
         if callable(finalize) and layer.built and layer.variables:
             before = constants_of(layer)
             finalize()
-            changed |= constants_of(layer) != before
+            changed |= constants_of(layer) != before or layer in FINALIZED
+            FINALIZED.discard(layer)
     # Traces of `fit`, `evaluate` and `predict` hold the old constants
     if changed:
         for name in ("train", "test", "predict"):

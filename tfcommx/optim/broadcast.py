@@ -17,6 +17,7 @@ from tfcommx.keras_internals import (
     AGREED_NAMES,
     VariableNames,
     accumulated_gradients,
+    finalize_normalizations,
     numbered_stem,
     path_of,
 )
@@ -43,9 +44,9 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     For custom loops, as `callbacks.BroadcastState` is for `fit`: after everything is built and
     restored, before the first step. `model.variables` has the seeds of dropout, too: ranks that
     drop the same entries learn less from a batch. Plans and checkpoints then name the variables
-    as rank `root` does, because a rank that made another model before has other paths. Layers that
-    derive constants from their weights, as Normalization does in `adapt`, keep the old ones: call
-    their `finalize_state()` afterwards, on every rank. Variables that each rank has alone stay: the
+    as rank `root` does, because a rank that made another model before has other paths. The
+    constants that Keras's Normalization derives from its weights are derived again; other layers
+    that derive some keep the old ones. Variables that each rank has alone stay: the
     sums of gradients that a wrapped optimizer accumulates, and with strategy="sharded" its state.
 
     >>> import keras
@@ -65,6 +66,16 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     **Raises:** ConfigurationError if ranks have other shapes or dtypes, or layers of the same names
     in another order, name different roots or none of the ranks, or for text, before anything is
     sent.
+    """
+    variables = list(variables)
+    broadcast_values(variables, root)
+    finalize_normalizations(variables)
+
+
+def broadcast_values(variables: Sequence[keras.Variable | tf.Variable], root: int) -> None:
+    """Give every rank the values of rank `root`, as `broadcast_variables`, and nothing else.
+
+    **Ranks:** all. **Raises:** as `broadcast_variables`.
     """
     comm, own = process.current(), _each_ranks_own()
     # By identity, because Keras compares variables entry by entry

@@ -17,11 +17,13 @@ import numpy as np
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
 from tfcommx.keras_internals import (
+    array_of,
     given_name,
     inner_optimizer,
     layers_of,
     own_variables,
     path_of,
+    recorded_layers,
 )
 from tfcommx.optim.wrapped import wrapped_optimizers
 
@@ -71,6 +73,71 @@ def require_equal_forms(model: keras.Model) -> None:
                 f"{len(everyone[0])} on rank 0 and {len(remote)} on rank {rank}. Build the same "
                 "model on every rank."
             )
+
+
+class AdaptedState(NamedTuple):
+    """A preprocessing layer as the ranks compare it."""
+
+    # Class, and the name given by the user
+    name: str
+    # False for one that this rank has built, and not adapted to data
+    adapted: bool
+    # Digest of its vocabulary or bins; None: it has none
+    table: str | None
+    # Such as means and variances
+    numbers: list[float]
+
+
+def require_equal_adapted(model: keras.Model) -> None:
+    """Refuse preprocessing layers outside of the model that ranks have adapted to other data.
+
+    Such as those in a data set's `map`. They are compared if the ranks have equally many, of the
+    same classes and names, in one order; those in the model are broadcast or compared there.
+
+    **Ranks:** all. **Cost:** two small exchanges on the host.
+    **Raises:** ConfigurationError that names the layer and the ranks.
+    """
+    inside = {id(layer) for layer in layers_of(model)}
+    states = [
+        _adapted_state_of(layer, adapted)
+        for layer, adapted in recorded_layers().items()
+        if id(layer) not in inside
+    ]
+    gathered = _gather_if_unequal([tuple(state) for state in states])
+    first, *others = [[AdaptedState._make(state) for state in remote] for remote in gathered]
+    for rank, remote in enumerate(others, start=1):
+        # One rank alone may have a layer, as to evaluate
+        if [state.name for state in remote] == [state.name for state in first]:
+            for state, remote_state in zip(first, remote, strict=True):
+                _require_equal_states(state, remote_state, rank)
+
+
+def _adapted_state_of(layer: keras.layers.Layer, adapted: bool) -> AdaptedState:
+    parts = [getattr(layer, name, None) for name in ("mean", "variance", "idf_weights")]
+    arrays = [np.ravel(array_of(part)).astype(np.float64) for part in parts if part is not None]
+    name = f"{type(layer).__name__} {given_name(layer) or ''}".strip()
+    numbers = np.concatenate([np.zeros(0), *arrays]).tolist()
+    return AdaptedState(name, adapted, _table_of(layer), numbers)
+
+
+def _require_equal_states(first: AdaptedState, second: AdaptedState, rank: int) -> None:
+    # Not by all bits, because processors of other types round differently
+    equal = first.table == second.table and (
+        np.shape(first.numbers) == np.shape(second.numbers)
+        and np.allclose(first.numbers, second.numbers, rtol=1e-3, equal_nan=True)
+    )
+    # Weights that one rank alone has loaded may belong to another model, which is broadcast later
+    if equal or not (first.adapted or second.adapted):
+        return
+    values = [_short(str(state.table or state.numbers)) for state in (first, second)]
+    raise ConfigurationError(
+        "A preprocessing layer must be adapted to the same data on every rank. Received "
+        f"{first.name}, which the model does not hold, with {values[0]} on rank 0 and {values[1]} "
+        f"on rank {rank}. Adapt it to all data, or share one rank's state before the layer is "
+        "used: cx.broadcast_variables(layer.variables) for Normalization; "
+        "layer.set_vocabulary(comm.gather_objects(layer.get_vocabulary())[0]) for a vocabulary, "
+        "where comm = cx.init(). BroadcastState(compare=False) trains with the difference."
+    )
 
 
 def require_equal_optimizers(model: keras.Model) -> None:
