@@ -25,6 +25,7 @@ from tfcommx.checkpoint.saving import (
     release,
     save,
     save_after_loss,
+    warn_of_replaced,
 )
 from tfcommx.checkpoint.snapshots import RestoreRankValues, Snapshots
 from tfcommx.collectives import process
@@ -83,6 +84,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._values: RestoreRankValues | None = None
         # Skipped steps and finished steps of the epoch; number of the epoch
         self._skipped = self._done = self._epoch = 0
+        # Newest save in the folder before this `fit`
+        self._head: Head | None = None
         self._open, self._patience = contextlib.ExitStack(), Patience()
         # Callbacks of this `fit` whose state is saved; True until its first epoch begins
         self._followers: Followers | None = None
@@ -109,9 +112,9 @@ class Checkpoint(keras.callbacks.Callback):
         # A `fit` that was interrupted may have left a train function that skips steps
         restore_train_function(self.model)
         self._claim_folder()
-        # The result is not needed: a damaged checkpoint.json ends the run here, before the first
-        # step, and not at its first save
-        read_heads(self.folder)
+        # Also because a damaged checkpoint.json ends the run here, before the first step, and not
+        # at its first save
+        self._head = read_heads(self.folder)[0]
         wrapped_optimizers(self.model)
         self._followers, self._begins = None, True
         if not trains_alone(self.model):
@@ -192,9 +195,12 @@ class Checkpoint(keras.callbacks.Callback):
             self._followers.begin_epoch()
             if self._begins:
                 resume_followers(self.model, self._followers, epoch)
-        self._begins = False
         if self._begins_at is None:
+            if self._begins and process.current().rank == 0:
+                warn_of_replaced(self.folder, self._head, epoch)
+            self._begins = False
             return
+        self._begins = False
         head, self._begins_at = self._begins_at.head, None
         begin_at_epoch(self.model, None)
         if epoch != head.epoch + 1 or not head.step:

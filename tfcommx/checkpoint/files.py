@@ -226,6 +226,13 @@ def remove_other_saves(folder: Path, saves: Collection[int], rank: int, ranks: i
         )
 
 
+def models_in(folder: Path) -> list[str]:
+    """Return the names of the models of all saves in a folder, in order."""
+    return sorted(
+        path.name for path in _entries(folder) if (match := _OURS.fullmatch(path.name)) and match[1]
+    )
+
+
 def _entries(folder: Path) -> list[Path]:
     """Return the paths in a folder; none if it cannot be listed."""
     try:

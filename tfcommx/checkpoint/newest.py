@@ -25,6 +25,7 @@ from tfcommx.checkpoint.files import (
     is_file,
     memory_model_name,
     model_name,
+    models_in,
     read_heads,
     residuals_name,
 )
@@ -142,7 +143,17 @@ def newest(folder: Path) -> Newest | None:
     **Ranks:** all. **Cost:** in the first call each host reads its snapshots, and missing files are
     broadcast. **Raises:** CheckpointError if checkpoint.json is damaged.
     """
-    disk = newest_whole(folder, read_heads(folder)[0])
+    head = read_heads(folder)[0]
+    if head is None and process.current().rank == 0 and (models := models_in(folder)):
+        # As after a copy of some files alone: a run would begin anew, and delete these
+        log.warning(
+            "%s has %s, but no checkpoint.json, which names the newest complete save: nothing is "
+            "restored, and the first save of a new run deletes such files. Put checkpoint.json "
+            "beside them, or, after a run that was killed in its first save, delete them.",
+            folder,
+            models[-1],
+        )
+    disk = newest_whole(folder, head)
     supervised = supervision()
     if supervised is None or not supervised.generation:
         return None if disk is None else Newest(disk, folder, "file")

@@ -104,6 +104,8 @@ class Patience:
             self._failures = 0
 
 
+# Tags of the newest saves of this process, by their folder
+_own_tags: dict[Path, str] = {}
 # Comm -> the folders into which its ranks save, with the owner of each
 _claimed: weakref.WeakKeyDictionary[Comm, dict[Path, lock.Owner]] = weakref.WeakKeyDictionary()
 
@@ -240,9 +242,29 @@ def save(
             named = stage is not _hold and _withdraw(folder, head, heads[comm.rank])
             rank = next(rank for rank, problem in enumerate(problems) if problem)
             raise _not_written(folder, rank, problems[rank], named)
+    _own_tags[folder] = tag
     saves = {number, *(older_head.save for older_head in older)}
     # Only now, because until now a checkpoint.json may have named them as the newest
     remove_other_saves(folder, saves, comm.rank, comm.topology.size)
+
+
+def warn_of_replaced(folder: Path, head: Head | None, epoch: int) -> None:
+    """Warn if a `fit` that begins at `epoch` replaces a later save of an earlier run.
+
+    **Ranks:** any; `head` is its view of the folder before the `fit`.
+    """
+    # A program that calls `fit` again continues its own training
+    if head is None or epoch > head.epoch or head.tag == _own_tags.get(folder):
+        return
+    log.warning(
+        "The checkpoint folder %s holds a save of %d epochs, and this training begins after %d: "
+        "its saves replace that one. To continue from it, take "
+        "`first = cx.checkpoint.restore(model, folder)` and fit(initial_epoch=first); to begin "
+        "anew, give another folder.",
+        folder,
+        head.epoch + 1,
+        epoch,
+    )
 
 
 def note_stop(folder: Path, epoch: int, epochs: int) -> None:
@@ -392,6 +414,7 @@ def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> Non
             if not (named := names_save(folder, head)):
                 remove_save(folder, number, 0)
             raise _not_written(folder, comm.rank, problem, named)
+    _own_tags[folder] = head.tag
     remove_other_saves(folder, {number, *(older_head.save for older_head in older)}, 0, 1)
 
 
