@@ -80,9 +80,7 @@ def parser(
     found.add_argument("--smoke", action="store_true", help="its smallest run; judges no times")
     found.add_argument("--json", type=Path, help="write one object a line to this file")
     found.add_argument("--png", type=Path, help="draw the rows as bars into this file")
-    found.add_argument(
-        "--record", metavar="NAME", help="keep rows and conditions as docs/records/NAME.json"
-    )
+    records.add_option(found)
     found.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     return found
 
@@ -183,6 +181,8 @@ def finish(
     if chosen.record and rows and right(rows):
         command = records.command_of(sys.argv[1:])
         print(f"recorded: {records.write(chosen.record, rows, command, note)}")
+    elif chosen.record:
+        print(f"not recorded as {chosen.record!r}: a row is not verified, or there is none")
     return 0 if right(rows) else 1
 
 

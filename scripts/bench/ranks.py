@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench import records, virtual_cluster
 from bench.registry import Benchmark
+from bench.virtual_cluster import SCRIPTS
 from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.launch.horovodrun import Launch, Running
 from tfcommx.launch.hosts import Host, parse_hosts
 from tfcommx.launch.launcher import launcher
 from tfcommx.launch.rank_output import RankLines
 
-SCRIPTS = Path(__file__).resolve().parent.parent
 END_SECONDS = 20  # for horovodrun to end its ranks
 WATCH_SECONDS = 120  # nodes of a virtual cluster share one machine, which may be slow
 
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     found.add_argument("--json", type=Path)
     found.add_argument("--png", type=Path)
-    found.add_argument("--record")
+    records.add_option(found)
     found.add_argument("--smoke", action="store_true")
     add_options(found)
     return found
@@ -79,6 +79,10 @@ class Cluster(NamedTuple):
     nodes: int
     slots: int
     rate: str
+
+    def hosts(self) -> tuple[Host, ...]:
+        """Return the nodes by the names that `scripts/cluster` gives them."""
+        return tuple(Host(f"node{node}", self.slots) for node in range(self.nodes))
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,16 @@ def places(chosen: argparse.Namespace, benchmark: Benchmark) -> list[Place]:
     size, slots = chosen.node_size, chosen.slots or benchmark.slots
     if chosen.hosts:
         return [Place(tuple(parse_hosts(chosen.hosts)), None, size, engine)]
-    on_nodes = chosen.nodes or chosen.rate or chosen.cluster
+    if chosen.cluster:
+        if chosen.nodes or chosen.slots or chosen.rate:
+            raise SystemExit(
+                "--cluster names a cluster, which has nodes, slots and a rate. Omit --nodes, "
+                "--slots and --rate."
+            )
+        state = virtual_cluster.state(chosen.cluster)
+        cluster = Cluster(chosen.cluster, state["nodes"], state["slots"], state["rate"])
+        return [Place(cluster.hosts(), cluster, size, engine)]
+    on_nodes = chosen.nodes or chosen.rate
     if chosen.ranks or not (on_nodes or (benchmark.nodes and not chosen.smoke)):
         hosts = (Host("localhost", chosen.ranks or benchmark.ranks),)
         return [Place(hosts, None, size or (1 if chosen.smoke else None), engine)]
@@ -146,8 +159,8 @@ def places(chosen: argparse.Namespace, benchmark: Benchmark) -> list[Place]:
                 hosts = (Host("localhost", nodes * slots),)
                 found.append(Place(hosts, None, size or slots, engine))
                 continue
-            hosts = tuple(Host(f"node{node}", slots) for node in range(nodes))
-            found.append(Place(hosts, Cluster(chosen.cluster, nodes, slots, rate), size, engine))
+            cluster = Cluster(None, nodes, slots, rate)
+            found.append(Place(cluster.hosts(), cluster, size, engine))
     return found
 
 
@@ -172,23 +185,13 @@ def launch(place: Place, words: list[str]) -> int:
 
 def _launch_on_cluster(place: Place, words: list[str]) -> int:
     assert place.cluster is not None
-    cluster, name = place.cluster, place.cluster.name or f"b{os.getpid()}"
-    command = [str(SCRIPTS / "cluster"), "--name", name]
-    size = ["--nodes", str(cluster.nodes), "--slots", str(cluster.slots), "--rate", cluster.rate]
-    try:
-        if not cluster.name:
-            subprocess.run([*command, "up", *size], check=True)
-        state = json.loads(Path(f"/run/tfcommx-{name}/state.json").read_text())
-        nodes = tuple(Host(f"node{node}", state["slots"]) for node in range(state["nodes"]))
-        rate = ["--rate-mbit", str(state["rate_mbit"])]
-        there = dataclasses.replace(place, hosts=nodes)
-        return _run(there, [*words, *rate], (*command, "run", "--"))
-    except subprocess.CalledProcessError as error:
-        return error.returncode  # scripts/cluster has said why
-    finally:
-        if not cluster.name:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # A half would be left
-            subprocess.run([*command, "down"], stdout=subprocess.DEVNULL)
+    cluster = place.cluster
+    with contextlib.ExitStack() as stack:
+        name = cluster.name or stack.enter_context(
+            virtual_cluster.made(cluster.nodes, cluster.slots, cluster.rate)
+        )
+        rate = ["--rate-mbit", str(virtual_cluster.state(name)["rate_mbit"])]
+        return _run(place, [*words, *rate], tuple(virtual_cluster.command(name, "run", "--")))
 
 
 def _run(place: Place, words: list[str], before: tuple[str, ...] = ()) -> int:

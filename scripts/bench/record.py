@@ -82,7 +82,7 @@ def main(words: Sequence[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="the run's folder, or the file of --json")
-    parser.add_argument("name", help="of the record")
+    parser.add_argument("name", type=records.checked, help="of the record")
     parser.add_argument("--command", required=True, help="that trained")
     chosen = parser.parse_args(words)
     if chosen.run.is_file():

@@ -19,6 +19,7 @@ The standard library suffices.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -51,6 +52,19 @@ NAME = re.compile(r"[a-z][a-z0-9_]*$")
 LOAD_BEFORE = round(os.getloadavg()[0], 2)
 
 
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--record NAME`, whose name is checked before anything is measured."""
+    text = "keep rows and conditions as docs/records/NAME.json"
+    parser.add_argument("--record", metavar="NAME", type=checked, help=text)
+
+
+def checked(name: str) -> str:
+    """Return a record's name. **Raises:** SystemExit for other characters than `write` names."""
+    if not NAME.match(name):
+        raise SystemExit(f"A record's name has a-z, 0-9 and _ only. Received {name!r}.")
+    return name
+
+
 def write(
     name: str,
     rows: Sequence[Mapping[str, Any]],
@@ -70,12 +84,10 @@ def write(
     Returns:
         The file.
     """
-    if not NAME.match(name):
-        raise SystemExit(f"A record's name has a-z, 0-9 and _ only. Received {name!r}.")
     if not rows:
         raise SystemExit(f"Nothing was measured, so there is nothing to record as {name!r}.")
     record = {
-        "name": name,
+        "name": checked(name),
         "command": command,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),

@@ -21,7 +21,6 @@ import argparse
 import itertools
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -32,25 +31,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench import records  # noqa: E402
+from bench import records, virtual_cluster  # noqa: E402
 
 FOLDER = Path(__file__).parent
-CLUSTER = [str(ROOT / "scripts" / "cluster"), "--name", "changing"]
 SCHEMES = ("Scheme()", "allgather elias/int8", "hitopk block16/float16", "auto", "auto sparse")
-ALLOWED = 1.10
+ALLOWED, HALVES = 1.10, ("before", "after")
 
 
-def cluster(*words: object) -> None:
-    """Carry out a verb of scripts/cluster."""
-    subprocess.run([*CLUSTER, *map(str, words)], check=True, capture_output=True)
-
-
-def trained(scheme: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train under one scheme while the links change; return its row."""
-    cluster("rate", options.rates[0])
+def trained(cluster: str, scheme: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train under one scheme while the cluster's links change; return its row."""
+    virtual_cluster.call(cluster, "rate", options.rates[0])
     folder.mkdir()
     steps, environment = folder / "steps", {**os.environ, "PYTHONPATH": str(ROOT)}
-    path = f"/run/tfcommx-changing:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"/run/tfcommx-{cluster}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment |= {
         "PATH": path,
         "TFCOMMX_CACHE": str(folder / "cache"),
@@ -60,14 +53,14 @@ def trained(scheme: str, options: argparse.Namespace, folder: Path) -> dict[str,
     launch = ["horovodrun", "-np", options.nodes, "--gloo", *worker, options.model, options.batch]
     with (folder / "output").open("w") as output:
         run = subprocess.Popen(
-            [*CLUSTER, "run", "--", *map(str, launch)],
+            virtual_cluster.command(cluster, "run", "--", *launch),
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
         while run.poll() is None and len(rows(steps)) < options.steps // 2:
             time.sleep(0.2)
-        cluster("rate", options.rates[1])
+        virtual_cluster.call(cluster, "rate", options.rates[1])
         changed = time.time()
         if run.wait():
             sys.exit(f"{scheme} ended with {run.returncode}:\n{(folder / 'output').read_text()}")
@@ -102,35 +95,27 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4000, help="of each run, in both halves")
     parser.add_argument("--model", default="convolutional", help="as bench training has them")
     parser.add_argument("--batch", type=int, default=8, help="of a rank")
-    parser.add_argument("--record", metavar="NAME", help="write docs/records/NAME.json")
+    records.add_option(parser)
     options, found = parser.parse_args(), []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Removes the cluster, too
-    cluster("up", "--nodes", options.nodes, "--rate", options.rates[0], "--slots", 1)
-    try:
-        with tempfile.TemporaryDirectory(prefix="tfcommx_changing") as name:
-            for number, scheme in enumerate(options.schemes):
-                found.append(trained(scheme, options, Path(name) / str(number)))
-                print(json.dumps(found[-1]), flush=True)
-    finally:
-        cluster("down")
-    for half in ("before", "after"):
+    with (
+        tempfile.TemporaryDirectory(prefix="tfcommx_changing") as folder,
+        virtual_cluster.made(options.nodes, 1, options.rates[0]) as cluster,
+    ):
+        for number, scheme in enumerate(options.schemes):
+            found.append(trained(cluster, scheme, options, Path(folder) / str(number)))
+            print(json.dumps(found[-1]), flush=True)
+    for half in HALVES:
         best = min(row[half] for row in found)
         for row in found:
             row[f"{half}_to_best"] = row[half] / best
     print(json.dumps(found, indent=1))
     if options.record:
-        records.write(options.record, found, command(options))
+        command = records.tidied(["python", *sys.argv])
+        note = f"a virtual cluster: {options.nodes} nodes of 1 (scripts/cluster)"
+        records.write(options.record, found, command, note)
     # A scheme that may not select is not compared with those that do
     of_auto = [row for row in found if row["scheme"] == "auto sparse"]
-    worst = max(row[f"{half}_to_best"] for row in of_auto for half in ("before", "after"))
-    return int(worst > ALLOWED)
-
-
-def command(options: argparse.Namespace) -> str:
-    """Return the command of these options."""
-    words = ["python scripts/trials/changing_network.py --rates", *options.rates]
-    words += ["--model", options.model, "--batch", str(options.batch)]
-    return " ".join([*words, "--nodes", str(options.nodes), "--steps", str(options.steps)])
+    return int(any(row[f"{half}_to_best"] > ALLOWED for row in of_auto for half in HALVES))
 
 
 if __name__ == "__main__":

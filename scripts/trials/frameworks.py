@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -35,10 +34,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench import records, torch_environment  # noqa: E402
+from bench import records, torch_environment, virtual_cluster  # noqa: E402
 
 FOLDER = Path(__file__).parent
-CLUSTER = [str(ROOT / "scripts" / "cluster"), "--name", "frameworks"]
 # Name -> the worker and its argument
 OTHERS = {
     "ddp none": ("frameworks_torch.py", "none"),
@@ -63,13 +61,8 @@ OURS = {
 ALONE = {"ddp": "ddp none", "multi-worker": "multi-worker none"}
 
 
-def cluster(*words: object) -> None:
-    """Carry out a verb of scripts/cluster."""
-    subprocess.run([*CLUSTER, *map(str, words)], check=True, capture_output=True)
-
-
-def other(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train by another framework, a worker on each node; return its row."""
+def other(name: str, cluster: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train by another framework, a worker on each node of a cluster; return its row."""
     worker, method = OTHERS[name]
     python = torch_environment.python() if worker == "frameworks_torch.py" else sys.executable
     words = [python, FOLDER / worker, method, options.batch, options.repeats]
@@ -78,16 +71,7 @@ def other(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
     for rank, log in enumerate(logs):
         place = {"RANK": rank, "WORLD_SIZE": options.nodes, "GLOO_SOCKET_IFNAME": "eth0"}
         environment = os.environ | {key: str(value) for key, value in place.items()}
-        command = [
-            *CLUSTER,
-            "run",
-            "--node",
-            str(rank),
-            "--",
-            str(python),
-            str(FOLDER / worker),
-            *words,
-        ]
+        command = virtual_cluster.command(cluster, "run", "--node", rank, "--", *words)
         with log.open("w") as errors:
             running.append(
                 subprocess.Popen(
@@ -151,19 +135,15 @@ def main() -> int:
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--batch", type=int, default=4, help="of a rank")
     parser.add_argument("--repeats", type=int, default=5, help="steps that count")
-    parser.add_argument("--record", metavar="NAME", help="write docs/records/NAME.json")
+    records.add_option(parser)
     options, found = parser.parse_args(), []
     names = options.only or [*OTHERS, *OURS]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Removes the cluster, too
     with tempfile.TemporaryDirectory(prefix="tfcommx_frameworks") as folder:
-        cluster("up", "--nodes", options.nodes, "--rate", options.rate, "--slots", 1)
-        try:
+        with virtual_cluster.made(options.nodes, 1, options.rate) as cluster:
             for name in OTHERS:
                 if name in names:
-                    found.append(other(name, options, Path(folder)))
+                    found.append(other(name, cluster, options, Path(folder)))
                     print(json.dumps(found[-1]), flush=True)
-        finally:
-            cluster("down")
         own = [name for name in OURS if name in names]
         found += ours(own, options, Path(folder)) if own else []
     step = {row["name"]: row["step_seconds"] for row in found}
@@ -172,7 +152,7 @@ def main() -> int:
         row["to_alone"] = row["step_seconds"] / alone if alone else None
     print(json.dumps(found, indent=1))
     if options.record:
-        command = records.tidied(["python", "scripts/trials/frameworks.py", *sys.argv[1:]])
+        command = records.tidied(["python", *sys.argv])
         note = f"a virtual cluster: {options.nodes} nodes of 1, links of {options.rate} each way"
         records.write(options.record, found, command, note)
     return int(not all(row["verified"] for row in found))

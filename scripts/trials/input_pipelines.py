@@ -242,7 +242,7 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=[224, 128], help="pixels on a side")
     parser.add_argument("--images", type=int, help="at most; default: all; 2,944 are generated")
     parser.add_argument("--repeats", type=int, default=5, help="epochs after the first")
-    parser.add_argument("--record", metavar="NAME", help="write docs/records/NAME.json")
+    records.add_option(parser)
     options, rows = parser.parse_args(), []
     names = ["datacache", *(name for name in options.only if name != "datacache")]
     for name in names:
@@ -273,7 +273,7 @@ def main() -> int:
     judge(rows)
     print(table(rows), note(rows), sep="\n\n")
     if options.record:
-        command = records.tidied(["python", "scripts/trials/input_pipelines.py", *sys.argv[1:]])
+        command = records.tidied(["python", *sys.argv])
         records.write(options.record, rows, command, note(rows))
     return int(not all(row["verified"] for row in rows))
 

@@ -39,30 +39,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from losses_runs import AWAY, FAULTS, ROOT, SAME_RANKS, Cluster, Length, Run
-from losses_setups import SETUPS, STEPS_BEFORE, WAIT_SECONDS, left, undisturbed
-
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-
-import losses_hour
-from bench import records
+import losses_hour  # noqa: E402
+from bench import records, virtual_cluster  # noqa: E402
+from losses_runs import AWAY, FAULTS, SAME_RANKS, Length, Run  # noqa: E402
+from losses_setups import SETUPS, STEPS_BEFORE, WAIT_SECONDS, left, undisturbed  # noqa: E402
 
 LENGTH = Length(epochs=4)
 
 
 def single(
-    cluster: Cluster, name: str, fault: str, folder: Path, reference: str | None
+    cluster: str, name: str, fault: str, folder: Path, reference: str | None
 ) -> dict[str, Any]:
     """Let a run meet one fault; return its row of the table.
 
     Args:
-        cluster: that is up.
+        cluster: name of one that is up.
         name: of the setup.
         fault: one of FAULTS.
         folder: of this run.
@@ -79,7 +79,7 @@ def single(
     went_on = run.wait_for(1, 1, WAIT_SECONDS)
     row["status"] = run.end() if went_on else run.end(0)
     if fault in AWAY:
-        cluster.call("heal", setup.nodes)
+        virtual_cluster.call(cluster, "heal", setup.nodes)
     noticed = run.noticed(met)
     # horovodrun may end with an error though all that is left has been trained
     if not went_on or noticed is None or (row["status"] and not setup.horovod):
@@ -122,13 +122,12 @@ def failed(row: dict[str, Any]) -> bool:
     return not row["went_on"] or not row["replicas_equal"] or row["same_bits"] is False
 
 
-def with_cluster(
-    cluster: Cluster, name: str, faults: Sequence[str], folder: Path
+def measure(
+    name: str, faults: Sequence[str], folder: Path
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Measure a setup; return its rows, and the processes and files left on the machine."""
     setup, rows = SETUPS[name], []
-    cluster.call("up", "--nodes", setup.nodes + 1, "--rate", "500mbit", "--slots", setup.slots)
-    try:
+    with virtual_cluster.made(setup.nodes + 1, setup.slots, "500mbit") as cluster:
         reference = None
         if not setup.horovod and set(faults) & set(SAME_RANKS):
             reference = undisturbed(cluster, setup, LENGTH, folder / "undisturbed")
@@ -139,8 +138,6 @@ def with_cluster(
             rows[-1] |= {"load": load, "commit": records.commit()}
         # Horovod's remaining processes end with the cluster
         return rows, [] if setup.horovod else left(folder)
-    finally:
-        cluster.call("down")
 
 
 def record(name: str, rows: list[dict[str, Any]], command: str) -> None:
@@ -164,18 +161,23 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=FAULTS, help="in place of the setup's")
     parser.add_argument("--minutes", type=float, help="a long run in place of the table")
     parser.add_argument("--seed", type=int, default=0, help="of a long run's faults")
-    parser.add_argument("--record", metavar="NAME", help="write docs/records/NAME.json")
-    parser.add_argument("--name", default="losses", help="of the cluster, on this machine")
+    records.add_option(parser)
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="tfcommx_losses"))
-    cluster = Cluster(chosen.name)
-    if chosen.minutes:
-        return losses_hour.measure(cluster, folder, chosen)
+    print(f"Files and messages of the runs are in {folder} until all has gone well.")
+    status = losses_hour.measure(folder, chosen) if chosen.minutes else measure_all(folder, chosen)
+    if status == 0:
+        shutil.rmtree(folder)
+    return status
+
+
+def measure_all(folder: Path, chosen: argparse.Namespace) -> int:
+    """Measure the table; return 1 if a training did not continue, or has left something."""
     print(f"{'setup, fault':24}{'resumed':8}", *(f"{one:>10}" for one in COLUMNS), " ", *HEADS)
     rows, stays = [], []
     for name in chosen.setups:
         faults = chosen.faults or SETUPS[name].faults
-        found, remains = with_cluster(cluster, name, faults, folder / name.replace(" ", "_"))
+        found, remains = measure(name, faults, folder / name.replace(" ", "_"))
         rows += found
         stays += remains
     print(f"left on the machine: {stays or 'nothing'}")

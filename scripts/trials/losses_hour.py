@@ -24,8 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import records
-from losses_runs import AWAY, Cluster, Length, Run, Setup
+from bench import records, virtual_cluster
+from losses_runs import AWAY, Length, Run, Setup
 from losses_setups import SETUPS, STEPS_BEFORE, WAIT_SECONDS, left, undisturbed
 
 MEAN_SECONDS, LEAST_SECONDS, AWAY_SECONDS = 120.0, 20.0, 60.0
@@ -68,7 +68,7 @@ def disturb(run: Run, setup: Setup, minutes: float, seed: int) -> list[str]:
         while time.monotonic() < deadline and run.process.poll() is None:
             time.sleep(0.5)
             for node in [node for node, back in away.items() if time.monotonic() >= back]:
-                run.cluster.call("heal", node)
+                virtual_cluster.call(run.cluster, "heal", node)
                 del away[node]
 
     while run.process.poll() is None and time.monotonic() < over:
@@ -97,7 +97,7 @@ def disturb(run: Run, setup: Setup, minutes: float, seed: int) -> list[str]:
     while run.process.poll() is None and time.monotonic() < over + 600:
         pause(0.5)
     for node in away:
-        run.cluster.call("heal", node)
+        virtual_cluster.call(run.cluster, "heal", node)
     return met
 
 
@@ -123,29 +123,28 @@ def samples(run: Run) -> int:
     return sum(steps_that_count(run)[0].values()) * BATCH
 
 
-def ports(cluster: Cluster, nodes: int) -> set[str]:
+def ports(cluster: str, nodes: int) -> set[str]:
     """Return the ports on which any process listens, of all nodes."""
     found = set()
     for node in range(nodes + 1):
-        command = ["ip", "netns", "exec", cluster.space(node), "cat", "/proc/net/tcp"]
+        space = virtual_cluster.space(cluster, node)
+        command = ["ip", "netns", "exec", space, "cat", "/proc/net/tcp"]
         shown = subprocess.run(command, text=True, capture_output=True, check=True).stdout
         rows = [line.split() for line in shown.splitlines()[1:]]
         found |= {f"node{node} {row[1]}" for row in rows if row[3] == "0A"}
     return found
 
 
-def measure(cluster: Cluster, folder: Path, chosen: argparse.Namespace) -> int:
+def measure(folder: Path, chosen: argparse.Namespace) -> int:
     """Carry out a long run; return 1 if it is against the claim.
 
     Args:
-        cluster: that is not up yet.
         folder: for all runs.
         chosen: minutes, seed and record, as losses.py was given them.
     """
     setup = SETUPS[SETUP]
     epochs = round(chosen.minutes * 60 / STEPS_OF_EPOCH / STEP_SECONDS) + 1
-    cluster.call("up", "--nodes", setup.nodes + 1, "--rate", "500mbit", "--slots", setup.slots)
-    try:
+    with virtual_cluster.made(setup.nodes + 1, setup.slots, "500mbit") as cluster:
         before = ports(cluster, setup.nodes)
         run = Run(cluster, folder / "long", setup, Length(epochs, STEP_SECONDS, SEEDS[0]))
         met = disturb(run, setup, chosen.minutes, chosen.seed)
@@ -156,8 +155,6 @@ def measure(cluster: Cluster, folder: Path, chosen: argparse.Namespace) -> int:
             place = folder / f"seed{seed}"
             undisturbed(cluster, setup, Length(as_many, 0.0, seed), place)
             print(f"seed {seed} without a fault: {scores(place)[-1]}", flush=True)
-    finally:
-        cluster.call("down")
     row = report(run, met, [scores(folder / f"seed{seed}") for seed in SEEDS])
     row |= {"status": status, "left": stays, "seed": chosen.seed}
     print(json.dumps(row, indent=1))

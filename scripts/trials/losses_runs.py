@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import virtual_cluster
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).parent
-CLUSTER = str(ROOT / "scripts" / "cluster")
 MEMORY = Path("/dev/shm")
 # Of a run that is to meet the fault `full`: it has its own
 MEMORY_BYTES = 64 << 20
@@ -26,22 +27,6 @@ FAULTS = ("kill", "node", "cut", "stop", "term", "memory", "full")
 SAME_RANKS = ("kill", "stop", "memory", "full")
 # After them the node does not answer
 AWAY = ("node", "cut")
-
-
-class Cluster:
-    """The virtual cluster, by name; node0 has the supervisor, the others the ranks."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def call(self, *words: object) -> None:
-        """Carry out a verb of scripts/cluster."""
-        said = [CLUSTER, "--name", self.name, *map(str, words)]
-        subprocess.run(said, check=True, capture_output=True)
-
-    def space(self, node: int) -> str:
-        """Return the network namespace of a node."""
-        return f"tfcommx-{self.name}-{node}"
 
 
 class Setup(NamedTuple):
@@ -72,10 +57,10 @@ class Length(NamedTuple):
 
 
 class Run:
-    """One run on the nodes after the first.
+    """One run: node0 of a virtual cluster has the supervisor, the others the ranks.
 
     Args:
-        cluster: that is up.
+        cluster: name of one that is up.
         folder: for the files of ranks and launcher.
         setup: defines the training and its nodes.
         length: of the run.
@@ -84,7 +69,7 @@ class Run:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: str,
         folder: Path,
         setup: Setup,
         length: Length,
@@ -93,15 +78,14 @@ class Run:
         self.cluster, self.folder, self.setup = cluster, folder, setup
         folder.mkdir(parents=True, exist_ok=True)
         worker = [*("python", str(FOLDER / setup.worker), str(folder)), *map(str, length)]
-        start = [CLUSTER, "--name", cluster.name, "run", "--node", "0", "--"]
+        start = virtual_cluster.command(cluster, "run", "--node", 0, "--")
         if own_memory:
             mount = f"mount -t tmpfs -o size={MEMORY_BYTES} tmpfs {MEMORY}"
             start = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", *start]
         launch = self._horovodrun() if setup.horovod else self._supervisor()
         environment = {
             **os.environ,
-            "PATH": f"/run/tfcommx-{cluster.name}:{Path(sys.executable).parent}:"
-            + os.environ["PATH"],
+            "PATH": f"/run/tfcommx-{cluster}:{Path(sys.executable).parent}:" + os.environ["PATH"],
             "PYTHONPATH": str(ROOT),
             "TF_CPP_MIN_LOG_LEVEL": "2",
             # A fresh cache, because measurements of earlier runs would decide for "auto"
@@ -204,9 +188,8 @@ class Run:
 
     def rank_on(self, node: int) -> int:
         """Return the process of a rank on a node. **Raises:** ValueError if there is none."""
-        shown = subprocess.run(
-            ["ip", "netns", "pids", self.cluster.space(node)], text=True, capture_output=True
-        )
+        space = virtual_cluster.space(self.cluster, node)
+        shown = subprocess.run(["ip", "netns", "pids", space], text=True, capture_output=True)
         own = {int(path.read_text() or 0) for path in self.folder.glob("pid-*")}
         if not (found := own & set(map(int, shown.stdout.split()))):
             raise ValueError(f"no rank on node{node}")
@@ -229,7 +212,7 @@ class Run:
                 newest.write_bytes(newest.read_bytes()[:-100])
         when = time.time()
         if fault in AWAY:
-            self.cluster.call({"cut": "cut", "node": "kill"}[fault], node)
+            virtual_cluster.call(self.cluster, {"cut": "cut", "node": "kill"}[fault], node)
             for folder in self.memory_of(node) if fault == "node" else ():
                 shutil.rmtree(folder)
             if self.setup.horovod:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from losses_runs import FAULTS, MEMORY, Cluster, Length, Run, Setup
+from losses_runs import FAULTS, MEMORY, Length, Run, Setup
 
 SETUPS = {
     "hitopk": Setup("losses_worker.py", ("hitopk",), faults=FAULTS),
@@ -22,12 +22,14 @@ STEPS_BEFORE = 50
 WAIT_SECONDS = 300.0
 
 
-def undisturbed(cluster: Cluster, setup: Setup, length: Length, folder: Path) -> str:
+def undisturbed(cluster: str, setup: Setup, length: Length, folder: Path) -> str:
     """Return the hash of the weights of a run without a fault."""
     run = Run(cluster, folder, setup, length)
     if run.end(3600):
         sys.exit(f"The run without a fault has failed: see {folder / 'stderr'}")
-    return run.weights(setup.ranks)
+    if not (weights := run.weights(setup.ranks)):
+        sys.exit(f"The ranks of the run without a fault ended with different weights: {folder}")
+    return weights
 
 
 def left(folder: Path) -> list[str]:

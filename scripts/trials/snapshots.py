@@ -31,6 +31,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
+from bench import records  # noqa: E402
+
 HOSTS = "localhost:1,127.0.0.1:1"
 
 
@@ -96,14 +98,12 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=64, help="pixels a side (default: 64)")
     parser.add_argument("--blocks", type=int, default=5, help="of each kind (default: 5)")
     parser.add_argument("--steps", type=int, default=8, help="of a block (default: 8)")
-    parser.add_argument("--record", metavar="NAME", help="write docs/records/NAME.json")
+    records.add_option(parser)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.folder:
         work(chosen.folder, chosen.batch, chosen.size, chosen.blocks, chosen.steps)
         return 0
-    from bench import records
-
     with tempfile.TemporaryDirectory(prefix="tfcommx_snapshots") as name:
         own = [__file__, "--folder", name, "--batch", chosen.batch, "--size", chosen.size]
         words = ["python", *own, "--blocks", chosen.blocks, "--steps", chosen.steps]
@@ -118,7 +118,7 @@ def main() -> int:
         row = json.loads((Path(name) / "row.json").read_text())
     print(json.dumps(row, indent=1))
     if chosen.record:
-        records.write(chosen.record, [row], "python scripts/trials/snapshots.py")
+        records.write(chosen.record, [row], records.tidied(["python", *sys.argv]))
     return 0
 
 

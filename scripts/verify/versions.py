@@ -154,7 +154,7 @@ def main() -> int:
     parser.add_argument("--pythons", nargs="+", default=[], help="more Pythons than those on PATH")
     parser.add_argument("--tests", nargs="+", default=[*TESTS], help="arguments of pytest")
     parser.add_argument("--list", action="store_true", help="print the cases and their Pythons")
-    parser.add_argument("--record", metavar="NAME", help="write docs/records/NAME.json")
+    records.add_option(parser)
     chosen = parser.parse_args()
     pythons, rows = find_pythons(chosen.pythons), []
     for name in chosen.only or CASES:

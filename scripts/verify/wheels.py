@@ -48,7 +48,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--wheels", type=Path, default=ROOT / "dist", help="their folder")
-    parser.add_argument("--record", metavar="NAME", help="write docs/records/NAME.json")
+    records.add_option(parser)
     chosen = parser.parse_args()
     if not list(chosen.wheels.glob("*.whl")):
         raise SystemExit(f"Wheels are required in {chosen.wheels}: make wheels")

@@ -42,7 +42,8 @@ step.
 
 Trainings and calibration are kept in `--folder`, each in a file named by a digest of its settings:
 a call that was interrupted continues with the next one. The digest does not include the version of
-tfcommx, and a calibration is that of this machine: where they change, add --anew.
+tfcommx, and a calibration is that of this machine: where they change, add --anew. `commits` are
+those that trained a row.
 """
 
 from __future__ import annotations
@@ -52,15 +53,12 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import options, ranks, rounds, torch_environment
+from bench import options, ranks, rounds, torch_environment, virtual_cluster
 from bench.records import ROOT
 
 from tfcommx.comparison.methods import Method, fitting, read_methods
@@ -208,32 +206,17 @@ def cluster(chosen: argparse.Namespace) -> Iterator[ranks.Place]:
     if chosen.here:
         yield ranks.Place((Host("localhost", chosen.nodes),), node_size=1)
         return
-    hosts = tuple(Host(f"node{node}", 1) for node in range(chosen.nodes))
-    name, rate = f"e{os.getpid()}", f"{chosen.rate_mbit or FIRST_MBIT}mbit"
-    place = ranks.Place(hosts, ranks.Cluster(name, chosen.nodes, 1, rate))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Not without `down`
-    try:
-        shape(place, "up", "--nodes", chosen.nodes, "--slots", 1, "--rate", rate)
-        yield place
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):  # A half would be left
-            signal.signal(number, signal.SIG_IGN)
-        shape(place, "down")
-
-
-def shape(place: ranks.Place, *words: object) -> None:
-    """Carry out a verb of scripts/cluster on the cluster of a place."""
-    assert place.cluster is not None
-    command = [ranks.SCRIPTS / "cluster", "--name", place.cluster.name, *words]
-    if subprocess.run(list(map(str, command)), stdout=subprocess.DEVNULL).returncode:
-        raise SystemExit(f"`{' '.join(map(str, command))}` failed.")
+    rate = f"{chosen.rate_mbit or FIRST_MBIT}mbit"
+    with virtual_cluster.made(chosen.nodes, 1, rate) as name:
+        made = ranks.Cluster(name, chosen.nodes, 1, rate)
+        yield ranks.Place(made.hosts(), made)
 
 
 def shaped(place: ranks.Place, rate_mbit: float) -> ranks.Place:
     """Change the rate of all links."""
-    assert place.cluster is not None
+    assert place.cluster is not None and place.cluster.name is not None
     rate = f"{rate_mbit:.3f}mbit"
-    shape(place, "rate", rate)
+    virtual_cluster.call(place.cluster.name, "rate", rate)
     return ranks.Place(place.hosts, place.cluster._replace(rate=rate))
 
 
@@ -384,6 +367,8 @@ def rows_of(
             step_seconds=None if None in steps else statistics.median(steps),
             first_step_seconds=statistics.fmean(one["first_step_seconds"] for one in of_seeds),
             bytes_between=statistics.fmean(one["bytes_between"] for one in of_seeds),
+            # A training that was kept may be of an earlier one
+            commits=", ".join(sorted({one.get("commit", "unknown") for one in of_seeds})),
             final_score=statistics.fmean(final[name]),
             final_lowest=min(final[name]),
             final_highest=max(final[name]),
@@ -399,8 +384,8 @@ def note(chosen: argparse.Namespace) -> str:
     """Return a record's note: where the trainings ran, and which cluster the links stand for."""
     if chosen.here:
         return "all ranks on this host, no links"
-    text = f"a virtual cluster: {chosen.nodes} nodes of 1 (scripts/cluster); trainings of an "
-    text += "earlier call may be among the rows"
+    text = f"a virtual cluster: {chosen.nodes} nodes of 1 (scripts/cluster); rows have the commits "
+    text += "of their trainings"
     if not calibrated(chosen):
         return text
     known = SETTINGS["setups"][chosen.setup]

@@ -245,6 +245,9 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
                 rows.append(row_of(comm, name, n, network, chosen))
             except ConfigurationError as refusal:
                 refused.append(f"{' '.join(name)}: left out: {refusal}")
+        if not rows:
+            unwritten = f"A wire format that a route writes is required. Received {chosen.wires}."
+            raise SystemExit("\n".join(refused) or unwritten)
         yield table(rows, refused)
 
 
