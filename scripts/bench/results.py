@@ -17,10 +17,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from bench.records import FOLDER, ROOT
+from bench.records import FOLDER, ROOT, commit
 
 # Settings of the same training: their changes to the demo's recipe, whose three phases have 3, 2
 # and 6 epochs
@@ -149,19 +149,29 @@ COMMANDS = {
 }
 
 
-def idle_seconds() -> float:
-    """Return the seconds that all cores together have been idle since the start."""
-    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-    return (int(words[4]) + int(words[5])) / 100
+def idle_seconds(statistics: str, cores: Collection[int]) -> float:
+    """Return the seconds that these cores together have been idle since the start.
+
+    Other cores do not count: a process that may use 2 of 64 would find most of them idle.
+
+    Args:
+        statistics: the content of /proc/stat.
+        cores: their numbers.
+    """
+    lines = (line.split() for line in statistics.splitlines())
+    wanted = {f"cpu{core}" for core in cores}
+    ticks = sum(int(words[4]) + int(words[5]) for words in lines if words and words[0] in wanted)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def wait_for_quiet(at_most: float = 300.0) -> None:
-    """Wait until the cores have been idle for 3 s, but for a twentieth."""
-    cores, end = len(os.sched_getaffinity(0)), time.monotonic() + at_most
+    """Wait until this process's cores have been idle for 3 s, but for a twentieth."""
+    cores, end, file = os.sched_getaffinity(0), time.monotonic() + at_most, Path("/proc/stat")
     while True:
-        before, start = idle_seconds(), time.monotonic()
+        before, start = idle_seconds(file.read_text(), cores), time.monotonic()
         time.sleep(3)
-        share = (idle_seconds() - before) / (time.monotonic() - start) / cores
+        idle = idle_seconds(file.read_text(), cores) - before
+        share = idle / (time.monotonic() - start) / len(cores)
         if share > 0.95:
             return
         if time.monotonic() > end:
@@ -169,11 +179,18 @@ def wait_for_quiet(at_most: float = 300.0) -> None:
 
 
 def measure(name: str) -> bool:
-    """Carry out a measurement and record it; return whether that went well."""
-    command, out = COMMANDS[name], ROOT / "runs" / "results" / name
-    out.parent.mkdir(parents=True, exist_ok=True)
+    """Carry out a measurement and record it; return whether that went well.
+
+    A comparison continues with the trainings in its folder. The record names this commit, so the
+    folder is one of this commit.
+    """
+    command, results = COMMANDS[name], ROOT / "runs" / "results"
+    out = results / name
+    results.mkdir(parents=True, exist_ok=True)
     place, _, line = command.rpartition("; ")  # "cd FOLDER" leads to custom modules
     folder, words = ROOT / place.removeprefix("cd "), shlex.split(line)
+    if words[1] == "compare":
+        words += ["--output", str(results / f"compare-{commit()}" / Path(words[2]).stem)]
     option = {"train": "--output"}
     if words[0] != "tfcommx" and "reproduce" not in words[1]:
         return subprocess.call([*words, "--record", name], cwd=folder) == 0
@@ -200,6 +217,8 @@ def main(words: Sequence[str]) -> int:
         for name in chosen.only or COMMANDS
         if not (chosen.missing and (FOLDER / f"{name}.json").exists())
     ]
+    # Where `python` and `tfcommx` are, also if the environment has not been activated
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     failed = []
     for name in names:
         if chosen.list:

@@ -23,7 +23,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from bench import rounds
+from bench import records, rounds
 from bench.benchmarks import training
 from bench.benchmarks.training_contestants import Contestant
 from bench.peers import plain_allreduce
@@ -71,7 +71,7 @@ def carry_out(job: dict[str, Any], train: Callable[[Run, dict[str, Any], float],
         result = train(run, job, start)
     run.data.close()
     if cx.is_chief():
-        write_text(output, json.dumps(result, indent=1) + "\n")
+        write_text(output, json.dumps(result | {"commit": records.commit()}, indent=1) + "\n")
 
 
 def plain_optimizer(recipe: Recipe, compression: Any) -> keras.optimizers.Optimizer:

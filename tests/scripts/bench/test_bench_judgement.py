@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import os
 import sys
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from launching import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench import options, records, rounds
+from bench import options, ranks, records, results, rounds
 from bench.checks import moved_alike
 
 START = np.float32([0.02, -0.03, 0.05])
@@ -48,6 +49,24 @@ def test_what_has_not_moved_proves_nothing() -> None:
     far = START + np.float32(1)
     assert not moved_alike([far, START], [far, START], [START, START], 1e-2)
     assert not moved_alike([far], [far * np.float32(np.inf)], [START], 1e-2)
+
+
+@pytest.mark.parametrize("name", ["Some", "some-1", "../some"])
+def test_a_records_name_is_refused_before_anything_is_measured(name: str) -> None:
+    """It was refused after the measurement, which was lost."""
+    for parser in (options.parser("", [1], 1), ranks.parser()):
+        with pytest.raises(SystemExit, match=repr(name)):
+            parser.parse_args(["--record", name])
+        assert parser.parse_args(["--record", "some_1"]).record == "some_1"
+
+
+def test_idle_seconds_are_those_of_the_cores_that_a_process_may_use() -> None:
+    """The idle ones of a machine of 64 cores hid that the process's two were busy."""
+    lines = ["cpu  0 0 0 990 0 0 0 0 0 0", *(f"cpu{core} 1 2 3 {core}00 50 0" for core in range(9))]
+    text = "\n".join([*lines, "intr 7 0", "ctxt 9", ""])
+    tick = os.sysconf("SC_CLK_TCK")
+    assert results.idle_seconds(text, {1, 3}) * tick == 100 + 300 + 2 * 50
+    assert results.idle_seconds(text, {7}) * tick == 750
 
 
 def test_rows_that_nothing_judges_do_not_fail() -> None:
