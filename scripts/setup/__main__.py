@@ -87,8 +87,22 @@ def environment_key(gpu: bool) -> str:
 
 
 def make_environment() -> None:
-    """Make an empty environment in place of an existing one."""
-    run(sys.executable, "-m", "venv", "--clear", VENV)
+    """Make an empty environment in place of one that the set-up made before.
+
+    **Raises:** Missing for a folder with other files, because they would be deleted.
+    """
+    environment = Environment(VENV)
+    if VENV.is_dir() and any(VENV.iterdir()) and not environment.stamps.is_dir():
+        raise Missing(
+            f"A folder that is empty, or an environment of this set-up, is required in {VENV}: all "
+            "files in it are deleted. Received a folder with other files. Delete it yourself, or "
+            "export TFCOMMX_VENV=$HOME/tfcommx-venv, or another path, for this and all calls of "
+            "make"
+        )
+    run(sys.executable, "-m", "venv", "--clear", "--without-pip", VENV)
+    # By them a call that was interrupted below is continued by the next one
+    environment.stamps.mkdir()
+    run(environment.python, "-m", "ensurepip", "--default-pip")
 
 
 def requirements() -> list[str]:

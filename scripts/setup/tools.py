@@ -78,6 +78,8 @@ class Environment(NamedTuple):
             return
         print(f"[set-up] {what} ...", flush=True)
         start = time.monotonic()
+        # Interrupted work has half of these inputs, though later ones may be the former ones again
+        stamp.unlink(missing_ok=True)
         remark = work()
         self.stamps.mkdir(parents=True, exist_ok=True)
         stamp.write_text(key)
