@@ -34,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench import records, torch_environment, virtual_cluster  # noqa: E402
+from bench import environments, records, virtual_cluster  # noqa: E402
 
 FOLDER = Path(__file__).parent
 # Name -> the worker and its argument
@@ -64,7 +64,7 @@ ALONE = {"ddp": "ddp none", "multi-worker": "multi-worker none"}
 def other(name: str, cluster: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train by another framework, a worker on each node of a cluster; return its row."""
     worker, method = OTHERS[name]
-    python = torch_environment.python() if worker == "frameworks_torch.py" else sys.executable
+    python = environments.torch_python() if worker == "frameworks_torch.py" else sys.executable
     words = [python, FOLDER / worker, method, options.batch, options.repeats]
     running: list[subprocess.Popen[str]] = []
     logs = [folder / f"{name.replace('/', '_')}-{rank}" for rank in range(options.nodes)]
@@ -108,7 +108,10 @@ def ours(names: list[str], options: argparse.Namespace, folder: Path) -> list[di
     command = [sys.executable, str(ROOT / "scripts" / "bench"), "training", *shape]
     command += ["--rates", options.rate, "--models", "resnet50", "--batch", str(options.batch)]
     command += ["--repeats", str(options.repeats), "--json", str(path)]
-    subprocess.run([*command, "--schemes", *(OURS[name] for name in names)], check=True)
+    # Its status is 1 also if a row is not verified, which is a column here
+    subprocess.run([*command, "--schemes", *(OURS[name] for name in names)])
+    if not path.exists() or not path.read_text():
+        sys.exit("scripts/bench training has measured nothing; its message is above.")
     by = {row["scheme"]: row for row in map(json.loads, path.read_text().splitlines())}
     return [
         {

@@ -59,7 +59,7 @@ from input_pipelines_run import BATCH, SEED, WORKERS, Task, descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
-from bench import records  # noqa: E402
+from bench import environments, records  # noqa: E402
 
 FOLDER, BUILD = Path(__file__).parent, ROOT / "build" / "pipelines"
 # Worker's ending -> environment and packages; FFCV shares PyTorch, which takes 6 GB
@@ -96,15 +96,7 @@ def python_of(worker: str) -> str:
     if worker not in PACKAGES:
         return sys.executable
     environment, packages = PACKAGES[worker]
-    folder = BUILD / environment
-    python, installed = folder / "bin" / "python", folder / f"installed-{worker}"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    if not installed.exists():
-        print(f"{', '.join(packages)}: installed into {folder.relative_to(ROOT)}", flush=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
-        installed.touch()
-    return str(python)
+    return str(environments.python_with(BUILD / environment, packages))
 
 
 def photographs(source: Path, folder: Path, most: int | None) -> None:
@@ -252,9 +244,9 @@ def main() -> int:
         if options.folder is None:
             from bench.benchmarks.data_pipelines import generate
 
-            generate(photos, options.images or 2944)
-        else:
-            photographs(options.folder, photos, options.images)
+            options.folder = Path(scratch) / "generated"
+            generate(options.folder, options.images or 2944)
+        photographs(options.folder, photos, options.images)
         for size in options.sizes:
             task = Task(
                 name="",

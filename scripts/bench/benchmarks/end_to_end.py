@@ -58,7 +58,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import options, ranks, rounds, torch_environment, virtual_cluster
+from bench import environments, options, ranks, rounds, virtual_cluster
 from bench.records import ROOT
 
 from tfcommx.comparison.methods import Method, fitting, read_methods
@@ -126,7 +126,7 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
         return
     changes = changes_of(chosen)
     if not changes.keys().isdisjoint(TORCH):
-        torch_environment.python()
+        environments.torch_python()
     with cluster(chosen) as place:
         calibration = {"rate_mbit": chosen.rate_mbit, "ratio_measured": None}
         if calibrated(chosen):

@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from bench import torch_environment
+from bench import environments
 from bench.benchmarks.end_to_end_rank import Evaluation, bytes_sent, outcome
 
 import tfcommx as cx
@@ -23,7 +23,7 @@ from tfcommx.training.callbacks import rate_at
 from tfcommx.training.run import Run
 from tfcommx.training.steps import Position, fit_calls
 
-torch_environment.use()
+environments.use_torch()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
