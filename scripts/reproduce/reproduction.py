@@ -89,7 +89,7 @@ def verdict(what: str, rows: Sequence[Mapping[str, Any]], goal: Mapping[str, flo
     """Say how large the errors are, and whether the goal is reached."""
     median, largest, count = errors(rows)
     messages = errors(rows, "message_error")
-    reached = median <= goal.get("median", 1.0) and largest <= goal["largest"]
+    reached = count > 0 and median <= goal.get("median", 1.0) and largest <= goal["largest"]
     wanted = ", ".join(f"{name} {value:.0%}" for name, value in goal.items())
     of_messages = f"; of the exchange: median {messages[0]:.0%}, largest {messages[1]:.0%}"
     return (

@@ -9,8 +9,9 @@
 Trains a ResNet-50 on one batch under several schemes, after a comparison of the kernels with the
 CPU's. Prints one JSON object for each scheme: the median milliseconds of a step, the loss before
 and after, whether all ranks have equal weights and, of one traced step, the bytes copied between
-the GPU and the host, the largest such copies, and the kernels that took longest. With `--tests`
-the ranks run these tests in place of it. Requires `make setup TFCOMMX_SETUP=--gpu`.
+the GPU and the host, the largest such copies, and the kernels that took longest. Ends with status 1
+if weights are not finite, or differ between ranks although they exchange. With `--tests` the ranks
+run these tests in place of it. Requires `make setup TFCOMMX_SETUP=--gpu`.
 
 Several ranks may share one GPU: a UTS namespace, which needs root, makes each a separate host for
 NCCL and `init()`. Collectives then run over the loopback device, so their times are not a
@@ -211,8 +212,11 @@ def fit(model: keras.Model, data: tf.data.Dataset, clock: Clock, exchanges: bool
         model.fit(data, steps_per_epoch=steps, callbacks=callbacks, verbose=0)
 
 
-def train(comm: Comm, options: argparse.Namespace) -> None:
-    """Train under each scheme, and print the results. **Ranks:** all."""
+def train(comm: Comm, options: argparse.Namespace) -> bool:
+    """Train under each scheme, and print the results; return True if all are right.
+
+    **Ranks:** all.
+    """
     import numpy as np
     import tensorflow as tf
 
@@ -237,14 +241,18 @@ def train(comm: Comm, options: argparse.Namespace) -> None:
     batch = numbers.standard_normal(shape, np.float32), numbers.integers(0, 1000, options.batch)
     data = tf.data.Dataset.from_tensors(batch).cache().repeat()
     traced = comm.rank == 0 and on_gpu and not options.rates
-    rates = options.rates or [""]
+    rates, right = options.rates or [""], True
     for name in options.schemes or [*PLAIN, *SCHEMES, *LOW_BIT]:
         for together in [[rate] for rate in rates] if name == "auto" else [rates]:
             set_rate(together[0])  # Before "auto" measures the links
-            clock = Clock(together, options.steps, Path(tempfile.mkdtemp()) if traced else None)
-            model = make_model(options.pixels, name)
-            fit(model, data, clock, name not in PLAIN)
-            tell(scheme=name, **results(comm, model, clock))
+            with tempfile.TemporaryDirectory() as folder:
+                clock = Clock(together, options.steps, Path(folder) if traced else None)
+                model = make_model(options.pixels, name)
+                fit(model, data, clock, name not in PLAIN)
+                row = results(comm, model, clock)
+            tell(scheme=name, **row)
+            right &= row["finite"] and row["equal"] == (name != "no exchange")
+    return right
 
 
 def results(comm: Comm, model: keras.Model, clock: Clock) -> dict[str, Any]:
@@ -308,7 +316,7 @@ def main() -> None:
         sys.exit(pytest.main(arguments, [FailuresAtOnce()]))
     import tfcommx as cx
 
-    train(cx.init(node_size=1), options)
+    sys.exit(not train(cx.init(node_size=1), options))
 
 
 if __name__ == "__main__":

@@ -61,9 +61,14 @@ def main() -> int:
         tools.mkdir()
         for tool in ("bash", "sh", "env", "uname", "hostname", "ps"):
             (tools / tool).symlink_to(shutil.which(tool) or f"/bin/{tool}")
+        # How pip reaches an index is a part of the machine
         environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("PIP_") or name.lower().endswith("_proxy")
+        } | {
             "PATH": f"{python.parent}:{tools}",
-            "HOME": os.environ["HOME"],
+            "HOME": str(Path.home()),
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
 

@@ -31,6 +31,18 @@ def run(name: str, folder: Path, *words: str) -> tuple[str, list[dict[str, objec
     return done.stdout, [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def test_no_goal_is_reached_without_a_scored_row() -> None:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        from reproduction import NOT_SCORED, row, verdict
+    finally:
+        # Because horovod.py of this folder would be imported in place of the package
+        sys.path.remove(str(FOLDER))
+    scored = row("any", "one", 1.0, None, 1.01)
+    assert "reached" in verdict("any", [scored], {"largest": 0.02})
+    assert "MISSED" in verdict("any", [scored | {"role": NOT_SCORED}], {"largest": 0.02})
+
+
 def test_tables_of_omgs_as_reported(tmp_path: Path) -> None:
     output, rows = run("omgs", tmp_path)
     for line in output.splitlines():
