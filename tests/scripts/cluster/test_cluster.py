@@ -290,6 +290,25 @@ def test_a_second_up_is_refused_and_leaves_the_first(nodes: None) -> None:
 
 
 @needs_cluster
+def test_an_interrupted_up_leaves_nothing_and_a_folder_that_is_left_is_no_obstacle() -> None:
+    """`up` left namespaces after Ctrl-C; a folder in /run ended it, and its namespaces stayed."""
+    name = f"i{os.getpid()}"
+    folder = Path(f"/run/tfcommx-{name}")
+    try:
+        half = subprocess.Popen([SCRIPT, "--name", name, "up", "--nodes", "60"])
+        wait_until(lambda: len(namespaces(name)) > 3, 30, "the first namespaces")
+        half.send_signal(signal.SIGINT)
+        assert half.wait(60) != 0 and not namespaces(name)
+        folder.mkdir()
+        (folder / "ssh").symlink_to(SCRIPT)
+        assert cluster("up", "--nodes", 2, name=name).returncode == 0
+        assert "2 nodes" in cluster("status", name=name).stdout
+    finally:
+        assert cluster("down", name=name).returncode == 0
+    assert not folder.exists()
+
+
+@needs_cluster
 def test_down_removes_what_killed_runs_have_left() -> None:
     name = f"k{os.getpid()}"
     try:
