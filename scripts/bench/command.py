@@ -134,8 +134,11 @@ def run_all(words: list[str]) -> int:
     if chosen.only is None:
         chosen.only = list(BENCHMARKS)
     if not chosen.smoke:
+        if chosen.json:
+            raise SystemExit("--json is of --smoke. Without it, start each benchmark with its own.")
         script = [sys.executable, str(Path(__file__).parent)]
-        return max(subprocess.call([*script, name]) for name in chosen.only)
+        statuses = [subprocess.call([*script, name]) for name in chosen.only]
+        return int(any(statuses))  # That of a killed process is negative
     if chosen.rows:
         for name in chosen.only:
             own = [*BENCHMARKS[name].smoke.split(), "--smoke", "--rows", str(chosen.rows)]

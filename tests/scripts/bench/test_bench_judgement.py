@@ -11,7 +11,7 @@ import pytest
 from launching import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench import options, ranks, records, results, rounds
+from bench import command, options, ranks, records, results, rounds
 from bench.checks import moved_alike
 
 START = np.float32([0.02, -0.03, 0.05])
@@ -49,6 +49,13 @@ def test_what_has_not_moved_proves_nothing() -> None:
     far = START + np.float32(1)
     assert not moved_alike([far, START], [far, START], [START, START], 1e-2)
     assert not moved_alike([far], [far * np.float32(np.inf)], [START], 1e-2)
+
+
+@pytest.mark.parametrize(("status", "ends"), [(0, 0), (1, 1), (-9, 1)])
+def test_all_fail_if_one_is_killed(status: int, ends: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest status was taken, and that of a killed process is negative."""
+    monkeypatch.setattr(command.subprocess, "call", lambda words: status * (words[-1] == "step"))
+    assert command.main(["all", "--only", "select", "step"]) == ends
 
 
 @pytest.mark.parametrize("name", ["Some", "some-1", "../some"])
