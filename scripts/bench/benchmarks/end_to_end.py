@@ -176,8 +176,13 @@ def changes_of(chosen: argparse.Namespace) -> dict[str, list[str]]:
         raise SystemExit(f"The contestant {HOROVOD!r} is required: its score is the target.")
     recipe = read(recipe_of(chosen), chosen.set)
     own = {name: Method.model_validate(one) for name, one in SETTINGS["methods"].items()}
-    if chosen.recipe != "fashion" and set(names) & set(TORCH):
-        raise SystemExit(f"{', '.join(TORCH)} train the recipe 'fashion'. Leave them out.")
+    if set(names) & set(TORCH) and (
+        (chosen.recipe, recipe.optimizer.name, recipe.precision) != ("fashion", "sgd", "float32")
+    ):
+        raise SystemExit(
+            f"{', '.join(TORCH)} train the recipe 'fashion' by SGD in float32. Received recipe "
+            f"{chosen.recipe!r}, {recipe.optimizer.name}, {recipe.precision}. Omit them."
+        )
     of_compare = [name for name in names if name not in (*own, *PLAIN, *TORCH)]
     methods = own | (read_methods(of_compare) if of_compare else {})
     dense = Method(about="", scheme={"route": "allreduce"}, strategy={"name": "synchronous"})
