@@ -29,8 +29,10 @@ BYTES = ("bytes_between_nodes", "bytes_between_nodes_dense")
 
 
 def row_of(folder: Path) -> dict[str, Any]:
-    """Return the row of a run from its folder."""
+    """Return the row of a run from its folder. **Raises:** SystemExit for one that was stopped."""
     summary = read(folder)
+    if "stopped" in summary:
+        raise SystemExit(f"A finished run is required. That in {folder} was stopped: --resume it.")
     sent, dense = (summary[name] for name in BYTES)
     kept = {name: summary[name] for name in summary if name in KEPT or name.startswith("test_")}
     return {
@@ -38,7 +40,8 @@ def row_of(folder: Path) -> dict[str, Any]:
         **kept,
         "bytes_between": sent,
         "bytes_between_dense": dense,
-        "bytes_share": sent / dense,
+        # Without another node nothing is sent to one
+        "bytes_share": sent / dense if dense else None,
         "tracing_seconds": sum(one["seconds"]["first_step"] for one in summary["rows"]),
         "evaluation_seconds": sum(one["seconds"]["evaluation"] for one in summary["rows"]),
         "verified": summary["replicas_identical"],
@@ -63,6 +66,8 @@ def cells_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def rows_of(file: Path) -> tuple[list[dict[str, Any]], str]:
     """Return the rows of a simulation or a comparison from its file, and the record's note."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
+    if not lines:
+        raise SystemExit(f"Rows of --json are required in {file}. Received an empty file.")
     if "published_s" in lines[0]:
         return lines, "predictions of published steps; nothing of this was measured here"
     if "machine" in lines[0]:

@@ -142,6 +142,13 @@ def test_a_training_is_recorded_from_its_summary(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     row = record.row_of(tmp_path)
     assert (row["bytes_share"], row["tracing_seconds"], row["verified"]) == (0.25, 6.0, True)
+    # The first epochs of a run were recorded as the whole; a run on one node ended in a traceback
+    (tmp_path / "summary.json").write_text(json.dumps(summary | {"stopped": "SIGTERM"}))
+    with pytest.raises(SystemExit, match="stopped"):
+        record.row_of(tmp_path)
+    one_node = dict.fromkeys(("bytes_between_nodes", "bytes_between_nodes_dense"), 0.0)
+    (tmp_path / "summary.json").write_text(json.dumps(summary | one_node))
+    assert record.row_of(tmp_path)["bytes_share"] is None
     (tmp_path / "summary.json").write_text(json.dumps(summary | {"replicas_identical": False}))
     command = [sys.executable, "scripts/bench", "record", str(tmp_path), "never", "--command", "x"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
