@@ -24,18 +24,25 @@ def plain_allreduce(
     }
 
 
-class PlainHorovod(keras.optimizers.SGD):
-    """SGD of a user of plain Horovod, with an allreduce of each gradient before the update.
+def plain_optimizer(
+    optimizer: keras.optimizers.Optimizer, compression: Any = hvd.Compression.none
+) -> keras.optimizers.Optimizer:
+    """Let an optimizer average each gradient as a user of plain Horovod does; return it.
 
-    As with its option `sparse_as_dense`, which wrapped optimizers do always. Without it the rows
-    of an embedding are gathered, and added in any order: the ranks drift apart.
+    As with Horovod's option `sparse_as_dense`, which wrapped optimizers do always. Without it the
+    rows of an embedding are gathered, and added in any order: the ranks drift apart.
+
+    Args:
+        compression: Horovod's; None: nothing is exchanged.
     """
+    apply = optimizer.apply
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Average the gradients over all ranks, then apply them."""
-        averages = [
-            hvd.allreduce(tf.convert_to_tensor(one), op=hvd.Average, name=f"{self.name}/{place}")
-            for place, one in enumerate(grads)
-        ]
+    def averaged(gradients: Any, variables: Any = None) -> None:
+        dense = {str(place): tf.convert_to_tensor(one) for place, one in enumerate(gradients)}
+        if compression is not None:
+            dense = plain_allreduce(dense, compression)
         with cx.allow_plain_optimizers():
-            super().apply(averages, trainable_variables)
+            apply(list(dense.values()), variables)
+
+    optimizer.apply = averaged
+    return optimizer

@@ -107,29 +107,13 @@ def copies_and_kernels(folder: Path) -> dict[str, Any]:
     }
 
 
-def average_by_horovod(optimizer: keras.optimizers.Optimizer, compression: Any) -> None:
-    """Make the optimizer average each gradient by Horovod's allreduce before it applies them."""
-    import horovod.tensorflow as hvd
-
-    import tfcommx as cx
-
-    apply = optimizer.apply
-
-    def averaged(gradients: Any, variables: Any = None) -> None:
-        averages = [
-            hvd.allreduce(gradient, op=hvd.Average, name=f"plain/{i}", compression=compression)
-            for i, gradient in enumerate(gradients)
-        ]
-        with cx.allow_plain_optimizers():
-            apply(averages, variables)
-
-    optimizer.apply = averaged
-
-
 def make_model(pixels: int, name: str) -> keras.Model:
     """Return a compiled ResNet-50 with this scheme, low-bit optimizer or plain Horovod."""
     import horovod.tensorflow as hvd
     import keras
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from bench.peers import plain_optimizer
 
     import tfcommx as cx
 
@@ -145,7 +129,7 @@ def make_model(pixels: int, name: str) -> keras.Model:
         optimizer = cx.DistributedOptimizer(optimizer, scheme=cx.Scheme(**SCHEMES[name]))
     elif name != "no exchange":
         kinds = hvd.Compression
-        average_by_horovod(optimizer, kinds.fp16 if name.endswith("fp16") else kinds.none)
+        optimizer = plain_optimizer(optimizer, kinds.fp16 if name.endswith("fp16") else kinds.none)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, jit_compile=False)
     return model

@@ -28,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 from bench import options, plans, ranks, rounds
 from bench.checks import moved_alike
-from bench.peers import PlainHorovod
+from bench.peers import plain_optimizer
 
 import tfcommx as cx
 from tfcommx.collectives.comm import Comm
@@ -72,7 +72,7 @@ def contestant(n: int, scheme: cx.Scheme | None, links: Links | None) -> Contest
     layers = [keras.layers.Dense(width, activation="relu") for _ in range(LAYERS)]
     net = keras.Sequential([keras.layers.Input((width,)), *layers])
     if scheme is None:
-        optimizer = PlainHorovod(0.01, name="plain_horovod")
+        optimizer = plain_optimizer(keras.optimizers.SGD(0.01))
     else:
         optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme, links=links)
     optimizer.build(net.trainable_variables)

@@ -26,7 +26,7 @@ import tensorflow as tf
 from bench import records, rounds
 from bench.benchmarks import training
 from bench.benchmarks.training_contestants import Contestant
-from bench.peers import plain_allreduce
+from bench.peers import plain_optimizer
 
 import tfcommx as cx
 from tfcommx import callbacks
@@ -36,7 +36,7 @@ from tfcommx.measure.links import probe as measure_links
 from tfcommx.measure.profile import StepTiming
 from tfcommx.optim.wrapped import exchanger_of, steps_of_update
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.recipes.recipe import Recipe, read
+from tfcommx.recipes.recipe import read
 from tfcommx.simulator.assumptions import Assumptions, measured_time
 from tfcommx.simulator.step import simulate
 from tfcommx.training.callbacks import rate_at
@@ -74,31 +74,12 @@ def carry_out(job: dict[str, Any], train: Callable[[Run, dict[str, Any], float],
         write_text(output, json.dumps(result | {"commit": records.commit()}, indent=1) + "\n")
 
 
-def plain_optimizer(recipe: Recipe, compression: Any) -> keras.optimizers.Optimizer:
-    """Make the recipe's optimizer as a user of plain Horovod has it, or alone without compression.
-
-    Gradients of embeddings are made dense, as wrapped optimizers do.
-    """
-    optimizer = recipe.optimizer.build()
-    apply = optimizer.apply
-
-    def averaged(gradients: Any, variables: Any = None) -> None:
-        dense = {str(place): tf.convert_to_tensor(one) for place, one in enumerate(gradients)}
-        if compression is not None:
-            dense = plain_allreduce(dense, compression)
-        with cx.allow_plain_optimizers():
-            apply(list(dense.values()), variables)
-
-    optimizer.apply = averaged
-    return optimizer
-
-
 def compiled(run: Run, contestant: str) -> keras.Model:
     """Make the recipe's model, of equal weights on all ranks, with a contestant's optimizer."""
     keras.utils.set_random_seed(run.recipe.seed)
     model = run.recipe.build_model(run.objective)
     if contestant in PLAIN:
-        optimizer = plain_optimizer(run.recipe, PLAIN[contestant])
+        optimizer = plain_optimizer(run.recipe.optimizer.build(), PLAIN[contestant])
     else:
         optimizer = cx.DistributedOptimizer(
             run.recipe.optimizer.build(),

@@ -27,8 +27,9 @@ import keras
 import numpy as np
 from bench import options, ranks, rounds
 from bench.benchmarks import training_models
-from bench.benchmarks.training_contestants import ALONE, DenseSgd
+from bench.benchmarks.training_contestants import ALONE
 from bench.checks import weighted_sum
+from bench.peers import plain_optimizer
 
 import tfcommx as cx
 from tfcommx import routes
@@ -52,7 +53,7 @@ class Way:
     def __init__(self, comm: Comm, chosen: argparse.Namespace, model: str, words: str) -> None:
         self.name, self.windows = words, list[Window]()
         self._comm, self._every, self._strategy = comm, chosen.every, None
-        optimizer: keras.optimizers.Optimizer = DenseSgd(0.01)
+        optimizer = plain_optimizer(keras.optimizers.SGD(0.01), None)
         if words != ALONE:
             fragments, overlap = map(int, words.split("/"))
             outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-import tensorflow as tf
 from bench.benchmarks import training_models
-from bench.peers import PlainHorovod
+from bench.peers import plain_optimizer
 
 import tfcommx as cx
 from tfcommx import routes
@@ -71,15 +70,6 @@ class Contestant:
         )
 
 
-class DenseSgd(keras.optimizers.SGD):
-    """SGD that makes gradients of embeddings dense, as an exchange does."""
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Update the variables by dense gradients."""
-        with cx.allow_plain_optimizers():
-            super().apply([tf.convert_to_tensor(one) for one in grads], trainable_variables)
-
-
 def split_name(name: str, chosen: argparse.Namespace) -> tuple[str, float]:
     """Return a scheme's name without the density that may follow it, and its density."""
     first, _, last = name.rpartition(" ")
@@ -92,9 +82,9 @@ def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.o
     **Raises:** ConfigurationError if the scheme cannot be carried out.
     """
     if name == ALONE:
-        return DenseSgd(0.01)
+        return plain_optimizer(keras.optimizers.SGD(0.01), None)
     if name == "horovod":
-        return PlainHorovod(0.01, name="plain_horovod")
+        return plain_optimizer(keras.optimizers.SGD(0.01))
     name, density = split_name(name, chosen)
     by_momentum = name.startswith(MOMENTUM)
     route, _, wire = name.removeprefix(MOMENTUM).partition(" ")
