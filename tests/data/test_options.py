@@ -21,11 +21,20 @@ from tfcommx.data.sources.folder import Folder
 def test_processes_that_the_launcher_has_bound_read_with_all_of_their_processors(
     folder, shm, monkeypatch
 ):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    """Those of a container with a set of processors did too, though they share this set."""
+    bound_to = set(range(6))
+
+    def bind(_, processors):
+        bound_to.clear()
+        bound_to.update(allowed & set(processors))
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(bound_to))
+    monkeypatch.setattr(os, "sched_setaffinity", bind)
     for processors, threads in ((6, 1), (24, 6)):
-        monkeypatch.setattr(os, "cpu_count", lambda processors=processors: processors)
+        allowed = set(range(processors))
         with OpenCache(folder, shm, Topology(1, 4)) as cache:
             assert cache.filler._threads == threads
+        assert bound_to == set(range(6))
 
 
 @pytest.mark.parametrize(

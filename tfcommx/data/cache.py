@@ -243,7 +243,7 @@ class DataCache:
     def _threads(self) -> int:
         processors = len(os.sched_getaffinity(0))
         # Bound by the launcher: the other processes of the node then have other processors
-        bound = processors < (os.cpu_count() or processors)
+        bound = processors < _allowed_processors()
         sharers = 1 if bound else self.topology.slots_by_node[self.node]
         return self.options.threads or max(1, processors // sharers)
 
@@ -426,6 +426,22 @@ class DataCache:
         an error, and a batch that is being read may be black.
         """
         self._closed()
+
+
+def _allowed_processors() -> int:
+    """Return the number of processors that a process of this container or job may be bound to.
+
+    Fewer than the host's in a container with a set of processors, which all its processes share.
+    """
+    bound_to = os.sched_getaffinity(0)
+    try:
+        # The kernel leaves out the processors that the control group lacks
+        os.sched_setaffinity(0, range(8192))
+        allowed = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, bound_to)
+    except OSError:  # A sandbox may forbid it
+        return len(bound_to)
+    return len(allowed)
 
 
 def _close(filler: Filler, slab: Slab, disk: Disk | None) -> None:

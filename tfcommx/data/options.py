@@ -176,8 +176,8 @@ class Options:
     # Share of the reads from memory whose CRC is checked, in [0, 1]. Each check costs a pass over
     # the sample
     verify: float = 0.01
-    # Number of threads that read and decode while memory is filled. None: the processors of this
-    # process, or its share of those of the node
+    # Number of threads that read and decode while memory is filled. None: the processors that the
+    # launcher has bound this process to, or its share of those of the node or container
     threads: int | None = None
     # Share of each node's part, in [0, 1], that is redistributed over the nodes before each epoch
     # except the first
