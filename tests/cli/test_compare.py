@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ class Commands:
         self.calls: list[list[str]] = []
         # Fails the call of this number
         self.fails = -1
+        # Methods whose trainings diverge: True for dense, False for the other
+        self.diverges: tuple[bool, ...] = ()
 
     def __call__(self, words: Sequence[str], log: Path) -> None:
         self.calls.append(list(words))
@@ -52,15 +55,15 @@ class Commands:
     def dry_run() -> dict[str, Any]:
         return {"phases": [{"step_seconds": 0.08, "gradients_seconds": 0.03}] * 2}
 
-    @staticmethod
-    def summary(words: Sequence[str]) -> dict[str, Any]:
+    def summary(self, words: Sequence[str]) -> dict[str, Any]:
         dense = not any("mstopk" in word for word in words)
+        score = math.nan if dense in self.diverges else 1.0
         rows = [
             {
                 "epoch": epoch,
                 "phase": 1,
                 "steps": 10,
-                "test_accuracy": 0.2 * epoch + 0.05 * dense,
+                "test_accuracy": score * (0.2 * epoch + 0.05 * dense),
                 "bytes_between_nodes": epoch * (1000 if dense else 20),
                 "clock_seconds": 1.0,
             }
@@ -108,6 +111,19 @@ def test_tables_rows_and_figure(commands: Commands, recipe: Path) -> None:
     # 40 kB of gradients at 1 Mbit/s; at 1 Gbit/s nearly all time is computing
     assert rows[1]["times_faster"] > 3 and rows[3]["times_faster"] < 1.1
     assert "In bytes nothing beats one_percent (60.00" in ended.output
+    assert (recipe.parent / "out" / "comparison.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("diverges", [(True,), (False,), (True, False)])
+def test_trainings_that_diverged_are_shown(
+    commands: Commands, recipe: Path, diverges: tuple[bool, ...]
+) -> None:
+    """If all did, the figure ended in an error, and `--json` wrote nothing after hours."""
+    commands.diverges = diverges
+    ended = compare(recipe, "--methods", METHODS, "--bandwidths", "1e9")
+    assert ended.exit_code == 0, ended.output
+    rows = [json.loads(line) for line in (recipe.parent / "rows.jsonl").read_text().splitlines()]
+    assert [row["mean"] is None for row in rows] == [dense in diverges for dense in (True, False)]
     assert (recipe.parent / "out" / "comparison.png").stat().st_size > 10_000
 
 

@@ -60,11 +60,15 @@ def _panel(
         lowest, highest = (_by_epoch(curves, "scores", pick) for pick in (min, max))
         axes.fill_between(costs, lowest, highest, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.axhline(comparison.wanted(), color="0.6", linewidth=0.8, linestyle=":")
-    axes.set(ylabel=comparison.score.text, xscale="log")
-    # A panel may show less than a decade, which would otherwise have one label or none
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(ylabel=comparison.score.text)
+    # No point has a positive cost if all trainings diverged, or sent no bytes on a single node;
+    # Matplotlib refuses a log scale then
+    if math.isfinite(axes.dataLim.minposx):
+        axes.set(xscale="log")
+        # A panel may show less than a decade, which would otherwise have one label or none
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(color="0.92")
 
 
