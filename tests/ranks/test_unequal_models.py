@@ -24,6 +24,7 @@ from tfcommx import callbacks
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.optim import replica_forms
+from tfcommx.optim.broadcast import require_same_order
 from tfcommx.optim.replica_outputs import require_equal_outputs
 
 layers = keras.layers
@@ -491,6 +492,15 @@ def test_variables_in_another_order_are_refused_in_a_loop(comm: Comm) -> None:
     net = net_of(*[layers.Dense(4, name=f"part_of_{name}") for name in names])
     with pytest.raises(cx.ConfigurationError, match=r"part_of_[ab]/kernel'.*part_of_[ab]/kernel'"):
         cx.broadcast_variables(net.weights)
+
+
+@pytest.mark.one_rank
+def test_ranks_of_another_model_refuse_an_order_too() -> None:
+    """Each rank compared only its own: rank 0 waited in a broadcast for the two that refused."""
+    names = [["net/dense/kernel", "net/out/kernel"], ["a/kernel", "b/kernel"], ["b/kernel"] * 2]
+    require_same_order([*names, ["net_1/dense_7/kernel", "net_1/out_3/kernel"]])
+    with pytest.raises(cx.ConfigurationError, match=r"1\b.*'a/kernel'.*\b3\b.*'b/kernel'"):
+        require_same_order([*names, names[1][::-1]])
 
 
 @pytest.mark.one_rank

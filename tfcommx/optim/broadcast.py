@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import keras
@@ -178,28 +177,33 @@ def _require_equal_variables(
                     f"{comm.rank} there is {local_form or 'nothing more'} where rank {rank} has "
                     f"{remote_form or 'nothing more'}."
                 )
-        _require_same_order([path for path, _, _ in local], [path for path, _, _ in remote], rank)
-    return [[path for path, _, _ in remote] for remote in everyone]
+    names_by_rank = [[path for path, _, _ in remote] for remote in everyone]
+    require_same_order(names_by_rank)
+    return names_by_rank
 
 
-def _require_same_order(local: Sequence[str], remote: Sequence[str], rank: int) -> None:
-    """Refuse variables of layers that another rank has in another order."""
-    if local == remote:
-        return
-    local_layers, remote_layers = _layers_in(local), _layers_in(remote)
-    # Layers whose names Keras has numbered, or models of other names, are paired by position: only
-    # the same names in another order are surely a mistake
-    if local_layers == remote_layers or Counter(local_layers) != Counter(remote_layers):
-        return
-    position = next(
-        position for position, layer in enumerate(local_layers) if layer != remote_layers[position]
-    )
-    raise ConfigurationError(
-        "Variables must be in the same order on every rank, because they are paired by position. "
-        f"On rank {process.rank()} there is {local[position]!r} where rank {rank} has "
-        f"{remote[position]!r}. Make the layers in a fixed order, such as that of sorted(...): "
-        "that of a set differs between processes."
-    )
+def require_same_order(names_by_rank: Sequence[Sequence[str]]) -> None:
+    """Refuse variables of layers that two ranks have in different orders.
+
+    **Ranks:** local; with the same names all ranks raise the same error.
+    **Raises:** ConfigurationError.
+    """
+    every = list(map(tuple, names_by_rank))
+    # Layers, sorted -> the names of the first rank with these layers
+    first_with: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
+    for names in dict.fromkeys(every):
+        layers = _layers_in(names)
+        # Layers whose names Keras has numbered, or models of other names, are paired by position:
+        # only the same names in another order are surely a mistake
+        first = first_with.setdefault(tuple(sorted(layers)), names)
+        for position, pair in enumerate(zip(_layers_in(first), layers, strict=True)):
+            if pair[0] != pair[1]:
+                raise ConfigurationError(
+                    "Variables must be in the same order on every rank, because they are paired by "
+                    f"position. Rank {every.index(first)} has {first[position]!r} where rank "
+                    f"{every.index(names)} has {names[position]!r}. Make the layers in a fixed "
+                    "order, such as that of sorted(...): that of a set differs between processes."
+                )
 
 
 def _layers_in(paths: Sequence[str]) -> list[tuple[str, ...]]:
