@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -29,6 +30,14 @@ from tfcommx.routes.torus import TorusOptions
 def test_density_outside_its_range_is_refused(density: object) -> None:
     with pytest.raises(PlanError, match=rf"density={density!r}(?!\.\d)"):
         Scheme(route="hitopk", selection="mstopk", density=density)
+
+
+@pytest.mark.parametrize("name", ["route", "selection", "peer_route", "wire", "compression"])
+@pytest.mark.parametrize("value", [None, 3, ["torus"]])
+def test_a_name_that_is_no_string_is_refused(name: str, value: object) -> None:
+    """compression=None ended the first step in an AttributeError, and no route was refused here."""
+    with pytest.raises(PlanError, match=re.escape(f"{name}={value!r}")):
+        Scheme(**{name: value})
 
 
 def test_a_truth_value_is_no_norm() -> None:

@@ -93,6 +93,7 @@ class Scheme:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, python_number(getattr(self, field.name)))
         name_members(*(getattr(self, field.name) for field in dataclasses.fields(self)))
+        self._check_names()
         self._check_density()
         self._check_sizes()
         if not is_member(self.wire):
@@ -101,6 +102,16 @@ class Scheme:
         self._check_momentum_and_clipping()
         self._check_compression()
         self._check_budget()
+
+    def _check_names(self) -> None:
+        # The tables check the names when a plan is made, because this package knows none of them
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, str) and not isinstance(value, str):
+                raise PlanError(
+                    f"`{field.name}` must be a name, a string. Received {field.name}={value!r}. "
+                    f"Leave it out for the default, {field.default!r}."
+                )
 
     def _check_budget(self) -> None:
         budget = self.budget
