@@ -116,6 +116,25 @@ def test_an_estimate_that_is_too_low_leaves_no_sample_out(shm, monkeypatch, part
         assert cache.slab.filled == 100
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_samples_that_overflow_an_estimate_are_served_with_a_warning(shm, monkeypatch, partial):
+    """With `partial`, as in recipes, each epoch decoded most pictures again, and nothing said so.
+
+    A slab that is known to be too short, which `partial` asks for, causes none.
+    """
+    monkeypatch.setattr(capacity, "estimate_sample_bytes", lambda *given: 0.1 * record_bytes(1200))
+    source = Arrays(np.zeros((100, 20, 20, 3), np.uint8), np.arange(100))
+    batches = BatchSpec(batch=10, dtype="uint8", shuffle=False)
+    with OpenCache(source, shm, partial=partial) as cache:
+        with pytest.warns(UserWarning, match=r"\.slab\b.*`store`"):
+            labels = [label for _, batch in cache.dataset(batches) for label in batch.numpy()]
+        assert labels == list(range(100)) and cache.slab.filled < 20
+    monkeypatch.undo()
+    with OpenCache(source, shm, partial=True, memory_bytes=20_000) as cache:
+        list(cache.dataset(batches))
+        assert cache.slab.full
+
+
 def test_a_source_that_cannot_be_reached_is_no_reason_for_a_slab_of_no_room(folder, shm):
     folder.rename(away := folder.with_name("away"))
     away.rename(folder)

@@ -24,6 +24,7 @@ from tfcommx.data.disk import Disk
 from tfcommx.data.options import BatchSpec, Options
 from tfcommx.data.pipeline import weak_method
 from tfcommx.data.slab import Slab
+from tfcommx.data.slab_files import metadata_of
 from tfcommx.data.sources.decode import JPEG, PNG, decode, pack, stored_size
 from tfcommx.data.sources.source import SampleError, Source
 
@@ -47,7 +48,8 @@ class Filler:
     Args:
         options: options of the cache. `store`; `on_error`: with "skip", a sample that cannot be
             read is left out of its batch and counted, otherwise it is an error that names the file;
-            without `partial`, the first sample that does not fit causes a warning.
+            unless a slab was made shorter for `partial`, the first sample that does not fit causes
+            a warning.
         threads: number of threads that read and decode, >= 1.
 
     **Raises:** SampleError, from `fetch`, without "skip".
@@ -58,7 +60,9 @@ class Filler:
     ) -> None:
         self.source, self.slab, self.disk, self.store = source, slab, disk, options.store
         self.max_pixels = options.max_pixels
-        self.skip, self.partial = options.on_error == "skip", options.partial
+        self.skip = options.on_error == "skip"
+        # A partial slab, too, was made for all samples if their estimated sizes fit
+        self._has_room = not options.partial or bool(metadata_of(slab.file).get("part"))
         # Epoch -> number of samples that were read from "disk" and "source", were "repaired" or
         # "unreadable", or did not fit ("overflow")
         self.counts: dict[int, Counter[str]] = {}
@@ -293,13 +297,15 @@ class Filler:
         )
 
     def _warn_of_no_room(self) -> None:
-        if self.partial:
+        if not self._has_room:
             return
-        self.partial = True
+        self._has_room = False
         warnings.warn(
-            f"{self.slab.path} has no room for all samples, though it was made for them: others "
-            "have filled the shared memory, or `reshuffle_fraction` is used without `reshuffle`. "
-            "The rest is read and decoded in every epoch, which is slow.",
+            f"{self.slab.path} has no room for all samples, though it was made for them: their "
+            "sizes differ more than those of the samples that were measured, others have filled "
+            "the shared memory, or `reshuffle_fraction` is used without `reshuffle`. The rest is "
+            "read and decoded in every epoch, which is slow. Lower `store`, the short side of "
+            "stored images, or free shared memory.",
             stacklevel=3,
         )
 
