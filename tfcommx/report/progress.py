@@ -86,6 +86,11 @@ class ProgressDisplay:
                 TextColumn("{task.fields[status]}", markup=False),
                 console=self.console,
                 expand=True,
+                # What is written to a terminal appears above the bar. Elsewhere it stays: in the
+                # user's file, or with `terminal` in the pipe to the launcher, whose end a
+                # dropped connection does not close
+                redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=sys.stderr.isatty(),
             )
             self.task = self.bar.add_task(f"epoch 1/{self.epochs}", total=self.steps, status="")
             self.bar.start()
