@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -34,6 +35,18 @@ def test_an_import_that_fails_shows_everything_that_was_written(tmp_path):
         text=True,
     )
     assert "the disk is full" in ended.stderr and "no library" in ended.stderr
+
+
+def test_an_import_that_aborts_the_process_is_named(tmp_path):
+    """The process ended without a word, because its messages were in a temporary file."""
+    (tmp_path / "tensorflow.py").write_text(f"{LOUD}\nos.abort()\n")
+    ended = subprocess.run(
+        [sys.executable, "-c", "from tfcommx.cli import environment as e; e.load_tensorflow()"],
+        env={"PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == -signal.SIGABRT and "tensorflow.py" in ended.stderr
 
 
 def test_garbage_is_collected_again_after_the_import_and_only_if_it_was_before(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import io
 import os
@@ -65,14 +66,20 @@ def load_tensorflow() -> None:
     # and keeps
     gc.disable()
     # The file descriptor, because TensorFlow announces oneDNN from C++, at any log level
+    traced = faulthandler.is_enabled()
+    # Because the file is lost if TensorFlow aborts the process, as on a CPU without AVX
+    faulthandler.enable(stderr)
     with tempfile.TemporaryFile() as written:
         os.dup2(written.fileno(), 2)
         try:
             import tensorflow  # noqa: F401
         finally:
+            faulthandler.disable()
             if collecting:
                 gc.enable()
             os.dup2(stderr, 2)
+            if traced:
+                faulthandler.enable()
             os.close(stderr)
             written.seek(0)
             shown = without_start_up_messages(written.read().decode(errors="replace"))
