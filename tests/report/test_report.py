@@ -261,7 +261,8 @@ def test_other_ranks_are_silent(summary):
 
 
 def test_a_folder_without_a_summary(tmp_path, summary):
-    with pytest.raises(ReportError, match=r"summary\.json.*such file"):
+    # Also that of a run that was stopped in its first epoch
+    with pytest.raises(ReportError, match=r"summary\.json.*such file.*--resume"):
         report.read(tmp_path)
     (tmp_path / "summary.json").write_text("{")
     with pytest.raises(ReportError, match=r"summary\.json.*property name"):
@@ -320,16 +321,19 @@ def test_report_command_and_help_need_no_tensorflow(summary, tmp_path):
 def test_the_bar_goes_to_the_terminal_that_is_named(tmp_path, capsys):
     """Under horovodrun stdout is a pipe.
 
-    A device that is a terminal gets the bar, anything else is not touched.
+    A device that is a terminal gets the bar, anything else is not touched. Warnings stay in the
+    pipe: the bar took them, so that `2> file` had none of rank 0.
     """
     leader, follower = os.openpty()
     with ProgressDisplay(steps=2, epochs=1, terminal=os.ttyname(follower)) as progress:
+        print("a warning", file=sys.stderr)
         progress.step()
     shown = b""
     # The kernel delivers the written bytes in pieces, at any time
     while b"epoch 1/1" not in shown and select.select([leader], [], [], 10.0)[0]:
         shown += os.read(leader, 100_000)
-    assert b"epoch 1/1" in shown
+    assert b"epoch 1/1" in shown and b"a warning" not in shown
+    assert capsys.readouterr().err == "a warning\n"
     for name in ("not a tty", str(tmp_path / "file")):
         with ProgressDisplay(steps=2, epochs=1, terminal=name) as progress:
             progress.step()

@@ -12,7 +12,10 @@ from tfcommx.core import DataError, json_text, reading, write_text
 
 FILE = "summary.json"
 # What to do about a missing or damaged summary
-REMEDY = "Give the folder of a run, or train again to write it anew."
+REMEDY = (
+    "Give the folder of a run, or train again to write it anew. A run that was stopped in its "
+    "first epoch has none: continue it by `tfcommx train ... --resume`."
+)
 # The parts of an epoch, as training.steps.Timing measures them
 PARTS = {
     "data": "waiting for data",
