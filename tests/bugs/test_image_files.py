@@ -147,10 +147,10 @@ def test_a_png_of_16_bits_is_refused(tmp_path: Path, native: bool, colour: bool)
             cache.close()
 
 
-def bitmap(bits: int, packing: int, rest: bytes, height: int = 16) -> bytes:
-    head = struct.pack("<IiiHHIIiiII", 40, 24, height, 1, bits, packing, 0, 0, 0, 0, 0)
-    at = 54 + (12 if packing == 3 else 0)
-    return struct.pack("<2sIHHI", b"BM", 54 + len(rest), 0, 0, at) + head + rest
+def bitmap(bits: int, packing: int, rest: bytes, head: int = 40) -> bytes:
+    fields = struct.pack("<IiiHHIIiiII", head, 24, 16, 1, bits, packing, 0, 0, 0, 0, 0)
+    at = 54 + (max(12, head - 40) if packing == 3 else 0)
+    return struct.pack("<2sIHHI", b"BM", 54 + len(rest), 0, 0, at) + fields + rest
 
 
 def rows(order: str) -> bytes:
@@ -159,7 +159,7 @@ def rows(order: str) -> bytes:
 
 
 def masks(*values: int) -> bytes:
-    return struct.pack("<III", *values)
+    return struct.pack(f"<{len(values)}I", *values)
 
 
 def test_bitmaps_of_plain_bytes_are_decoded() -> None:
@@ -168,20 +168,28 @@ def test_bitmaps_of_plain_bytes_are_decoded() -> None:
     for file in (
         bitmap(32, 0, rows("BGRA")),
         bitmap(32, 3, fields + rows("BGRA")),
+        bitmap(32, 3, masks(0xFF, 0xFF00, 0xFF0000, 0xFF000000) + rows("RGBA"), head=56),
         bitmap(24, 0, rows("BGR")),
         encoded(PICTURE.convert("RGBA"), "BMP"),
     ):
         np.testing.assert_array_equal(decode(file, 3), wanted)
 
 
-def test_bitmaps_of_run_lengths_or_masks_are_refused() -> None:
-    """Run lengths were served as greys, and red and blue were exchanged."""
-    grey = bytearray(encoded(PICTURE.convert("L"), "BMP"))
-    struct.pack_into("<I", grey, 30, 1)
-    exchanged = bitmap(32, 3, masks(0xFF, 0xFF00, 0xFF0000) + rows("RGBA"))
-    for packing, file in ((1, bytes(grey)), (3, exchanged)):
-        with pytest.raises(SampleError, match=rf"BMP .*\b{packing}\b"):
-            decode(file, 3)
+def test_a_bitmap_of_run_lengths_is_decoded() -> None:
+    """Its run lengths were served as greys."""
+    grey = PICTURE.convert("L")
+    head = bytearray(encoded(grey, "BMP")[: 54 + 4 * 256])
+    struct.pack_into("<I", head, 30, 1)
+    rows = np.asarray(grey)[::-1]
+    packed = b"".join(b"".join(bytes((1, shade)) for shade in row) + b"\0\0" for row in rows)
+    wanted = np.asarray(grey.convert("RGB"))
+    np.testing.assert_array_equal(decode(bytes(head) + packed + b"\0\1", 3), wanted)
+
+
+def test_a_bitmap_of_masks_that_pillow_does_not_read_is_refused() -> None:
+    """Red and blue were exchanged."""
+    with pytest.raises(SampleError, match="BMP"):
+        decode(bitmap(32, 3, masks(0xFF, 0xFF00, 0xFF0000) + rows("RGBA")), 3)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA"])
@@ -242,10 +250,27 @@ def png_bomb(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
-def gif_bomb(frames: int, side: int) -> bytes:
-    file = encoded(Image.new("P", (side, side)), "GIF")
-    begin = file.index(b"\x2c" + bytes(4))
-    return file[:begin] + file[begin:-1] * frames + b";"
+def gif_bomb(screen: int, frame: int) -> bytes:
+    """Return a GIF that claims a screen, and a frame, of so many pixels a side."""
+    file = bytearray(encoded(PICTURE, "GIF"))
+    struct.pack_into("<HH", file, 6, screen, screen)
+    struct.pack_into("<HH", file, file.index(b"\x2c" + bytes(4)) + 5, frame, frame)
+    return bytes(file)
+
+
+def bmp_bomb() -> bytes:
+    """Return a BMP of run lengths that claims 65,500 x 65,500 pixels."""
+    file = bytearray(encoded(PICTURE.convert("L"), "BMP"))
+    struct.pack_into("<II", file, 18, 65500, 65500)
+    struct.pack_into("<I", file, 30, 1)
+    return bytes(file)
+
+
+def webp_bomb() -> bytes:
+    """Return a WebP whose canvas has 16,383 x 16,383 pixels."""
+    file = bytearray(encoded(PICTURE, "WEBP", exif=b"Exif\0\0" * 9))
+    file[24:30] = (16382).to_bytes(3, "little") * 2
+    return bytes(file)
 
 
 def jpeg_bomb() -> bytes:
@@ -258,7 +283,16 @@ def jpeg_bomb() -> bytes:
 
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
     """A PNG of 410 kB took 1.9 GB."""
-    bombs = {"a.png": png_bomb(14_000), "b.jpg": jpeg_bomb(), "c.gif": gif_bomb(300, 1000)}
+    bombs = {
+        "a.png": png_bomb(14_000),
+        "b.jpg": jpeg_bomb(),
+        "c.gif": gif_bomb(65_500, 16),
+        "d.bmp": bmp_bomb(),
+    }
+    # Pillow's own limit, of as many pixels, comes first
+    for bomb in (gif_bomb(16, 65_500), webp_bomb()):
+        with pytest.raises(SampleError, match=r"\b178956970 pixels"):
+            decode(bomb, 3)
     (tmp_path / "p" / "a").mkdir(parents=True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name, file in bombs.items():
@@ -284,8 +318,7 @@ def test_a_user_with_larger_images_can_allow_them(tmp_path: Path) -> None:
         ("4.bmp", "BMP"),
     ):
         (tmp_path / "p" / "a" / name).write_bytes(encoded(PICTURE, form))
-    # A GIF's screen and its frame count, because the decoder keeps both.
-    for allowed, served in ((383, 0), (384, 3), (768, 4)):
+    for allowed, served in ((383, 0), (384, 4)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             cache = cx.DataCache(

@@ -160,7 +160,7 @@ class Pictures(Reader):
 
     def write(self) -> list[Path]:
         image, paths = Image.radial_gradient("L").resize((20, 30)), []
-        for form in ("PNG", "JPEG", "GIF", "BMP"):
+        for form in ("PNG", "JPEG", "GIF", "BMP", "WEBP"):
             for mode in ("L", "RGB", "P", "RGBA", "CMYK", "I;16"):
                 out = io.BytesIO()
                 try:

@@ -9,19 +9,26 @@ Records begin at multiples of 64 bytes. ops/kernels/augment.h reads and writes t
 
 from __future__ import annotations
 
+import io
 import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.ImageFile import ImageFile
+from PIL.WebPImagePlugin import WebPImageFile
 
 from tfcommx.data.sources.source import MAX_PIXELS, SampleError
 from tfcommx.kernels import loader
 from tfcommx.kernels.augment import Window, augment_definition
 
-# First bytes of files of these formats
-JPEG, PNG, BMP, GIF = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", (b"GIF87a", b"GIF89a")
+# First bytes of files that TensorFlow decodes
+JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
+# First bytes of files that Pillow decodes -> its class
+BY_PILLOW = {b"BM": BmpImageFile, b"GIF8": GifImageFile, b"RIFF": WebPImageFile}
 # Kind of a file that is not read -> its first bytes
 OTHERS = {
     "a JPEG XL": (b"\xff\x0a", b"\0\0\0\x0cJXL \r\n\x87\n"),
@@ -35,14 +42,11 @@ OTHERS = {
     "a web page, as a failed download leaves": (b"<!doctype html", b"<html"),
     "a pointer of Git LFS, whose file `git lfs pull` downloads": (b"version https://git-lfs",),
 }
-# First byte of an extension and of a frame of a GIF
-GIF_EXTENSION, GIF_FRAME = 0x21, 0x2C
 
 
 def check_head(data: bytes, max_pixels: int) -> None:
-    """Refuse a file but a JPEG that is too large or would be decoded to other pixels.
+    """Refuse a PNG that is too large or of 16 bits, and a file of a kind that is not read.
 
-    **Cost:** some bytes; for a GIF a walk over its blocks of 255 bytes.
     **Raises:** SampleError.
     """
     if data.startswith(PNG) and len(data) > 24:
@@ -53,22 +57,6 @@ def check_head(data: bytes, max_pixels: int) -> None:
                 f"a PNG of at most 8 bits a channel is required; this one has {data[24]}, of which "
                 "decoding keeps the upper 8. Scale it to 8 bits"
             )
-    elif data.startswith(BMP):
-        if (head := _little(data, 14)) < 40:
-            raise SampleError(
-                "a BMP with a header of 40 bytes or more is required; this one, of OS/2, has "
-                f"{head}. Convert it"
-            )
-        width, height = (
-            int.from_bytes(data[at : at + 4], "little", signed=True) for at in (18, 22)
-        )
-        # The height is negative if rows run from top to bottom
-        check_pixels(abs(width), abs(height), max_pixels)
-        _check_bitmap(data)
-    elif data.startswith(GIF):
-        check_pixels(_gif_pixels(data), 1, max_pixels)
-    elif data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-        check_pixels(*_webp_size(data), max_pixels)
     elif kind := _other_kind(data):
         raise SampleError(
             f"a JPEG, PNG, GIF, BMP or WebP is required; this is {kind}. Convert or replace it"
@@ -91,119 +79,12 @@ def _other_kind(data: bytes) -> str | None:
 
 
 def check_pixels(width: int, height: int, max_pixels: int) -> None:
-    """Refuse an image with more than `max_pixels` pixels, counting all frames of an animation."""
+    """Refuse an image with more than `max_pixels` pixels."""
     if width * height > max_pixels:
         raise SampleError(
             f"an image of at most {max_pixels:,} pixels is required; this one has "
             f"{width * height:,}. Shrink it, or raise `max_pixels`"
         )
-
-
-def _check_bitmap(data: bytes) -> None:
-    """Refuse a BMP of a kind that TensorFlow decodes as another kind.
-
-    **Source:** Microsoft, BITMAPINFOHEADER and BITMAPV4HEADER.
-    """
-    # TensorFlow decodes colour table indices and run lengths as greys, and ignores bit masks
-    bits, packing = int.from_bytes(data[28:30], "little"), _little(data, 30)
-    if bits <= 8 and _has_colours(data):
-        raise SampleError(
-            "a BMP of 24 or 32 bits, or of 256 greys, is required; this one has a table of "
-            "colours. Convert it"
-        )
-    # Compression 3 has bit masks; these are for blue, green and red in the order of the bytes
-    masks = tuple(_little(data, at) for at in (54, 58, 62))
-    if packing != 0 and (packing, bits, masks) != (3, 32, (0xFF0000, 0xFF00, 0xFF)):
-        raise SampleError(
-            "a BMP without compression, whose bytes are blue, green and red, is required; this one "
-            f"has the compression {packing} with {bits} bits. Convert it"
-        )
-
-
-def _has_colours(bitmap: bytes) -> bool:
-    """Return True if a BMP has a colour table other than a linear ramp of greys."""
-    pixels_at, head = _little(bitmap, 10), _little(bitmap, 14)
-    table = bitmap[14 + head : max(14 + head, pixels_at)]
-    # A damaged table may end within a colour
-    colours = np.frombuffer(table[: len(table) // 4 * 4], np.uint8).reshape(-1, 4)[:, :3]
-    if len(colours) > 256:
-        return True
-    return not np.array_equal(colours, np.arange(len(colours))[:, None].repeat(3, 1))
-
-
-def _gif_blocks(data: bytes) -> Iterator[int]:
-    """Yield the byte offset of each extension and frame of a GIF; stop at damage."""
-
-    def after_table(flags: int, at: int) -> int:
-        return at + (3 << (flags % 8 + 1) if flags & 0x80 else 0)
-
-    def after_blocks(at: int) -> int:
-        while at < len(data) and data[at]:
-            at += 1 + data[at]
-        return at + 1
-
-    if len(data) < 13:
-        return
-    at = after_table(data[10], 13)
-    while at + 10 <= len(data) and data[at] in (GIF_EXTENSION, GIF_FRAME):
-        yield at
-        if data[at] == GIF_EXTENSION:
-            at = after_blocks(at + 2)
-        else:
-            at = after_blocks(after_table(data[at + 9], at + 10) + 1)
-
-
-def _gif_pixels(data: bytes) -> int:
-    """Return the pixels of a GIF's frames and screen, all of which the decoder keeps."""
-    corners = [6, *(at + 5 for at in _gif_blocks(data) if data[at] == GIF_FRAME)]
-    return sum(_little(data, at, 2) * _little(data, at + 2, 2) for at in corners)
-
-
-def _with_opaque_frame(data: bytes) -> bytes:
-    """Return a GIF whose first frame is opaque, and at the corner of the screen."""
-    # TensorFlow decodes transparent pixels as black, and not as the colour that the file has for
-    # them, as it does in PNGs and Pillow in both. It cuts a frame that begins elsewhere
-    changed = bytearray(data)
-    for at in _gif_blocks(data):
-        if data[at] == GIF_FRAME:
-            changed[at + 1 : at + 5] = bytes(4)
-            break
-        if data[at + 1] == 0xF9:  # A graphic control extension; its lowest bit: transparency
-            changed[at + 3] &= 0xFE
-    return bytes(changed)
-
-
-def _webp_size(data: bytes) -> tuple[int, int]:
-    """Return width and height of a WebP; (0, 0) if it has no size.
-
-    **Source:** RFC 9649, sections 2.5 to 2.7.
-    """
-    kind = data[12:16]
-    if kind == b"VP8X":
-        return _little(data, 24, 3) + 1, _little(data, 27, 3) + 1
-    if kind == b"VP8L":
-        bits = _little(data, 21)
-        return bits % 2**14 + 1, (bits >> 14) % 2**14 + 1
-    if kind == b"VP8 ":
-        return _little(data, 26, 2) % 2**14, _little(data, 28, 2) % 2**14
-    return 0, 0
-
-
-def _webp_with_alpha(data: bytes) -> bytes | None:
-    """Return a file that TensorFlow decodes to four channels only, such as an animated WebP.
-
-    **Source:** RFC 9649, sections 2.6 and 2.7.
-    """
-    if not (data.startswith(b"RIFF") and data[8:12] == b"WEBP"):
-        return None
-    if data[12:16] == b"VP8X" and _little(data, 20, 1) & 0x12:  # Transparency, or an animation
-        # TensorFlow refuses an animation that is not marked as transparent
-        return data[:20] + bytes([data[20] | 0x10]) + data[21:]
-    return data if data[12:16] == b"VP8L" and _little(data, 21) >> 28 & 1 else None
-
-
-def _little(data: bytes, at: int, size: int = 4) -> int:
-    return int.from_bytes(data[at : at + size], "little")
 
 
 # Bytes of the header; the length of each record is a multiple of it
@@ -262,17 +143,17 @@ def decode(
 ) -> np.ndarray:
     """Decode an image to uint8 [h, w, channels], at `stored_size`.
 
-    The format (JPEG, PNG, GIF, BMP, WebP) is recognised by the bytes and not by a name. JPEGs are
-    decoded by TensorFlow at 1/2, 1/4 or 1/8 of their size if that is still large enough, because
-    that is less work. Grey and CMYK become RGB, transparency is dropped, as by Pillow's
-    `convert("RGB")`, and the first frame of an animation is taken. EXIF orientation is not applied,
-    as in TensorFlow's and torchvision's pipelines. Pixels that are decoded already are only shrunk.
-    Files that TensorFlow would decode to other pixels are refused: PNGs of 16 bits, and BMPs with a
-    colour table, run lengths or bit masks.
+    The format is recognised by the bytes and not by a name. TensorFlow decodes JPEGs and PNGs, as
+    the native library does, and JPEGs at 1/2, 1/4 or 1/8 of their size if that is still large
+    enough, because that is less work. Pillow decodes GIF, BMP and WebP. Grey and CMYK become RGB,
+    transparency is dropped, as by Pillow's `convert("RGB")`, and the first frame of an animation is
+    taken. EXIF orientation is not applied, as in TensorFlow's and torchvision's pipelines. Pixels
+    that are decoded already are only shrunk. PNGs of 16 bits are refused, because decoding keeps
+    the upper 8. Pillow refuses WebPs of more than 178,956,970 pixels, whatever `max_pixels` is.
 
     Args:
         data: the file, or pixels uint8 [h, w, channels].
-        channels: channels of the result, in [1, 4].
+        channels: channels of the result: 1, 3 or 4.
         store: short side of the kept images, in pixels; None: their original size.
         max_pixels: as in `Options`.
 
@@ -298,19 +179,15 @@ def _decoded(data: bytes, channels: int, store: int | None, max_pixels: int) -> 
     import tensorflow as tf
 
     try:
-        if data[:3] != JPEG:
-            # TensorFlow has no grey decoding for these
-            if channels == 1 and not data.startswith(PNG):
-                colours = tf.cast(_decoded(data, 3, store, max_pixels), tf.float32)
-                grey = tf.round(tf.image.rgb_to_grayscale(colours))
+        for head, plugin in BY_PILLOW.items():
+            if data.startswith(head):
+                image = _by_pillow(plugin, data, "RGBA" if channels == 4 else "RGB", max_pixels)
+                if channels != 1:
+                    return image
+                grey = tf.round(tf.image.rgb_to_grayscale(tf.cast(image, tf.float32)))
                 return np.asarray(tf.cast(grey, tf.uint8))
-            if data.startswith(GIF):
-                data = _with_opaque_frame(data)
-            elif channels == 3 and (webp := _webp_with_alpha(data)) is not None:
-                image = tf.io.decode_image(webp, channels=4, expand_animations=False)
-                return np.asarray(image[..., :3])
-            image = tf.io.decode_image(data, channels=channels, expand_animations=False)
-            return np.asarray(image)
+        if data[:3] != JPEG:
+            return np.asarray(tf.io.decode_png(data, channels))
         height, width = np.asarray(tf.raw_ops.ExtractJpegShape(contents=data))[:2].tolist()
         check_pixels(width, height, max_pixels)
         ratio = 1
@@ -323,6 +200,22 @@ def _decoded(data: bytes, channels: int, store: int | None, max_pixels: int) -> 
         # Without the names of TensorFlow's node and operation
         reason = re.sub(r"^\{\{.*?\}\} | \[Op:\w+\]$", "", error.message).rstrip(".")
         raise SampleError(f"not a whole image ({len(data)} bytes): {reason}") from error
+
+
+def _by_pillow(
+    plugin: Callable[[io.BytesIO], ImageFile], data: bytes, mode: str, max_pixels: int
+) -> np.ndarray:
+    """Decode the first frame of a file with a class of Pillow, to uint8 [h, w, channels]."""
+    try:
+        # Not by Image.open, whose limit of pixels is one for the whole process
+        image = plugin(io.BytesIO(data))
+        check_pixels(*image.size, max_pixels)
+        # The screen of a GIF may be larger than its first frame
+        return np.asarray(image.convert(mode).crop(getattr(image, "dispose_extent", None)))
+    except (SampleError, MemoryError):
+        raise
+    except Exception as error:  # Pillow raises errors of many classes for damaged files
+        raise SampleError(f"not a whole image ({len(data)} bytes): {error}") from error
 
 
 def stored_size(height: int, width: int, store: int | None) -> tuple[int, int]:
