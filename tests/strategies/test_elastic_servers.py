@@ -403,11 +403,15 @@ def test_channels_keep_their_messages_apart() -> None:
 
 
 def test_the_process_with_the_centre_loads_no_tensorflow() -> None:
-    """As it is started, but for MPI, which only `main` loads."""
-    code = (
-        "import sys, tfcommx.strategies.easgd.process; "
-        "sys.exit(bool({'tensorflow', 'keras', 'horovod', 'mpi4py'} & sys.modules.keys()))"
-    )
+    """As it is started, watch included, but for MPI, which only `main` loads."""
+    code = """
+import sys
+from tfcommx.strategies.easgd import process
+
+limits = process.liveness.Limits(20.0)
+process.liveness.start(process._WatchedProcess(0), [], limits, lambda row: [row], True)
+sys.exit(bool({"tensorflow", "keras", "horovod", "mpi4py"} & sys.modules.keys()))
+"""
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -209,10 +209,12 @@ def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socke
     watcher_end.close()
     listening.close()
     to_watcher.sendall(json.dumps(job).encode() + b"\n")
-    # Native, because no Python runs in a process that Gloo aborts
-    tell_of_terminate = loader.plain_function("tfcommx_tell_of_terminate")
-    if tell_of_terminate is not None:
-        tell_of_terminate(to_watcher.fileno())
+    # Native, because no Python runs in a process that Gloo aborts. The process with the centre of
+    # elastic averaging has no Gloo, and the loader would load TensorFlow, some 500 MB
+    if "tensorflow" in sys.modules:
+        tell_of_terminate = loader.plain_function("tfcommx_tell_of_terminate")
+        if tell_of_terminate is not None:
+            tell_of_terminate(to_watcher.fileno())
     return to_watcher
 
 
