@@ -28,7 +28,7 @@ from tfcommx.routes.torus import TorusOptions
 
 @pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), "0.1", True])
 def test_density_outside_its_range_is_refused(density: object) -> None:
-    with pytest.raises(PlanError, match=rf"density={density!r}(?!\.\d)"):
+    with pytest.raises(PlanError, match=rf"`density`.*Received {density!r}\.$"):
         Scheme(route="hitopk", selection="mstopk", density=density)
 
 
@@ -42,7 +42,7 @@ def test_a_name_that_is_no_string_is_refused(name: str, value: object) -> None:
 
 def test_a_truth_value_is_no_norm() -> None:
     """`clip_norm: true` in a recipe once clipped to a norm of 1."""
-    with pytest.raises(PlanError, match="clip_norm=True"):
+    with pytest.raises(PlanError, match=r"`clip_norm`.*Received True\."):
         Scheme("hitopk", "mstopk", 0.1, clip_norm=True)
 
 

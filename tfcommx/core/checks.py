@@ -119,28 +119,23 @@ def load_member(family: str, name: str, *kinds: type) -> Any:
     return member
 
 
-def check_whole(name: str, value: Any, least: int | None = None) -> int:
+def check_whole(
+    name: str, value: Any, least: int | None = None, error: type[Exception] = ConfigurationError
+) -> int:
     """Return a whole number, such as NumPy's or 1e9, as Python's own; refuse anything else.
 
     >>> check_whole("entries", 1e9, least=1)
     1000000000
 
-    **Raises:** ConfigurationError, also for less than `least`.
+    **Raises:** `error`, also for less than `least`.
     """
     is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
     # Python counts True as 1, so `every=True` would pass
     if isinstance(value, bool) or not is_whole:
-        raise ConfigurationError(f"`{name}` must be a whole number. Received {value!r}.")
+        raise error(f"`{name}` must be a whole number. Received {value!r}.")
     if least is not None and value < least:
-        raise ConfigurationError(f"`{name}` must be >= {least}. Received {value!r}.")
+        raise error(f"`{name}` must be >= {least}. Received {value!r}.")
     return int(value)
-
-
-def python_number(value: Any) -> Any:
-    """Return a number, such as NumPy's, as Python's own; return anything else unchanged."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
 
 
 # Range in words -> True if a number is in it. NaN is in none, because its comparisons are false
@@ -153,17 +148,19 @@ RANGES: dict[str, Callable[[float], bool]] = {
 }
 
 
-def check_number(name: str, value: Any, wanted: str) -> float:
+def check_number(
+    name: str, value: Any, wanted: str, error: type[Exception] = ConfigurationError
+) -> float:
     """Return a number, such as NumPy's, as a float, if it is in a range of RANGES.
 
     >>> check_number("momentum", 0.9, "in [0, 1)")
     0.9
 
-    **Raises:** ConfigurationError.
+    **Raises:** `error`.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not RANGES[wanted](value):
-        raise ConfigurationError(f"`{name}` must be a number {wanted}. Received {value!r}.")
+        raise error(f"`{name}` must be a number {wanted}. Received {value!r}.")
     return float(value)
 
 

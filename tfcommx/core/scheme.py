@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tfcommx.core.checks import check_name, is_member, name_members, python_number
+from tfcommx.core.checks import check_name, check_number, check_whole, is_member, name_members
 from tfcommx.core.errors import PlanError
 from tfcommx.core.wire_formats import DENSE_WIRES, NARROW, PLAIN, WIRES
 
@@ -24,10 +23,15 @@ DGC_WARM_UP = (0.25, 0.063, 0.015, 0.004)
 # launch/horovodrun.py.
 MPI_LAUNCH = "tfcommx run --mpi ... (or horovodrun --mpi, or mpirun)"
 
-
-def _is_number(value: object) -> bool:
-    # A truth value is none: `density: true` would be 1
-    return isinstance(value, int | float) and not isinstance(value, bool)
+# Fields that are numbers or None -> their range
+_NUMBERS = {
+    "density": "in (0, 1]",
+    "momentum": "in [0, 1)",
+    "clip_norm": "> 0",
+    "budget": "in (0, 1]",
+}
+# Fields that are whole numbers or None -> the least one
+_WHOLE = {"dense_below": 0, "bucket_bytes": 1, "seed": None, "block_bytes": 8}
 
 
 @dataclass(frozen=True)
@@ -89,13 +93,9 @@ class Scheme:
     budget: float | None = None
 
     def __post_init__(self) -> None:
-        # NumPy's numbers become Python's, which JSON can write.
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, python_number(getattr(self, field.name)))
+        self._check_numbers()
         name_members(*(getattr(self, field.name) for field in dataclasses.fields(self)))
         self._check_names()
-        self._check_density()
-        self._check_sizes()
         if not is_member(self.wire):
             check_name("wire format", self.wire, WIRES)
         check_name("wire format of `dense_wire`", self.dense_wire, (PLAIN, *DENSE_WIRES))
@@ -114,21 +114,14 @@ class Scheme:
                 )
 
     def _check_budget(self) -> None:
-        budget = self.budget
-        if budget is None:
-            return
-        if not _is_number(budget) or not 0 < budget <= 1:
-            raise PlanError(
-                "`budget` is a share of the bytes that plain Horovod sends between nodes, in (0, "
-                f"1], or None. Received budget={budget!r}. 0.15 leaves room for 4 bits an entry."
-            )
         plain = (AUTO, "all", PLAIN, PLAIN, NO_COMPRESSION)
-        if (self.route, self.selection, self.wire, self.dense_wire, self.compression) != plain:
+        asked = (self.route, self.selection, self.wire, self.dense_wire, self.compression)
+        if self.budget is not None and asked != plain:
             raise PlanError(
                 'Scheme("auto", budget=...) chooses how gradients travel by the cluster. Received '
-                f"{budget=} with route={self.route!r}, selection={self.selection!r}, wire="
-                f"{self.wire!r}, dense_wire={self.dense_wire!r} and compression="
-                f"{self.compression!r}. Leave the budget out, or all of these."
+                f"budget={self.budget} with route={self.route!r}, selection={self.selection!r}, "
+                f"wire={self.wire!r}, dense_wire={self.dense_wire!r} and "
+                f"compression={self.compression!r}. Leave the budget out, or all of these."
             )
 
     def _check_compression(self) -> None:
@@ -139,50 +132,24 @@ class Scheme:
                 f"wire={self.wire!r}. Leave these out, or the compression."
             )
 
-    def _check_density(self) -> None:
-        if not _is_number(self.density) or not 0 < self.density <= 1:
-            raise PlanError(
-                f"`density` must be in (0, 1]. Received density={self.density!r}. Use 1 to send "
-                "everything."
-            )
+    def _check_numbers(self) -> None:
+        """Check the numbers, and make NumPy's numbers Python's, which JSON can write."""
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if name in _NUMBERS:
+                value = check_number(name, value, _NUMBERS[name], PlanError)
+            elif name in _WHOLE:
+                value = check_whole(name, value, _WHOLE[name], PlanError)
+            object.__setattr__(self, name, value)
         if self.selection == "all" and self.density != 1:
             raise PlanError(
                 "Selection 'all' sends every entry: its density is 1. Received "
                 f"density={self.density}. Choose a rule such as 'mstopk', or leave density out."
             )
 
-    def _check_sizes(self) -> None:
-        for name, least in (("dense_below", 0), ("bucket_bytes", 1), ("seed", None)):
-            value = getattr(self, name)
-            if name == "bucket_bytes" and value is None:
-                continue
-            is_integer = isinstance(value, int) and not isinstance(value, bool)
-            if not is_integer or (least is not None and value < least):
-                raise PlanError(
-                    f"`{name}` must be an integer{'' if least is None else f' >= {least}'}. "
-                    f"Received {name}={value!r}."
-                )
-        if self.block_bytes is not None and (
-            not isinstance(self.block_bytes, int) or self.block_bytes < 8
-        ):
-            raise PlanError(
-                "`block_bytes` must be an integer >= 8, one entry of the widest dtype, or None. "
-                f"Received {self.block_bytes!r}. 49152 is usual."
-            )
-
     def _check_momentum_and_clipping(self) -> None:
-        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
-            raise PlanError(
-                f"`momentum` must be in [0, 1). Received momentum={self.momentum!r}. 0.9 is "
-                "usual, 0 is none."
-            )
-        if self.clip_norm is not None and not (
-            _is_number(self.clip_norm) and 0 < self.clip_norm < math.inf
-        ):
-            raise PlanError(
-                f"`clip_norm` must be > 0 and finite. Received clip_norm={self.clip_norm!r}. Leave "
-                "it out to clip nothing."
-            )
         if self.momentum and self.dense_wire in NARROW:
             raise PlanError(
                 "Variables that stay dense get their momentum from the sum over the ranks, and 16 "
