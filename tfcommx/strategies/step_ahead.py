@@ -137,7 +137,6 @@ class StepAheadRun(StrategyRun):
     def follow_rate(self, rate: tf.Tensor) -> None:
         """Do nothing: residuals hold updates, which include the rate already."""
 
-    @tf.autograph.experimental.do_not_convert
     def agreed_weights(self, weights: Mapping[str, tf.Variable]) -> Mapping[str, tf.Variable]:
         """Return the agreed weights; keep the step's weights, which weight decay moves next."""
         self._weights = weights
@@ -156,7 +155,6 @@ class StepAheadRun(StrategyRun):
         self._began = {path: weight.read_value() for path, weight in weights.items()}
         return self._agreed
 
-    @tf.autograph.experimental.do_not_convert
     def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return the mean of the gradients over the ranks of the node."""
         if self._nodes.slots == 1:
@@ -176,7 +174,6 @@ class StepAheadRun(StrategyRun):
         self._sums.end(0, means.values(), number)
         return join(means, gradients)
 
-    @tf.autograph.experimental.do_not_convert
     def update(self, step: Update) -> None:
         """Apply the node's update, send a part of it, and add the rest to the agreed weights.
 

@@ -44,7 +44,7 @@ class StrategyRun:
     """The run of a strategy on one plan, which may keep state between steps.
 
     This class is the identity member, synchronous training. Methods that a step traces are graph
-    code, which AutoGraph must not convert, even inside a caller's loop.
+    code, which the optimizer's `apply` keeps AutoGraph from converting.
     """
 
     # Training steps in which all variables are exchanged once

@@ -88,7 +88,6 @@ class RootRun(StrategyRun):
         super().__init__(executor)
         self._seen: tf.Variable | None = None
 
-    @tf.autograph.experimental.do_not_convert
     def update(self, step: Update) -> None:
         """Apply the update on rank 0 and broadcast the weights; other ranks only take part."""
         done: list[tf.Operation | None] = []
@@ -139,7 +138,6 @@ class RebroadcastRun(StrategyRun):
         super().__init__(executor)
         self._every = every
 
-    @tf.autograph.experimental.do_not_convert
     def update(self, step: Update) -> None:
         """Apply the update, as on every rank; broadcast the weights if a broadcast is due."""
         step.apply()

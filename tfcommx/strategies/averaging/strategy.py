@@ -276,7 +276,6 @@ class WeightAveragingRun(StrategyRun):
         # The remainder is never negative, in Python as in TensorFlow, also before the first round
         return (steps - (fragment + 1) * every // len(self._fragments)) % every
 
-    @tf.autograph.experimental.do_not_convert
     def update(self, step: Update) -> None:
         """Apply the update of this rank; average if a round is due."""
         self._weights, self._state = step.weights, step.state

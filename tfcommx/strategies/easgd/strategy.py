@@ -229,7 +229,6 @@ class ElasticRun(StrategyRun):
             self.executor.steps.assign_add(1)
         return dict(gradients)
 
-    @tf.autograph.experimental.do_not_convert
     def update(self, step: Update) -> None:
         """Apply this rank's update; exchange with the centre if an exchange is due."""
         if self._comm.topology.size > 1 and not self._weights:

@@ -268,7 +268,6 @@ class ShardedRun(StrategyRun):
         # Not counted, because the executor counts the steps
         self._waits = self.executor.comm.progress.of_exchange(gathers, counted=False)
 
-    @tf.autograph.experimental.do_not_convert
     def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Push gradients: return the average (or sum) over all ranks of this rank's shards.
 
@@ -328,7 +327,6 @@ class ShardedRun(StrategyRun):
             tf.cast(shard, segment.dtype) for shard, segment in zip(shards, segments, strict=True)
         ]
 
-    @tf.autograph.experimental.do_not_convert
     def update(self, step: Update) -> None:
         """Update this rank's shards; pull, unless the next step begins with the pull."""
         step.apply()
@@ -339,7 +337,6 @@ class ShardedRun(StrategyRun):
         else:
             self.pull("pull", list(step.gradients)[-1:])
 
-    @tf.autograph.experimental.do_not_convert
     def begin(self, inputs: Sequence[tf.Tensor]) -> None:
         """Pull at the beginning of a step's function, and defer the pull that would end the step.
 
@@ -352,7 +349,6 @@ class ShardedRun(StrategyRun):
             self.shards.take_from_weights()
         self.pull("begin", inputs)
 
-    @tf.autograph.experimental.do_not_convert
     def pull(self, label: str, after: Sequence[tf.Tensor] = ()) -> None:
         """Set the weights to the shards of all ranks, batch by batch, once `after` exists.
 
