@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcommx.core import Sparse
+from tfcommx.core import PlanError, Sparse
 from tfcommx.kernels import loader, traced
 
 # A band of mstopk: keys that agree above this bit, in exponent and first twelve mantissa bits
@@ -202,18 +202,26 @@ def _keys(x: tf.Tensor) -> tf.Tensor:
     return tf.bitwise.bitwise_and(tf.bitcast(x, tf.int32), 0x7FFFFFFF)
 
 
+def check_k(k: Any, gradient: tf.Tensor, rule: str) -> list[tf.Operation | None]:
+    """Require k entries in [1, n], or none of none; return the checks of a k that is a tensor."""
+    size = traced.length(gradient)
+    problem = f"Rule {rule!r} needs `k` in [1, n]. Received k={{}}, n={{}}. Change `density`."
+    if isinstance(k, int) and isinstance(size, int):
+        if not min(size, 1) <= k <= size:
+            raise PlanError(problem.format(k, size))
+        return []
+    k, problem = tf.cast(k, tf.int32), problem.format("a tensor", size)
+    # A k beyond n would choose fewer entries than the buffers of the other ranks have room for
+    return [
+        tf.debugging.assert_less_equal(k, size, problem),
+        tf.debugging.assert_greater_equal(k, tf.minimum(size, 1), problem),
+    ]
+
+
 def _choose(acc: tf.Tensor, k: int, seed: int, rule: str) -> tf.Tensor:
     """Choose indices, int32 [k] ascending, of float32 [n]; NaN and Inf first."""
     k, size = tf.cast(k, tf.int32), tf.size(acc)
-    checks = [
-        tf.debugging.assert_less_equal(
-            k, size, f"`k` must be in [1, n] for rule {rule!r}. Keep this variable dense."
-        ),
-        tf.debugging.assert_greater_equal(
-            k, tf.minimum(size, 1), f"`k` must be in [1, n] for rule {rule!r}. Raise `density`."
-        ),
-    ]
-    with tf.control_dependencies(checks):
+    with tf.control_dependencies(check_k(k, acc, rule)):
         # NaN and Inf have the highest key: they are sent, and stay in no residual (law 5)
         key = tf.where(_keys(acc) >= NOT_FINITE, 0x7FFFFFFF, _keys(acc))
     if rule == "exact":

@@ -100,7 +100,7 @@ class BinarySearch:
         **Cost:** `searches` + 8 passes of float64.
         **Raises:** PlanError, or in the step InvalidArgumentError, if k is not in [1, n].
         """
-        _check_k(k, gradient, "binary_search")
+        kernel.check_k(k, gradient, "binary_search")
         acc = tf.cast(gradient, tf.float32)
         finite = tf.math.is_finite(acc)
         # In float64, because a sum of magnitudes may overflow; -1 reaches no threshold
@@ -189,7 +189,7 @@ class Dgc:
         of all n if too few entries reach the threshold.
         **Raises:** PlanError, or in the step InvalidArgumentError, if k is not in [1, n].
         """
-        _check_k(k, gradient, "dgc")
+        kernel.check_k(k, gradient, "dgc")
         acc = tf.cast(gradient, tf.float32)
         magnitude = _magnitude(acc)
         reaching = _positions(magnitude >= self._threshold(magnitude, k, seed))
@@ -213,20 +213,6 @@ class Dgc:
         rank = tf.math.ceil(self.margin * share * tf.cast(samples, tf.float32))
         rank = tf.minimum(tf.cast(rank, tf.int32), samples)
         return tf.reduce_min(tf.math.top_k(tf.gather(magnitude, drawn), rank).values)
-
-
-def _check_k(k: Any, gradient: tf.Tensor, rule: str) -> None:
-    """Require k entries in [1, n], or none of none, as `kernels.select` does for its rules."""
-    size = traced.length(gradient)
-    problem = f"Rule {rule!r} needs k in [1, n]. Received k={{}}, n={{}}. Change `density`."
-    if isinstance(k, int) and isinstance(size, int):
-        if not min(size, 1) <= k <= size:
-            raise PlanError(problem.format(k, size))
-        return
-    k, problem = tf.cast(k, tf.int32), problem.format("a tensor", size)
-    # A k beyond n would choose fewer entries than the buffers of the other ranks have room for
-    tf.debugging.assert_less_equal(k, size, problem)
-    tf.debugging.assert_greater_equal(k, tf.minimum(size, 1), problem)
 
 
 def _magnitude(x: tf.Tensor) -> tf.Tensor:
@@ -278,7 +264,7 @@ class Threshold:
         **Cost:** about eight passes, no sort of more than k entries.
         **Raises:** PlanError, or in the step InvalidArgumentError, if k is not in [1, n].
         """
-        _check_k(k, gradient, "threshold")
+        kernel.check_k(k, gradient, "threshold")
         acc = tf.cast(gradient, tf.float32)
         bad = ~tf.math.is_finite(acc)
         reaching = ~bad & (tf.abs(acc) >= self.threshold)
