@@ -33,6 +33,7 @@ from tfcommx.core.timeline import RESOURCES, MeasuredStep, Span, Timeline
 from tfcommx.core.topology import GROUPS, Topology
 from tfcommx.core.wire_formats import (
     DENSE_CODES,
+    DENSE_DTYPES,
     DENSE_WIRES,
     ENTRY_BYTES,
     NARROW,

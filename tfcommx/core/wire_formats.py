@@ -47,6 +47,9 @@ PLAIN = "plain"
 # Bytes of an entry.
 ENTRY_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
+# Dtypes of dense sums; others travel as float32.
+DENSE_DTYPES = ("float16", "float32", "float64")
+
 # Dtypes in which entries travel.
 VALUE_DTYPES = ("float32", "float16", "bfloat16")
 

@@ -24,6 +24,7 @@ from statistics import median_low
 from typing import Any, NamedTuple
 
 from tfcommx.core import (
+    DENSE_DTYPES,
     Bucket,
     DataError,
     MeasuredStep,
@@ -356,10 +357,6 @@ def _steps(messages: Sequence[Message], often: set[str]) -> Iterator[list[Messag
         yield step
 
 
-# Dtypes of sums that a simulated step supports
-DTYPES = ("float16", "float32", "float64")
-
-
 def measured_step(recording: Recording, step: RecordedStep, topology: Topology) -> MeasuredStep:
     """Return a step of a recording, with its profile and its plan.
 
@@ -378,7 +375,7 @@ def measured_step(recording: Recording, step: RecordedStep, topology: Topology) 
         )
     tensors = [tensor for message in step.messages for tensor in message.tensors]
     for tensor in tensors:
-        if tensor.operation != "ALLREDUCE" or tensor.dtype not in DTYPES:
+        if tensor.operation != "ALLREDUCE" or tensor.dtype not in DENSE_DTYPES:
             raise DataError(
                 "To simulate a recorded step, sums of gradients alone are required. Received "
                 f"{tensor.operation} of {tensor.dtype}, {tensor.name!r}. Measure this run with "

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from tfcommx import routes
 from tfcommx.core import (
     AUTO,
+    DENSE_DTYPES,
     LARGEST,
     NARROW,
     NO_COMPRESSION,
@@ -63,10 +64,6 @@ def balance(costs: Sequence[float], ranks: int) -> list[int]:
         owners[position] = loads.index(min(loads))
         loads[owners[position]] += costs[position]
     return owners
-
-
-# Dtypes that the engine reduces; others travel as float32.
-DENSE_DTYPES = ("float16", "float32", "float64")
 
 
 class Gradient(NamedTuple):

@@ -21,10 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm, largest_part
-from tfcommx.core import Piece, Plan, PlanError
+from tfcommx.core import DENSE_DTYPES, Piece, Plan, PlanError
 
-# Dtypes that Horovod's collectives support
-DTYPES = ("float16", "float32", "float64")
 # An optimizer's state: attribute -> for each variable that it updates a state variable, or None
 Slots = Mapping[str, Sequence[keras.Variable | None]]
 # State of whole variables: attribute -> path -> array
@@ -120,9 +118,9 @@ def sizes_of(plan: Plan) -> dict[str, tuple[str, int]]:
 def require_carried(dtypes: Mapping[str, str]) -> None:
     """Refuse variables of dtypes that cannot be gathered. **Raises:** PlanError."""
     for path, dtype in dtypes.items():
-        if dtype not in DTYPES:
+        if dtype not in DENSE_DTYPES:
             raise PlanError(
-                f"Shards have one of the dtypes {', '.join(DTYPES)}. Received {dtype} of "
+                f"Shards have one of the dtypes {', '.join(DENSE_DTYPES)}. Received {dtype} of "
                 f'{path!r}. Take another dtype, or strategy="synchronous".'
             )
 
