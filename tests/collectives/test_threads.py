@@ -8,8 +8,7 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import ConfigurationError, Topology
-from tfcommx.strategies import Synchronous
-from tfcommx.strategies.strategy import agree_on_strategy
+from tfcommx.runtime.executor import agree_on_settings
 
 
 def test_the_tensors_of_earlier_collectives_are_freed() -> None:
@@ -28,11 +27,11 @@ def test_ranks_in_different_exchanges_of_objects_are_named() -> None:
 
     def work(comm: Comm) -> None:
         if comm.rank == 0:
-            agree_on_strategy(Synchronous(), comm)
+            agree_on_settings(comm)
         else:
             comm.gather_objects(comm.rank)
 
-    with pytest.raises(ConfigurationError, match=r"agree_on_strategy\) on rank 0 .* on rank 1"):
+    with pytest.raises(ConfigurationError, match=r"agree_on_settings\) on rank 0 .* on rank 1"):
         ThreadComm.run(Topology(3, 1), work)
 
 

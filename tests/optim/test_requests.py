@@ -10,23 +10,20 @@ import pytest
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import NOMINAL, Link, PlanError, Profile, Scheme, Topology, VariableProfile
-from tfcommx.optim.automatic import ExpectedRun, executor_for
-from tfcommx.planner.automatic import PlanRequest
-from tfcommx.planner.plan import Gradient
-from tfcommx.strategies import Synchronous
-
-LAYER = Gradient("layer/kernel", (8, 8), "float32")
+from tfcommx.runtime.executor import agree_on_settings
+from tfcommx.strategies import Root, Synchronous
 
 
 def profile(seconds: float) -> Profile:
-    row = VariableProfile(LAYER.path, LAYER.shape, ready_s=seconds)
+    row = VariableProfile("layer/kernel", (8, 8), ready_s=seconds)
     return Profile("one layer", (row,), seconds / 2, seconds, batch=32)
 
 
 @pytest.mark.parametrize(
     ("what", "ones", "others"),
     [
-        ("scheme", {}, {"schemes": {"*": Scheme("auto", bucket_bytes=2**20)}}),
+        ("strategy", {}, {"strategy": Root()}),
+        ("scheme", {}, {"scheme": {"*": Scheme("auto", bucket_bytes=2**20)}}),
         ("links", {}, {"links": NOMINAL}),
         ("links", {"links": NOMINAL}, {"links": NOMINAL._replace(inside=Link(1.0, 1.0))}),
         ("profile", {"profile": profile(1.0)}, {"profile": profile(1.5)}),
@@ -34,11 +31,10 @@ def profile(seconds: float) -> Profile:
 )
 def test_the_difference_is_named(what: str, ones: dict[str, Any], others: dict[str, Any]) -> None:
     def work(comm: Comm) -> str:
-        mine = {"schemes": {"*": Scheme("auto")}, "links": None, "profile": None}
-        mine |= others if comm.rank == 2 else ones
-        asked = PlanRequest([LAYER], comm.topology, "average", mine["links"], mine["profile"])
+        mine = {"strategy": Synchronous(), "scheme": {"*": Scheme("auto")}}
+        mine |= {"links": None, "profile": None} | (others if comm.rank == 2 else ones)
         with pytest.raises(PlanError) as refused:
-            executor_for(mine["schemes"], asked, comm, Synchronous(), ExpectedRun())
+            agree_on_settings(comm, **mine)
         return str(refused.value)
 
     for said in ThreadComm.run(Topology(3, 1), work):
@@ -46,9 +42,7 @@ def test_the_difference_is_named(what: str, ones: dict[str, Any], others: dict[s
 
 
 def test_equal_requests_pass() -> None:
-    def work(comm: Comm) -> int:
-        asked = PlanRequest([LAYER], comm.topology, "average", NOMINAL, profile(1.0))
-        plan = executor_for({"*": Scheme()}, asked, comm, Synchronous(), ExpectedRun()).plan
-        return len(plan.buckets)
+    def work(comm: Comm) -> None:
+        agree_on_settings(comm, scheme={"*": Scheme()}, links=NOMINAL, profile=profile(1.0))
 
-    assert ThreadComm.run(Topology(3, 1), work) == [1] * 3
+    assert ThreadComm.run(Topology(3, 1), work) == [None] * 3

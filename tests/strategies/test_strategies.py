@@ -22,7 +22,6 @@ from tfcommx.strategies import (
     Strategy,
     Synchronous,
     Update,
-    agree_on_strategy,
     strategy_of,
 )
 
@@ -123,16 +122,6 @@ def test_a_class_in_place_of_an_instance_is_refused(asked: object) -> None:
     """By its name it passed, because a class has the members of the protocol, too."""
     with pytest.raises(ConfigurationError, match="class"):
         strategy_of(asked)  # type: ignore[arg-type]
-
-
-def test_different_strategies_are_refused_on_every_rank_and_named() -> None:
-    def work(comm: Comm) -> str:
-        with pytest.raises(PlanError) as refused:
-            agree_on_strategy(Root() if comm.rank == 2 else Synchronous(), comm)
-        return str(refused.value)
-
-    for said in ThreadComm.run(Topology(3, 1), work):
-        assert "Rank 0 has Synchronous() and rank 2 has Root()" in said
 
 
 @pytest.mark.parametrize("strategy", [Synchronous(), Rebroadcast()], ids=repr)

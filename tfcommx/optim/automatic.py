@@ -183,10 +183,9 @@ def executor_for(
     """
     plain = asked.plan(auto_as_plain(schemes), strategy.reduces_to_root)
     strategy.check(plain)
-    # First, because ranks with other models or schemes would take different ways through the
-    # collectives below, and wait for each other
+    # First, because ranks with other models would take different ways through the collectives
+    # below, and wait for each other
     agree_on_plan(plain, comm)
-    _agree_on_request(schemes, asked, comm)
     auto = find_auto(schemes)
     if auto is None:
         return PlanExecutor(plain, comm)
@@ -206,21 +205,6 @@ def executor_for(
     # trials of one length. A tuple, because objects travel as plain data
     of_root = ExpectedRun._make(comm.gather_objects(tuple(expected))[0])
     return _choose_or_try(schemes, asked, comm, plain, of_root)
-
-
-def _agree_on_request(schemes: Mapping[str, Scheme], request: PlanRequest, comm: Comm) -> None:
-    """Refuse, on every rank, requests that would lead ranks into different exchanges."""
-    profile = None if request.profile is None else request.profile.to_json()
-    everyone = comm.gather_objects((repr(dict(schemes)), repr(request.links), profile))
-    for rank, values in enumerate(everyone):
-        for argument, first, value in zip(
-            ("scheme", "links", "profile"), everyone[0], values, strict=True
-        ):
-            if first != value:
-                raise PlanError(
-                    f"`{argument}` must be the same on every rank. Rank 0 has {str(first)[:200]} "
-                    f"and rank {rank} has {str(value)[:200]}. Pass the same on every rank."
-                )
 
 
 def _choose_or_try(

@@ -36,6 +36,7 @@ from tfcommx.optim.broadcast import WRAPPED, average_variables
 from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.step_guard import StepGuard
+from tfcommx.runtime.executor import agree_on_settings
 from tfcommx.runtime.gradient_state import GradientState, without
 from tfcommx.runtime.phased import MomentumExecutor
 from tfcommx.strategies import (
@@ -44,7 +45,6 @@ from tfcommx.strategies import (
     ShardedRun,
     StrategyRun,
     Update,
-    agree_on_strategy,
 )
 
 log = logging.getLogger("tfcommx")
@@ -238,8 +238,14 @@ class Exchanger:
 
     def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
         """Plan, agree, and load the state of these variables. **Ranks:** all."""
-        strategy = self.settings.strategy
-        agree_on_strategy(strategy, self.comm)
+        strategy, requested = self.settings.strategy, self.requested
+        agree_on_settings(
+            self.comm,
+            strategy=strategy,
+            scheme=requested.schemes,
+            links=requested.links,
+            profile=self.settings.profile,
+        )
         for variable in variables:
             constraint = getattr(variable, "constraint", None)
             if constraint is not None and not strategy.takes_constraints:
@@ -250,7 +256,7 @@ class Exchanger:
                 )
         optimizer = self.optimizer()
         sender = optimizer if isinstance(optimizer, SendsMomentum) else None
-        executor = self.requested.executor_of(variables, sender)
+        executor = requested.executor_of(variables, sender)
         self.waiting = executor.load(self.waiting)
         run = strategy.start(executor)
         run.continue_from({name: self._common.pop(name) for name in {*names} & self._common.keys()})

@@ -43,6 +43,23 @@ def agree_on_plan(plan: Plan, comm: Comm) -> None:
             )
 
 
+def agree_on_settings(comm: Comm, **settings: object) -> None:
+    """Refuse settings that differ between ranks, on every rank.
+
+    **Ranks:** all. **Cost:** one small exchange on the host, before training.
+    **Raises:** PlanError that names a setting, both values and the rank.
+    """
+    # By their repr, which shows all options, because ranks exchange plain data only
+    everyone = comm.gather_objects({name: repr(value) for name, value in settings.items()})
+    for rank, values in enumerate(everyone):
+        for name, first in everyone[0].items():
+            if values[name] != first:
+                raise PlanError(
+                    f"`{name}` must be the same on every rank. Rank 0 has {first[:200]} and rank "
+                    f"{rank} has {values[name][:200]}. Pass the same on every rank."
+                )
+
+
 # (runner of a bucket, its tensors, number of the step) -> the exchanged tensors
 ExchangeBucket = Callable[[BucketRunner, Sequence[tf.Tensor], tf.Tensor], list[tf.Tensor]]
 

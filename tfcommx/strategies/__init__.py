@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         Strategy,
         StrategyRun,
         Update,
-        agree_on_strategy,
     )
     from tfcommx.strategies.synchronous import Rebroadcast, Root, Synchronous
     from tfcommx.strategies.table import STRATEGIES, strategy_of
@@ -62,7 +61,6 @@ _PUBLIC = {
     "Synchronous": "synchronous",
     "Update": "strategy",
     "WeightAveraging": "averaging.strategy",
-    "agree_on_strategy": "strategy",
     "strategy_of": "table",
 }
 

@@ -15,7 +15,6 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.collectives.comm import Comm
 from tfcommx.core import Plan, PlanError
 from tfcommx.routes.messages import MessageOptions
 from tfcommx.runtime.gradient_state import Executor
@@ -163,19 +162,3 @@ class Strategy(Protocol):
     def start(self, executor: Executor) -> StrategyRun:
         """Prepare the steps of one plan. **Ranks:** all, outside of traced code."""
         return StrategyRun(executor)
-
-
-def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:
-    """Refuse strategies that differ between ranks, on every rank.
-
-    **Ranks:** all. **Cost:** one small exchange on the host, before training.
-    **Raises:** PlanError that names both strategies and the rank.
-    """
-    # By its repr, which shows all options, because ranks exchange plain data only
-    strategies = comm.gather_objects(repr(strategy))
-    for rank, received in enumerate(strategies):
-        if received != strategies[0]:
-            raise PlanError(
-                f"The strategy must be the same on every rank. Rank 0 has {strategies[0]} and rank "
-                f"{rank} has {received}. Pass the same `strategy` on every rank."
-            )
