@@ -178,3 +178,17 @@ def test_what_a_dense_step_cannot_carry_stays_owed(dtype: str) -> None:
         rtol=0,
         atol=1e-9 if dtype == "float64" else 1e-4,
     )
+
+
+def test_a_residual_beyond_float16_is_sent_in_parts() -> None:
+    """As of a sparse scheme before: all steps after the change of scheme were Inf."""
+    plan = make_plan([Gradient("a", (2,), "float16")], {"*": Scheme()}, Topology(2, 1), "sum")
+
+    def work(comm: Comm) -> list[list[float]]:
+        running = PlanExecutor(plan, comm)
+        running.load(GradientState({"a": np.array([50000.0, -1.0], np.float32)}))
+        zeros = {"a": tf.zeros([2], tf.float16)}
+        return [running.exchange(zeros)["a"].numpy().tolist() for _ in range(3)]
+
+    for results in ThreadComm.run(Topology(2, 1), work):
+        assert results == [[65504.0, -2.0], [34496.0, 0.0], [0.0, 0.0]]

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfcommx import compression, routes
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import Bucket, Plan, Topology
+from tfcommx.kernels.dense import narrowed
 from tfcommx.kernels.device import residual_device
 from tfcommx.runtime.gradient_state import (
     GradientState,
@@ -30,7 +31,9 @@ from tfcommx.runtime.rates import HighestRate, RecentRate
 
 
 def send_with_residual(gradient: tf.Tensor, residual: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return gradient plus residual in the gradient's dtype, and its rounding error.
+    """Return gradient plus residual in the gradient's dtype, and the part that it cannot hold.
+
+    A finite sum beyond float16 is clipped, as `kernels.dense.write` does.
 
     >>> sent, residual = send_with_residual(tf.constant([2.0, 4.0]), tf.constant([1.0, 0.0]))
     >>> sent.numpy().tolist(), residual.numpy().tolist()
@@ -39,7 +42,9 @@ def send_with_residual(gradient: tf.Tensor, residual: tf.Tensor) -> tuple[tf.Ten
     # At least float32, so that it holds the rounding error of a 16-bit dtype, too
     wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
     total = tf.cast(gradient, wide) + tf.cast(residual, wide)
-    sent = tf.cast(total, gradient.dtype)
+    narrow = gradient.dtype.size < 4
+    # Otherwise the sum would be Inf in this step and, as the residual stays, in all later ones
+    sent = narrowed(total, gradient.dtype.name) if narrow else tf.cast(total, gradient.dtype)
     rounding_error = tf.cast(total - tf.cast(sent, wide), tf.float32)
     # NaN and Inf never enter a residual
     return sent, tf.where(tf.math.is_finite(sent), rounding_error, residual)
