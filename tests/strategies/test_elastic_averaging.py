@@ -40,7 +40,8 @@ class Rank:
         self.weights = {path: tf.Variable(tf.ones(shape)) for path, shape in SHAPES.items()}
         self.target = float(comm.rank)
         self.sgd: keras.optimizers.SGD | None = None
-        self.step = tf.function(self._step) if traced else self._step
+        # As in the optimizer's `apply`, which AutoGraph does not convert
+        self.step = tf.function(self._step, autograph=False) if traced else self._step
 
     def _step(self) -> None:
         gradients = {path: one - self.target for path, one in self.weights.items()}
