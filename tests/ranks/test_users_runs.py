@@ -61,6 +61,32 @@ def test_ranks_that_would_wait_for_each_other_are_told(comm: Comm) -> None:
         net.fit(x, y, batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
 
 
+def test_one_rank_alone_runs_its_steps_eagerly(comm: Comm) -> None:
+    """As to debug on rank 0. The ranks waited for each other in the first step."""
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
+    x, y = batch(comm.rank)
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    net = compiled(optimizer, run_eagerly=comm.rank == 0)
+    with pytest.raises(cx.ConfigurationError, match=r"\[True, False\b.*`run_eagerly`"):
+        net.fit(x, y, verbose=0, callbacks=[callbacks.BroadcastState()])
+
+
+def test_class_weights_of_a_rank_s_own_labels_are_refused(comm: Comm) -> None:
+    """Gradients of ranks that weight classes otherwise have no common loss; it was not said."""
+    if comm.topology.size == 1:
+        pytest.skip("takes several ranks")
+    x, y = batch(comm.rank)
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), run_eagerly=True)
+    shares = {0: 1.0, 1: 1.0, 2: 1.5 + comm.rank}
+    begin = callbacks.BroadcastState()
+    with pytest.raises(cx.ConfigurationError, match=r"2: 1\.5\b.*2: 2\.5\b.*compare=False"):
+        net.fit(x, y, verbose=0, class_weight=shares, callbacks=[begin])
+    # Equal numbers of another type and order
+    weights = {0: 1, 1: 1, 2: 3} if comm.rank else {2: np.float64(3), 1: 1.0, 0: 1.0}
+    net.fit(x, y, verbose=0, class_weight=weights, callbacks=[begin])
+
+
 def test_a_rank_that_stops_alone_after_an_epoch_is_named_on_all(comm: Comm) -> None:
     """The others waited for it in the next epoch, forever if it had other work to do."""
     if comm.topology.size == 1:

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfcommx.callbacks.average import AverageMetrics
 from tfcommx.callbacks.beside import conflicts_of, warn_of_conflicts
@@ -22,6 +23,7 @@ from tfcommx.keras_internals import (
     begin_train_steps_with,
     build_early,
     callbacks_of_fit,
+    class_weight_of_fit,
     finalize_layers,
     has_schedule,
     layers_of,
@@ -92,12 +94,12 @@ class BroadcastState(keras.callbacks.Callback):
     ranks. If an EarlyStopping restores the weights of an earlier epoch, residuals are dropped.
 
     It compares the models of the ranks: the names given by the user, classes, settings,
-    vocabularies, and the state of preprocessing layers that were adapted outside of the model. Then
-    each rank calls the model once on rank `root`'s first batch, in inference mode, and outputs and
-    loss are compared, because the state of a layer outside of variables, such as a constant of
-    random numbers, may differ under equal weights. A warning says if all ranks have the same first
-    batch, as of data that are not divided between them, and names callbacks of Keras that need
-    another position, or one rank alone.
+    vocabularies and class weights, and the state of preprocessing layers that were adapted outside
+    of the model. Then each rank calls the model once on rank `root`'s first batch, in inference
+    mode, and outputs and loss are compared, because the state of a layer outside of variables, such
+    as a constant of random numbers, may differ under equal weights. A warning says if all ranks
+    have the same first batch, as of data that are not divided between them, and names callbacks of
+    Keras that need another position, or one rank alone.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState()]
@@ -156,10 +158,22 @@ class BroadcastState(keras.callbacks.Callback):
             if isinstance(part, keras.callbacks.EarlyStopping) and part.restore_best_weights
         ]
         conflicts = conflicts_of(listed, BroadcastState, not self.alone)
+        eagerly = bool(self.model.run_eagerly or tf.config.functions_run_eagerly())
+        shares = class_weight_of_fit()
         everyone = process.current().gather_objects(
-            (params.get("steps"), params.get("epochs"), built, self.root, conflicts)
+            (
+                params.get("steps"),
+                params.get("epochs"),
+                built,
+                self.root,
+                conflicts,
+                eagerly,
+                shares,
+            )
         )
-        steps, epochs, builts, roots, all_conflicts = zip(*everyone, strict=True)
+        steps, epochs, builts, roots, all_conflicts, in_python, class_weights = zip(
+            *everyone, strict=True
+        )
         require_root(roots)
         if process.rank() == 0:
             warn_of_conflicts(all_conflicts)
@@ -180,6 +194,10 @@ class BroadcastState(keras.callbacks.Callback):
                 "Give all ranks equally many batches, or let their data sets `.repeat()` and pass "
                 "the same `steps_per_epoch`.",
             )
+            # Collectives in branches of a traced step have other names than those of an eager one
+            _require_equal(
+                in_python, "run its steps eagerly, or none", "Pass the same `run_eagerly`."
+            )
             _require_equal(epochs, "train until the same epoch", "Pass the same `epochs`.")
         waiting = [
             part.path for part in layers_of(self.model) if isinstance(part, SyncBatchNormalization)
@@ -198,6 +216,12 @@ class BroadcastState(keras.callbacks.Callback):
             )
         self.uncompared = self.compare
         if self.compare:
+            _require_equal(
+                class_weights,
+                "weight the classes alike",
+                "Compute `class_weight` from the labels of all ranks. "
+                "BroadcastState(compare=False) trains with the difference.",
+            )
             require_equal_forms(self.model)
             require_equal_adapted(self.model)
         self._prepare_optimizers()

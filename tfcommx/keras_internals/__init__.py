@@ -29,6 +29,7 @@ from tfcommx.keras_internals.fit import (
     begin_train_steps_with,
     build_metrics,
     callbacks_of_fit,
+    class_weight_of_fit,
     replace_train_function,
     restore_train_function,
     restore_train_step,

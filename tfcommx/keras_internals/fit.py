@@ -47,6 +47,18 @@ def _flat(callbacks: keras.callbacks.CallbackList) -> list[keras.callbacks.Callb
     return flat
 
 
+def class_weight_of_fit() -> str:
+    """Return the `class_weight` of the `fit` that calls this, as text; None's outside of one."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "fit":
+        frame = frame.f_back
+    weights = None if frame is None else frame.f_locals.get("class_weight")
+    if not isinstance(weights, dict):
+        return repr(weights)
+    # As Python's numbers, because one rank's may be NumPy's
+    return repr({int(label): float(weight) for label, weight in sorted(weights.items())})
+
+
 def averages_in_weights(callback: keras.callbacks.Callback) -> bool:
     """Return True for a SwapEMAWeights that has set the weights to their moving averages."""
     is_swap = isinstance(callback, keras.callbacks.SwapEMAWeights)
