@@ -21,7 +21,7 @@ FINALIZED: weakref.WeakSet[keras.layers.Layer] = weakref.WeakSet()
 def record_adapted_layers() -> None:
     """Record Keras's layers that are adapted, and that normalize, until the process ends."""
 
-    def recording(method: Callable[..., None], record: Callable[[Any], None]) -> Any:
+    def recording(method: Callable[..., None], record: Callable[[Any], object]) -> Any:
         @functools.wraps(method)
         def recorded(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
             method(self, *args, **kwargs)
