@@ -79,13 +79,13 @@ def test_a_short_text_stays_a_small_value() -> None:
     """Nine lines of aliases, for a billion values, kept a command busy for minutes."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(YamlError, match=r"\*a0\b"):
         parse("\n".join(lines))
     for brackets in ("[" * 100_000, "{a: " * 100_000):
         with pytest.raises(YamlError, match=r"\b50\b"):
             parse(brackets)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,10 @@ def test_text_in_the_place_of_a_number_is_refused(setting: str) -> None:
         read(RECIPE, [setting])
 
 
+def test_null_is_the_default() -> None:
+    assert read(RECIPE, ["threads=null"]).threads is None
+
+
 def test_a_number_in_quotes_is_one_if_all_read_it_so() -> None:
     assert read(RECIPE, ["seed='12'"]).seed == 12
     assert read(RECIPE, ["learning_rate.peak_per_256='1e-3'"]).learning_rate.peak_per_256 == 0.001
@@ -126,6 +130,7 @@ def test_a_number_in_quotes_is_one_if_all_read_it_so() -> None:
     ("setting", "words"),
     [
         ("data.folder=''", "variable"),
+        *((f"threads={nothing}", "variable.*threads=null") for nothing in ("", " ")),
         ("SEED=1", "'seed'"),
         ("optimizer.name=SGD", "'sgd'"),
         ("learning_rate=0.1", "mapping"),

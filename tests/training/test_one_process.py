@@ -85,7 +85,11 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
 ) -> None:
     """At an epoch's end; then in mid-epoch, whose row covers the steps of both processes."""
     folder = tmp_path / "run"
-    first = run(folder, recipe(pictures, batch=4), Position(0, 9), monkeypatch)
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        first = run(folder, recipe(pictures, batch=4), Position(0, 9), monkeypatch)
+    # A mistyped folder would otherwise train anew without a word
+    assert f"no checkpoint in {folder}" in caplog.text
+    caplog.clear()
     assert first["stopped"]["epoch"] == 1 and first["stopped"]["step"] == 0
     shown = capsys.readouterr().out
     assert "epoch  1/4" in shown and "accuracy >= 0 in epoch 1 after" in shown
@@ -94,7 +98,7 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
 
     with caplog.at_level(logging.WARNING, "tfcommx"):
         second = run(folder, recipe(pictures, batch=4), Position(1, 5), monkeypatch)
-    assert "other settings" not in caplog.text
+    assert "other settings" not in caplog.text and "no checkpoint" not in caplog.text
     assert second["stopped"]["epoch"] == 1 and second["stopped"]["step"] == 6
 
     told: list[tuple[int | None, bool]] = []

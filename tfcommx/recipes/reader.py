@@ -304,6 +304,12 @@ def change(tree: dict[str, Any], setting: str) -> None:
             "A setting needs the form place=value, such as phases.0.epochs=1. Received "
             f"{setting!r}."
         )
+    # YAML reads nothing as null, by which the user's choice would become the default
+    if not text.strip():
+        raise RecipeError(
+            f"A setting needs a value. Received {setting!r}. Was it taken from a variable that is "
+            f"not set? The default is {path}=null, an empty text {path}=''."
+        )
     inner: Any = tree
     try:
         value = parse(text)

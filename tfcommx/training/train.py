@@ -128,7 +128,7 @@ def train(
 
 
 def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
-    """Return the checkpoint to resume; warn if the run will replace one.
+    """Return the checkpoint to resume; warn if there is none, or if the run will replace one.
 
     **Raises:** ConfigurationError if the run has no epochs left to train, and has its report.
     """
@@ -144,6 +144,8 @@ def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
             saved.epoch + 1,
             run.checkpoint,
         )
+    if saved is None and resume and run.comm.rank == 0:
+        log.warning("--resume finds no checkpoint in %s. The run begins anew.", run.checkpoint)
     is_ended = saved is not None and saved.epoch + 1 >= run.recipe.epochs
     # A run without a report was lost behind its last save
     reports = run.comm.gather_objects((run.folder / "summary.json").exists())
