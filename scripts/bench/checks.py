@@ -32,18 +32,24 @@ def weighted_sum(vector: np.ndarray) -> float:
 
 
 def selected_right(
-    indices: np.ndarray, values: np.ndarray, kept: np.ndarray | None, total: np.ndarray, k: int
+    indices: np.ndarray,
+    values: np.ndarray,
+    kept: np.ndarray | None,
+    total: np.ndarray,
+    k: int,
+    share: float,
 ) -> bool:
     """Check k chosen entries of a vector, and the residual of the others.
 
     Chosen entries + residual must equal the total, bit by bit, and the sum of the chosen magnitudes
-    must be >= 0.99 of the exact top-k's.
+    must be at least a share of the exact top-k's.
 
     Args:
         indices, values: [k], the chosen entries; the indices must be unique.
         kept: float32 [n], the residual afterwards; None: there is no residual.
         total: float32 [n], gradient + residual.
         k: entries to choose.
+        share: in (0, 1]; 1 to rounding, for which another order of the sum may be the reason.
     """
     good = indices.size == k == np.unique(indices).size and np.array_equal(values, total[indices])
     if kept is not None:
@@ -52,7 +58,7 @@ def selected_right(
         good = good and np.array_equal(kept, rest)
     size = np.abs(total)
     largest = np.partition(size, size.size - k)[size.size - k :].sum(dtype=np.float64)
-    return bool(good and np.abs(values).sum(dtype=np.float64) >= 0.99 * largest)
+    return bool(good and np.abs(values).sum(dtype=np.float64) >= (share - 1e-9) * largest)
 
 
 def moved_alike(

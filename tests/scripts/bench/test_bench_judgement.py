@@ -12,7 +12,7 @@ from launching import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from bench import command, options, ranks, records, results, rounds
-from bench.checks import moved_alike
+from bench.checks import moved_alike, selected_right
 
 START = np.float32([0.02, -0.03, 0.05])
 
@@ -49,6 +49,16 @@ def test_what_has_not_moved_proves_nothing() -> None:
     far = START + np.float32(1)
     assert not moved_alike([far, START], [far, START], [START, START], 1e-2)
     assert not moved_alike([far], [far * np.float32(np.inf)], [START], 1e-2)
+
+
+def test_an_exact_selection_has_the_largest_entries() -> None:
+    """One in which the least of 200 was another passed for exact."""
+    total = np.arange(1, 1001, dtype=np.float32)
+    for chosen, share, right in ((801, 1.0, True), (800, 1.0, False), (800, 0.99, True)):
+        indices = np.array([chosen - 1, *range(801, 1000)])
+        kept = total.copy()
+        kept[indices] = 0
+        assert selected_right(indices, total[indices], kept, total, 200, share) == right
 
 
 @pytest.mark.parametrize(("status", "ends"), [(0, 0), (1, 1), (-9, 1)])
