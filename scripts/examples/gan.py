@@ -42,6 +42,9 @@ class Gan(keras.Model):
         super().compile(jit_compile=False)
         self.generates, self.discriminates = generates, discriminates
         self.loss_of = keras.losses.BinaryCrossentropy(from_logits=True)
+        # Metrics, because their results are of the samples of all ranks
+        self.right = keras.metrics.Mean(name="discriminator")
+        self.deceit = keras.metrics.Mean(name="generator")
         # BroadcastState finds optimizers that are attributes, and wants them built
         generates.build(self.generator.trainable_variables)
         discriminates.build(self.discriminator.trainable_variables)
@@ -62,7 +65,9 @@ class Gan(keras.Model):
         ):
             variables = network.trainable_variables
             optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-        return {"discriminator": right, "generator": deceit}
+        self.right.update_state(right)
+        self.deceit.update_state(deceit)
+        return {metric.name: metric.result() for metric in (self.right, self.deceit)}
 
 
 parser = argparse.ArgumentParser()
