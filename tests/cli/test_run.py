@@ -25,6 +25,7 @@ from tfcommx.cli.main import app
 from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import reads_script_from_input
 from tfcommx.launch.horovodrun import (
+    RANK_OUTPUT,
     Launch,
     Running,
     environment,
@@ -324,6 +325,29 @@ def test_ranks_that_the_launcher_does_not_name_have_started() -> None:
     lines.relay(io.StringIO(report))
     error = running.failed(3, lines)
     assert error.status == 3 and str(error) == f"`true` ended with status 3. {missing}"
+
+
+# mpirun with --enable-recovery: its status is 0, whichever ranks a signal has ended
+RECOVERY = """
+import subprocess, sys
+for rank, command in enumerate(sys.argv[2:]):
+    words = [sys.executable, "-I", "-S", sys.argv[1], "sh", "-c", command]
+    ended = subprocess.run(words, stderr=subprocess.PIPE, text=True)
+    for line in ended.stderr.splitlines():
+        print(f"[1,{rank}]<stderr>: {line}", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("last, status", [("kill -9 $$", 137), ("true", 0)])
+def test_a_run_of_which_no_rank_is_left_has_failed(
+    last: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If memory ran out on all ranks of an elastic averaging, the run's status was 0."""
+    command = [sys.executable, "-c", RECOVERY, RANK_OUTPUT, "kill -9 $$", last]
+    monkeypatch.setattr(Launch, "words", lambda self: command)
+    running = Running(Launch((Host("localhost", 2),), ("true",)))
+    assert running.wait(RankLines()) == status
+    assert capsys.readouterr().err == ""
 
 
 def test_of_ranks_that_all_failed_none_was_killed() -> None:

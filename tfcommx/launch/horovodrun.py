@@ -284,6 +284,9 @@ class Running:
                 text = f"tfcommx: {len(lost)} lines of the output are lost: {lost[0]}."
                 print(text, file=sys.stderr, flush=True)
             discard_unread_output()
+        # mpirun with --enable-recovery counts them as ended in order
+        if not status and len(lines.killed) == self.launch.size:
+            return 128 + next(iter(lines.killed.values()))
         return status
 
     def _has_processes(self) -> bool:

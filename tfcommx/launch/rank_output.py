@@ -170,6 +170,8 @@ def main() -> None:
         sys.exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
     status = relay(process)
     if status < 0:
+        with contextlib.suppress(OSError):  # No process reads the output
+            os.write(2, f"tfcommx: signal {-status} has ended this rank\n".encode())
         # This process must leave no core file beside the rank's
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status != signal.SIGKILL:  # SIGKILL's handler cannot be set
@@ -192,6 +194,8 @@ FAILED_STATUS = 1
 # Lines of a shell whose rank was ended, hidden because the last message gives the signal
 ENDED = ("Terminated\n", "Killed\n")
 TRACEBACK = "Traceback (most recent call last):"
+# Written by `main`, because mpirun with --enable-recovery does not report such a rank
+KILLED = re.compile(r"tfcommx: signal (\d+) has ended this rank\n")
 # The launchers' report of the rank that ended first: its exit status; SIGNALLED: its signal
 EXITED = re.compile(r"Process name: (?:\[\S+,)?(\d+)\]?\s+Exit code:\s+(\d+)")
 # horovodrun's report of a failed rank, written at once
@@ -249,6 +253,8 @@ class RankLines:
         self.writers: dict[str, str] = {}
         # Rank -> its traceback, while its end has not been received
         self.tracebacks: dict[str, str] = {}
+        # Rank -> the signal that ended it
+        self.killed: dict[str, int] = {}
         # Failed ranks with the time (monotonic clock); none if mpirun has started them
         self.endings: list[tuple[float, Failure]] = []
 
@@ -276,6 +282,9 @@ class RankLines:
 
     def collect(self, rank: str, text: str) -> None:
         """Assemble a rank's traceback; show every other line at once."""
+        if killed := KILLED.match(text):
+            self.killed[rank] = int(killed[1])
+            return
         begun = self.tracebacks.pop(rank, "")
         if text.startswith(TRACEBACK) or (begun and (text[:1].isspace() or text.endswith(":\n"))):
             self.tracebacks[rank] = begun + text
