@@ -11,7 +11,8 @@ BATCH = 64  # of one rank
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=400)
-parser.add_argument("--checkpoint", help="folder of checkpoints; without it none is kept")
+parser.add_argument("--epochs", type=int, default=1, help="in all, with those of a checkpoint")
+parser.add_argument("--checkpoint", help="folder to save to, and to continue from")
 options = parser.parse_args()
 
 cx.init()
@@ -24,6 +25,7 @@ steps = min(options.steps, len(images) // cx.size() // BATCH)
 
 model = keras.Sequential(
     [
+        keras.layers.Input((28, 28, 1)),
         keras.layers.Conv2D(32, 3, activation="relu"),
         keras.layers.MaxPooling2D(),
         keras.layers.Flatten(),
@@ -43,11 +45,15 @@ callbacks = [
     cx.callbacks.BroadcastState(),
     cx.callbacks.WarmUp(rate, steps=max(1, steps // 10)),
 ]
+first_epoch = 0
 if options.checkpoint:
     callbacks.append(cx.checkpoint.Checkpoint(options.checkpoint))
+    first_epoch = cx.checkpoint.restore(model, options.checkpoint)  # 0 if nothing was saved yet
 model.fit(
     *train,
     batch_size=BATCH,
+    initial_epoch=first_epoch,
+    epochs=options.epochs,
     steps_per_epoch=steps,
     callbacks=callbacks,
     verbose=2 if cx.is_chief() else 0,
