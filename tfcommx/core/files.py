@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
@@ -118,6 +119,22 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
+
+
+@contextlib.contextmanager
+def others_wait(path: Path) -> Iterator[None]:
+    """Exclude the other processes of the machine; on a file system without locks, none.
+
+    Args:
+        path: file to lock; it is created, and stays.
+    """
+    with open(path, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
 
 
 def _part_name(path: Path) -> str:

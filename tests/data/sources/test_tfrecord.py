@@ -1,6 +1,9 @@
 """TFRecord sources: numbering, labels, and files that are cut off or damaged."""
 
+import functools
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import numpy as np
@@ -144,11 +147,15 @@ def test_crc32c_of_the_library_and_of_the_reference(length):
     assert crc32c(data) == crc32c_definition(data)
 
 
-def test_a_tensorflow_data_set_by_name(tmp_path, monkeypatch):
+@functools.cache
+def cached_colours():
+    """Return the class of a data set, whose `made` counts how often it is prepared."""
     import tensorflow_datasets
 
     class CachedColours(tensorflow_datasets.core.GeneratorBasedBuilder):
         """Registers itself by its name, cached_colours."""
+
+        made = 0
 
         VERSION = tensorflow_datasets.core.Version("1.0.0")
 
@@ -167,13 +174,40 @@ def test_a_tensorflow_data_set_by_name(tmp_path, monkeypatch):
             return {"train": self._generate_examples(range(9))}
 
         def _generate_examples(self, numbers):
+            type(self).made += 1
+            time.sleep(0.3)
             for n in numbers:
                 yield n, {"image": np.full((4, 3, 3), n, np.uint8), "label": n % 2}
 
+    return CachedColours
+
+
+def test_ranks_that_begin_together_prepare_a_data_set_once(tmp_path):
+    kind = cached_colours()
+    kind.made = 0
+    with ThreadPoolExecutor(3) as pool:
+        sources = list(pool.map(lambda _: tfds("cached_colours", data_dir=tmp_path), range(3)))
+    assert kind.made == 1
+    assert len({source.key for source in sources}) == 1 and sources[0].count == 9
+
+
+def test_a_data_set_that_another_node_has_prepared_meanwhile_is_taken(tmp_path, monkeypatch):
+    kind = cached_colours()
+    prepare = kind.download_and_prepare
+
+    def too_late(builder):
+        prepare(type(builder)(data_dir=tmp_path))
+        raise FileExistsError("its folder")
+
+    monkeypatch.setattr(kind, "download_and_prepare", too_late)
+    assert tfds("cached_colours", data_dir=tmp_path).count == 9
+
+
+def test_a_tensorflow_data_set_by_name(tmp_path, monkeypatch):
     # Without a network: the error of a library, and a traceback from each rank
     with monkeypatch.context() as patched:
         failure = OSError(101, "Network is unreachable")
-        patched.setattr(CachedColours, "download_and_prepare", Mock(side_effect=failure))
+        patched.setattr(cached_colours(), "download_and_prepare", Mock(side_effect=failure))
         with pytest.raises(DataError, match=rf"cached_colours.*{tmp_path}.*unreachable"):
             tfds("cached_colours", data_dir=tmp_path)
     source = tfds("cached_colours", data_dir=tmp_path)

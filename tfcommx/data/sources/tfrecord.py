@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tfcommx.core import DataError
+from tfcommx.core import DataError, local_path
+from tfcommx.core.files import others_wait
 from tfcommx.data.sources.source import SampleError, key_of
 from tfcommx.kernels.crc32c import crc32c
 
@@ -273,13 +274,12 @@ def tfds(
         split: a complete split, such as `train`.
         data_dir: folder of prepared data sets; None: the default of TensorFlow Datasets.
 
-    **Cost:** an unprepared data set is downloaded and prepared by every process that calls this;
-    prepare it first.
+    **Cost:** an unprepared data set is downloaded and prepared by one process of each machine,
+    while the others wait.
     **Raises:** DataError for unknown data sets and splits, data sets without images and labels,
     file formats other than TFRecord, and a download that fails.
     """
-    builder = builder_of(name, data_dir)
-    prepare(builder, name)
+    builder = prepared(name, data_dir)
     features = _image_features(builder, name)
     return TFRecords(_files_of(builder, name, split), features)
 
@@ -290,8 +290,8 @@ def builder_of(name: str, data_dir: str | os.PathLike[str] | None) -> Any:
         import tensorflow_datasets
 
         return tensorflow_datasets.builder(name, data_dir=data_dir)
-    except (ImportError, ValueError, AssertionError) as error:
-        # An unknown version is an AssertionError. Only the first line, because names follow it
+    except Exception as error:  # Also the builder's own, and an AssertionError of a version
+        # Only the first line, because names follow it
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise DataError(
             f"A data set that TensorFlow Datasets can load is required. Received {name!r}: "
@@ -299,20 +299,33 @@ def builder_of(name: str, data_dir: str | os.PathLike[str] | None) -> Any:
         ) from error
 
 
-def prepare(builder: Any, name: str) -> None:
-    """Download and prepare a data set of TensorFlow Datasets, unless it is prepared already.
+def prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Any:
+    """Return the builder of a data set of TensorFlow Datasets, prepared.
+
+    One process of each machine downloads and prepares it, while the others wait.
 
     **Raises:** DataError if that fails, as without a network or on a full disk.
     """
+    builder = builder_of(name, data_dir)
+    folder = local_path("data_dir", builder.data_dir)
     try:
-        builder.download_and_prepare()
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with others_wait(folder.parent / ".tfcommx-lock"):
+                # Made again, because a builder reads the files of another process at its start only
+                builder = builder_of(name, data_dir)
+                builder.download_and_prepare()
     except Exception as error:  # Network, checksum, archive, or the builder's own
+        # By a process whose lock this one does not see, as on another node
+        if folder.exists():
+            return builder_of(name, data_dir)
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise DataError(
             f"A data set that is prepared, or can be downloaded, is required. Received {name!r}, "
-            f"not prepared in {builder.data_dir}: {type(error).__name__}: {reason}. Prepare it "
+            f"not prepared in {folder}: {type(error).__name__}: {reason}. Prepare it "
             "where there is a network and room, by `tfds build`, and copy that folder to each node."
         ) from error
+    return builder
 
 
 def _image_features(builder: Any, name: str) -> ImageFeatures:

@@ -207,8 +207,8 @@ class PreparedPairs:
 class TensorFlowTranslations(Translations):
     """Translations of TensorFlow Datasets by name, such as wmt17_translate/de-en.
 
-    Prepare it before a run, `python -c "import tensorflow_datasets as tfds;
-    tfds.load('wmt17_translate/de-en')"`, because otherwise every rank downloads it.
+    Prepare it before a run on several nodes, `python -c "import tensorflow_datasets as tfds;
+    tfds.load('wmt17_translate/de-en')"`, because otherwise a rank of each node downloads it.
     """
 
     name: Literal["tfds_translate"] = "tfds_translate"
@@ -235,7 +235,7 @@ class TensorFlowTranslations(Translations):
 
     def _prepared(self) -> Any:
         """Return the builder of the data set, prepared. **Raises:** DataError."""
-        from tfcommx.data.sources.tfrecord import builder_of, prepare
+        from tfcommx.data.sources.tfrecord import builder_of, prepared
 
         builder = builder_of(self.dataset, self.folder)
         missing = {self.source, self.target} - set(builder.info.features)
@@ -244,8 +244,7 @@ class TensorFlowTranslations(Translations):
                 f"{self.dataset} has the features {sorted(builder.info.features)}, not "
                 f"{sorted(missing)}. Name two of them as source and target."
             )
-        prepare(builder, self.dataset)
-        return builder
+        return prepared(self.dataset, self.folder)
 
 
 PACKAGES = (

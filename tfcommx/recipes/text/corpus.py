@@ -7,8 +7,6 @@ folder/6a09e667f3bcc908b2fb/     a digest of the pairs and of the vocabulary's s
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -21,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from tfcommx.core import DataError, reading, replacing
-from tfcommx.core.files import NO_LOCKS, crc_of
+from tfcommx.core.files import crc_of, others_wait
 from tfcommx.data.sources.source import key_of
 from tfcommx.recipes.text.vocabulary import Vocabulary, learn
 
@@ -90,7 +88,7 @@ def open_corpora(
     # All that the files depend on is in the name, so that another data set or size never opens them
     cached = folder / key_of((FORMAT, train.key, test.key, size))[:20]
     cached.mkdir(parents=True, exist_ok=True)
-    with _others_wait(cached / "lock"):
+    with others_wait(cached / "lock"):
         if not (cached / "vocabulary").exists():
             lines = (line for pair in train for line in pair)
             first = next(lines, None)
@@ -113,19 +111,6 @@ def open_corpora(
     if not len(tests.source):
         raise DataError("Test pairs of sentences are required. There are none.")
     return vocabulary, _open(cached / "train"), tests
-
-
-@contextlib.contextmanager
-def _others_wait(path: Path) -> Iterator[None]:
-    """Exclude the other processes of the machine; on a file system without locks, none."""
-    # Without it several processes do the same work, and the files of the first one stay
-    with open(path, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-        yield
 
 
 def _encode(
