@@ -148,6 +148,24 @@ def test_norms_are_those_of_whole_variables(option: str) -> None:
         assert np.abs(mine - unclipped).max() > 0.01
 
 
+@pytest.mark.parametrize("entry", [np.inf, 1e30])
+def test_an_infinite_norm_is_nan_in_all_weights_as_in_keras(entry: float) -> None:
+    """All other weights stood still, and no rank saw why."""
+
+    def work(comm: Comm, strategy: object) -> list[np.ndarray]:
+        optimizer = wrap(K.SGD(0.1, global_clipnorm=0.5), comm, strategy, Scheme(), "average")
+        weights, (first, *others) = new_weights(), gradients(comm.rank, 0)
+        large = first.numpy()
+        if comm.rank == 0:
+            large[3, 2] = entry
+        optimizer.apply([tf.constant(large), *others], weights)
+        return [weight.numpy() for weight in weights]
+
+    for strategy in ("synchronous", Sharded("layers")):
+        for weights in ThreadComm.run(Topology(2, 1), functools.partial(work, strategy=strategy)):
+            assert all(np.isnan(weight).all() for weight in weights)
+
+
 def test_the_bytes_are_those_of_an_allreduce() -> None:
     """Law 4: (p - 1)/p of the vector pushed, and as much pulled, with the padding of p shards."""
 

@@ -132,7 +132,9 @@ class UpdatesShards(ExchangesGradients):
         limit = self.clipnorm or self.global_clipnorm
         # `global_clipnorm` has one factor for all variables, by the norm of all
         if not self.clipnorm:
-            squares = dict.fromkeys(squares, tf.add_n(list(squares.values())))
+            total = tf.add_n(list(squares.values()))
+            # NaN if the norm is infinite, as in Keras, where a factor of 0 would go unnoticed
+            squares = dict.fromkeys(squares, total + (total - total))
         factors = {
             path: limit / tf.maximum(tf.sqrt(square), limit) for path, square in squares.items()
         }
