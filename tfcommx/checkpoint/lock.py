@@ -80,7 +80,7 @@ def take(folder: Path, owner: Owner) -> None:
     folder = folder.resolve()
     path, deadline = folder / LOCK, time.monotonic() + WAIT_SECONDS
     if folder in _held:
-        holder, is_there = seen_owner(folder), is_still_at(path, _held[folder])
+        holder, is_there = _read(path), is_still_at(path, _held[folder])
         # Also in the same file, because another host may have locked it, if each has its own locks
         if holder is not None and not (
             _is_same(owner, holder) or _may_replace(owner, holder) or holder[2:] == owner[2:]
@@ -95,7 +95,7 @@ def take(folder: Path, owner: Owner) -> None:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(opened)
-            holder = seen_owner(folder)
+            holder = _read(path)
             if holder is not None and _is_same(owner, holder):
                 return  # Another rank of this run holds it, in a folder that both see
             # A host that cannot be reached may still run an earlier generation of this run, which
@@ -143,7 +143,7 @@ def _keep(folder: Path, opened: int, owner: Owner) -> None:
             _replace(folder, owner)
             os.close(opened)
             return
-        holder = seen_owner(folder)
+        holder = _read(folder / LOCK)
         # Not over the name of another rank of this run, whose lock only its own host sees
         if holder is None or not _is_same(owner, holder):
             _write(opened, owner)
@@ -182,6 +182,11 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
+def seen_owner(folder: Path) -> Owner | None:
+    """Return the owner of a folder, as this rank sees it; None without a readable lock file."""
+    return _read(folder / LOCK)
+
+
 def _is_same(owner: Owner, holder: Owner) -> bool:
     return (owner.run, owner.generation) == (holder.run, holder.generation)
 
@@ -213,12 +218,10 @@ def _write(opened: int, owner: Owner) -> None:
     os.fsync(opened)  # Because ranks on other hosts read it
 
 
-def seen_owner(folder: Path) -> Owner | None:
-    """Return the owner of a folder, as this rank sees it; None without a readable lock file."""
-    # Not blocking, because the file may be a pipe
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+def _read(path: Path) -> Owner | None:
     try:
-        opened = os.open(folder / LOCK, flags)
+        # Not blocking, because the file may be a pipe
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(opened, "rb") as file:
             content: dict[str, Any] = json.loads(file.read(LARGEST))
         return Owner(
