@@ -84,6 +84,15 @@ __device__ float number(uint32_t codes, int j) {
          (kInteger + kBias<bits>);
 }
 
+// Adds the terms pairwise into the first. A recursion, because nvcc leaves a loop over `half` rolled
+// for sm_90, and the terms in memory.
+template <int half, int size>
+__device__ void fold(float (&terms)[size]) {
+#pragma unroll
+  for (int j = 0; j < half; ++j) terms[j] = add(terms[j], terms[j + half]);
+  if constexpr (half > 1) fold<half / 2>(terms);
+}
+
 // The step of finite entries from their largest magnitude or the mean; NaN if one is not finite.
 // All lanes must call it.
 template <int bits, bool full>
@@ -102,11 +111,7 @@ __device__ float step_of_warp(const float (&whole)[kEach<bits>], int count) {
 #pragma unroll
     for (int j = 0; j < kEach<bits>; ++j)
       terms[j] = multiply(float_of(bits_of(whole[j]) & 0x7fffffff), 1.0f / kBlock<bits>);
-#pragma unroll
-    for (int half = kEach<bits> / 2; half; half /= 2) {
-#pragma unroll
-      for (int j = 0; j < half; ++j) terms[j] = add(terms[j], terms[j + half]);
-    }
+    fold<kEach<bits> / 2>(terms);
     float sum = terms[0];
 #pragma unroll
     for (unsigned distance = 16; distance; distance /= 2)

@@ -154,9 +154,12 @@ def test_kernels_keep_all_in_registers(architecture):
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
 
+    in_memory = {}
     for name, text in of_each(SOURCES, messages).items():
         assert "warning" not in text, text
         kernels = text.count("Compiling entry function")
         assert kernels > 0, name
         frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", text)
-        assert frames == [("0", "0", "0")] * kernels, f"{name}:\n{text}"
+        if frames != [("0", "0", "0")] * kernels:
+            in_memory[name] = text
+    assert in_memory == {}
