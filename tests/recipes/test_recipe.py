@@ -168,12 +168,12 @@ def test_a_phase_warms_up_its_density(write):
         (
             "route: torus",
             "route: hitopk, selection: mstopk, density: 0",
-            r"phases\[1\]\.scheme: .*density=0\b",
+            r"phases\[1\]\.scheme: .*`density`.*Received 0\.",
         ),
         (
             "route: torus",
             "route: hitopk, selection: mstopk, density: some",
-            r"phases\[1\]\.scheme: .*density='some'",
+            r"phases\[1\]\.scheme: .*`density`.*Received 'some'",
         ),
         ("{route: torus}", "torus", r"phases\[1\]\.scheme: .*'torus'"),
         (

@@ -292,7 +292,7 @@ def command(*words: str) -> subprocess.CompletedProcess:
         ),
         (
             ("train", "configs/fashion_mnist.yaml", "--set", "phases.0.scheme.density=2"),
-            "density=2",
+            "`density`",
         ),
         (("report", "tests"), "tests/summary.json. "),
     ],

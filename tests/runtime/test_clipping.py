@@ -97,17 +97,17 @@ def test_warm_up_is_a_scheme_an_epoch():
     ladder = scheme.warm_up()
     assert [ladder[epoch].density for epoch in range(5)] == [0.25, 0.063, 0.015, 0.004, 0.001]
     assert ladder[4] == scheme and ladder[0].momentum == 0.9 and len(ladder) == 5
-    with pytest.raises(PlanError, match="density=0"):
+    with pytest.raises(PlanError, match=r"`density`.*\b0\.$"):
         scheme.warm_up([0.5, 0])
 
 
 @pytest.mark.parametrize(
     ("settings", "received"),
     [
-        ({"momentum": 1}, r"momentum=1\b"),
-        ({"momentum": -0.1}, r"momentum=-0\.1\b"),
-        ({"clip_norm": 0}, r"clip_norm=0\b"),
-        ({"clip_norm": float("nan")}, "clip_norm=nan"),
+        ({"momentum": 1}, r"`momentum`.*\b1\.$"),
+        ({"momentum": -0.1}, r"`momentum`.*-0\.1\b"),
+        ({"clip_norm": 0}, r"`clip_norm`.*\b0\.$"),
+        ({"clip_norm": float("nan")}, r"`clip_norm`.*\bnan\b"),
         (
             {"route": "allreduce", "selection": "all", "density": 1, "momentum": 0.9},
             r"route='allreduce'.*momentum=0\.9",
