@@ -86,9 +86,9 @@ class ProgressDisplay:
                 TextColumn("{task.fields[status]}", markup=False),
                 console=self.console,
                 expand=True,
-                # What is written to a terminal appears above the bar. Elsewhere it stays: in the
-                # user's file, or with `terminal` in the pipe to the launcher, whose end a
-                # dropped connection does not close
+                # Only a stream that is a terminal is shown above the bar. A file of the user gets
+                # its lines itself, and so does the pipe to the launcher, which stays open if the
+                # connection to `terminal` is dropped
                 redirect_stdout=sys.stdout.isatty(),
                 redirect_stderr=sys.stderr.isatty(),
             )

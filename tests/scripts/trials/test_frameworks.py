@@ -43,6 +43,6 @@ def test_workers_get_method_batch_and_steps(
     options = argparse.Namespace(nodes=2, batch=batch, repeats=3)
     row = frameworks.other(name, "any", options, tmp_path)
     assert (row["name"], row["verified"]) == (name, verified)
-    # Of the slowest rank; bytes are the mean
+    # Seconds are the slowest rank's; bytes are the mean over ranks
     assert (row["lowest_seconds"], row["step_seconds"], row["highest_seconds"]) == (1, 2, 3)
     assert row["bytes_sent"] == 5
