@@ -3,7 +3,9 @@
 # make test   set everything up, check the style, pass the tests: every law on every member of every
 #             family, real ranks under Gloo and MPI, faults, the README's commands; the same cases each
 #             time
-# make test-all   the same, and what is marked `exhaustive`: whole products of parameters, all tests
+# make test-extended   the costliest tests, which would make `make test` longer than ten minutes; CI
+#             runs both
+# make test-all   all of these, and what is marked `exhaustive`: whole products of parameters, all tests
 #             of ranks in all launches; random cases are new ones each time
 # make test-times   as make test, without set-up: which test files take how many CPU seconds
 # make test-peers   Keras's own tests of optimizers, trainer and callbacks, with all optimizers wrapped
@@ -23,10 +25,11 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 PYTEST = python -m pytest
 # Whole files, because their tests share what fixtures of a module train, compile or start; in the
 # order of tests/conftest.py. Three workers on two cores, because a quarter of their time is waiting
+QUICK = not exhaustive and not extended
 SIDE_BY_SIDE = -n 3 --dist loadfile --no-loadscope-reorder
 SERIAL = $$(grep -rl mark.serial tests --include=test_*.py)
 
-.PHONY: setup demo check test test-all test-times test-peers test-versions results figures docs wheels lint
+.PHONY: setup demo check test test-extended test-all test-times test-peers test-versions results figures docs wheels lint
 setup:
 	python3 scripts/setup $(TFCOMMX_SETUP)
 
@@ -34,19 +37,22 @@ demo: setup
 	tfcommx train configs/fashion_mnist.yaml --processes 4
 
 check: lint
-	$(PYTEST) $(SIDE_BY_SIDE) -m "not (serial or exhaustive or long_wait)" $$(python tests/tests_of_changes.py)
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not (serial or long_wait) and $(QUICK)" $$(python tests/tests_of_changes.py)
 
 test: setup lint
-	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial and not exhaustive"
-	$(PYTEST) -m "serial and not exhaustive" $(SERIAL)
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial and $(QUICK)"
+	$(PYTEST) -m "serial and $(QUICK)" $(SERIAL)
+
+test-extended: setup
+	$(PYTEST) $(SIDE_BY_SIDE) -m "extended and not exhaustive"
 
 test-all: setup lint
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial" --hypothesis-profile=random
 	$(PYTEST) -m serial --hypothesis-profile=random $(SERIAL)
 
 test-times:
-	$(PYTEST) -p cpu_times $(SIDE_BY_SIDE) -m "not serial and not exhaustive"
-	$(PYTEST) -p cpu_times -m "serial and not exhaustive" $(SERIAL)
+	$(PYTEST) -p cpu_times $(SIDE_BY_SIDE) -m "not serial and $(QUICK)"
+	$(PYTEST) -p cpu_times -m "serial and $(QUICK)" $(SERIAL)
 
 test-peers: setup
 	python tests/peers/run.py

@@ -18,6 +18,11 @@ def case(*values: Any, kept: bool) -> Any:
     return pytest.param(*values, marks=() if kept else pytest.mark.exhaustive)
 
 
+def extended(*values: Any) -> Any:
+    """Return the parameters of a case that is left to `make test-extended`, which CI runs, too."""
+    return pytest.param(*values, marks=pytest.mark.extended)
+
+
 def drawn(rows: Sequence[Any], *groups: Sequence[Any]) -> list[Any]:
     """Return all pairs (row, member of a group); each row keeps one member of each group, in turn.
 

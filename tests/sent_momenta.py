@@ -23,7 +23,7 @@ def wrap(
     optimizer: keras.optimizers.Optimizer,
     comm: Comm,
     scheme: Scheme | None = None,
-    check_replicas_every: int = 1,
+    check_replicas_every: int = 3,
 ) -> keras.optimizers.Optimizer:
     """Wrap an optimizer as DistributedOptimizer does, for the rank of a thread.
 

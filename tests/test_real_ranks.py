@@ -7,6 +7,7 @@ file are run one after the other.
 from __future__ import annotations
 
 import pytest
+from drawing import case, extended
 from launching import run_tests
 
 OPTIMIZER, FIT, SHARDS, ROUTES, RESHUFFLE = (
@@ -21,31 +22,34 @@ OPTIMIZER, FIT, SHARDS, ROUTES, RESHUFFLE = (
 )
 
 
-# Two nodes of one rank under Gloo run all tests; one node of two and two nodes of two under MPI,
-# which has all routes, run tests that depend on nodes or messages. (Four ranks under Gloo are in
-# `make demo`, its test and the cluster's; checkpoints of four ranks in test_resize.py.)
+# Two nodes of one rank under Gloo run all tests, in two launches; one node of two and two nodes of
+# two under MPI, which has all routes, run tests that depend on nodes or messages. (Four ranks under
+# Gloo are in `make demo`, its test and the cluster's; checkpoints of four ranks in test_resize.py.)
 @pytest.mark.long_wait
 @pytest.mark.parametrize(
-    ("ranks", "node_size", "launcher", "files"),
+    ("ranks", "node_size", "launcher", "files", "marks"),
     [
-        (2, "1", "gloo", [OPTIMIZER]),
-        (2, "2", "mpi", [OPTIMIZER]),
-        (4, "2", "mpi", [SHARDS, RESHUFFLE, ROUTES]),
-        (3, "1", "mpi", [ROUTES]),
-        pytest.param(4, "2", "mpi", [FIT], marks=pytest.mark.exhaustive),
-        pytest.param(
-            4, "2", "gloo", [FIT, SHARDS, RESHUFFLE, ROUTES], marks=pytest.mark.exhaustive
-        ),
+        (2, "1", "gloo", [OPTIMIZER], "not extended"),
+        extended(2, "1", "gloo", [OPTIMIZER], "extended"),
+        (2, "2", "mpi", [OPTIMIZER], "every_launch"),
+        extended(4, "2", "mpi", [SHARDS, RESHUFFLE, ROUTES], "every_launch"),
+        (3, "1", "mpi", [ROUTES], "every_launch"),
+        case(4, "2", "mpi", [FIT], "every_launch", kept=False),
+        case(4, "2", "gloo", [FIT, SHARDS, RESHUFFLE, ROUTES], "every_launch", kept=False),
     ],
-    ids=["2-gloo-optimizer", "2-mpi", "4-mpi", "3-mpi", "4-mpi-fit", "4-gloo"],
+    ids=["2-gloo", "2-gloo-extended", "2-mpi", "4-mpi", "3-mpi", "4-mpi-fit", "4-gloo"],
 )
 def test_the_same_tests_on_several_ranks(
-    ranks: int, node_size: str, launcher: str, files: list[str], request: pytest.FixtureRequest
+    ranks: int,
+    node_size: str,
+    launcher: str,
+    files: list[str],
+    marks: str,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """Run tests marked `every_launch` in each launch, others on two ranks; all if exhaustive."""
-    only = [] if (ranks, launcher) == (2, "gloo") else ["every_launch"]
+    """Run tests with the marks, of which `make test-all` runs those of all launches in each."""
     if "not exhaustive" in request.config.option.markexpr:
-        marks = " and ".join([*only, "not exhaustive"])
-    else:
+        marks += " and not exhaustive"
+    elif marks == "every_launch":
         marks = ""
     run_tests(ranks, node_size, launcher, files, marks)

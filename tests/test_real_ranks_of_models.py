@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from drawing import extended
 from launching import run_tests
 
 
 @pytest.mark.long_wait
-def test_all_but_optimizers_on_two_ranks(request: pytest.FixtureRequest) -> None:
-    chosen = "not exhaustive" in request.config.option.markexpr
-    files = ["tests/ranks", "--ignore=tests/ranks/optimizer"]
-    run_tests(2, "1", "gloo", files, "not exhaustive" if chosen else "")
+@pytest.mark.parametrize("marks", ["not extended", extended("extended")])
+def test_all_but_optimizers_on_two_ranks(marks: str, request: pytest.FixtureRequest) -> None:
+    if "not exhaustive" in request.config.option.markexpr:
+        marks += " and not exhaustive"
+    run_tests(2, "1", "gloo", ["tests/ranks", "--ignore=tests/ranks/optimizer"], marks)

@@ -281,6 +281,7 @@ def jpeg_bomb() -> bytes:
     return bytes(file)
 
 
+@pytest.mark.extended
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
     """A PNG of 410 kB took 1.9 GB."""
     bombs = {

@@ -9,6 +9,7 @@ from drawing import case
 from launching import WORKERS, horovodrun
 
 
+@pytest.mark.extended
 @pytest.mark.long_wait
 @pytest.mark.parametrize(
     "launches",

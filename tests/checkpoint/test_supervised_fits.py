@@ -77,6 +77,7 @@ def train(folder: Path, lost_at: int, same: bool) -> tuple[keras.Model, list[int
     return model, trained.epoch, snapshots.Snapshots._counted
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("lost_at, same", [(0, True), (2, False)])
 def test_a_second_phase_is_trained_after_a_restart(
     lost_at: int, same: bool, begin: Callable[[int], None], tmp_path: Path

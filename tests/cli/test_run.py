@@ -231,6 +231,7 @@ def test_a_working_folder_that_was_deleted_is_named(
         Launch((Host("localhost", 2),), ("true",)).words()
 
 
+@pytest.mark.extended
 def test_a_host_that_does_not_resolve_is_named_in_bounded_time() -> None:
     begun = time.monotonic()
     status, out, errors = run("run", "-H", "no-such-host:2", "--", "python", "x.py")
@@ -239,6 +240,7 @@ def test_a_host_that_does_not_resolve_is_named_in_bounded_time() -> None:
     assert time.monotonic() - begun < 60
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "launcher", ["--gloo", pytest.param("--mpi", marks=pytest.mark.exhaustive)]
 )
@@ -279,6 +281,7 @@ def test_it_loads_neither_tensorflow_nor_other_commands() -> None:
 CLUSTER = (sys.executable, str(ROOT / "scripts" / "cluster"), "--name", f"r{os.getpid()}")
 
 
+@pytest.mark.extended
 @needs_cluster
 def test_a_rank_on_another_host_is_named_with_it(script: str) -> None:
     """Over both launchers, and a host whose cable is cut."""

@@ -243,6 +243,7 @@ def train(
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("ranks", "node_size", "chosen"), [(2, 1, [0, 3]), case(4, 2, [0, 1, 2, 3], kept=False)]
 )

@@ -325,6 +325,7 @@ def torchrun_until_rank_2_is_killed() -> tuple[list[int], list[str], float]:
     return [process.returncode for process in processes], outputs, time.time()
 
 
+@pytest.mark.extended
 @pytest.mark.long_wait
 def test_the_same_bits_under_every_launcher() -> None:
     """4 ranks as 2 nodes of 2, a sparse scheme: horovodrun, torchrun's variables, srun's."""

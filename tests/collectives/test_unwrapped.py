@@ -24,6 +24,7 @@ from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
 
 
+@pytest.mark.extended
 @pytest.mark.long_wait
 def test_runs_of_two_steps_are_named_before_the_process_ends() -> None:
     ended = horovodrun(2, [str(WORKERS / "unwrapped.py")], OMP_NUM_THREADS="1")

@@ -8,6 +8,7 @@ import struct
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import squares
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -49,10 +50,11 @@ def read_loose(
     )
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
-@pytest.mark.parametrize("crop", ["random", "center", "whole"])
-@pytest.mark.parametrize("dtype", ["uint8", "float16", "bfloat16", "float32"])
-def test_native_equals_definition(channels, crop, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "crop", "channels"),
+    squares(["uint8", "float16", "bfloat16", "float32"], ["random", "center", "whole"], [1, 3, 4]),
+)
+def test_native_equals_definition(dtype, crop, channels):
     rng = np.random.default_rng(channels)
     images = [rng.integers(0, 256, (*shape, channels), np.uint8) for shape in SHAPES * 2]
     mean, std = (0.4, 0.5, 0.3, 0.2)[:channels], (0.25, 0.2, 0.3, 1.0)[:channels]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import extended
 
 import tfcommx as cx
 from tfcommx.data import capacity
@@ -215,7 +216,9 @@ def hostile(shm: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("name", ["tfcommx-x.slab", "tfcommx-{uid}-x.slab", "tfcommx-{uid}-x.part"])
+@pytest.mark.parametrize(
+    "name", [extended("tfcommx-x.slab"), "tfcommx-{uid}-x.slab", extended("tfcommx-{uid}-x.part")]
+)
 def test_no_file_breaks_the_caches_of_a_machine(shm: Path, hostile: Path, name: str) -> None:
     """A folder, a pipe or a loop of links ended every DataCache on the host, or let it wait."""
     made = hostile.rename(shm / name.format(uid=os.geteuid()))

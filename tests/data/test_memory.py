@@ -57,6 +57,7 @@ def opened(tmp_path):
     cache.close()
 
 
+@pytest.mark.extended
 def test_batches_are_written_to_memory_that_was_used_before(opened, monkeypatch):
     """Fresh pages cost more than the pixels.
 

@@ -182,6 +182,7 @@ def test_a_dataset_is_not_made_inside_a_function(folder, shm):
         tf.function(lambda: cache.dataset(WHOLE), autograph=False)()
 
 
+@pytest.mark.extended
 def test_batches_can_be_sent_ahead_to_a_device(folder, shm):
     """As docs/how-to/data-cache.md describes for a GPU; without one the code path is the same."""
     with OpenCache(folder, shm) as cache:

@@ -67,6 +67,7 @@ def test_anchors_are_those_of_github() -> None:
     assert anchors(text) == {"a-b-c", "2-shard-the-data", "learning_ratedecay", "x", "x-1"}
 
 
+@pytest.mark.extended
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """`make docs`: pages that the navigation lacks and links that lead nowhere are errors."""
     ended = subprocess.run(

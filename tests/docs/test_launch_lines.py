@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from drawing import case
+from drawing import case, extended
 from launch_lines import NOT_RUN, Split, launch_lines, sources, split
 from launching import QUICK, ROOT
 
@@ -151,7 +151,9 @@ def has_more(launcher: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize(
     "launcher",
     [
-        case(launcher, kept=launcher == ALLOCATION or not has_more(launcher))
+        launcher
+        if launcher == ALLOCATION
+        else (case(launcher, kept=False) if has_more(launcher) else extended(launcher))
         for launcher in distinct(2)
     ],
     ids=shlex.join,

@@ -33,6 +33,7 @@ def test_each_has_a_row(what: str, at_least: int, known: set[str]) -> None:
     assert sorted(found - WORDS) == []
 
 
+@pytest.mark.extended
 @pytest.mark.long_wait
 def test_what_the_page_says_holds_on_two_ranks(tmp_path: Path) -> None:
     """One launch tries all; the timeline of the same launch has rows named after buckets."""

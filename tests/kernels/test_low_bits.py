@@ -44,7 +44,7 @@ def test_the_native_ops_have_the_same_table() -> None:
 @pytest.mark.parametrize(
     ("wire", "kind", "lengths"),
     [
-        case(wire, kind, lengths, kept=(number + turn) % (2 if lengths is LENGTHS else 4) == 0)
+        case(wire, kind, lengths, kept=(number + turn) % (3 if lengths is LENGTHS else 6) == 0)
         for number, wire in enumerate(DENSE_CODES)
         for turn, kind in enumerate(KINDS)
         for lengths in (LENGTHS, LONG)

@@ -64,6 +64,7 @@ def cases() -> list[tuple]:
     return [(kind, rule, *map(int, numbers)) for kind, rule, *numbers in words]
 
 
+@pytest.mark.extended
 def test_no_vector_is_read_more_than_twice(cases):
     """Neither if all are alike, nor if there are few values, nor if neighbours are alike."""
     assert len(cases) == 10 * 2 * 3 * 3

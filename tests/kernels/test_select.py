@@ -285,6 +285,7 @@ print(json.dumps(digest.hexdigest()))
 """
 
 
+@pytest.mark.extended
 def test_the_number_of_threads_changes_nothing():
     path = os.pathsep.join([str(ROOT / "tests"), QUICK])
     start = {**os.environ, "PYTHONPATH": path, **warm_ranks.environment(alone=True)}

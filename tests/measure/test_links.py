@@ -463,6 +463,7 @@ def test_a_burst_that_a_link_lets_pass_hardly_counts() -> None:
     ) and between.beta_s_per_byte == pytest.approx(8e-9, rel=0.15)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("launcher", [pytest.param("gloo", marks=pytest.mark.exhaustive), "mpi"])
 def test_the_command_writes_links_that_plans_are_made_with(tmp_path: Path, launcher: str) -> None:
     file = tmp_path / "links.json"

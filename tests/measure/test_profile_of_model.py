@@ -200,6 +200,7 @@ def test_a_profile_has_the_names_that_ranks_agreed_on() -> None:
     assert names == [f"agreed/{one.path}" for one in reversed(net.trainable_variables)]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("base", [keras.optimizers.Adam, cx.optimizers.LAMB])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_an_optimizer_that_keras_does_not_know_by_name_is_timed(base: type, wrapped: bool) -> None:

@@ -236,6 +236,7 @@ def test_state_is_what_keras_counts(kind: str) -> None:
     assert copy.deepcopy(optimizer.get_config()) == optimizer.get_config()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [case(kind, kept=kind == "lamb") for kind in KINDS])
 def test_compiled_by_xla_it_takes_the_same_steps(kind: str) -> None:
     plain, compiled = network(KINDS[kind]()), network(KINDS[kind](), jit_compile=True)

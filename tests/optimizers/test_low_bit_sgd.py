@@ -129,6 +129,7 @@ def test_not_wrapped_it_is_sgd() -> None:
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.extended
 def test_it_trains_in_two_bits_where_gradients_diverge() -> None:
     """Noise of gradients is much larger than the gradient, as it is late in a training."""
     numbers = np.random.default_rng(0)

@@ -203,6 +203,7 @@ def test_refused_options(options: dict[str, Any], said: str) -> None:
         cx.optimizers.OneBitAdam(**options)
 
 
+@pytest.mark.extended
 def test_it_trains_as_adam_does_where_gradients_in_one_bit_do_not() -> None:
     adam = final_error(lambda: keras.optimizers.Adam(0.1), Scheme())
     momenta = final_error(lambda: cx.optimizers.OneBitAdam(0.1, freeze_after=50), ONE_BIT)

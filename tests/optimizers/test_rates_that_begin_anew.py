@@ -18,6 +18,7 @@ from tfcommx.core import Scheme, Topology
 STEPS, RATE = 30, 0.05
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("low_bit", "plain"),
     [

@@ -70,6 +70,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.extended
 def test_a_wheel_holds_the_package_and_its_library(wheel: Path) -> None:
     assert "-py3-none-linux_" in wheel.name
     with zipfile.ZipFile(wheel) as opened:
@@ -102,6 +103,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
+@pytest.mark.extended
 def test_a_wheel_trains_beside_an_existing_tensorflow_and_horovod(
     installed: Path, tmp_path: Path
 ) -> None:

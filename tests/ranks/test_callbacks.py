@@ -372,6 +372,7 @@ def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
     np.testing.assert_allclose(rates.seen, wanted, rtol=1e-6)
 
 
+@pytest.mark.extended
 def test_draws_without_a_seed_are_a_rank_s_own(comm: Comm, folder: Path) -> None:
     """A layer's `keras.random.normal(shape)` added the same noise on all ranks.
 

@@ -326,6 +326,7 @@ def test_a_model_must_be_built_and_have_its_names(comm: Comm, folder: Path) -> N
         checkpoint.restore(other, folder)
 
 
+@pytest.mark.extended
 def test_dropout_goes_on_where_it_was(comm: Comm, folder: Path) -> None:
     """Keras saves no seeds: a resumed run dropped the entries of its first epochs again."""
 

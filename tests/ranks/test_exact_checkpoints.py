@@ -181,6 +181,7 @@ AVERAGES = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", [case(name, kept=name == "ema of overlapped rounds") for name in AVERAGES]
 )

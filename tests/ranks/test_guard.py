@@ -126,6 +126,7 @@ class Late(keras.Model):
         return self.out(x)
 
 
+@pytest.mark.extended
 def test_what_the_first_step_builds_is_compared_from_the_second_on(
     comm: Comm, refused: Any
 ) -> None:

@@ -157,6 +157,7 @@ def sparse() -> keras.optimizers.Optimizer:
     )
 
 
+@pytest.mark.extended
 def test_weights_are_averaged_wherever_the_optimizer_is(
     comm: Comm, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,6 +173,7 @@ def test_weights_are_averaged_wherever_the_optimizer_is(
     assert not [line for line in caplog.messages if "does not hold it" in line], caplog.text
 
 
+@pytest.mark.extended
 def test_states_start_equal_and_are_restored_with_residuals(comm: Comm, folder: Path) -> None:
     keras.utils.set_random_seed(comm.rank)
     names = ["object", "loss_scale"]  # The test above finds those of all holders
@@ -201,6 +203,7 @@ def test_states_start_equal_and_are_restored_with_residuals(comm: Comm, folder: 
     assert sent > 0
 
 
+@pytest.mark.extended
 def test_an_optimizer_that_is_made_between_epochs_is_averaged(comm: Comm) -> None:
     keras.utils.set_random_seed(comm.rank)
     net = Parts(averaged, ["dict"])
@@ -216,6 +219,7 @@ def test_an_optimizer_that_is_made_between_epochs_is_averaged(comm: Comm) -> Non
     require_equal_ranks(comm, net, only_weights=True)
 
 
+@pytest.mark.extended
 def test_an_optimizer_that_the_model_does_not_hold_is_named(
     comm: Comm, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,6 +27,7 @@ def train(net: keras.Model, comm: Comm, *listed: Any, **options: Any) -> None:
     net.fit(x, y, **{"batch_size": 8, "verbose": 0, **options}, callbacks=list(listed))
 
 
+@pytest.mark.extended
 def test_weights_return_to_the_bit_from_their_moving_averages(comm: Comm) -> None:
     """Keras's SwapEMAWeights adds and subtracts, which rounds.
 
@@ -100,6 +101,7 @@ def test_callbacks_that_need_another_position_or_one_rank_are_named(
     assert told(quiet) == []
 
 
+@pytest.mark.extended
 def test_backups_of_ranks_may_differ(comm: Comm, folder: Path) -> None:
     """As of ranks that updated apart, or were killed after different steps: replicas differed."""
     net, backup = wrapped(), keras.callbacks.BackupAndRestore(folder / f"{comm.rank}")
@@ -118,6 +120,7 @@ def test_standard_as_the_whole_list_is_refused(comm: Comm) -> None:
         wrapped().fit(x, y, verbose=0, callbacks=callbacks.Standard())
 
 
+@pytest.mark.extended
 def test_a_fit_that_was_interrupted_is_begun_again(comm: Comm) -> None:
     """As in a notebook: the next `fit` compared models by the callback of the first one."""
     net, first = wrapped(), callbacks.BroadcastState()

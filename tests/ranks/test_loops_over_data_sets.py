@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
 
 
+@pytest.mark.extended
 def test_collectives_of_a_branch_keep_their_names_in_a_loop_over_a_data_set(comm: Comm) -> None:
     """All collectives of a branch had one name, and in nested branches another on each rank.
 

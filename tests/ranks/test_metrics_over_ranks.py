@@ -133,6 +133,7 @@ def binary(metrics: list[Any], **options: Any) -> keras.Model:
     return net
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "options",
     # Averaging reads the state of metrics, however it was computed; tracing so many takes long
@@ -203,6 +204,7 @@ def test_metrics_that_are_no_sums_are_averaged_and_named(
     assert not warned_about("val_accuracy")
 
 
+@pytest.mark.extended
 def test_a_rank_that_validates_alone_stops_all(comm: Comm) -> None:
     net = classifier(metrics=["accuracy"])
     x, y, _ = everything()
@@ -253,6 +255,7 @@ class OwnStep(keras.Model):
         return {"raw": loss, "entropy": self.entropy.result()}
 
 
+@pytest.mark.extended
 def test_a_training_step_that_returns_its_loss(
     comm: Comm, warned_about: Callable[[str], int]
 ) -> None:
@@ -288,6 +291,7 @@ def test_another_evaluation_within_an_epoch_is_noticed(
     assert warned_about("loss") == (comm.rank == 0)
 
 
+@pytest.mark.extended
 def test_several_outputs(comm: Comm, warned_about: Callable[[str], int]) -> None:
     keras.utils.set_random_seed(1)
     entry = keras.Input((6,))

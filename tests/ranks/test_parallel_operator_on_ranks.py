@@ -83,6 +83,7 @@ def test_an_error_on_one_rank_ends_all_with_it(comm: Comm, traced: bool) -> None
     assert comm.gather_objects(comm.rank) == list(range(comm.topology.size))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [
@@ -138,6 +139,7 @@ def test_one_rank_alone_may_trace_again(comm: Comm) -> None:
             np.testing.assert_array_equal(mine, expected)
 
 
+@pytest.mark.extended
 def test_norms_are_local_where_one_rank_alone_updates(comm: Comm) -> None:
     optimizer = cx.optimizers.LARS(0.05, norms="parallel")
     assert fit(compiled(cx.DistributedOptimizer(optimizer, strategy="root")), comm, 1).identical

@@ -33,6 +33,7 @@ class Score(keras.callbacks.Callback):
         self.rates[epoch - 1] = round(float(self.model.optimizer.learning_rate), 6)
 
 
+@pytest.mark.extended
 def test_callbacks_that_follow_a_metric_continue_where_they_were(comm: Comm, folder: Path) -> None:
     """A resumed run waited anew, and replaced the file of its best model by a worse one."""
 
@@ -91,6 +92,7 @@ def test_callbacks_begin_anew_in_a_fit_that_does_not_continue(comm: Comm, folder
     assert (again.best_epoch, again.wait) == (0, 0)
 
 
+@pytest.mark.extended
 @pytest.mark.one_rank
 @pytest.mark.parametrize("swaps_first", [True, case(False, kept=False)])
 def test_weights_that_were_swapped_when_they_were_saved_are_swapped_back(

@@ -168,6 +168,7 @@ def test_a_channel_with_a_large_mean_keeps_its_variance(comm: Comm) -> None:
     np.testing.assert_allclose(layer.moving_variance.numpy(), 1, rtol=0.2)
 
 
+@pytest.mark.extended
 def test_in_fit_beside_the_exchange(comm: Comm) -> None:
     """Two layers and a shared one; replicas stay equal; evaluation exchanges nothing."""
     keras.utils.set_random_seed(2)
@@ -216,6 +217,7 @@ def test_refused_where_ranks_take_steps_of_their_own(comm: Comm) -> None:
         net.fit(*batch(0), verbose=0, callbacks=[cx.callbacks.BroadcastState()])
 
 
+@pytest.mark.extended
 def test_the_layer_of_keras_that_knows_no_ranks_is_named(
     comm: Comm, caplog: pytest.LogCaptureFixture
 ) -> None:

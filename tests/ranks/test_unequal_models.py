@@ -277,6 +277,7 @@ class Noise(keras.layers.Layer):
         return inputs + keras.random.normal(tf.shape(inputs), seed=self.generator)
 
 
+@pytest.mark.extended
 def test_random_layers_raise_no_alarm_and_no_state_changes(
     comm: Comm, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -404,6 +405,7 @@ class TakesFourParts(OwnStep):
         return super().train_step({"image": state + after})
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [OwnStep, Fails, ReturnsAnObject, TakesFourParts])
 def test_models_with_a_step_of_their_own_train(
     comm: Comm, kind: type[OwnStep], caplog: pytest.LogCaptureFixture
@@ -449,6 +451,7 @@ def test_models_with_penalties_are_compared(comm: Comm) -> None:
         require_equal_outputs(net, (np.ones((2, 4)), np.zeros(2)), 0)
 
 
+@pytest.mark.extended
 def test_models_with_a_loss_of_16_bits_are_compared_and_trained(comm: Comm) -> None:
     """TensorFlow gives NumPy no array for a scalar of bfloat16: `fit` ended with a ValueError."""
     keras.config.set_floatx("bfloat16")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import pytest
 from rank_helpers import SPARSE, compiled, fit, model, one_weight, take_step, weights
 
 import tfcommx as cx
@@ -45,6 +46,7 @@ def test_a_checkpoint_leaves_the_users_files_alone(comm: Comm, folder: Path) -> 
     assert sorted(path.name for path in folder.glob("residuals-*")) == residuals
 
 
+@pytest.mark.extended
 def test_a_roll_back_in_a_running_model_forgets_its_residuals(comm: Comm, folder: Path) -> None:
     def wrapped() -> keras.Model:
         return compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE))
@@ -61,6 +63,7 @@ def test_a_roll_back_in_a_running_model_forgets_its_residuals(comm: Comm, folder
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.extended
 def test_restored_residuals_are_those_of_the_next_optimizer(comm: Comm, folder: Path) -> None:
     """Lost by a `compile` before the next step; one before `restore` added undone steps."""
     scheme = cx.Scheme("hitopk", "exact", 0.2, dense_below=8)
@@ -87,6 +90,7 @@ def test_restored_residuals_are_those_of_the_next_optimizer(comm: Comm, folder: 
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.extended
 def test_sums_that_each_rank_accumulates_stay_its_own(comm: Comm, folder: Path) -> None:
     """Two `fit`s of one step, saved and restored in between: the update has both, of all ranks.
 
@@ -116,6 +120,7 @@ def test_sums_that_each_rank_accumulates_stay_its_own(comm: Comm, folder: Path) 
     np.testing.assert_allclose([weights(net)[0].item(), weights(again)[0].item()], wanted)
 
 
+@pytest.mark.extended
 def test_a_model_that_one_rank_alone_has_loaded(comm: Comm, folder: Path) -> None:
     """Its variables have other paths than those of a built model."""
     net = compiled(cx.DistributedOptimizer(keras.optimizers.Adam(0.01), SPARSE))
@@ -137,6 +142,7 @@ def test_a_model_that_one_rank_alone_has_loaded(comm: Comm, folder: Path) -> Non
         np.testing.assert_array_equal(trained, restored)
 
 
+@pytest.mark.extended
 def test_parts_of_a_model_may_have_layers_of_the_same_name(comm: Comm, folder: Path) -> None:
     def part(name: str) -> keras.Model:
         layers = [

@@ -157,6 +157,7 @@ def test_an_optimizer_that_goes_past_the_exchange_is_refused(comm: Comm, eagerly
             fit(net, comm, epochs=1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
@@ -209,6 +210,7 @@ class LearnsItsLoss(keras.Sequential):
         return {"loss": loss}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "kind", ["momentum", case("loss scale", kept=False), case("one bit", kept=False)]
 )

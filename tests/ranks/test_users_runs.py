@@ -18,6 +18,7 @@ from tfcommx import callbacks
 from tfcommx.collectives.comm import Comm
 
 
+@pytest.mark.extended
 def test_a_run_that_begins_late_begins_with_what_earlier_epochs_set(comm: Comm) -> None:
     net, resolution = (
         compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE)),
@@ -104,6 +105,7 @@ def test_a_rank_that_stops_alone_after_an_epoch_is_named_on_all(comm: Comm) -> N
     assert fit(net, comm, epochs=2).identical
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("chief", [0, case(1, kept=False)])
 def test_a_callback_that_one_rank_alone_has_is_named(comm: Comm, chief: int) -> None:
     """Each rank took the objects of the other's exchange: "too many values to unpack"."""
@@ -117,6 +119,7 @@ def test_a_callback_that_one_rank_alone_has_is_named(comm: Comm, chief: int) -> 
     assert fit(net, comm, epochs=1).identical
 
 
+@pytest.mark.extended
 def test_an_optimizer_that_one_rank_alone_makes(comm: Comm) -> None:
     """Keras's numbers of optimizers are in names of operations, by which Horovod knows tensors."""
     if comm.rank == 0:
@@ -301,6 +304,7 @@ def test_variables_of_a_custom_loop_are_broadcast(comm: Comm) -> None:
             cx.broadcast_variables(variables if comm.rank else variables[1:])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("traced", [case(False, kept=False), True])
 def test_residuals_move_on_when_layers_are_frozen_and_thawed(comm: Comm, traced: bool) -> None:
     """Each weight gets all that was computed for it, whichever variables train beside it."""
@@ -353,6 +357,7 @@ def test_residuals_return_to_an_optimizer_that_is_used_again(comm: Comm) -> None
     np.testing.assert_array_equal(variable.numpy(), -2 * sum(comm.gather_objects(gradient)))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("of_optimizers", [case(False, kept=False), True])
 def test_one_rank_may_trace_a_step_again_whose_parts_share_variables(
     comm: Comm, of_optimizers: bool
@@ -403,6 +408,7 @@ def test_sets_of_variables_that_take_turns_begin_with_equal_weights(
             np.testing.assert_allclose(variable, -steps * (1 + comm.topology.size) / 2)
 
 
+@pytest.mark.extended
 def test_the_end_of_data_of_unknown_length_is_no_step(comm: Comm) -> None:
     """Keras finds the end in a run of the step, which carries out all that waits for no data.
 

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from drawing import extended
 
 from tfcommx.core import ConfigurationError
 from tfcommx.recipes.models.resnet import ResNet
@@ -33,16 +34,16 @@ def _zeros(self, shape, dtype=None):
     ("model", "inputs", "outputs", "parameters"),
     [
         # As torchvision's models, which have no biases before the normalisation either
-        (ResNet(depth=18), 3, 1000, 11_689_512),
+        extended(ResNet(depth=18), 3, 1000, 11_689_512),
         pytest.param(ResNet(depth=34), 3, 1000, 21_797_672, marks=pytest.mark.exhaustive),
         (ResNet(depth=50), 3, 1000, 25_557_032),
         pytest.param(ResNet(depth=101), 3, 1000, 44_549_160, marks=pytest.mark.exhaustive),
         pytest.param(ResNet(depth=152), 3, 1000, 60_192_808, marks=pytest.mark.exhaustive),
-        (Vgg19(), 3, 1000, 143_667_240),
+        extended(Vgg19(), 3, 1000, 143_667_240),
         (SmallCnn(filters=(16, 32, 64)), 1, 10, 61_050),
         (SmallCnn(filters=(16, 32, 64)), 3, 10, 61_050 + 2 * 9 * 16),
         (Transformer(), 37_000, 37_000, tables.get("transformer_base").parameters),
-        (Transformer(size="big"), 37_000, 37_000, tables.get("transformer_big").parameters),
+        extended(Transformer(size="big"), 37_000, 37_000, tables.get("transformer_big").parameters),
     ],
     ids=lambda value: value.name if hasattr(value, "build") else None,
 )

@@ -46,6 +46,7 @@ def distance_to_the_solution(rule: str, density: float, feedback: bool) -> float
     return float(np.linalg.norm(x - best) / np.linalg.norm(best))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rule", [case("exact", kept=False), "mstopk"])
 def test_with_feedback_ranks_that_disagree_reach_the_dense_solution_and_without_they_do_not(rule):
     assert distance_to_the_solution(rule, 0.05, feedback=True) < 0.1

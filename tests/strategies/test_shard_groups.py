@@ -67,6 +67,7 @@ def test_over_the_node_it_equals_synchronous_training_by_the_torus_to_the_bit() 
             assert mine[1:] == pytest.approx(theirs[1:]) and min(mine[1:]) > 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "strategy", [case(Sharded(group="peers"), kept=False), Sharded("layers", group="peers")]
 )
@@ -80,6 +81,7 @@ def test_over_the_peers_all_ranks_have_the_weights_of_synchronous_training(
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("group", "parts"), [("node", 3), case("peers", 2, kept=False)])
 def test_a_rank_keeps_the_state_of_its_part_of_the_group(group: str, parts: int) -> None:
     """And a step that begins with the pull, and a file, are of the group's shards, too."""

@@ -103,6 +103,7 @@ def test_elementwise_optimizers_are_equal_to_synchronous_training_to_the_bit(nam
             assert equal(found, plain), strategy
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", [case(Sharded(), kept=False), Sharded("layers")], ids=str)
 def test_variables_may_have_no_entries(strategy: Sharded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if they are alone in a bucket, as those of float64 are: the first step failed."""
@@ -276,6 +277,7 @@ def test_an_average_replaces_the_weights_in_a_first_step_that_accumulates() -> N
     assert equal(work("sharded"), work("synchronous"))
 
 
+@pytest.mark.extended
 def test_swapped_moving_averages_are_in_the_weights() -> None:
     """Keras's callback swapped the shards alone: evaluations and files had the usual weights."""
 
@@ -386,6 +388,7 @@ def test_steps_that_begin_with_the_pull_are_equal_and_settle() -> None:
     assert results[0][2] == results[1][2]
 
 
+@pytest.mark.extended
 def test_a_change_of_scheme_keeps_the_shards() -> None:
     """Dense, then sparse with other buckets: as synchronous training under the same change."""
     sparse = Scheme("allgather", "exact", 0.3, dense_below=0, bucket_bytes=64)

@@ -128,6 +128,7 @@ def test_weights_are_the_agreed_ones_plus_the_residual(name: str, how: str) -> N
             assert np.array_equal(mine[1][place], far[1][place]) == (len(shape) == 1)
 
 
+@pytest.mark.extended
 def test_adam_of_two_nodes_is_its_definition() -> None:
     """Ten steps whose gradients see the weights, against NumPy in float64."""
     shape, steps, rate, decay, epsilon = (6, 6), 10, 0.05, 0.02, 1e-6
@@ -205,24 +206,25 @@ def test_the_agreed_weights_are_those_to_evaluate_and_to_compare() -> None:
 
     def work(comm: Comm) -> str:
         optimizer, weights = wrap(K.SGD(0.1), comm, StepAhead(), BY_NODE, "average"), new_weights()
-        for step in range(3):
+        for step in range(5):
             optimizer.apply(gradients(comm.rank, step), weights)
         consolidate(optimizer)
         for weight, one in zip(weights, agreed(optimizer.exchanger), strict=True):
             np.testing.assert_array_equal(weight.numpy(), one)
         # Weights assigned now count, as those of a restored checkpoint must
         weights[0].assign(2 * weights[0])
-        optimizer.apply(gradients(comm.rank, 3), weights)
+        optimizer.apply(gradients(comm.rank, 5), weights)
         consolidate(optimizer)
         if comm.rank == 1:
             weights[0].assign(weights[0] + 1)
-        with pytest.raises(ReplicaError, match=r"step 4\b.*'first_kernel'.*rank 1\b") as refused:
-            optimizer.apply(gradients(comm.rank, 4), weights)
+        with pytest.raises(ReplicaError, match=r"step 6\b.*'first_kernel'.*rank 1\b") as refused:
+            optimizer.apply(gradients(comm.rank, 6), weights)
         return str(refused.value)
 
     assert "and were equal" in ThreadComm.run(TWO_OF_TWO, work)[0]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("next_scheme", [DENSE, BY_RANK], ids=["dense", "other-route"])
 def test_residuals_move_to_another_scheme(next_scheme: Scheme) -> None:
     """A change of scheme keeps the sum: dense steps send all that was not sent."""

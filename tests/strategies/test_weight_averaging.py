@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from drawing import extended
 from threaded_optimizers import gradients, new_weights, train, wrap
 
 from tfcommx.collectives.comm import Comm
@@ -28,7 +29,7 @@ def all_equal(everyone: list[list[np.ndarray]]) -> bool:
     return all(furthest(one, everyone[0]) == 0 for one in everyone)
 
 
-@pytest.mark.parametrize("sends", ["weights", "updates"])
+@pytest.mark.parametrize("sends", ["weights", extended("updates")])
 def test_linear_optimizers_equal_synchronous_training_and_others_do_not(sends: str) -> None:
     """AWAGD: SGD with momentum and weight decay to float32 rounding; Adam and clipping not."""
     linear = lambda: K.SGD(0.1, momentum=0.9, weight_decay=0.01)  # noqa: E731

@@ -35,7 +35,7 @@ def wrap(
     strategy = strategy_of(strategy)
     mixin = UpdatesShards if strategy.shards_weights else ExchangesGradients
     wrapped = copy_with(mixin, optimizer)
-    settings = ExchangeSettings(operation=op, strategy=strategy, check_replicas_every=1)
+    settings = ExchangeSettings(operation=op, strategy=strategy, check_replicas_every=3)
     wrapped.exchanger = Exchanger(comm, scheme, settings)
     wrapped.exchanger.serve(wrapped)
     return wrapped

@@ -48,6 +48,7 @@ def supervised(folder: Path, *words: str, lost: str) -> list[dict]:
     return json.loads(table.read_text())["generations"]
 
 
+@pytest.mark.extended
 def test_a_run_that_is_lost_behind_its_last_save_is_finished(tmp_path: Path) -> None:
     """It ended with status 2: "A resumed run needs epochs left to train". Only the report lacks."""
     first, second = supervised(tmp_path, lost="close")
@@ -58,6 +59,7 @@ def test_a_run_that_is_lost_behind_its_last_save_is_finished(tmp_path: Path) -> 
     assert summary["replicas_identical"] and summary["test_accuracy"] is not None
 
 
+@pytest.mark.extended
 def test_another_run_s_checkpoint_is_not_taken(tmp_path: Path) -> None:
     """A generation that is lost before its first save is followed by one that begins anew.
 

@@ -153,6 +153,7 @@ def test_an_error_that_the_user_can_fix_ends_a_run_at_once(run: Run) -> None:
     assert status == 2 and len(run.generations()) == 1, errors
 
 
+@pytest.mark.extended
 def test_hosts_that_discovery_adds_join_when_it_pays(run: Run) -> None:
     """The second name of this host appears while the first generation runs."""
     hosts = run.folder / "hosts"
@@ -169,6 +170,7 @@ def test_hosts_that_discovery_adds_join_when_it_pays(run: Run) -> None:
     assert "tfcommx: All ranks have saved and paused, at step " in errors
 
 
+@pytest.mark.extended
 def test_a_host_that_leaves_is_left_out(run: Run) -> None:
     status, _, errors = run.ended(
         *("-H", "localhost:1,127.0.0.1:1", "--min-np", "1"),
@@ -188,6 +190,7 @@ def test_a_signal_ends_all_ranks(run: Run, number: signal.Signals) -> None:
     assert process.returncode == 128 + number and "Traceback" not in errors
 
 
+@pytest.mark.extended
 def test_too_few_hosts_end_a_run_with_the_first_failure_s_status(run: Run) -> None:
     hosts = run.folder / "hosts"
     hosts.write_text("localhost:2\n")
@@ -204,6 +207,7 @@ def test_too_few_hosts_end_a_run_with_the_first_failure_s_status(run: Run) -> No
     assert "2 ranks are required. cat " in errors and "within 2 s." in errors
 
 
+@pytest.mark.extended
 def test_processes_and_memory_files_of_the_run_are_gone_at_the_end(run: Run) -> None:
     """Also a process that a rank has started and left behind, and a keeper of its memory."""
     script = run.folder / "leave.py"

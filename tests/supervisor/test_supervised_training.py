@@ -56,6 +56,7 @@ class Trained:
         return [one["resumed"]["source"] for one in self.generations]
 
 
+@pytest.mark.extended
 @pytest.mark.long_wait
 def test_a_host_is_lost_and_the_weights_are_the_same_bits(tmp_path: Path) -> None:
     """Rank 1 is killed, and its host's memory is lost: the mirror has its snapshot.

@@ -231,6 +231,7 @@ def test_a_sparse_route_of_another_package_passes_and_prices_alone_are_no_route(
         check_route("broken_members:PRICES")
 
 
+@pytest.mark.extended
 def test_a_wire_format_of_another_package_passes_and_may_be_named_by_auto() -> None:
     check_wire("broken_members:PAIRS")
     with pytest.raises(cx.ConfigurationError, match=r"wire\.formats\.WireFormat"):

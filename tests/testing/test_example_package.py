@@ -26,6 +26,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.extended
 def test_it_is_installed_outside_and_holds_the_laws(
     installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

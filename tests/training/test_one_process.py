@@ -80,6 +80,7 @@ def run(folder: Path, asked: Recipe, stop: Position | None, monkeypatch: Any) ->
         return train(asked, folder, TrainOptions(resume=True))
 
 
+@pytest.mark.extended
 def test_a_run_is_stopped_and_goes_on_with_another_batch(
     pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, caplog: Any
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_run_whose_last_save_fails_ends_with_an_error(
     assert saved == [0, 1]
 
 
+@pytest.mark.extended
 def test_a_diverged_run_that_is_stopped_names_the_save_that_stays(
     pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
@@ -216,6 +218,7 @@ def test_a_diverged_run_that_is_stopped_names_the_save_that_stays(
     assert "Stopped by a signal, after the last epoch, which was" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 def test_weights_are_made_equal_at_each_epochs_end(
     pictures: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -79,6 +79,7 @@ def saved_model(folder):
     return max((folder / "checkpoint").glob("tfcommx-*.keras"))  # Three are kept
 
 
+@pytest.mark.extended
 def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
     """kill -9 in the second epoch, then --resume: as the run that was not killed.
 

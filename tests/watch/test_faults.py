@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 import pytest
-from drawing import case
+from drawing import case, extended
 from launching import WORKERS, Ended, horovodrun
 
 import tfcommx as cx
@@ -59,7 +59,7 @@ def without_rank_2(how: str, launcher: str) -> tuple[Ended, float]:
     [
         ("kill", "gloo"),
         ("kill", "mpi"),
-        ("raise", "gloo"),
+        extended("raise", "gloo"),
         case("raise", "mpi", kept=False),
     ],
 )
@@ -81,6 +81,7 @@ def test_a_rank_that_is_stopped_ends_the_others_and_is_named(launcher: str) -> N
     assert re.search(said, ended.output), ended.output[-4000:]
 
 
+@pytest.mark.extended
 def test_ranks_that_end_early_or_hold_pythons_lock_are_not_missed() -> None:
     ended = horovodrun(2, [WORKER, "apart", "1", "3"], "gloo", seconds=120)
     assert ended.status == 0, ended.output[-4000:]
@@ -102,6 +103,7 @@ def test_a_watch_that_cannot_be_is_refused() -> None:
         init(watch_seconds=0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -130,6 +132,7 @@ def test_messages_end_too_when_a_rank_does_not_come(how: str, said: str) -> None
         assert re.search(r"has waited longer for ranks \[", ended.output), ended.output[-4000:]
 
 
+@pytest.mark.extended
 def test_unequal_slots_are_refused_by_two_level_routes_and_work_with_one_level() -> None:
     code = (
         "import numpy as np, keras, tensorflow as tf, tfcommx as cx; c = cx.init();"

@@ -191,6 +191,7 @@ def test_after_a_rank_has_died_the_process_ends_without_waiting_for_it(
         assert statuses == [0] and theirs.recv(100) == b"bye\n" * 3
 
 
+@pytest.mark.extended
 def test_an_exception_of_native_code_tells_the_watcher_before_the_process_is_aborted() -> None:
     """Gloo's own exceptions end a rank in Horovod's thread, where no Python runs."""
     program = (

@@ -35,6 +35,7 @@ from tfcommx.watch.stalls import (
 )
 
 
+@pytest.mark.extended
 @pytest.mark.long_wait
 @pytest.mark.parametrize("engine", ["gloo", pytest.param("mpi", marks=pytest.mark.exhaustive)])
 def test_ranks_that_wait_for_others_that_live_on_are_told_and_end(engine: str) -> None:

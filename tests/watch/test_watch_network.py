@@ -237,6 +237,7 @@ def test_all_are_told_of_a_stall_and_what_is_sent_for_it_stays_small() -> None:
         assert member.alarm.kill_at is not None
 
 
+@pytest.mark.extended
 def test_24_watchers_have_few_connections_and_an_alarm_reaches_all() -> None:
     """Real processes; the ranks are processes that sleep."""
     size, killed = 24, [0, 7, 8, 17]

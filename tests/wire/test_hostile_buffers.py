@@ -66,12 +66,12 @@ def check(words: np.ndarray, k: int, size: int, name: str) -> bool:
 @pytest.mark.parametrize("name", SPARSE_WIRES)
 def test_damaged_words_are_refused_or_read_as_they_are(name: str) -> None:
     draw, refused = np.random.default_rng([SPARSE_WIRES.index(name), 1]), 0
-    for turn in range(60):
+    for turn in range(30):
         k, size = PLANS[turn % len(PLANS)]
         buffers = [written(draw, k, size, name) for _ in range(2)]
         assert not check(np.concatenate(buffers), k, size, name)
         refused += check(np.concatenate([buffers[0], damaged(draw, buffers[1])]), k, size, name)
-    assert refused > 5
+    assert refused > 3
 
 
 @pytest.mark.parametrize("name", SPARSE_WIRES)

@@ -56,6 +56,7 @@ def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFCOMMX_CACHE", str(folder / "kept"))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("nodes", "drift", "now", "measured", "again"),
     [

@@ -87,6 +87,7 @@ def check_frozen(comm: Comm, net: keras.Model, frozen: list[np.ndarray]) -> None
     assert wires == ({"bfloat16", "int1"} if comm.topology.size > 1 else {"plain"})
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "frozen"),
     [(KINDS[0], False), *(case(kind, True, kept=False) for kind in KINDS)],
@@ -125,6 +126,7 @@ def test_a_loop_changes_phase_without_a_new_trace(comm: Comm) -> None:
     assert same_on_all_ranks(comm, net)
 
 
+@pytest.mark.extended
 def test_ranks_agree_when_it_decides_by_itself(comm: Comm) -> None:
     """At a low rate the second epoch of four batches has the squares of the first."""
     optimizer = adam(learning_rate=1e-5, freeze_after=None, beta_2=0.75)
@@ -168,6 +170,7 @@ def test_it_continues_exactly_from_a_checkpoint(
     assert all(map(np.array_equal, weights(straight), weights(net)))
 
 
+@pytest.mark.extended
 def test_patterns_name_schemes_of_momenta_and_of_gradients(comm: Comm) -> None:
     """`hidden/kernel` sends its momentum in 1 bit, and in 4 bits from the second epoch on."""
     schemes = {"*out/*": cx.Scheme(), "*": ONE_BIT}

@@ -79,6 +79,7 @@ class Break(keras.callbacks.Callback):
             raise KeyError("broken off")
 
 
+@pytest.mark.extended
 def test_shards_in_fit_equal_synchronous_training(comm: Comm, folder: Path) -> None:
     """Weights, also those in evaluations and files; the second epoch continues from a checkpoint.
 

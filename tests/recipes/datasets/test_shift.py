@@ -35,6 +35,7 @@ def batches(memory, rank=0, epochs=range(2), resolution=14, shift=1, flip=True, 
     return got, rows
 
 
+@pytest.mark.extended
 def test_batches_are_repeatable_and_differ_between_ranks_and_epochs(tmp_path):
     here, again, there = (batches(tmp_path, rank)[0] for rank in (0, 0, 1))
     assert here[0][0].shape == (BATCH, 14, 14, 1) and here[0][0].dtype == np.float32

@@ -98,6 +98,7 @@ def test_processes_that_do_not_see_each_others_locks_end_with_the_same_files(
     assert [path.name for path in train.parent.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.extended
 def test_a_process_that_was_killed_leaves_no_half_files(tmp_path: Path) -> None:
     """At each write in turn; the next process makes the missing files."""
     for number in range(40):

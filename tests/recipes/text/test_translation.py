@@ -101,6 +101,7 @@ def test_lines_must_be_aligned(settings):
         LinePairs(settings.source, settings.source.with_name("none"))
 
 
+@pytest.mark.extended
 def test_it_learns_to_translate(settings):
     """Words in another language, one for one: BLEU rises from nothing to most of it."""
     keras.utils.set_random_seed(0)

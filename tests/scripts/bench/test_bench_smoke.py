@@ -42,6 +42,7 @@ TOGETHER = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("names", TOGETHER)
 def test_smoke(names: list[str], tmp_path: Path) -> None:
     """No line of TensorFlow's, no warning of optimizers that stay plain."""

@@ -431,6 +431,7 @@ def test_a_training_ends_as_usual_after_an_outage(nodes: None, tmp_path: Path) -
     assert training.output().count("weights 1 missing 0.0") == 4, training.output()
 
 
+@pytest.mark.extended
 @needs_cluster
 @pytest.mark.parametrize(("fault", "watch_seconds"), [("cut", 20), case("kill", 5, kept=False)])
 def test_a_node_that_is_gone_ends_the_others_and_its_ranks_are_named(

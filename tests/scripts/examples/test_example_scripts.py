@@ -33,6 +33,7 @@ def write_glosses(folder: Path) -> None:
         (folder / f"data.{name}").write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.extended
 @pytest.mark.long_wait
 @pytest.mark.parametrize(
     "names",
