@@ -23,6 +23,7 @@ from virtual_cluster import needs_cluster
 
 from tfcommx.cli.main import app
 from tfcommx.core import ConfigurationError, LaunchError
+from tfcommx.launch import horovodrun
 from tfcommx.launch.commands import reads_script_from_input
 from tfcommx.launch.horovodrun import (
     RANK_OUTPUT,
@@ -395,6 +396,24 @@ def test_a_full_disk_under_the_log_ends_no_rank(
         assert running.wait(RankLines()) == 0
     assert (tmp_path / "trained").exists()
     assert "9 lines" in capsys.readouterr().err
+
+
+def test_output_is_complete_though_its_reader_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In `tfcommx run ... | less` the last lines were lost if they were not read at once."""
+
+    class Paused(io.StringIO):
+        def write(self, text: str) -> int:
+            time.sleep(0.2 if "line 0" in text else 0)
+            return super().write(text)
+
+    command = ["printf", r"[0]<stdout>:line %d\n", "0", "1", "2"]
+    monkeypatch.setattr(Launch, "words", lambda self: command)
+    monkeypatch.setattr(horovodrun, "OUTPUT_SECONDS", 0.1)
+    monkeypatch.setattr(sys, "stdout", output := Paused())
+    assert Running(Launch((Host("localhost", 1),), ("true",))).wait(RankLines()) == 0
+    assert output.getvalue() == "line 0\nline 1\nline 2\n"
 
 
 @pytest.mark.parametrize("closed", [None, 1, 2])

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -42,7 +42,8 @@ OF_ONE_RANK = re.compile(
 )
 # Errors of writing lines to a file whose disk is full
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Time limit for the rest of the launcher's output, after all its processes have ended
+# Time limit for the rest of the launcher's output, after all its processes have ended and lines
+# that were received have been shown
 OUTPUT_SECONDS = 2.0
 # Longest word of a command, in bytes (MAX_ARG_STRLEN of Linux), and the share of it for the command
 # of a rank and the variables that horovodrun adds
@@ -236,6 +237,17 @@ class Running:
         **Raises:** LaunchError if the process that reads our output has ended.
         """
         lost: list[OSError] = []
+        # Threads that wait for the process which reads our output, such as a pager
+        showing: set[threading.Thread] = set()
+
+        def read_lines(text: IO[str]) -> Iterator[str]:
+            thread = threading.current_thread()
+            while line := text.readline():
+                showing.add(thread)
+                try:
+                    yield line
+                finally:
+                    showing.discard(thread)
 
         def relay(stream: IO[bytes]) -> None:
             # A progress bar's \r ends a line too, and must not become \n
@@ -243,7 +255,7 @@ class Running:
                 ended = False
                 while not ended:
                     try:
-                        lines.relay(text)
+                        lines.relay(read_lines(text))
                         ended = True
                     except OSError as error:
                         # A full disk under the log must not end a training that can save elsewhere
@@ -269,8 +281,10 @@ class Running:
         while self._has_processes() and any(thread.is_alive() for thread in threads):
             time.sleep(0.05)
         deadline = time.monotonic() + OUTPUT_SECONDS
-        for thread in threads:
-            thread.join(max(deadline - time.monotonic(), 0))
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            if showing and not self.asked:
+                deadline = time.monotonic() + OUTPUT_SECONDS
         if self._unread:
             raise LaunchError(
                 "The output must be read to its end. Received an error from the process that reads "

@@ -35,9 +35,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 # Signals forwarded to the rank, which is in a separate group so that it receives each once
@@ -258,7 +258,7 @@ class RankLines:
         # Failed ranks with the time (monotonic clock); none if mpirun has started them
         self.endings: list[tuple[float, Failure]] = []
 
-    def relay(self, stream: IO[str]) -> None:
+    def relay(self, stream: Iterable[str]) -> None:
         """Show all lines of a stream."""
         unended: tuple[str, str] | None = None
         for line in stream:
