@@ -206,6 +206,8 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_STEP_NODELIST": "gpu[07-08]",
 }
+MPIRUN = {f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")}
+MPIRUN["OMPI_COMM_WORLD_SIZE"] = "4"
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 
 
@@ -221,6 +223,21 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT"
         (
             TORCHRUN | {"TFCOMMX_PORT": "5000"},
             ClusterEnvironment("torchrun", 2, 4, None, "head", 5000),
+        ),
+        # Torchrun, and a loop over GPUs, in each task of another launcher: with srun two processes
+        # were rank 0 and wanted its port, with mpirun they were one rank of MPI
+        (
+            SRUN | TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+            ClusterEnvironment("torchrun", 2, 4, None, "head", 29500),
+        ),
+        (
+            MPIRUN | TORCHRUN | {"TORCHELASTIC_RUN_ID": "7"},
+            ClusterEnvironment("torchrun", 2, 4, None, "head", 29500, "7"),
+        ),
+        # A job script has exported variables that are not a rank's
+        (
+            SRUN | TORCHRUN,
+            ClusterEnvironment("srun", 3, 4, 1, "gpu07", 12_000 + 97 * 41 + 2, "41.2"),
         ),
         # In an allocation, but not started by srun; and alone
         ({"SLURM_JOB_ID": "41", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),

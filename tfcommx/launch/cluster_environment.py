@@ -50,7 +50,8 @@ def srun() -> ClusterEnvironment | None:
     The address is the step's first node. If the first rank may run on another node, all nodes are
     addresses, because the list of nodes is sorted.
     """
-    if os.environ.get("SLURM_STEP_NUM_TASKS", "1") in ("", "0", "1"):
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks in ("", "0", "1") or is_within_task(tasks):
         return None
     job, step = _number("srun", "SLURM_JOB_ID"), _number("srun", "SLURM_STEP_ID")
     nodes = _word("srun", "SLURM_STEP_NODELIST")
@@ -150,6 +151,20 @@ def tf_config() -> ClusterEnvironment | None:
         _own_port() or _as_port("The port in TF_CONFIG", port),
         digest[:16],
     )
+
+
+def is_within_task(tasks: str) -> bool:
+    """Return True if a task of srun or mpirun has started this process as one of several ranks.
+
+    Such as `srun --ntasks-per-node=1 torchrun --nproc-per-node=8`, or a loop over GPUs. The ranks
+    of a task have its variables in common.
+
+    Args:
+        tasks: number of tasks, as the launcher of the tasks states it.
+    """
+    ranks = os.environ.get("WORLD_SIZE", "")
+    more_than_tasks = ranks.isdecimal() and tasks.isdecimal() and int(ranks) > int(tasks)
+    return "RANK" in os.environ and (more_than_tasks or "TORCHELASTIC_RUN_ID" in os.environ)
 
 
 def _rank_of_one() -> bool:

@@ -14,6 +14,7 @@ from typing import NamedTuple, overload
 
 from tfcommx.core import ConfigurationError, local_path
 from tfcommx.core.files import open_private
+from tfcommx.launch.cluster_environment import is_within_task
 from tfcommx.launch.known_launchers import OF_HOROVOD, cluster_environment
 
 # Example command whose last process holds the centre of elastic averaging
@@ -47,7 +48,10 @@ def launcher() -> Launcher:
     **Ranks:** local. Needs neither TensorFlow nor Horovod.
     """
     for kind, row in OF_HOROVOD.items():
-        if row.rank in os.environ:
+        # Not the variables of a task of mpirun that has started torchrun
+        if row.rank in os.environ and not (
+            kind == "mpi" and is_within_task(os.environ.get(row.size, ""))
+        ):
             rank, size, local_rank = map(_number, (row.rank, row.size, row.variable("LOCAL_RANK")))
             launch = os.environ.get("PMIX_NAMESPACE", "")
             centre = kind == "mpi" and launch == os.environ.get(CENTRE_VARIABLE)
