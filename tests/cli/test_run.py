@@ -21,6 +21,7 @@ from launching import QUICK, ROOT
 from typer.testing import CliRunner
 from virtual_cluster import needs_cluster
 
+import tfcommx.cli.run as run_module
 from tfcommx.cli.main import app
 from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch import horovodrun
@@ -34,6 +35,7 @@ from tfcommx.launch.horovodrun import (
     require_small_environment,
 )
 from tfcommx.launch.hosts import Host
+from tfcommx.launch.launcher import STARTED_VARIABLE
 from tfcommx.launch.rank_output import RankLines
 
 TFCOMMX = (sys.executable, "-m", "tfcommx.cli.main")
@@ -175,6 +177,24 @@ def test_a_script_that_no_rank_would_read_is_refused(
     Path("train.py").touch()
     ended = CliRunner().invoke(app, ["run", "-np", "2", "--", *words])
     assert re.search(said, str(ended.exception)), ended
+
+
+def test_a_launch_in_each_task_of_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun -n 4 tfcommx run -- python train.py` trained four times, into the same files."""
+    for name, value in {"PROCID": "1", "STEP_NUM_TASKS": "4"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.delenv(STARTED_VARIABLE, raising=False)
+    ended = CliRunner().invoke(app, ["run", "-np", "2", "--", "true"])
+    assert re.search("task 1 of the 4 of srun.*-H", str(ended.exception)), ended
+    started = []
+    monkeypatch.setattr(run_module, "carry_out", lambda *launch: started.append(launch))
+    CliRunner().invoke(app, ["run", "-H", "localhost:2", "--", "true"])  # A training for each task
+    monkeypatch.setenv(STARTED_VARIABLE, "x 1")  # In the program of a rank
+    CliRunner().invoke(app, ["run", "-np", "2", "--", "true"])
+    monkeypatch.delenv(STARTED_VARIABLE)
+    monkeypatch.setenv("SLURM_PROCID", "0")  # `srun -n 4 --pty bash`
+    CliRunner().invoke(app, ["run", "-np", "2", "--", "true"])
+    assert len(started) == 3
 
 
 @pytest.mark.parametrize(

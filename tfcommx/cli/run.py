@@ -15,6 +15,7 @@ from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import RemoteHosts, is_local, reads_script_from_input
 from tfcommx.launch.horovodrun import Launch, Running, on_end_signals, search_path
 from tfcommx.launch.hosts import Host, allocation, parse_hosts, ranks_on, read_hostfile
+from tfcommx.launch.launcher import later_task
 from tfcommx.launch.rank_output import RankLines
 from tfcommx.supervisor.supervisor import StopSignal
 
@@ -74,6 +75,12 @@ def run(
         remedy = f" Write `python {command[0]}`." if is_script else ""
         raise LaunchError(
             f"A command that can be run is required. Received {command[0]!r}.{remedy}", NOT_FOUND
+        )
+    if hosts is None and hostfile is None and (task := later_task()):
+        raise ConfigurationError(
+            "`tfcommx run` must be called once, because it starts the ranks of all hosts. Received "
+            f"a call by {task}. Call it without that launcher, or start `python train.py` by it. "
+            "For a separate training in each task, name the hosts of each: -H localhost:2."
         )
     values = {
         "--ssh-port": ssh_port,

@@ -15,7 +15,7 @@ from typing import NamedTuple, overload
 from tfcommx.core import ConfigurationError, local_path
 from tfcommx.core.files import open_private
 from tfcommx.launch.cluster_environment import is_within_task
-from tfcommx.launch.known_launchers import OF_HOROVOD, cluster_environment
+from tfcommx.launch.known_launchers import LAUNCHERS, OF_HOROVOD, cluster_environment
 
 # Example command whose last process holds the centre of elastic averaging
 CENTRE_LAUNCH = (
@@ -150,6 +150,20 @@ def earlier_inits() -> int:
     """
     name, _, count = os.environ.get(STARTED_VARIABLE, "").rpartition(" ")
     return int(count) if count.isdecimal() and name == run_name() else 0
+
+
+def later_task() -> str:
+    """Return which of several tasks of srun or mpirun this process is; "" for the first or only.
+
+    Also "" in a program of a rank, which may start separate ranks.
+    """
+    if STARTED_VARIABLE in os.environ:
+        return ""
+    for row in LAUNCHERS:
+        rank, size = os.environ.get(row.rank, "0"), os.environ.get(row.size, "1")
+        if row.name in ("srun", "mpirun") and rank != "0" and size not in ("", "0", "1"):
+            return f"task {rank} of the {size} of {row.name}"
+    return ""
 
 
 def record_init() -> None:
