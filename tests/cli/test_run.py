@@ -242,6 +242,14 @@ def test_a_host_without_shared_memory_is_refused_by_its_folder(
         Running(Launch((Host("localhost", 1),), ("true",)))
 
 
+def test_open_mpi_has_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without HOME, as in a system's service, it did not start: the error missed an MPI."""
+    command = [sys.executable, "-c", "import os; os.environ['HOME']"]
+    monkeypatch.setattr(Launch, "words", lambda self: command)
+    monkeypatch.delenv("HOME", raising=False)
+    assert Running(Launch((Host("localhost", 1),), ("true",), "mpi")).wait(RankLines()) == 0
+
+
 def test_a_working_folder_that_was_deleted_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

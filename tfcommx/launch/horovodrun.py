@@ -207,6 +207,8 @@ class Running:
         if launch.kind == "gloo":
             require_semaphores()
             require_small_environment(env)
+        else:  # Open MPI does not start without one, as in a container or a system's service
+            env.setdefault("HOME", os.path.expanduser("~"))
         # True once the ranks have been asked to end
         self.asked = False
         # Error of writing our output to a pipe whose reader has ended
