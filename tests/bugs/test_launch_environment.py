@@ -190,6 +190,17 @@ def test_the_ranks_of_a_launch_within_a_rank_are_its_own(
     assert not left.intersection({*outer, "TFCOMMX_SUPERVISOR_SECRET"})
 
 
+def test_variables_that_no_shell_can_name_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ProgramFiles(x86) in the environment no rank started: a syntax error of /bin/sh."""
+    for name in ("ProgramFiles(x86)", "a b", "$(date)", "-S", "conda.root", "UMLAUT_Ä"):
+        monkeypatch.setenv(name, "1")
+    words = [f"{name}=1" for name, value in environment().items() if value == "1"]
+    shown = subprocess.run(
+        f"env {' '.join(words)} env", shell=True, env={}, capture_output=True, check=True
+    ).stdout.decode()
+    assert "conda.root=1" in shown and "UMLAUT_Ä=1" in shown and "x86" not in shown
+
+
 def test_ranks_on_other_hosts_start_in_a_folder_with_a_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

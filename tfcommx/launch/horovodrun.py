@@ -40,6 +40,9 @@ OF_ONE_RANK = re.compile(
     r"HOROVOD_(?:(?:LOCAL_|CROSS_)?(?:RANK|SIZE)|HOSTNAME)"
     r"|TFCOMMX_(?:RUN|GENERATION|SUPERVISOR|SUPERVISOR_SECRET|STARTED)"
 )
+# Names of variables that horovodrun can write into the command of a shell, where it quotes values
+# alone: not ProgramFiles(x86)
+SHELL_NAME = re.compile(r"\w[\w.%+,:@/-]*")
 # Errors of writing lines to a file whose disk is full
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Time limit for the rest of the launcher's output, after all its processes have ended and lines
@@ -166,7 +169,7 @@ def environment() -> dict[str, str]:
         # In a job of LSF horovodrun looks for no network interface, and Gloo fails without one.
         # This process may be part of another launch, whose variables horovodrun would let replace
         # those of the ranks that it starts.
-        if name != "LSB_JOBID" and not OF_ONE_RANK.fullmatch(name)
+        if name != "LSB_JOBID" and SHELL_NAME.fullmatch(name) and not OF_ONE_RANK.fullmatch(name)
     }
     # UTF-8, because in an ASCII locale the thread that prints a rank's output would end at the
     # first other character, and all later output would be lost
