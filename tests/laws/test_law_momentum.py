@@ -21,6 +21,7 @@ from laws_helpers import (
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Scheme, Topology
+from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.bucket_runner import clip_before_accumulation
 from tfcommx.runtime.executor import PlanExecutor
 
@@ -86,3 +87,21 @@ def test_any_seed_and_a_scale_that_float16_cannot_hold() -> None:
     play(plan_for(Scheme("allgather", "random", 0.1, seed=2**62), Topology(2, 1)), 1)
     (clipped,) = clip_before_accumulation([tf.fill([4096], tf.constant(6e4, tf.float16))], 0.1, 64)
     assert np.linalg.norm(clipped.numpy().astype(np.float32)) == pytest.approx(0.0125, rel=0.01)
+
+
+def test_a_velocity_beyond_float16_is_clipped() -> None:
+    """All steps were Inf until it had decayed. An infinite sum still reaches the ranks."""
+    scheme = Scheme("allgather", "exact", 0.1, momentum=0.5)
+    plan = make_plan([Gradient("a", (2,), "float16")], {"*": scheme}, Topology(2, 1), "sum")
+
+    def work(comm: Comm) -> list[list[float]]:
+        running = PlanExecutor(plan, comm)
+        steps = [[28672, -28672], [28672, -28672], [np.inf, 0], [0, 0]]
+        return [
+            running.exchange({"a": tf.constant(step, tf.float16)})["a"].numpy().tolist()
+            for step in steps
+        ]
+
+    for results in ThreadComm.run(Topology(2, 1), work):
+        # The velocity keeps its size, 86016, and an infinite sum does not enter it
+        assert results == [[57344, -57344], [65504, -65504], [np.inf, -43008], [43008, -21504]]

@@ -42,12 +42,16 @@ def send_with_residual(gradient: tf.Tensor, residual: tf.Tensor) -> tuple[tf.Ten
     # At least float32, so that it holds the rounding error of a 16-bit dtype, too
     wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
     total = tf.cast(gradient, wide) + tf.cast(residual, wide)
-    narrow = gradient.dtype.size < 4
     # Otherwise the sum would be Inf in this step and, as the residual stays, in all later ones
-    sent = narrowed(total, gradient.dtype.name) if narrow else tf.cast(total, gradient.dtype)
+    sent = _clipped(total, gradient.dtype)
     rounding_error = tf.cast(total - tf.cast(sent, wide), tf.float32)
     # NaN and Inf never enter a residual
     return sent, tf.where(tf.math.is_finite(sent), rounding_error, residual)
+
+
+def _clipped(numbers: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Return numbers in a dtype; finite ones beyond 16 bits are clipped."""
+    return narrowed(numbers, dtype.name) if dtype.size < 4 else tf.cast(numbers, dtype)
 
 
 class BucketState:
@@ -97,7 +101,9 @@ class BucketState:
         moved = self.bucket.momentum * self.velocity + tf.cast(flat, tf.float32)
         # One step's NaN or Inf would stay in the velocity forever
         self.velocity.assign(tf.where(tf.math.is_finite(moved), moved, self.velocity))
-        return tf.cast(moved, flat.dtype)
+        # Without a residual for the rest, which would grow for as long as the velocity is beyond
+        # float16
+        return _clipped(moved, flat.dtype)
 
     def add_residual(self, flat: tf.Tensor) -> tf.Tensor:
         """Return the sum over the ranks plus the residual of other plans, equal on all ranks."""
