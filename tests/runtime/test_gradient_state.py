@@ -253,6 +253,25 @@ def test_residuals_of_momenta_shrink_whenever_the_rate_rises() -> None:
     ThreadComm.run(Topology(1, 1), work)
 
 
+@pytest.mark.parametrize("divided_by_rate", [False, True])
+def test_a_residual_of_a_higher_rate_that_returns_to_a_plan_is_no_residual_of_its_low_one(
+    divided_by_rate: bool,
+) -> None:
+    """As of layers that are frozen again after a warm-up: the next step shrank it by 64."""
+    plan = plan_for(Scheme("allgather", "exact", 0.2, dense_below=0), Topology(1, 1))
+
+    def work(comm: Comm) -> None:
+        executor = PlanExecutor(plan, comm, divided_by_rate)
+        executor.load(GradientState({"b": np.full(5, 64, np.float32)}))
+        executor.follow_rate(tf.constant(2.0**-10))
+        executor.load(GradientState({"a": np.ones(6, np.float32)}, rates={"a": -4}))
+        executor.follow_rate(tf.constant(2.0**-4))
+        residuals = executor.export().residuals
+        assert (residuals["a"] == 1).all() and (residuals["b"] == 1).all()
+
+    ThreadComm.run(Topology(1, 1), work)
+
+
 def test_rates_that_are_no_numbers_or_negative_change_nothing_that_they_should_not() -> None:
     plan = plan_for(Scheme("allgather", "exact", 0.2, dense_below=0), Topology(1, 1))
 

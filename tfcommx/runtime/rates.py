@@ -19,8 +19,6 @@ Schemes" (2019), algorithm 2, which adds up rate times gradient.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import tensorflow as tf
 
 # Larger than the exponent of any rate, so that the first rate is no rise. NaN and Inf have it, too,
@@ -66,10 +64,9 @@ class HighestRate:
         exponent = int(self._exponent.numpy())
         return None if exponent == UNKNOWN else exponent
 
-    def continue_from(self, exponents: Collection[int]) -> None:
-        """Continue from the rates that other plans recorded, unless this one has seen a rate."""
-        if self.exponent is None:
-            self._exponent.assign(max(exponents, default=UNKNOWN))
+    def continue_from(self, exponent: int) -> None:
+        """Continue from the rate that other plans recorded. Outside of graphs."""
+        self._exponent.assign(exponent)
 
     def follow(self, rate: tf.Tensor, residuals: list[tf.Variable]) -> None:
         """Record a step's rate; shrink the residuals if it rises above the recorded one.

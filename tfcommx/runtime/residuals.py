@@ -207,7 +207,13 @@ class GradientStore:
         steps, exponents, residuals, velocities, compressions = zip(*states_of_ranks, strict=True)
         # The highest number of any rank, because seeds must follow one count and not repeat
         self.steps.assign(max(int(self.steps.numpy()), *steps))
-        self._rate.continue_from(set().union(*exponents))
+        if known := set().union(*exponents):
+            if self._rate.exponent is None:
+                self._rate.continue_from(max(known))
+            else:
+                # As if these steps had been taken here: otherwise the next one would shrink the
+                # loaded residuals, too, as if they came from the lower rate recorded here
+                self.follow_rate(tf.constant(2.0 ** max(known)))
         with_residual, moving = set().union(*residuals), set().union(*velocities)
         sizes = {
             path: size for sizes_of_rank in compressions for path, size in sizes_of_rank.items()
