@@ -20,8 +20,10 @@ that must be equal on all ranks, and opens the node's slab.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -433,14 +435,18 @@ def _allowed_processors() -> int:
 
     Fewer than the host's in a container with a set of processors, which all its processes share.
     """
-    bound_to = os.sched_getaffinity(0)
-    try:
-        # The kernel leaves out the processors that the control group lacks
-        os.sched_setaffinity(0, range(8192))
-        allowed = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, bound_to)
-    except OSError:  # A sandbox may forbid it
-        return len(bound_to)
+    allowed: set[int] = set()
+
+    def widen() -> None:
+        with contextlib.suppress(OSError):  # A sandbox may forbid it
+            # The kernel leaves out the processors that the control group lacks
+            os.sched_setaffinity(0, range(8192))
+        allowed.update(os.sched_getaffinity(0))
+
+    # In a thread, which alone is bound to more processors, until it ends
+    thread = threading.Thread(target=widen)
+    thread.start()
+    thread.join()
     return len(allowed)
 
 
