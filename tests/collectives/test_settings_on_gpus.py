@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfcommx.collectives import horovod
 from tfcommx.collectives.horovod import HorovodComm
-from tfcommx.core import Topology
+from tfcommx.core import ConfigurationError, Topology
 from tfcommx.launch.launcher import Launcher
 from tfcommx.watch.progress import Progress
 
@@ -97,3 +97,11 @@ def test_what_the_user_has_set_stays(
 )
 def test_a_variable_is_on_as_horovod_reads_it(value: str, on: bool) -> None:
     assert horovod._is_on(value) == on
+
+
+@pytest.mark.parametrize("value", ["64MB", ""])
+def test_a_threshold_that_horovod_would_misread_is_refused(start: Any, value: str) -> None:
+    """It read 64 MB as 64 bytes, and an empty value as 0: a collective for each variable."""
+    start(0, False, HOROVOD_FUSION_THRESHOLD="67108864")
+    with pytest.raises(ConfigurationError, match=f"FUSION_THRESHOLD.*{value!r}"):
+        start(0, False, HOROVOD_FUSION_THRESHOLD=value)

@@ -229,6 +229,13 @@ class HorovodComm(Comm):
                 "tfcommx.init() starts Horovod itself, with its node and peer groups. Received "
                 "an initialised Horovod. Call tfcommx.init() instead of hvd.init()."
             )
+        threshold = os.environ.get("HOROVOD_FUSION_THRESHOLD", "0")
+        # Horovod reads the digits at its beginning, and fuses nothing in 64 bytes
+        if not threshold.isdecimal():
+            raise ConfigurationError(
+                "HOROVOD_FUSION_THRESHOLD must be a number of bytes, in digits. Received "
+                f"{threshold!r}. Unset it, or write 64 MiB as 67108864."
+            )
         self.by_nccl = nccl_carries(hvd)
         # The user's settings have priority; autotune would not tune a cycle that is set
         is_set = not {"HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"}.isdisjoint(os.environ)
