@@ -38,14 +38,27 @@ SEEDS = (1, 2, 3)
 SETUP = "hitopk"
 
 
-def costs(cold_start: float | None = None) -> dict[str, float]:
-    """Return the seconds that each fault costs, by the record of single faults.
+def single_faults() -> dict[str, dict[str, Any]]:
+    """Return the row of each fault in the record of single faults. **Raises:** SystemExit."""
+    path = records.FOLDER / "losses.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    by = {row["fault"]: row for row in rows if row["setup"] == SETUP and row["went_on"]}
+    if missing := [fault for fault in FAULTS if fault not in by]:
+        raise SystemExit(
+            f"{path} must have a row of each fault that {SETUP!r} survives. It lacks "
+            f"{', '.join(missing)}. Write it: python scripts/trials/losses.py --setups {SETUP} "
+            "--record losses"
+        )
+    return by
+
+
+def costs(by: dict[str, dict[str, Any]], cold_start: float | None = None) -> dict[str, float]:
+    """Return the seconds that each fault costs.
 
     Args:
+        by: the rows of single faults.
         cold_start: in place of the ones that were measured there; None: those.
     """
-    rows = json.loads((records.FOLDER / "losses.json").read_text())["rows"]
-    by = {row["fault"]: row for row in rows if row["setup"] == SETUP and row["went_on"]}
 
     def restart(fault: str) -> float:
         more = 0.0 if cold_start is None else cold_start - by[fault]["cold_start"]
@@ -142,7 +155,8 @@ def measure(folder: Path, chosen: argparse.Namespace) -> int:
         folder: for all runs.
         chosen: minutes, seed and record, as losses.py was given them.
     """
-    setup = SETUPS[SETUP]
+    # Before the training of an hour, whose report needs them
+    setup, by = SETUPS[SETUP], single_faults()
     epochs = round(chosen.minutes * 60 / STEPS_OF_EPOCH / STEP_SECONDS) + 1
     with virtual_cluster.made(setup.nodes + 1, setup.slots, "500mbit") as cluster:
         before = ports(cluster, setup.nodes)
@@ -155,7 +169,7 @@ def measure(folder: Path, chosen: argparse.Namespace) -> int:
             place = folder / f"seed{seed}"
             undisturbed(cluster, setup, Length(as_many, 0.0, seed), place)
             print(f"seed {seed} without a fault: {scores(place)[-1]}", flush=True)
-    row = report(run, met, [scores(folder / f"seed{seed}") for seed in SEEDS])
+    row = report(run, met, [scores(folder / f"seed{seed}") for seed in SEEDS], by)
     row |= {"status": status, "left": stays, "seed": chosen.seed}
     print(json.dumps(row, indent=1))
     if chosen.record:
@@ -164,13 +178,19 @@ def measure(folder: Path, chosen: argparse.Namespace) -> int:
     return int(bool(status or stays) or not row["replicas_equal"])
 
 
-def report(run: Run, met: list[str], seeds: list[list[tuple[int, float]]]) -> dict[str, Any]:
+def report(
+    run: Run,
+    met: list[str],
+    seeds: list[list[tuple[int, float]]],
+    by: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
     """Return the results of a run.
 
     Args:
         run: that has ended.
         met: its faults.
         seeds: scores without a fault, of each seed.
+        by: the rows of single faults.
     """
     path = run.folder / "generations.json"
     found = json.loads(path.read_text())
@@ -194,8 +214,8 @@ def report(run: Run, met: list[str], seeds: list[list[tuple[int, float]]]) -> di
         "steps_taken": found["goodput"]["steps_taken"],
         "step_seconds": step,
         "goodput": len(counted) * step / seconds,
-        "predicted": predicted(costs()),
-        "predicted_here": predicted(costs(cold)),
+        "predicted": predicted(costs(by)),
+        "predicted_here": predicted(costs(by, cold)),
         "samples": samples(run),
         "accuracy": scores(run.folder)[-1][1],
         "accuracy_least": min(beside),
