@@ -10,10 +10,12 @@ docs/laboratory/data_cache.md has the results.
     python scripts/bench data                        # generated JPEGs
     python scripts/bench data --folder photos/train --json out.jsonl --png out.png
 
-`n` is the number of pixels on a side. `seconds` is an epoch's: the mean over `--repeats` epochs in
-a row, after the first; an iterator goes over all epochs of a pipeline and was made before the clock
-starts. (Of `datacache_whole` it is a batch's, 256 whole samples.) First epochs vary by a third, so
-`--firsts` of them are made, in turn with the other pipeline's, and medians are compared.
+`n` is the number of pixels on a side. `seconds` is an epoch's: the median over `--repeats` rounds,
+in which the pipelines take turns; an iterator goes over all epochs of a pipeline. In its turn a
+pipeline serves two epochs, and the second is timed: the batches that it begins with were prefetched
+in the first, and at its end as many are prefetched for the next. (Of `datacache_whole` `seconds` is
+a batch's, 256 whole samples.) First epochs vary by a third, so `--firsts` of them are made, in turn
+with the other pipeline's, and medians are compared.
 `limit_seconds` and `limit_images_per_second` are the limits by a memcpy of the output's bytes on
 one core. `tfdata_cache` keeps whole pictures as its users do; `tfdata_cache_same` keeps pictures of
 the slab's size, which is the comparison of like with like. Verified in every epoch that is timed:
@@ -32,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from bench import options
+from bench import options, rounds
 from bench.benchmarks import data_pipelines
 from bench.benchmarks.data_pipelines import BATCH
 from bench.benchmarks.data_runs import (
@@ -61,12 +63,12 @@ class Feeding:
         """Make a cache that is empty."""
         return cx.DataCache(self.source, memory=self.chosen.memory, store=self.store)
 
-    def run(self, name: str, dataset: tf.data.Dataset, repeats: int) -> Run:
-        """Run a pipeline, with memory claimed before unless it is to be taken as found."""
+    def begin(self, name: str, dataset: tf.data.Dataset, repeats: int) -> Run:
+        """Run a first epoch, with memory claimed before unless it is to be taken as found."""
         run = Run(name, self.resolution, self.wanted, repeats)
         if not self.chosen.as_found:
             claim_memory(self.chosen.memory)
-        run.run(dataset)
+        run.begin(dataset)
         return run
 
     def first_epochs(self) -> tuple[float, float]:
@@ -76,7 +78,8 @@ class Feeding:
             cache = self.cache()
             plain = data_pipelines.decoding(self.source, self.resolution)
             runs = [
-                self.run("first epoch", data, 0) for data in (plain, cache.dataset(self.spec, 0, 1))
+                self.begin("first epoch", data, 0)
+                for data in (plain, cache.dataset(self.spec, 0, 1))
             ]
             found.append([(run.wall[0], run.cpu[0]) for run in runs])
             cache.close()
@@ -84,20 +87,23 @@ class Feeding:
         return tuple(cached / plain)
 
     def rows(self, bytes_per_second: float) -> list[dict[str, Any]]:
-        """Run and check all pipelines; return their rows.
+        """Run all pipelines in turn, and check them; return their rows.
 
         Args:
             bytes_per_second: of memcpy.
         """
         cache, repeats = self.cache(), self.chosen.repeats
         fed = data_pipelines.pipelines(self.source, self.resolution, self.store)
-        fed["datacache"] = cache.dataset(self.spec, 0, 1 + repeats)
-        runs = [self.run(name, dataset, repeats) for name, dataset in fed.items()]
+        fed["datacache"] = cache.dataset(self.spec, 0, 1 + 2 * repeats)
+        runs = [self.begin(name, dataset, repeats) for name, dataset in fed.items()]
+        for number in range(repeats):
+            for run in rounds.turns(runs, number):
+                run.take_turn()
         for kept in runs[-1].kept:
             check_with_twin(cache, self.spec, *kept)
         means = [run.mean() for run in runs]
         assert np.ptp(means) < 0.1, f"the pipelines disagree about the pictures: means {means}"
-        assert cache.report(repeats)["hit_memory"] == 1
+        assert cache.report(2 * repeats)["hit_memory"] == 1
         cache.close()
         limit = bytes_per_second / (self.resolution * self.resolution * 3 * 4)
         return [run.row(limit) for run in runs]

@@ -46,10 +46,7 @@ def memcpy_bytes_per_second(size: int) -> float:
 
 
 class Run:
-    """All epochs of one pipeline: the first, then `repeats` in a row.
-
-    In a row, because the time to prefetch for an epoch then counts in the epoch before it.
-    """
+    """Epochs of one pipeline: the first, and `repeats` later ones in turn with other pipelines."""
 
     def __init__(self, name: str, resolution: int, wanted: np.ndarray, repeats: int) -> None:
         """Get ready.
@@ -58,11 +55,13 @@ class Run:
             name: of the row.
             resolution: pixels on a side.
             wanted: how often each label comes in an epoch.
-            repeats: epochs after the first.
+            repeats: epochs that are timed after the first.
         """
         self.name, self.resolution, self.wanted = name, resolution, wanted
-        self.images, self.repeats = int(wanted.sum()), repeats
-        # Epoch, step, pictures: one batch of each epoch, chosen anew.
+        self.images, self._rng = int(wanted.sum()), np.random.default_rng()
+        # Epochs served, also those that were not timed
+        self.epochs = 0
+        # Epoch, step, pictures: one batch of each timed epoch, chosen anew.
         self.kept: list[tuple[int, int, np.ndarray]] = []
         self.wall: list[float] = []
         self.cpu: list[float] = []
@@ -70,35 +69,40 @@ class Run:
         # pipelines fresh memory.
         self.room = np.ones((1 + repeats, BATCH, resolution, resolution, 3), np.float32)
 
-    def run(self, dataset: tf.data.Dataset) -> None:
-        """Run all epochs of batches of images and labels, and check the labels of each."""
-        batches, rng = iter(dataset), np.random.default_rng()
-        labels = []
-        for epoch in range(1 + self.repeats):
-            seen = self.run_epoch(epoch, batches, int(rng.integers(self.steps())))
-            labels.append(np.bincount(seen, minlength=len(self.wanted)))
-        assert all(count.tolist() == self.wanted.tolist() for count in labels), (
-            f"{self.name}: labels {labels} were served, {self.wanted} are right"
-        )
+    def begin(self, dataset: tf.data.Dataset) -> None:
+        """Time the first epoch of batches of images and labels."""
+        self._batches = iter(dataset)
+        self.serve(timed=True)
+
+    def take_turn(self) -> None:
+        """Serve two epochs; time the second, for which nothing was prefetched in others' turns."""
+        self.serve(timed=False)
+        self.serve(timed=True)
 
     def steps(self) -> int:
         """Return the number of batches of an epoch."""
         return -(-self.images // BATCH)
 
-    def run_epoch(self, epoch: int, batches: Any, chosen: int) -> np.ndarray:
-        """Time one epoch, keep a copy of the chosen batch, and return the labels served."""
+    def serve(self, timed: bool) -> None:
+        """Serve an epoch and check its labels; time it, and keep a copy of one batch, or not."""
+        chosen = int(self._rng.integers(self.steps())) if timed else -1
         seen = []
         wall, cpu = time.perf_counter(), time.process_time()
         for step in range(self.steps()):
-            images, label = next(batches)
+            images, label = next(self._batches)
             seen.append(label)
             if step == chosen:
-                kept = self.room[epoch, : len(label)]
+                kept = self.room[len(self.kept), : len(label)]
                 np.copyto(kept, memoryview(images))
-        self.wall.append(time.perf_counter() - wall)
-        self.cpu.append(time.process_time() - cpu)
-        self.kept.append((epoch, chosen, kept))
-        return np.concatenate(seen)
+        if timed:
+            self.wall.append(time.perf_counter() - wall)
+            self.cpu.append(time.process_time() - cpu)
+            self.kept.append((self.epochs, chosen, kept))
+        self.epochs += 1
+        labels = np.bincount(np.concatenate(seen), minlength=len(self.wanted)).tolist()
+        assert labels == self.wanted.tolist(), (
+            f"{self.name}: labels {labels} were served, {self.wanted} are right"
+        )
 
     def mean(self) -> float:
         """Return the mean of the pictures that were kept."""
@@ -114,8 +118,8 @@ class Run:
             self.name,
             self.resolution,
             self.images,
-            wall=sum(self.wall[1:]) / self.repeats,
-            cpu=sum(self.cpu[1:]) / self.repeats,
+            wall=float(np.median(self.wall[1:])),
+            cpu=float(np.median(self.cpu[1:])),
             limit_seconds=self.images / limit,
         )
 
