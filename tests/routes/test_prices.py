@@ -71,9 +71,31 @@ def test_table_1(price: object, broadcast: float, reduce: float, allreduce: floa
     assert found == pytest.approx([broadcast, reduce, allreduce])
 
 
-def test_a_tree_of_five_ranks_has_three_rounds() -> None:
+def test_five_ranks_need_three_rounds() -> None:
     """The ceiling of log2 p, which the paper omits "for simplicity"."""
     assert cost.spanning_tree("broadcast", 1000, 5, LINK) == 3 * (10 + 2000)
+    share = 800 * (2 * 2 + 1)
+    assert cost.bidirectional_exchange("reduce", 1000, 5, LINK) == 2 * 3 * 10 + share
+
+
+@pytest.mark.parametrize(("ranks", "share", "steps"), [(3, 1 / 2, 4), (5, 3 / 4, 6), (6, 3 / 4, 6)])
+def test_an_exchange_of_other_than_a_power_of_two_pays_for_two_whole_messages(
+    ranks: int, share: float, steps: int
+) -> None:
+    """Of 5 positions one adds its vector to another's; 4 swap; it receives the result."""
+    one, topology = bucket("bidirectional"), Topology(ranks, 1)
+    seconds = routes.of(one).seconds(one, topology, LINKS)
+    assert seconds == pytest.approx(steps * 10 + (1 + share) * 1000 * (2 * 2 + 1))
+
+
+def test_in_an_exchange_between_nodes_all_slots_share_the_port() -> None:
+    """1000 B on 4 nodes of 2: a half and a quarter of two slots pass a port, an eighth stays."""
+    one, topology = bucket("bidirectional"), Topology(4, 2)
+    seconds = routes.of(one).seconds(one, topology, LINKS)
+    port_s = routes.of(one).port_bytes(one, topology) * LINK.beta_s_per_byte
+    assert port_s == pytest.approx(2 * (500 + 250) * 2 * 2, rel=0.01)
+    inside = 2 * 1 + 125 * (2 * 0.5 + 0.25)
+    assert seconds == pytest.approx(4 * 10 + 2 * (500 + 250) * 2 * 2 + 750 * 1 + inside)
 
 
 @pytest.mark.parametrize(
@@ -426,5 +448,20 @@ def test_bytes_of_a_reduce_and_a_broadcast_over_those_of_an_allreduce(
     )
     sent = chosen.wire_bytes(reduces, FOUR).between + chosen.broadcast_bytes(reduces, FOUR).between
     assert sent == pytest.approx(more * chosen.wire_bytes(one, FOUR).between)
-    # A price has both
-    assert chosen.seconds(reduces, FOUR, LINKS) == chosen.seconds(one, FOUR, LINKS)
+
+
+@pytest.mark.parametrize(
+    ("route", "price"),
+    [
+        # 41 blocks of 100 B pass twice, after 3 hops each way
+        ("pipeline", 41 * (2 * 200 + 100) + 2 * 3 * (10 + 200)),
+        ("tree", 2 * (20 + 2 * 4100 * 2 + 4100)),
+        # Halving, gather, scatter and doubling: 3/4 of the vector each, and 2 messages
+        ("bidirectional", 80 + 4 * 3075 * 2 + 3075),
+    ],
+)
+def test_a_reduce_is_priced_with_the_broadcast_after_it(route: str, price: float) -> None:
+    one, chosen = bucket(route, 1025, block=100), routes.get(route)
+    options = dataclasses.replace(one.options, collective="reduce")
+    reduces = dataclasses.replace(one, options=options)
+    assert chosen.seconds(reduces, FOUR, LINKS) == pytest.approx(price)

@@ -109,12 +109,15 @@ def spanning_tree(operation: str, total_bytes: float, ranks: int, link: Link) ->
 
 
 def bidirectional_exchange(operation: str, total_bytes: float, ranks: int, link: Link) -> float:
-    """Price recursive halving and doubling; a broadcast collects around a ring."""
-    p, share = ranks, (ranks - 1) / ranks * total_bytes
+    """Price recursive halving and doubling; a broadcast collects around a ring.
+
+    The paper omits the ceiling of log2 p, and the messages of ranks beyond a power of two.
+    """
+    steps, share = math.ceil(math.log2(ranks)), (ranks - 1) / ranks * total_bytes
     latencies = {
-        "broadcast": math.log2(p) + p - 1,
-        "reduce": 2 * math.log2(p),
-        "allreduce": 2 * math.log2(p),
+        "broadcast": steps + ranks - 1,
+        "reduce": 2 * steps,
+        "allreduce": 2 * steps,
     }[operation]
     gamma = 0.0 if operation == "broadcast" else link.gamma_s_per_byte
     return latencies * link.alpha_s + share * (2 * link.beta_s_per_byte + gamma)

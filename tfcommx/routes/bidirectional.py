@@ -11,8 +11,8 @@ so far:
 
 Reduce ends with a gather to position 0 along the same pairs; broadcast is a scatter (its mirror)
 and rounds 2 and 3. If p is not a power of two, the positions beyond the largest power first add
-their vectors to those of the lowest positions, and receive the result from them. The price is then
-higher than table 1's by a message of n bytes each way.
+their vectors to those of the lowest positions, and receive the result from them. Table 1 omits
+these messages of n bytes each way; `seconds` has them.
 
 Source: Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
 section 3.2, after Thakur et al., "Optimization of Collective Communication Operations in MPICH"
@@ -22,10 +22,12 @@ section 3.2, after Thakur et al., "Optimization of Collective Communication Oper
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
+from tfcommx import engines
 from tfcommx.core import Bucket, Links, Topology, cost
-from tfcommx.routes.messages import MessageRoute, Transfer, run_when_ready
+from tfcommx.routes.messages import MessageOptions, MessageRoute, Transfer, run_when_ready
 from tfcommx.routes.route import slowest_link
 
 
@@ -96,13 +98,27 @@ def _in_blocks(
     ]
 
 
-def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
+def seconds(bucket: Bucket[MessageOptions], topology: Topology, links: Links) -> float:
     """Return the price, table 1: 2 log2 p alpha + 2 (p - 1)/p n beta + (p - 1)/p n gamma.
 
-    It assumes a link for each rank.
+    The table has a link for each rank, and powers of two. Here the slots of a node share its port
+    when all exchange with other nodes, and the other positions pay for two messages of n bytes.
     """
-    link = slowest_link(topology, links)
-    return cost.bidirectional_exchange("allreduce", bucket.padded_bytes, topology.size, link)
+    total, hops = bucket.padded_bytes, engines.of(links).doubling(topology, links)
+    # Halving and doubling swap half of the vector over the largest distance, a quarter over half of
+    # it, ...; in each a pair adds a part and returns it, as a tree of two positions
+    price = sum(
+        cost.spanning_tree("allreduce", total / 2**step, 2, hop)
+        for step, hop in enumerate(reversed(hops), start=1)
+    )
+    core = 1 << len(hops)
+    if bucket.options.collective == "reduce":
+        # Gathering the sums and scattering the weights send as much again, without additions
+        link = dataclasses.replace(slowest_link(topology, links), gamma_s_per_byte=0.0)
+        price += cost.bidirectional_exchange("allreduce", total, core, link)
+    if topology.size > core:
+        price += cost.spanning_tree("allreduce", total, 2, hops[-1])
+    return price
 
 
 ROUTE = MessageRoute("bidirectional", schedule, run_when_ready, seconds)

@@ -289,7 +289,7 @@ class MessageRoute(PeerRoute[MessageOptions]):
     schedule: Schedule
     # Runs a rank's transfers: `run_by_round` or `run_when_ready`
     run_transfers: RunTransfers
-    # Returns the seconds of an allreduce
+    # Returns the seconds of an allreduce, or of a reduce and a broadcast
     price: Price
 
     messages = True
@@ -422,10 +422,9 @@ class MessageRoute(PeerRoute[MessageOptions]):
             )
 
     def seconds(self, bucket: Bucket[MessageOptions], topology: Topology, links: Links) -> float:
-        """Return the price of an allreduce, by the formula in the schedule's file.
+        """Return the price by the formula in the schedule's file.
 
-        A reduce has the same price, because the broadcast of the weights that follows it is
-        included.
+        That of a reduce includes the broadcast of the weights that follows it.
         """
         return self.price(bucket, topology, links)
 

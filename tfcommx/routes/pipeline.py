@@ -57,7 +57,10 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[T
 
 
 def seconds(bucket: Bucket[MessageOptions], topology: Topology, links: Links) -> float:
-    """Return the price: 2 (p - 1)/p of the blocks pass each port, after the first one's hops."""
+    """Return the price: 2 (p - 1)/p of the blocks pass each port, after the first one's hops.
+
+    A reduce and the broadcast after it have one chain: twice all blocks pass each port.
+    """
     ranks, total = topology.size, bucket.padded_bytes
     if ranks == 1 or total == 0:
         return 0.0
@@ -69,7 +72,8 @@ def seconds(bucket: Bucket[MessageOptions], topology: Topology, links: Links) ->
     # messages through the port of a position in the middle of its one chain, with the latency of
     # each. Here latencies overlap, because a direction has several messages under way
     turn = 2 * max(travels, link.alpha_s / WINDOW) + block * link.gamma_s_per_byte
-    return (ranks - 1) * (total / (ranks * block) * turn + 2 * (link.alpha_s + travels))
+    share = 1.0 if bucket.options.collective == "reduce" else (ranks - 1) / ranks
+    return share * total / block * turn + 2 * (ranks - 1) * (link.alpha_s + travels)
 
 
 ROUTE = MessageRoute("pipeline", schedule, run_when_ready, seconds)
