@@ -19,9 +19,11 @@ from tfcommx.strategies import (
     Root,
     Sharded,
     ShardedRun,
+    StepAhead,
     Strategy,
     Synchronous,
     Update,
+    WeightAveraging,
     strategy_of,
 )
 
@@ -132,6 +134,16 @@ def test_a_plan_that_reduces_to_the_root_is_refused_if_all_ranks_update(
     Root().check(plan)
     with pytest.raises(PlanError, match=r"/bucket0\b.*reduce_to_root=False"):
         strategy.check(plan)
+
+
+@pytest.mark.parametrize("strategy", [WeightAveraging(2, sends="updates"), StepAhead()], ids=repr)
+def test_a_limit_of_gradients_is_refused_if_updates_are_sent(strategy: Strategy) -> None:
+    """Updates above the limit were cut, and lost: weights missed .46 after four steps of SGD."""
+    scheme = Scheme("allgather", "exact", 0.5, dense_below=0, clip_norm=2.0)
+    plan = plan_for(strategy, Topology(2, 1), scheme)
+    with pytest.raises(PlanError, match=r"clip_norm=2\.0\b.*global_clipnorm"):
+        strategy.check(plan)
+    Synchronous().check(plan)
 
 
 def test_momentum_of_the_scheme_needs_the_sums_on_all_ranks() -> None:

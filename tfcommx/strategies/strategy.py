@@ -158,6 +158,13 @@ class Strategy(Protocol):
                     f"{bucket.name} is reduced to rank 0 alone. Make it with reduce_to_root=False, "
                     'or take strategy="root".'
                 )
+            if self.updates_apart and bucket.clip_norm is not None:
+                raise PlanError(
+                    "`clip_norm` of a scheme limits gradients, and would cut off a part of the "
+                    f"updates that {self} sends in their place. Received {bucket.name} with "
+                    f"clip_norm={bucket.clip_norm}. Give the limit to the Keras optimizer "
+                    "(global_clipnorm), which clips the gradients of each step."
+                )
 
     def start(self, executor: Executor) -> StrategyRun:
         """Prepare the steps of one plan. **Ranks:** all, outside of traced code."""
