@@ -104,6 +104,21 @@ def test_steps_at_quantiles_are_quantiles_of_steps() -> None:
     assert found.interval.low < found.step_s < found.interval.high
 
 
+def test_quantiles_hold_the_step_where_a_slower_port_ends_it_earlier() -> None:
+    """With a cycle of 20 ms one step in ten took less than 80 ms, and one more than 61, not 81."""
+    rows = tuple(
+        VariableProfile(f"layer{number}", (rows, 100), ready_s=0.01 * (number + 1))
+        for number, rows in enumerate([100, 100, 1000, 10, 100])
+    )
+    engine = EngineSettings("gloo", cycle_s=0.02)
+    links = Links(Link(1e-5, 1e-10), Link(1e-4, 8e-9), fuses=True, engine=engine)
+    measured = Profile("five layers", rows, 0.01, 0.05, batch=8)
+    assumed = Setting(measured, Topology(2, 1), links, Assumptions(jitter=0.7))
+    found = assumed.predict(Scheme(merging="each"))
+    assert found.tenths is not None
+    assert found.tenths.low < found.step_s == found.tenths.high
+
+
 def test_without_disturbances_links_are_what_they_are() -> None:
     assert disturbed_links(NOMINAL, CLUSTER, IDEAL, 0.9) is NOMINAL
     alone = Assumptions(jitter=0.5, slow_port=0.5)

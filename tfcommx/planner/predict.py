@@ -120,7 +120,10 @@ class Setting(NamedTuple):
             simulate(plan, self.profile, self.links, self.assumptions, quantile)
             for quantile in (QUANTILES if self.assumptions.jitter else QUANTILES[:1])
         ]
-        tenths = Interval(predictions[1].step_s, predictions[2].step_s) if predictions[1:] else None
+        # By their size, because a slower port may end a step earlier, if fewer messages wait for
+        # the next poll of the queue, or more are fused
+        steps_s = sorted(timeline.step_s for timeline in predictions)
+        tenths = Interval(steps_s[0], steps_s[-1]) if self.assumptions.jitter else None
         return Prediction(scheme, plan, predictions[0], self.links.spread, tenths)
 
 
