@@ -66,6 +66,19 @@ def test_later_epochs_are_augmented_anew_from_memory_alone(shm):
         assert sum(same) < 4
 
 
+def test_a_dataset_of_a_rank_refuses_to_be_sharded_again(folder, shm):
+    """A usual line of scripts left half of the batches out, on both ranks."""
+    spec = BatchSpec(batch=4, resolution=12)
+    with OpenCache(folder, shm, Topology(1, 2), rank=1) as cache:
+        dataset = cache.dataset(spec)
+        with pytest.raises(ConfigurationError, match=r"shard\(2, 1\).*`shard`"):
+            dataset.shard(2, 1)
+        steps = cache.steps(spec)
+        assert len(list(dataset.shard(3, 0))) == -(-steps // 3)
+    with OpenCache(folder, shm) as cache:
+        assert len(list(cache.dataset(spec).shard(1, 0))) == cache.steps(spec)
+
+
 def test_an_epoch_that_is_served_again_is_announced(folder, shm):
     """`fit(cache.dataset(spec), epochs=90)` served the same crops 90 times, without a warning."""
     with OpenCache(folder, shm, store=10) as cache:

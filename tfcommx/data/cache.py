@@ -42,7 +42,7 @@ from tfcommx.data.disk import Disk
 from tfcommx.data.epochs import Epochs, EpochStats, warn_if_served
 from tfcommx.data.loader import WARM, Filler, Loader
 from tfcommx.data.options import BatchSpec, Options
-from tfcommx.data.pipeline import prefetch_sizes, weak_method, without_autotune
+from tfcommx.data.pipeline import of_one_rank, prefetch_sizes, weak_method
 from tfcommx.data.reshuffle import reshuffle
 from tfcommx.data.slab import Slab
 from tfcommx.data.slab_files import remove_unused
@@ -262,7 +262,9 @@ class DataCache:
     def dataset(
         self, spec: BatchSpec, first_epoch: int = 0, epochs: int = 1, step: int = 0
     ) -> tf.data.Dataset:
-        """Return the batches of some epochs, one epoch after the other, as a `tf.data.Dataset`.
+        """Return this rank's batches of some epochs, one after the other, as a `tf.data.Dataset`.
+
+        It is sharded: leave out `.shard(cx.size(), cx.rank())`, which it refuses.
 
         Loading runs ahead in the background, by up to 64 MB or three batches. Autotuning of tf.data
         is disabled (`autotune.enabled` is False), because it delays the end of `fit`. Stages that
@@ -348,7 +350,7 @@ class DataCache:
             # Without the cardinality, Keras reports at the first end of a validation that training
             # is interrupted, and BroadcastState cannot compare steps
             batches = batches.apply(tf.data.experimental.assert_cardinality(count))
-        return without_autotune(batches)
+        return of_one_rank(batches, self.topology.size)
 
     def report(self, epoch: int) -> dict[str, float]:
         """Return this process's statistics of loading in an epoch.

@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from tfcommx.core import ConfigurationError
+
 if TYPE_CHECKING:
     import tensorflow as tf
 
@@ -37,6 +39,29 @@ def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
+
+
+def of_one_rank(dataset: tf.data.Dataset, ranks: int) -> tf.data.Dataset:
+    """Disable autotuning, and refuse `shard(ranks, rank)`, by which scripts shard.
+
+    Args:
+        dataset: has the samples of one rank.
+        ranks: number of ranks, >= 1.
+    """
+    import tensorflow as tf
+
+    def shard(num_shards: Any, index: Any, name: str | None = None) -> tf.data.Dataset:
+        if tf.get_static_value(num_shards) == ranks > 1:
+            raise ConfigurationError(
+                "A dataset of DataCache has the samples of one rank already. Received "
+                f"shard({ranks}, {index}), which leaves {ranks - 1} of {ranks} batches out on "
+                "every rank. Leave `shard` out."
+            )
+        return without_autotune(dataset.shard(num_shards, index, name))
+
+    result = without_autotune(dataset)
+    result.shard = shard
+    return result
 
 
 def prefetch_sizes(batch_bytes: int, threads: int) -> tuple[int, int]:
