@@ -142,6 +142,19 @@ def test_what_the_busiest_port_carries(
     assert routes.get(route).port_bytes(one, topology) == pytest.approx(megabytes * 1e6)
 
 
+@pytest.mark.parametrize("route", routes.ROUTES)
+@pytest.mark.parametrize("topology", [(3, 1), (6, 1), (2, 2), (3, 2), (2, 5), (4, 8)])
+def test_no_price_is_below_the_time_of_the_busiest_port(
+    route: str, topology: tuple[int, int]
+) -> None:
+    """Without latencies and additions, and with links inside a node that are much faster."""
+    of, cluster = routes.get(route), Topology(*topology)
+    links = Links(Link(0, 1e-12), Link(0, 1e-9))
+    sparse = {"k": 1000, "wire": "pair32"} if route in routes.SPARSE else {}
+    one = bucket(route, 96_000, **sparse)
+    assert of.seconds(one, cluster, links) >= 0.99 * 1e-9 * of.port_bytes(one, cluster)
+
+
 def test_the_busiest_port_is_that_of_the_root() -> None:
     """Of 4 nodes: in a tree 2 send it 1000 B each; in a star it sends 1000 B to 3."""
     options = MessageOptions(block_bytes=100, collective="reduce")

@@ -104,7 +104,8 @@ def seconds(bucket: Bucket[MessageOptions], topology: Topology, links: Links) ->
     The table has a link for each rank, and powers of two. Here the slots of a node share its port
     when all exchange with other nodes, and the other positions pay for two messages of n bytes.
     """
-    total, hops = bucket.padded_bytes, engines.of(links).doubling(topology, links)
+    total, engine = bucket.padded_bytes, engines.of(links)
+    hops = engine.doubling(topology, links)
     # Halving and doubling swap half of the vector over the largest distance, a quarter over half of
     # it, ...; in each a pair adds a part and returns it, as a tree of two positions
     price = sum(
@@ -116,8 +117,10 @@ def seconds(bucket: Bucket[MessageOptions], topology: Topology, links: Links) ->
         # Gathering the sums and scattering the weights send as much again, without additions
         link = dataclasses.replace(slowest_link(topology, links), gamma_s_per_byte=0.0)
         price += cost.bidirectional_exchange("allreduce", total, core, link)
-    if topology.size > core:
-        price += cost.spanning_tree("allreduce", total, 2, hops[-1])
+    if beyond := topology.size - core:
+        port = engine.port(links, min(beyond, topology.slots))
+        link = port if topology.nodes > 1 else links.inside
+        price += cost.spanning_tree("allreduce", total, 2, link)
     return price
 
 
