@@ -99,6 +99,25 @@ def test_in_an_exchange_between_nodes_all_slots_share_the_port() -> None:
 
 
 @pytest.mark.parametrize(
+    ("topology", "between", "inside"),
+    [
+        (Topology(4, 2), 2, 1),
+        (Topology(2, 4), 1, 2),
+        # Ranks 2 and 3 are a pair of the round of distance 1
+        (Topology(2, 3), 3, 0),
+        (Topology(2, 3, (("red", 3), ("blue", 1))), 2, 0),
+        (Topology(1, 5), 0, 3),
+    ],
+)
+def test_rounds_of_a_tree_inside_a_node_take_the_link_inside(
+    topology: Topology, between: int, inside: int
+) -> None:
+    """1000 B are added on the way to the root, and the sum is returned."""
+    seconds = routes.get("tree").seconds(bucket("tree"), topology, LINKS)
+    assert seconds == between * (20 + 4000 + 1000) + inside * (2 + 1000 + 250)
+
+
+@pytest.mark.parametrize(
     ("route", "seconds"),
     [
         ("allreduce", 2 * 3 * 10 + 2 * 750 * 2 + 750 * 1),

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from tfcommx.core import Bucket, Links, Topology, cost
 from tfcommx.routes.messages import MessageRoute, Transfer, run_by_round
-from tfcommx.routes.route import slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int = 0) -> list[Transfer]:
@@ -43,10 +42,16 @@ def schedule(operation: str, positions: int, entries: int, block: int = 0) -> li
 def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
     """Return the price, table 1: log2 p (2 alpha + 2 n beta + n gamma).
 
-    It assumes a link for each rank.
+    The table has one kind of link; here the rounds whose pairs share a node take the link inside.
     """
-    link = slowest_link(topology, links)
-    return cost.spanning_tree("allreduce", bucket.padded_bytes, topology.size, link)
+    # Positions that are certainly on one node, if they begin at a multiple of their number
+    together = 1 if topology.uneven else topology.slots
+    reaches = [1 << step for step in range((topology.size - 1).bit_length())]
+    hops = [
+        links.inside if topology.nodes == 1 or together % (2 * reach) == 0 else links.between
+        for reach in reaches
+    ]
+    return sum(cost.spanning_tree("allreduce", bucket.padded_bytes, 2, hop) for hop in hops)
 
 
 ROUTE = MessageRoute("tree", schedule, run_by_round, seconds)
