@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from drawing import case
-from rank_helpers import batch, compiled, fit, model, one_weight, weights
+from rank_helpers import batch, compiled, fit, gradients_of, model, one_weight, weights
 
 import tfcommx as cx
 from tfcommx.collectives.comm import Comm
@@ -32,6 +33,29 @@ class Multiplied(keras.optimizers.SGD):
     def __init__(self, learning_rate: float = 0.1, factor: float = 1.0, **more: Any) -> None:
         super().__init__(learning_rate, **more)
         self.factor = factor
+
+
+class ByShape(keras.optimizers.SGD):
+    """Has rates by the number of dimensions; its config lacks all its arguments."""
+
+    def __init__(
+        self,
+        learning_rate: float = 0.1,
+        factors: dict[int, float] | None = None,
+        decay: Any = None,
+        masks: Any = (),
+        **more: Any,
+    ) -> None:
+        super().__init__(learning_rate, **more)
+        self.factors, self.decay, self.masks = factors or {1: 1.0}, decay, list(masks)
+        self.clip = self.halved
+
+    def halved(self, gradient: tf.Tensor) -> tf.Tensor:
+        return gradient / 2
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        factor = self.factors.get(len(variable.shape), 1.0)
+        super().update_step(self.clip(gradient), variable, learning_rate * factor)
 
 
 class Forgetful(keras.optimizers.SGD):
@@ -58,6 +82,28 @@ def test_optimizers_that_keras_cannot_write_down(comm: Comm, tmp_path: Path) -> 
     net = compiled(cx.DistributedOptimizer(Registered(0.1)))
     net.save(tmp_path / "model.keras")
     assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Registered
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("kind", ["plain", "loss scale", "deep copy"])
+def test_rates_by_shape_stay_if_the_config_lacks_them(comm: Comm, kind: str) -> None:
+    """The wrap had the constructor's defaults, so that all variables trained at the full rate."""
+    masks = [np.ones(3), keras.layers.Dense(2)]
+    optimizer: Any = ByShape(0.1, {2: 0.0}, Steps(), masks)
+    if kind == "loss scale":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+    wrapped = cx.DistributedOptimizer(optimizer)
+    if kind == "deep copy":
+        wrapped.build([keras.Variable(np.zeros(2), name="before")])
+        wrapped = copy.deepcopy(wrapped)
+    inner = wrapped.inner_optimizer if kind == "loss scale" else wrapped
+    assert isinstance(inner.decay, Steps) and inner.masks[1] is masks[1]
+    assert inner.clip.__self__ is inner
+    net = model()
+    before = weights(net)
+    wrapped.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
+    changed = [np.any(old != new) for old, new in zip(before, weights(net), strict=True)]
+    assert changed == [False, True, True, True, False, True]
 
 
 @pytest.mark.one_rank

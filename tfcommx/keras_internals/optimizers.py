@@ -18,6 +18,8 @@ from tfcommx.core import ConfigurationError
 _NOT_IN_CONFIG = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 # Attributes that a copy shares, because a subclass may leave them out of its config
 _PLAIN = (bool, int, float, str, type(None), np.generic, types.FunctionType)
+_DATA = (*_PLAIN, np.ndarray, tf.Tensor)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 @functools.cache
@@ -75,11 +77,50 @@ def copy_with(
 def _copy_attributes(
     copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer
 ) -> None:
-    """Copy attributes that the config may lack: numbers, words, functions, excluded variables."""
+    """Copy attributes that the config may lack: excluded variables, and those of a user's class."""
     for name, value in vars(optimizer).items():
-        # `built` stays False, because the copy has no variables yet
-        if name in _NOT_IN_CONFIG or (name != "built" and isinstance(value, _PLAIN)):
+        if name in _NOT_IN_CONFIG:
             setattr(copy, name, value)
+        # Keras's own are in the config, or state
+        elif name not in _attributes_of_keras() and not _has_state(value, optimizer):
+            own = getattr(copy, name, None)
+            # Any other object, such as a helper with a reference to its optimizer, only in place of
+            # a constructor's default
+            is_default = own is None or (isinstance(own, _CONTAINERS) and not len(own))
+            if is_default or _is_data(value):
+                setattr(copy, name, value)
+
+
+@functools.cache
+def _attributes_of_keras() -> frozenset[str]:
+    plain = vars(keras.optimizers.SGD(0.1))
+    return frozenset(name for name, value in plain.items() if not isinstance(value, _PLAIN)) | {
+        "built",
+        "exchanger",
+    }
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """Return the entries of a dict, list, tuple or set, at any depth; any other object itself."""
+    if not isinstance(value, _CONTAINERS):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value
+    return [leaf for part in parts for leaf in _parts_of(part)]
+
+
+def _is_data(value: Any) -> bool:
+    """Return True for numbers, words, functions and arrays, and for containers of some."""
+    parts = _parts_of(value)
+    return bool(parts) and all(isinstance(part, _DATA) for part in parts)
+
+
+def _has_state(value: Any, optimizer: keras.optimizers.Optimizer) -> bool:
+    """Return True if an attribute holds variables, optimizers or methods of its optimizer."""
+    kinds = (keras.Variable, tf.Variable, keras.optimizers.Optimizer)
+    return any(
+        isinstance(part, kinds) or getattr(part, "__self__", None) is optimizer
+        for part in _parts_of(value)
+    )
 
 
 def _from_config(
