@@ -37,6 +37,7 @@ from tfcommx.launch.horovodrun import (
 from tfcommx.launch.hosts import Host
 from tfcommx.launch.launcher import STARTED_VARIABLE
 from tfcommx.launch.rank_output import RankLines
+from tfcommx.watch.protocol import KILLED
 
 TFCOMMX = (sys.executable, "-m", "tfcommx.cli.main")
 # Every rank says its number and its process; rank 1 ends as the argument says
@@ -391,6 +392,28 @@ def test_of_ranks_that_all_failed_none_was_killed() -> None:
         lines.relay(io.StringIO(f"[{rank}]<stderr>:{report}\n"))
     lines.relay(io.StringIO("Process name: 0\nExit code: 137\n"))
     assert lines.failure() == (0, 1)
+
+
+def test_a_rank_that_failed_and_was_killed_by_its_watcher_has_failed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """If all ranks raise, none reports another; mpirun names the signal of the slowest end."""
+    report = "prterun noticed that process rank 1 with PID 7 on node one exited on\nsignal 9.\n"
+    lines = RankLines()
+    lines.relay(io.StringIO(report))
+    assert lines.failure() == (1, 128 + signal.SIGKILL)
+    lines.relay(io.StringIO(f"[7,1]<stderr>: {KILLED.format(rank=1)}"))
+    assert lines.failure() == (1, 1) and capsys.readouterr() == ("", "")
+
+
+def test_a_rank_that_has_called_mpi_abort_is_named_with_its_status() -> None:
+    """The error quoted mpirun's frame of dashes, and named no host."""
+    running, lines = object.__new__(Running), RankLines()
+    running.launch = Launch((Host("one", 1), Host("two", 1)), ("true",))
+    report = 'process rank 1 with PID 0 on node two calling\n"abort". This may have caused others\n'
+    lines.relay(io.StringIO(f"prterun has exited due to {report}"))
+    error = running.failed(5, lines)
+    assert error.status == 5 and str(error).startswith("Rank 1 on two ended with status 5;")
 
 
 def test_tracebacks_are_shown_although_another_arrives(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import signal
 import socket
 import subprocess
 import threading
@@ -23,7 +24,7 @@ import tfcommx as cx
 from tfcommx.collectives import process as this_process
 from tfcommx.collectives.init import init
 from tfcommx.core import ConfigurationError
-from tfcommx.watch import liveness, watcher
+from tfcommx.watch import liveness, protocol, watcher
 
 WORKER = str(WORKERS / "faults.py")
 pytestmark = pytest.mark.long_wait
@@ -177,6 +178,27 @@ def test_a_watcher_whose_rank_was_killed_with_an_alarm_unread_ends_in_order() ->
     one.member.tell_if_due(time.monotonic() + 1)  # The others have been told
     assert one.member.finished and not one.member.last_words
     theirs.close()
+
+
+def test_a_rank_that_failed_and_is_killed_is_said_to_have_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under MPI the launcher named the signal alone, and asked for more memory."""
+    monkeypatch.setattr(protocol, "LAST_WORDS_SECONDS", 0.0)
+    for failed in (True, False):
+        mine, theirs = socket.socketpair()
+        with subprocess.Popen(["sleep", "60"]) as process:
+            listening = socket.create_server(("127.0.0.1", 0))
+            one = watcher.Watcher(job_of(0, process.pid, [0]), listening, theirs)
+            if failed:
+                mine.send(b"failed: RuntimeError: planned\n")
+            else:  # Others are missing
+                one.member.alarm.set_told(time.monotonic(), False)
+            one.run()
+            assert process.wait() == -signal.SIGKILL
+        mine.close()
+        theirs.close()
+        assert capsys.readouterr().err == (protocol.KILLED.format(rank=0) if failed else "")
 
 
 def test_a_stranger_who_calls_does_not_keep_a_watcher_from_its_beats() -> None:

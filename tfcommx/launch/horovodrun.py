@@ -317,7 +317,7 @@ class Running:
 
     def failed(self, status: int, lines: RankLines, advice: str = "") -> LaunchError:
         """Return the error of a launch that ended with a status != 0."""
-        first = lines.failure()
+        first = lines.failure(status)
         if first is None:
             words = shlex.join(self.launch.command)
             if status < 0:  # As in `Popen`; the launcher itself could say nothing

@@ -191,6 +191,8 @@ MISSING = re.compile(r"tfcommx: rank (\d+) ends, because ranks are missing: (.*)
 # In such a report: a rank that an uncaught exception ended, for which Python's exit status is 1
 FAILED = re.compile(r"rank (\d+) on \S+ \(failed: ")
 FAILED_STATUS = 1
+# Written by the watcher of such a rank, which ended slowly
+SLOW = re.compile(r"tfcommx: rank (\d+) has failed, and is killed")
 # Lines of a shell whose rank was ended, hidden because the last message gives the signal
 ENDED = ("Terminated\n", "Killed\n")
 TRACEBACK = "Traceback (most recent call last):"
@@ -201,6 +203,8 @@ EXITED = re.compile(r"Process name: (?:\[\S+,)?(\d+)\]?\s+Exit code:\s+(\d+)")
 # horovodrun's report of a failed rank, written at once
 ENDING = re.compile(r"Process (\d+) exit with status code (\d+)")
 SIGNALLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on\s+signal (\d+)")
+# Open MPI's report of a rank that has called MPI_Abort
+ABORTING = re.compile(r'process rank (\d+) with PID \d+ on node \S+\s+calling\s+"abort"')
 UNREACHED = re.compile(
     r"ssh not successful for host (\S+):\n(.*?)\n(?:\n|ssh|Traceback)", re.DOTALL
 )
@@ -247,8 +251,9 @@ class RankLines:
         self.missing: list[str] = []
         # True once a rank has written a line
         self.has_ranks = False
-        # Ranks that ended because others were missing
+        # Ranks that ended because others were missing, and those that failed and were killed
         self.followers: set[int] = set()
+        self.slow: set[int] = set()
         # Line shown on stderr -> the first rank that wrote it
         self.writers: dict[str, str] = {}
         # Rank -> its traceback, while its end has not been received
@@ -285,6 +290,9 @@ class RankLines:
         if killed := KILLED.match(text):
             self.killed[rank] = int(killed[1])
             return
+        if slow := SLOW.match(text):
+            self.slow.add(int(slow[1]))
+            return
         begun = self.tracebacks.pop(rank, "")
         if text.startswith(TRACEBACK) or (begun and (text[:1].isspace() or text.endswith(":\n"))):
             self.tracebacks[rank] = begun + text
@@ -309,18 +317,25 @@ class RankLines:
         for rank, text in list(self.tracebacks.items()):
             self.show(rank, text)
 
-    def failure(self) -> Failure | None:
-        """Return the first rank that failed, and its status; None if the launcher reports none."""
+    def failure(self, status: int = FAILED_STATUS) -> Failure | None:
+        """Return the first rank that failed, and its status; None if the launcher reports none.
+
+        Args:
+            status: the launcher's, != 0, which is that of a rank that has called MPI_Abort.
+        """
         text = "".join(self.own)
         if match := SIGNALLED.search(text):
             first = Failure(int(match[1]), 128 + int(match[2]))
         elif match := EXITED.search(text):
             first = Failure(int(match[1]), int(match[2]))
+        elif match := ABORTING.search(text):
+            first = Failure(int(match[1]), status)
         else:
             return None
         # On busy cores a rank that failed may need longer to end than those that it ends
-        failed = [int(rank) for report in self.missing for rank in FAILED.findall(report)]
-        if first.rank in self.followers and (causes := {*failed} - self.followers):
+        reported = [int(rank) for report in self.missing for rank in FAILED.findall(report)]
+        failed = {*reported, *self.slow}
+        if first.rank in self.followers and (causes := failed - self.followers):
             return Failure(min(causes), FAILED_STATUS)
         # If several ranks fail, each is told of the others, and killed if it is still ending
         if first.rank in failed and first.status == 128 + signal.SIGKILL:

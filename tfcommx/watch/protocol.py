@@ -102,6 +102,8 @@ MISSING = (
     "tfcommx: rank {rank} ends, because ranks are missing: {text} Start again from the last "
     "checkpoint.\n"
 )
+# Line of the watcher of a rank that failed; launch/rank_output.py reads it
+KILLED = "tfcommx: rank {rank} has failed, and is killed, because it has not ended.\n"
 
 
 class Alarm:
@@ -347,6 +349,11 @@ class WatchProtocol:
             return ""
         missing = lost.keys() - {self.rank}
         return self.alarm.sentence(missing) if missing else "which, no watcher has said."
+
+    @property
+    def has_failed(self) -> bool:
+        """True if this rank has reported an exception."""
+        return self.alarm.lost.get(self.rank, ("", "", 0))[1].startswith("failed: ")
 
     def beat(self, time_now: float, late: float = 0.0) -> None:
         """Send a sign of life and the activity from here down; report silent neighbours.

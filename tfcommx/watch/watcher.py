@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfcommx.launch.handshake import NO_PARTNER, Caller, Entrance, Handshake
-from tfcommx.watch.protocol import GATHER_SECONDS, MISSING, WatchProtocol
+from tfcommx.watch.protocol import GATHER_SECONDS, KILLED, MISSING, WatchProtocol
 
 # Beats in the shortest of `limit`, `stall_seconds` and `stall_limit`
 BEATS = 10
@@ -244,6 +244,8 @@ class Watcher:
                 return
             kill_at = member.alarm.kill_at
             if kill_at is not None and time_now >= kill_at and not member.gone:
+                if member.has_failed:  # Or the launcher would report the signal as its end
+                    sys.stderr.write(KILLED.format(rank=member.rank))
                 os.kill(self.pid, signal.SIGKILL)
                 return
 
