@@ -249,6 +249,28 @@ def test_engine_loading_and_update() -> None:
     assert simulate(AB_C, profile, LINKS, Assumptions(loading_s=50.0)).step_s == 50
 
 
+def test_messages_between_two_ranks_pay_and_wait_for_no_engine() -> None:
+    """a and c by the pipeline, ready at 12 and 19: as without an engine, its cycle and fusion."""
+    by_messages = {"route": "pipeline", "options": routes.get("pipeline").options(Scheme(), LINKS)}
+    plan = Plan((bucket("0", "a", "b", **by_messages), bucket("1", "c", **by_messages)), TWO)
+    alone = simulate(plan, PROFILE, LINKS)
+    links = with_engine(cycle_s=20.0)._replace(engine_s=7.0)
+    for fuses in (False, True):
+        assert simulate(plan, PROFILE, links, Assumptions(fuses=fuses)).spans == alone.spans
+
+
+def test_a_torus_with_messages_between_nodes_pays_the_engine_inside_alone() -> None:
+    for peers, paid in (("allreduce", [7, 7, 7]), ("pipeline", [7, 0, 7])):
+        options = routes.get("torus").options(Scheme(peer_route=peers), LINKS)
+        one = bucket("0", "a", size=4, route="torus", options=options)
+        pairs = zip(
+            stages_of(one, Topology(2, 2), LINKS._replace(engine_s=7.0)),
+            stages_of(one, Topology(2, 2), LINKS),
+            strict=True,
+        )
+        assert [more.seconds - less.seconds for more, less in pairs] == pytest.approx(paid)
+
+
 def test_one_rank_exchanges_nothing() -> None:
     plan = make_plan([Gradient("a", (1,), "float32")], {"*": Scheme()}, Topology(1, 1))
     timeline = simulate(plan, Profile("a", (row("a", 1),), 1.0, 2.0, 1), LINKS)

@@ -102,19 +102,27 @@ def stages_of(
 ) -> list[Stage]:
     """Return the stages of a bucket after its last gradient, in order, without waiting times.
 
-    Messages have the prices of the route plus the engine's time per collective; a selection has the
-    time of the assumptions.
+    Collectives have the prices of the route plus the engine's time; a selection has the time of the
+    assumptions.
     """
     stages = []
-    engine_s = links.engine_s if assumptions.engine_s is None else assumptions.engine_s
+    own_s = links.engine_s if assumptions.engine_s is None else assumptions.engine_s
     for stage in routes.of(bucket).stages(bucket, topology, links):
         if stage.resource == SELECT:
             selects = selection_seconds(bucket, topology, links, assumptions)
             seconds = stage.seconds if bucket.compresses else selects
             stages.append(Stage(SELECT, seconds))
         elif stage.seconds > 0:  # A group of one rank has no collective
+            engine_s = 0.0 if by_messages(bucket, stage.resource) else own_s
             stages.append(Stage(stage.resource, stage.seconds + engine_s))
     return stages
+
+
+def by_messages(bucket: Bucket, resource: str) -> bool:
+    """Return True if a stage consists of messages between two ranks, without the engine."""
+    route = routes.get(bucket.route)
+    # Of a torus with a peer route of messages the stage between nodes alone
+    return route.messages or (route.needs_messages(bucket) and resource == "between")
 
 
 def selection_seconds(
@@ -265,26 +273,27 @@ class _Step:
         task = _Task(priority, next(self.number), seconds, span, after)
         heapq.heappush(self.waiting[resource], task)
         if resource not in self.running:
-            self._serve_later(resource, self._next_look(resource, span.kind, now_s))
+            self._serve_later(resource, self._next_look(resource, span, now_s))
 
     def _serve(self, resource: str, now_s: float) -> None:
         if resource in self.running or not self.waiting[resource]:
             return
         task = heapq.heappop(self.waiting[resource])
-        is_message = task.span.kind == "message"
-        if task.number not in self.negotiated:
+        is_message, is_collective = task.span.kind == "message", self._is_collective(task.span)
+        if is_collective and task.number not in self.negotiated:
             self.looked[resource] = now_s
-        if is_message and self.assumptions.fuses:
+        if is_collective and self.assumptions.fuses:
             task = self._negotiated(resource, self._fused(resource, task))
         # Messages are slower while the ranks compute; `_speed_up` ends that with the backward pass
         slow = 1.0 + self.contention if is_message and self.is_backward else 1.0
         self._start(resource, _Running(now_s, task), now_s + task.seconds * slow)
 
     def _negotiated(self, resource: str, task: _Task) -> _Task:
-        """Negotiate for a message and all waiting ones, which then skip the engine's time."""
+        """Negotiate for a collective and all waiting ones, which then skip the engine's time."""
         if task.number in self.negotiated:
             return task._replace(seconds=task.seconds - (self.assumptions.engine_s or 0.0))
-        self.negotiated |= {message.number for message in self.waiting[resource]}
+        waiting = self.waiting[resource]
+        self.negotiated |= {other.number for other in waiting if self._is_collective(other.span)}
         return task
 
     def _fused(self, resource: str, task: _Task) -> _Task:
@@ -353,17 +362,24 @@ class _Step:
         self._note(running.task.span._replace(start_s=running.start, end_s=now_s))
         running.task.after(now_s)
         negotiated = any(task.number in self.negotiated for task in self.waiting[resource])
-        if running.task.span.kind == "message" and not negotiated:
+        if self._is_collective(running.task.span) and not negotiated:
             # The engine sleeps for the rest of its cycle when all that it has negotiated is sent
             now_s = max(now_s, self.looked[resource] + self.links.engine.cycle_s)
             self.looked[resource] = now_s
         if self.waiting[resource]:
             self._serve_later(resource, now_s)
 
-    def _next_look(self, resource: str, kind: str, now_s: float) -> float:
+    def _is_collective(self, span: Span) -> bool:
+        """Return True if the engine carries it out."""
+        # Other spans have no bucket
+        return span.kind == "message" and not by_messages(
+            self.plan.buckets[span.bucket], span.resource
+        )
+
+    def _next_look(self, resource: str, span: Span, now_s: float) -> float:
         """Return the time of an idle engine's next check: whole cycles after the last one."""
         cycle, last = self.links.engine.cycle_s, self.looked[resource]
-        if kind != "message" or not cycle:
+        if not cycle or not self._is_collective(span):
             return now_s
         return last + max(0, math.ceil((now_s - last) / cycle)) * cycle
 
