@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfcommx.core import ConfigurationError, DataError, Topology
 from tfcommx.data.options import BatchSpec
-from tfcommx.data.sources import Arrays, TFRecords, find_source
+from tfcommx.data.sources import Arrays, ImageFeatures, TFRecords, find_source
 from tfcommx.recipes.datasets.picture_files import open_arrays
 from tfcommx.recipes.families import DataRank
 
@@ -78,8 +78,29 @@ def test_classes_without_pictures_are_announced(
         open_arrays(train, train, DataRank(Topology(1, 1), 0), memory=tmp_path).close()
 
 
-def write(path: Path, compression: str | None = None) -> Path:
-    with tf.io.TFRecordWriter(str(path), compression) as writer:
+def test_labels_that_count_from_1_are_named() -> None:
+    """The error said that it had received labels from 0 to 4."""
+    with pytest.raises(DataError, match=r"from 1 to 4.* - 1\."):
+        Arrays(PICTURES, np.array([1, 2, 3, 4]), classes=("a", "b", "c", "d"))
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: ImageFeatures(first_label="0"), "first_label"),
+        (lambda: ImageFeatures(channels=5), "channels"),
+        (lambda: TFRecords("a", {"image": "image"}), "ImageFeatures"),
+    ],
+)
+def test_features_of_another_form_are_refused(make: Callable[[], object], named: str) -> None:
+    """They ended with an AttributeError, or with a TypeError in the first batch."""
+    with pytest.raises(ConfigurationError, match=named):
+        make()
+
+
+def write(path: Path, compression: str | None = None, level: int | None = None) -> Path:
+    options = tf.io.TFRecordOptions(compression, compression_level=level)
+    with tf.io.TFRecordWriter(str(path), options) as writer:
         writer.write(b"record")
     return path
 
@@ -98,8 +119,9 @@ def test_shards_may_have_an_ending(tmp_path: Path) -> None:
         (lambda root: root, "glob"),
         (lambda root: write(root / "a", "GZIP"), "GZIP"),
         (lambda root: write(root / "a", "ZLIB"), "ZLIB"),
+        (lambda root: write(root / "a", "ZLIB", 9), "ZLIB"),
     ],
-    ids=["pattern", "folder", "gzip", "zlib"],
+    ids=["pattern", "folder", "gzip", "zlib", "best zlib"],
 )
 def test_other_files_of_records_are_named(
     tmp_path: Path, files: Callable[[Path], Path], words: str

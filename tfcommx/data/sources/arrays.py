@@ -68,13 +68,14 @@ class Arrays:
             )
         self.images, self.labels = images, integers
         self.classes, self.name = tuple(classes), name
-        # With an initial value, because NumPy has no least entry of an empty array
-        least, most = int(integers.min(initial=0)), int(integers.max(initial=0))
+        # NumPy has no least entry of an empty array
+        least, most = (int(integers.min()), int(integers.max())) if integers.size else (0, 0)
         if least < 0 or (classes and most >= len(self.classes)):
             end = f", {len(self.classes)}), the number of classes," if self.classes else ", ...)"
+            from_1 = classes and (least, most) == (1, len(self.classes))
+            remedy = "Give labels - 1." if from_1 else "Correct them, or leave those samples out."
             raise DataError(
-                f"Labels in [0{end} are required. Received labels from {least} to {most}. Correct "
-                "them, or leave those samples out."
+                f"Labels in [0{end} are required. Received labels from {least} to {most}. {remedy}"
             )
         self.count, self.channels = len(images), images.shape[3]
         self.shape: tuple[int, int] | None = images.shape[1:3]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tfcommx.core import DataError, local_path
+from tfcommx.core import ConfigurationError, DataError, check_whole, local_path
 from tfcommx.core.files import others_wait
 from tfcommx.data.sources.source import SampleError, key_of
 from tfcommx.kernels.crc32c import crc32c
@@ -68,7 +68,9 @@ def scan(path: str | os.PathLike[str]) -> np.ndarray:
 
 def _compression(frame: bytes) -> str:
     """Return a clause on the compression of a file by its first bytes; "" if it has none."""
-    kind = {b"\x1f\x8b": "GZIP", b"\x78\x9c": "ZLIB", b"\x78\x01": "ZLIB"}.get(frame[:2])
+    # ZLIB's second byte follows from the level of compression
+    kinds = {b"\x1f\x8b": "GZIP"} | {bytes((0x78, byte)): "ZLIB" for byte in b"\x01\x5e\x9c\xda"}
+    kind = kinds.get(frame[:2])
     return f"it may be compressed by {kind}, so write it without compression, or " if kind else ""
 
 
@@ -92,6 +94,11 @@ class ImageFeatures:
     # Channels of the decoded pixels, in [1, 4]
     channels: int = 3
 
+    def __post_init__(self) -> None:
+        check_whole("first_label", self.first_label)
+        if check_whole("channels", self.channels, least=1) > 4:
+            raise ConfigurationError(f"`channels` must be in [1, 4]. Received {self.channels}.")
+
 
 class TFRecords:
     """Records with an encoded image and an integer label, in uncompressed TFRecord files.
@@ -107,7 +114,8 @@ class TFRecords:
             `broken`; otherwise they are an error.
 
     **Cost:** at creation, a scan over all records' frames, 16 files at a time.
-    **Raises:** SampleError for a broken file without `skip`; DataError if there is no record.
+    **Raises:** SampleError for a broken file without `skip`; DataError if there is no record;
+    ConfigurationError for other `features`.
     """
 
     shape: tuple[int, int] | None = None
@@ -121,7 +129,12 @@ class TFRecords:
         self.files = [
             str(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)
         ]
-        self.features = features or ImageFeatures()
+        self.features = ImageFeatures() if features is None else features
+        if not isinstance(self.features, ImageFeatures):
+            raise ConfigurationError(
+                "`features` must be ImageFeatures, such as ImageFeatures('image', 'label', 0). "
+                f"Received {features!r}."
+            )
         self.classes = tuple(self.features.classes)
         self.channels = self.features.channels
         self.broken: dict[str, str] = {}
