@@ -153,7 +153,7 @@ def _show(rows: list[dict[str, Any]], changes: dict[str, Prediction]) -> None:
             "samples/s": f"{row['throughput']:.4g}",
             "efficiency": f"{row['scaling_efficiency']:.1%}",
             "MB between": f"{row['bytes_between'] / 1e6:.2f}",
-            "MB kept": f"{row['residual_bytes'] / 1e6:.1f}",
+            "MB of residuals": f"{row['residual_bytes'] / 1e6:.1f}",
         }
         for row in rows
     ]
@@ -166,7 +166,7 @@ def _show(rows: list[dict[str, Any]], changes: dict[str, Prediction]) -> None:
         }
         for change, prediction in changes.items()
     ]
-    show_rows(helps, left=["change"], title="what would help")
+    show_rows(helps, left=["change"], title="with one change")
 
 
 def _words(row: dict[str, Any]) -> str:
@@ -191,6 +191,6 @@ def advice(best: Prediction) -> str:
     if not merging.get(scheme.merging).needs_times:
         return code
     return (
-        f"{code}. Its merging goes by time: write the plan with `tfcommx plan --output`, and give "
-        "DistributedOptimizer(plan=tfcommx.routes.read_plan(text)) the text of the file"
+        f"{code}. Its merging needs a profile: write the plan with `tfcommx plan --output`, and "
+        "pass its text: DistributedOptimizer(plan=tfcommx.routes.read_plan(text))"
     )
