@@ -23,6 +23,7 @@ from tfcommx import routes
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Plan, Scheme, Topology
+from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import Rebroadcast, Root, Strategy, Synchronous, Update
 
@@ -114,3 +115,21 @@ def test_bytes_of_a_step_that_the_root_updates(route: str, topology: Topology) -
     np.testing.assert_allclose(
         np.mean(ThreadComm.run(topology, work), axis=0), expected, rtol=1e-12
     )
+
+
+def test_variables_without_entries_make_no_collective() -> None:
+    """By Root with accumulation rank 1's graph lacked it, and rank 0 waited for rank 1 forever."""
+    gradient = Gradient("none", (0, 4), "float32")
+    plan = make_plan([gradient], {"*": Scheme()}, Topology(2, 1), reduce_to_root=True)
+
+    def work(comm: Any) -> tuple[Any, Any]:
+        running = PlanExecutor(plan, comm)
+        before, none = dict(comm._turns), tf.zeros(gradient.shape)
+        run = Root().start(running)
+        result = run.exchange({"none": none})
+        run.update(Update(lambda: None, [], {"none": tf.Variable(none)}))
+        assert result["none"].shape == gradient.shape
+        return before, comm._turns
+
+    for before, after in ThreadComm.run(Topology(2, 1), work):
+        assert before == after

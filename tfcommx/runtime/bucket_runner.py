@@ -299,6 +299,10 @@ class BucketRunner:
 
         **Ranks:** all. **Cost:** one copy into and one out of the flat vector, and the route.
         """
+        # TensorFlow would prune this exchange on a rank whose graph reads no entry of the result,
+        # as with strategy="root", and the others would wait for it
+        if not self.bucket.size:
+            return list(parts)
         if self.is_plain:
             assert isinstance(self._route, ListRoute), "is_plain says so"
             cast = [tf.cast(part, self.bucket.dtype) for part in parts]
@@ -314,6 +318,8 @@ class BucketRunner:
 
         **Ranks:** all. **Cost:** one broadcast, by the route's own messages if it has any.
         """
+        if not self.bucket.size:
+            return list(parts)
         flat = self._route.broadcast(flatten(parts, self.bucket), self.bucket, self._comm)
         return unflatten(flat, parts, self.bucket)
 
