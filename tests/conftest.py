@@ -35,7 +35,7 @@ os.environ["TFCOMMX_CACHE"] = KEPT.name
 
 # `make test` tries the same cases every time, and fewer of them; `make test-all` new ones, by the
 # option --hypothesis-profile=random
-settings.register_profile("same", derandomize=True, deadline=None, max_examples=15)
+settings.register_profile("same", derandomize=True, deadline=None, max_examples=10)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile("same")
 

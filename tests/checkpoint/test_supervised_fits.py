@@ -123,6 +123,7 @@ def lost_behind(lost_at: int) -> Callable[[int, object], None]:
     return on_epoch_end
 
 
+@pytest.mark.extended
 def test_a_folder_without_room_at_a_restart_does_not_lose_the_snapshots(
     begin: Callable[[int], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -106,6 +106,7 @@ def test_samples_that_the_disk_does_not_take_are_not_counted(tmp_path, capsys):
         assert f" {count} of 3 samples on disk" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_warm_on_the_nodes_of_a_launch(tmp_path, slots):
     memory = tmp_path / "memory"

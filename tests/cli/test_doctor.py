@@ -34,6 +34,7 @@ def states(found: list[dict[str, str]]) -> dict[str, str]:
     return {one["name"]: one["state"] for one in found}
 
 
+@pytest.mark.extended
 @pytest.mark.long_wait
 def test_this_machine_can_train() -> None:
     """All of it for real: three launches of two ranks."""

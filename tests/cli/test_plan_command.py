@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from drawing import case, extended
+from drawing import case
 from typer.testing import CliRunner
 
 from tfcommx import routes
@@ -99,9 +99,10 @@ def test_links_that_are_none_are_refused(files: tuple[str, str]) -> None:
         run("resnet50", "--links", "nowhere.json")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("nodes", "slots", "wins"),
-    [extended(4, 1, False), (16, 8, True), case(64, 8, True, kept=False)],
+    [(4, 1, False), (16, 8, True), case(64, 8, True, kept=False)],
 )
 def test_beside_selections_all_entries_in_few_bits_are_ranked(
     files: tuple[str, str], tmp_path: Path, nodes: int, slots: int, wins: bool

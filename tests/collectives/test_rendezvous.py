@@ -358,6 +358,7 @@ def test_the_same_bits_under_every_launcher() -> None:
     assert len(set.union(*bits.values())) == 1, bits
 
 
+@pytest.mark.extended
 @pytest.mark.long_wait
 def test_without_a_launcher_a_rank_that_is_killed_still_ends_the_others() -> None:
     statuses, outputs, ended = torchrun_until_rank_2_is_killed()

@@ -93,6 +93,7 @@ def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened, req
     )
 
 
+@pytest.mark.extended
 def test_batches_are_locked_for_a_gpu_until_the_pipeline_is_gone(
     opened, request, tmp_path, monkeypatch
 ):

@@ -66,6 +66,7 @@ def in_own_mounts(test):
     return outside
 
 
+@pytest.mark.extended
 @in_own_mounts
 def test_a_full_tmpfs_keeps_what_fits_and_the_rest_is_read(folder, tmp_path):
     """A real tmpfs of 400 kB: the slab is shorter, but another file takes room while it fills."""

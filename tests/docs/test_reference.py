@@ -36,6 +36,7 @@ def headings(text: str) -> list[str]:
     return re.findall(r"^#+ (.*)$", text, re.M)
 
 
+@pytest.mark.extended
 def test_the_interface_has_every_public_name_with_its_documentation(pages: dict[str, str]) -> None:
     names = [*tfcommx._PUBLIC]
     for name in tfcommx._MODULES:

@@ -34,6 +34,7 @@ def program(main: str, *others: Path, optimise: tuple[str, ...] = ("-O2",)) -> P
     return compiled(["g++", *flags, *files], main)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "optimise",
     [
@@ -74,6 +75,7 @@ def test_no_vector_is_read_more_than_twice(cases):
             assert read == n, (kind, rule, states, k, read / n)
 
 
+@pytest.mark.extended
 def test_extra_memory_is_at_most_2_percent(cases):
     for kind, rule, states, n, k, _, peak in cases:
         noted = 8 * k if kind == "not_finite" else 0  # a list of indices that doubles as it grows

@@ -213,6 +213,7 @@ def test_the_probe_measures_what_the_engine_at_work_takes_for_short_allreduces(
     assert tuple(size for size, _ in found.calibration.gathers) == gathered
 
 
+@pytest.mark.extended
 def test_links_of_nccl_are_measured_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages between hosts stood for NCCL's links if the launch had MPI.
 

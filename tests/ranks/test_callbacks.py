@@ -60,6 +60,7 @@ def small(**options: Any) -> keras.Model:
     return net
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("make", "options", "rows"),
     [
@@ -99,6 +100,7 @@ def test_models_that_are_built_by_the_first_step(
     )
 
 
+@pytest.mark.extended
 def test_a_model_that_one_rank_alone_has_built(comm: Comm) -> None:
     net = unbuilt()
     net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.0)), loss="mse", jit_compile=False)
@@ -155,6 +157,7 @@ def test_all_ranks_stop_at_the_same_step(comm: Comm, every: int, steps: int) -> 
     assert seen == list(range(steps)) and net.stop_training
 
 
+@pytest.mark.extended
 def test_keras_callbacks_that_stop_one_rank(comm: Comm) -> None:
     last = comm.rank == comm.topology.size - 1
     x, y = data()
@@ -190,6 +193,7 @@ def test_keras_callbacks_that_stop_one_rank(comm: Comm) -> None:
         callbacks.AgreeOnStop(0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("chief_alone", [case(True, kept=False), False])
 def test_what_is_validated_is_the_average_whoever_validates(comm: Comm, chief_alone: bool) -> None:
     x, y = data()

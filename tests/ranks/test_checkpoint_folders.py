@@ -149,6 +149,7 @@ def test_a_folder_that_another_run_has_taken_over_is_left_alone(comm: Comm, fold
         assert sorted(path.name for path in folder.iterdir()) == before
 
 
+@pytest.mark.extended
 def test_a_folder_of_each_node_is_told(
     comm: Comm, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -268,6 +268,7 @@ def test_two_optimizers_of_one_model(comm: Comm, folder: Path) -> None:
         checkpoint.restore(wrapped(), folder)
 
 
+@pytest.mark.extended
 def test_bytes_count_from_the_start_of_the_process(comm: Comm, folder: Path) -> None:
     def dense_bytes() -> float:
         return net.optimizer.exchanger.traffic()["bytes_between_nodes_dense"]

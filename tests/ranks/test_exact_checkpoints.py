@@ -96,6 +96,7 @@ def losses(net: keras.Model, first: int, last: int, *more: Any) -> list[float]:
     return done.history["loss"]
 
 
+@pytest.mark.extended
 @pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("stack", "lora", "mode"),

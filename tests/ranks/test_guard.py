@@ -88,6 +88,7 @@ def test_a_rate_of_one_rank_is_an_error_within_the_interval(comm: Comm, refused:
         assert int(net.optimizer.iterations) <= 8
 
 
+@pytest.mark.extended
 def test_unequal_rates_in_a_short_run_are_named_at_its_end(
     comm: Comm, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -252,6 +252,7 @@ def test_a_plain_optimizer_among_wrapped_ones_is_named(
     assert [line for line in caplog.messages if "'forgotten' is not wrapped" in line], caplog.text
 
 
+@pytest.mark.extended
 def test_loss_scales_agree(comm: Comm) -> None:
     net = Parts(averaged, ["loss_scale"])
     x = data()

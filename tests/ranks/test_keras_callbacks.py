@@ -53,6 +53,7 @@ def test_weights_return_to_the_bit_from_their_moving_averages(comm: Comm) -> Non
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("best", [case("min", kept=False), "max"])
 def test_residuals_of_undone_epochs_are_dropped(comm: Comm, best: str) -> None:
     """A `fit` after EarlyStopping had restored the best weights sent those of a divergence."""

@@ -90,6 +90,7 @@ def last(comm: Comm, history: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
+@pytest.mark.extended
 def test_the_metrics_of_keras_on_uneven_validation_shards(
     comm: Comm, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -61,6 +61,7 @@ def plateau() -> keras.callbacks.Callback:
     return keras.callbacks.ReduceLROnPlateau(monitor="own", mode="min", patience=1)
 
 
+@pytest.mark.extended
 def test_a_plateau_of_one_rank_lowers_the_rate_of_all_behind_broadcast_state(
     comm: Comm, tmp_path: Path
 ) -> None:

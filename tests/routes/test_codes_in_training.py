@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawing import extended
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
@@ -50,7 +49,8 @@ def final_loss(scheme: Scheme, topology: Topology, forgets: bool = False) -> flo
     return float(np.square(rows @ first - targets).mean())
 
 
-@pytest.mark.parametrize("route", ["asa", extended("torus")])
+@pytest.mark.extended
+@pytest.mark.parametrize("route", TOPOLOGIES)
 def test_losses_are_those_of_plain_sums(route: str) -> None:
     """To a thousandth with 8 and 4 bits. With 2 and 1 bits the excess is little of the first 30.
 

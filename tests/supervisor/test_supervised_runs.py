@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from drawing import case
+from drawing import case, extended
 from launching import QUICK, ROOT, WORKERS
 from typer.testing import CliRunner
 
@@ -134,7 +134,7 @@ def test_a_killed_rank_starts_the_next_generation(run: Run, launcher: str) -> No
     assert header.startswith("generation  ranks") and "steps count" in goodput
 
 
-@pytest.mark.parametrize("link, where", [("", "at step 12"), ("nolink", "within 60 s")])
+@pytest.mark.parametrize("link, where", [("", "at step 12"), extended("nolink", "within 60 s")])
 def test_a_program_that_fails_by_itself_is_given_up(run: Run, link: str, where: str) -> None:
     faults = ("*:1:12:exit3", *[link] * bool(link))
     status, _, errors = run.ended("-np", "2", "--min-np", "1", faults=faults)

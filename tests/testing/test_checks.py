@@ -213,6 +213,7 @@ def test_a_broken_member_is_named_by_the_check_of_its_law(
     assert callers[-1] == law
 
 
+@pytest.mark.extended
 def test_our_own_members_pass() -> None:
     """Tests of laws walk over the tables; here is one of a family, by its outside name."""
     assert cx.testing.check_rule is check_rule

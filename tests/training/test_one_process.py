@@ -139,6 +139,7 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
     assert all(row["seconds"]["first_step"] > 5 * row["seconds"]["data"] for row in rows)
 
 
+@pytest.mark.extended
 def test_a_finished_run_without_a_report_writes_it_when_it_is_resumed(
     pictures: Path, tmp_path: Path
 ) -> None:

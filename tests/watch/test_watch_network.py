@@ -210,6 +210,7 @@ def test_watchers_that_are_killed_after_their_ranks_end_keep_nobody() -> None:
     assert not any(member.alarm.lost for member in network.members.values())
 
 
+@pytest.mark.extended
 def test_all_are_told_of_a_stall_and_what_is_sent_for_it_stays_small() -> None:
     network = Simulated(MANY, stall_seconds=60.0, stall_limit=66.0)
     waits = f"at {json.dumps([118, 'waits', 'the exchange of bucket 2'])}"

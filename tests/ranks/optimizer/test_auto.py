@@ -67,6 +67,7 @@ def executor_of(optimizer: keras.optimizers.Optimizer) -> PlanExecutor | TrialEx
     return run.executor
 
 
+@pytest.mark.extended
 @pytest.mark.every_launch
 def test_the_default_trains_as_plain_horovod_does_and_keeps_its_choice(
     comm: Comm, own_cache: Path, caplog: pytest.LogCaptureFixture

@@ -75,6 +75,7 @@ def test_what_the_config_leaves_out_survives_the_wrap(
     np.testing.assert_allclose(bias.numpy(), 1.0 if excluded else 0.5)
 
 
+@pytest.mark.extended
 def test_a_search_for_nan_by_tensorflow_finds_none_in_the_exchange(comm: Comm) -> None:
     """PowerSGD's graph had a constant NaN, for a rank whose gradients are not finite."""
     net = model()

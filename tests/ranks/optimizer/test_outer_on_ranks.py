@@ -79,6 +79,7 @@ class Linear(keras.layers.Layer):
         return inputs @ tf.concat([self.one, self.other], 0)[:, None]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("fragments", "overlap", "steps_per_execution"),
     [case(1, 3, 1, kept=False), (2, 1, 2), case(1, 2, 8, kept=False)],

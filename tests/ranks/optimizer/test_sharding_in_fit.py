@@ -147,6 +147,7 @@ class Adversaries(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["adversaries", case("spectral normalization", kept=False)])
 def test_steps_that_need_current_weights_equal_synchronous_training(comm: Comm, kind: str) -> None:
     """In the second `fit`, when the optimizers are built, the maker saw the judge of a step before.

@@ -50,6 +50,7 @@ class Watch(keras.callbacks.Callback):
         self.tested.append(same_on_all_ranks(self.comm, self.model))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("steps_per_execution", [1, case(2, kept=False)])
 def test_fit_evaluates_the_agreed_weights(comm: Comm, steps_per_execution: int) -> None:
     """Nodes differ within an epoch, and never while they are evaluated."""

@@ -85,6 +85,7 @@ def test_a_wide_beam_finds_the_best_of_all(penalty):
         assert found == [by_trying_all(table, source, penalty) for source in SOURCES], seed
 
 
+@pytest.mark.extended
 def test_narrow_beams_keep_the_best():
     """They miss the best of all, and agree with a plain loop; a beam of 1 is greedy."""
     missed = 0

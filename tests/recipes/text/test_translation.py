@@ -132,6 +132,7 @@ def test_it_learns_to_translate(settings):
     assert searching(tests, lambda mine: [mine])["test_bleu"] > after["test_bleu"] - 3
 
 
+@pytest.mark.extended
 def test_a_model_is_saved_after_it_has_translated(tmp_path):
     """Keras could not save a model whose decoder was cut out: it adds nodes to shared layers."""
     model = Transformer(blocks=1, width=8, inner=16, heads=2).build(20, 20)

@@ -32,6 +32,7 @@ def test_files_of_others_are_not_deleted(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
+@pytest.mark.extended
 def test_an_environment_of_the_set_up_is_made_anew(tmp_path: Path) -> None:
     """Also if it was interrupted before pip was installed."""
     folder = tmp_path / "venv"
