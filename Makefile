@@ -21,11 +21,12 @@
 VENV := $(or $(TFCOMMX_VENV),.venv)
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
+# Ten minutes on two cores
+QUICK = not exhaustive and not extended
 # Tests that only wait run beside others; those that measure time (`serial`) run alone, afterwards
 PYTEST = python -m pytest
 # Whole files, because their tests share what fixtures of a module train, compile or start; in the
 # order of tests/conftest.py. Three workers on two cores, because a quarter of their time is waiting
-QUICK = not exhaustive and not extended
 SIDE_BY_SIDE = -n 3 --dist loadfile --no-loadscope-reorder
 SERIAL = $$(grep -rl mark.serial tests --include=test_*.py)
 

@@ -69,7 +69,6 @@ def test_the_script_that_trains_alone(tmp_path: Path) -> None:
     assert output.count("157/157") == 2 and accuracy(output) > 0.9, output
 
 
-@pytest.mark.extended
 @pytest.mark.long_wait
 def test_the_script_on_two_ranks_is_killed_and_resumes(tmp_path: Path) -> None:
     """Two launches, as in the tutorial; the second runs the other blocks as well.

@@ -29,7 +29,6 @@ def nodes() -> Iterator[Nodes]:
     nodes.down()
 
 
-@pytest.mark.extended
 def test_a_cut_cable_costs_the_host_only(nodes: Nodes, tmp_path: Path) -> None:
     """The rank that is left continues from the snapshot in its memory."""
     log, table, now = tmp_path / "log", tmp_path / "generations.json", tmp_path / "now"
