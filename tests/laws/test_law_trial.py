@@ -108,7 +108,6 @@ def test_what_losing_plans_needed_is_freed(chosen: int, monkeypatch: pytest.Monk
         assert log[STEPS] == of_plans[chosen]
 
 
-@pytest.mark.extended
 def test_two_trials_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     stays(monkeypatch, 1)
     topology = Topology(2, 1)
