@@ -121,7 +121,7 @@ def stages_of(
 def by_messages(bucket: Bucket, resource: str) -> bool:
     """Return True if a stage consists of messages between two ranks, without the engine."""
     route = routes.get(bucket.route)
-    # Of a torus with a peer route of messages the stage between nodes alone
+    # A torus with a peer route of messages uses them between nodes alone
     return route.messages or (route.needs_messages(bucket) and resource == "between")
 
 
