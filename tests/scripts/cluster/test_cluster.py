@@ -238,9 +238,9 @@ def test_an_idle_link_lets_no_message_through_at_once(nodes: None) -> None:
     assert seconds > 0.85 * 65536 * 8 / (RATE * 1e6)
 
 
-# Run on ranks: rank 0 prints the fewest seconds of an all-gather and of an all-to-all
+# Run on ranks: rank 0 prints the median seconds of an all-gather and of an all-to-all
 TWO_MESSAGES = """
-import sys, time
+import statistics, sys, time
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
@@ -254,7 +254,7 @@ for exchange in (lambda: hvd.allgather(mine), lambda: hvd.alltoall(for_all)):
         exchange()
         seconds.append(time.perf_counter() - start)
     if hvd.rank() == 0:
-        print("fewest", min(seconds))
+        print("median", statistics.median(seconds))
 """
 
 
@@ -263,14 +263,20 @@ for exchange in (lambda: hvd.allgather(mine), lambda: hvd.alltoall(for_all)):
 def test_two_ranks_of_gloo_send_at_the_same_time(nodes: None) -> None:
     """They had sent one after the other, in twice the time: scripts/setup/build_horovod.py.
 
-    A busy machine makes an exchange slower, never faster, so the fastest of nine decides.
+    Some of those exchanges overlapped, so the median decides. Because a busy machine makes
+    exchanges slower, never faster, one fast run of three is enough.
     """
     size = 1_500_000
     words = ["horovodrun", "-np", 2, "-H", "node0:1,node1:1", "--gloo", sys.executable, "-c"]
-    ended = cluster("run", "--", *words, TWO_MESSAGES, size)
-    seconds = [float(word) for word in re.findall(r"fewest (\S+)", ended.stdout)]
-    assert len(seconds) == 2, ended.stdout[-4000:]
-    assert max(seconds) < 1.5 * size * 8 / (RATE * 1e6)
+    medians = []
+    for _ in range(3):
+        ended = cluster("run", "--", *words, TWO_MESSAGES, size)
+        seconds = [float(word) for word in re.findall(r"median (\S+)", ended.stdout)]
+        assert len(seconds) == 2, ended.stdout[-4000:]
+        if max(seconds) < 1.5 * size * 8 / (RATE * 1e6):
+            return
+        medians.append(seconds)
+    pytest.fail(f"all-gather and all-to-all took turns in three runs: {medians}")
 
 
 @needs_cluster
