@@ -170,6 +170,28 @@ def test_hosts_are_looked_for_once_in_each_period(monkeypatch: pytest.MonkeyPatc
     assert 1 <= len(looks) <= (time.monotonic() - start) / 0.2 + 1
 
 
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_generation_ends_after_its_look_for_hosts(
+    monkeypatch: pytest.MonkeyPatch, signalled: bool
+) -> None:
+    """The thread of one generation used the hosts while the next one was placed on them."""
+    stop, looks = StopSignal(), []
+    one = supervised(monkeypatch, stop, grow_every=0.2 / 60)
+
+    def look(generation: Generation) -> str:
+        looks.append(time.monotonic())
+        time.sleep(1.5)
+        if signalled:
+            stop.number = 15
+            time.sleep(3)
+        looks.append(time.monotonic())
+        return ""
+
+    monkeypatch.setattr(one, "_why_to_grow", look)
+    one._carry_out(Generation(0, HOSTS, time.monotonic()), LAUNCH, RankLines())
+    assert len(looks) == (1 if signalled else 2)
+
+
 def test_hosts_are_not_looked_for_before_the_speed_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tfcommx.launch.handshake import NO_PARTNER, Handshake
+from tfcommx.launch.handshake import NO_PARTNER, Caller, Handshake
 from tfcommx.supervisor.generation import PROTOCOL, RankZeroListener, RunSecret
 
 
@@ -89,3 +89,14 @@ def test_a_port_is_free_after_the_end(link) -> None:
     link.close()
     with pytest.raises(OSError):
         socket.create_connection(place, timeout=1)
+
+
+def test_a_caller_who_proves_itself_after_the_end_is_not_heard(link, heard) -> None:
+    """It became rank 0 of a generation that had ended, and its thread read from it."""
+    link.close()
+    rank, supervisor = socket.socketpair()
+    with rank:
+        rank.shutdown(socket.SHUT_WR)
+        handshake = Handshake("", PROTOCOL)
+        link._hear(Caller(handshake, supervisor, {"rank": 0, "size": 2}, "0"))
+        assert supervisor.fileno() == -1 and heard.empty() and not link.pause("growth")

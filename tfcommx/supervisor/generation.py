@@ -38,6 +38,7 @@ import re
 import secrets
 import signal
 import socket
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -208,6 +209,8 @@ class RankZeroListener:
         handshake = Handshake(run_secret.secret, PROTOCOL, (run_secret.run, str(generation)))
         self._listening, places = listen(interfaces, local)
         self._rank_0: socket.socket | None = None
+        # Guards `_rank_0` and `_closed`, because a caller may prove itself while this closes
+        self._lock, self._closed = threading.Lock(), False
         self.variables = {
             "TFCOMMX_RUN": run_secret.run,
             "TFCOMMX_GENERATION": str(generation),
@@ -231,6 +234,8 @@ class RankZeroListener:
 
     def close(self) -> None:
         self._entrance.close()
+        with self._lock:
+            self._closed = True
         if self._rank_0 is not None:
             with contextlib.suppress(OSError):
                 self._rank_0.shutdown(socket.SHUT_RDWR)  # Wakes the thread that reads from it
@@ -246,7 +251,10 @@ class RankZeroListener:
             caller.answer({"ok": True})
             # Without a limit, because rank 0 may have nothing to say for long
             connection.settimeout(None)
-            self._rank_0 = connection
+            with self._lock:
+                if self._closed:  # Its generation has ended
+                    return
+                self._rank_0 = connection
             self._heard({"connected": caller.said})
             with connection.makefile("rb") as lines:
                 # Up to a limit, so that a line without an end cannot fill the memory

@@ -168,14 +168,15 @@ class Supervisor:
                     say(why)
                     return
 
+        growth = threading.Thread(target=look_for_hosts, daemon=True)
         try:
             running = self._stop.running = Running(launch, link.variables | UNBUFFERED)
             # The signal was received before `running` was set. Not twice, which kills at once
             if self._stop.number and not running.asked:
                 running.terminate()
             end_the_rest = functools.partial(self._end_the_rest, generation, lines)
-            for work in (look_for_hosts, end_the_rest):
-                threading.Thread(target=work, daemon=True).start()
+            growth.start()
+            threading.Thread(target=end_the_rest, daemon=True).start()
             return running, running.wait(lines)
         finally:
             # Set first: the threads end by it, and must not sweep the ranks of the next generation
@@ -184,6 +185,10 @@ class Supervisor:
             ended.set()
             wake.set()
             link.close()
+            # Because the next generation uses the hosts, too. A run that a signal ends does not
+            # wait, because a user's script may take a minute
+            while growth.is_alive() and not self._stop.number:
+                growth.join(0.1)
 
     def _end_the_rest(self, generation: Generation, lines: RankLines) -> None:
         # After a failure horovodrun waits for the other ranks, and on other hosts only the watch
