@@ -11,7 +11,7 @@ import pytest
 
 from tfcommx.core import ConfigurationError
 from tfcommx.launch import hosts as module
-from tfcommx.launch.hosts import Host, allocation, expand_nodelist, read_hostfile
+from tfcommx.launch.hosts import Host, allocation, expand_nodelist, parse_hosts, read_hostfile
 from tfcommx.supervisor.hosts import ScriptHosts
 
 
@@ -26,6 +26,8 @@ def hosts_in(folder: Path, text: str | bytes) -> list[Host]:
     [
         *("node2 lots=8", "node2 slots=eight", "node2 slots 8", "node2 slots:8", "node2 8"),
         *("node2 slots=", "node2 slots=-1", "node2 SLOTS=8", "node2:8,node3:8", "node2, node3"),
+        # Of two numbers the last one counted
+        *("node2:4 slots=8", "node2 slots=4 slots=8"),
     ],
 )
 def test_a_line_of_another_form_is_refused_with_its_file(tmp_path: Path, line: str) -> None:
@@ -48,6 +50,22 @@ def test_what_open_mpi_and_editors_write_is_read(
 ) -> None:
     """A login node without slots ended a launch; a byte order mark was part of the first name."""
     assert hosts_in(tmp_path, text) == wanted
+
+
+def test_an_unknown_setting_is_named_before_its_line(tmp_path: Path) -> None:
+    """Its message ended: setting in the line '...' of hosts 'lots'."""
+    with pytest.raises(ConfigurationError, match=r"setting 'lots' in [^']*'node2 lots=8' of "):
+        hosts_in(tmp_path, "node2 lots=8\n")
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [("[fe80::1]:2", True), ("fe80::1", True), ("::1:2", True), ("node1:2:3", False)],
+)
+def test_an_ipv6_address_is_named_as_one(word: str, says: bool) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_hosts(word)
+    assert ("IPv4" in str(caught.value)) == says
 
 
 def test_hosts_without_any_slot_are_none(tmp_path: Path) -> None:

@@ -283,7 +283,7 @@ def _named(file: Path, content: Mapping[str, Any], key: str) -> dict[str, dict[s
 
 def _check_settings(file: Path, settings: Mapping[str, Any], also: tuple[str, ...]) -> None:
     for name, value in settings.items():
-        check_name(f"setting in {file}", name, [*KINDS, *also])
+        check_name("setting", name, [*KINDS, *also], f"in {file}")
         if value is None or value == []:
             raise ConfigurationError(
                 f"`{name}` in {file} needs a value, or a list of values. Received {value!r}."
@@ -293,7 +293,8 @@ def _check_settings(file: Path, settings: Mapping[str, Any], also: tuple[str, ..
 def _of_model(name: str, value: Any, cell: Mapping[str, Any]) -> Any:
     if not isinstance(value, dict):  # Otherwise a mapping from models
         return value
-    return value[check_name(f"model of {name}", cell.get("model", Settings().model), list(value))]
+    model = cell.get("model", Settings().model)
+    return value[check_name("model", model, list(value), f"for the values of `{name}`")]
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

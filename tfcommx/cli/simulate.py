@@ -303,7 +303,7 @@ def _settings(file: Path | None, options: dict[str, Any]) -> Settings:
     content = read_keys(file) if file else {}
     # Checked here, because the constructor would name neither the file nor the nearest setting
     for name in content:
-        check_name(f"setting in {file}", name, list(KINDS))
+        check_name("setting", name, list(KINDS), f"in {file}")
     return Settings(**{**content, **{name: x for name, x in options.items() if x is not None}})
 
 

@@ -13,8 +13,11 @@ from typing import Any, TypeGuard
 from tfcommx.core.errors import ConfigurationError
 
 
-def check_name(kind: str, name: str, allowed: Iterable[str]) -> str:
+def check_name(kind: str, name: str, allowed: Iterable[str], where: str = "") -> str:
     """Return `name` if it is allowed; refuse it otherwise, and name the nearest allowed one.
+
+    Args:
+        where: place of the name, for the message, such as "in options.yaml".
 
     >>> check_name("route", "torus", ["allreduce", "torus"])
     'torus'
@@ -29,7 +32,9 @@ def check_name(kind: str, name: str, allowed: Iterable[str]) -> str:
     # SEED has no letter of `seed`
     near = [known for known in names if known.lower() == str(name).lower()] or near
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    raise ConfigurationError(f"Unknown {kind} {name!r}. {hint}Known: {', '.join(names)}.")
+    place = f" {where}" if where else ""
+    known = ", ".join(names)
+    raise ConfigurationError(f"Unknown {kind} {name!r}{place}. {hint}Known: {known}.")
 
 
 def alike(names: Iterable[str]) -> list[tuple[str, str]]:

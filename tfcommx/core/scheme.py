@@ -98,7 +98,7 @@ class Scheme:
         self._check_names()
         if not is_member(self.wire):
             check_name("wire format", self.wire, WIRES)
-        check_name("wire format of `dense_wire`", self.dense_wire, (PLAIN, *DENSE_WIRES))
+        check_name("wire format", self.dense_wire, (PLAIN, *DENSE_WIRES), "of `dense_wire`")
         self._check_momentum_and_clipping()
         self._check_compression()
         self._check_budget()

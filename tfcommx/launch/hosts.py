@@ -112,9 +112,12 @@ def parse_host(word: str, source: str) -> tuple[str, int]:
     """
     match = HOST.fullmatch(word.strip())
     if not match:
+        is_ipv6 = re.fullmatch(r"\[?[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:.*", word.strip())
+        advice = " Horovod connects by IPv4 alone: give a name or an IPv4 address." * bool(is_ipv6)
         raise ConfigurationError(
             "Hosts must be NAME:SLOTS, separated by commas, such as node1:4,node2:4, and one a "
             f"line in a hostfile or the output of a script. Received {word!r} from {source}."
+            f"{advice}"
         )
     return match[1], int(match[2] or 1)
 
@@ -145,15 +148,23 @@ def _host_of_line(line: str, source: str) -> tuple[str, int]:
     # Open MPI allows spaces around the equals sign
     first, *words = re.sub(r"\s*=\s*", "=", line).split()
     name, slots = parse_host(first, source)
+    numbers = [first] * (":" in first)
     for word in words:
         key, _, value = word.partition("=")
-        check_name(f"setting in the line {line!r} of {source}", key, HOSTFILE_SETTINGS)
+        check_name("setting", key, HOSTFILE_SETTINGS, f"in the line {line!r} of {source}")
         if not re.fullmatch(r"[0-9]+", value):
             raise ConfigurationError(
                 f"`{key}` must be a whole number >= 0. Received {word!r} in the line {line!r} of "
                 f"{source}."
             )
-        slots = int(value) if key == "slots" else slots
+        if key == "slots":
+            slots = int(value)
+            numbers.append(word)
+    if len(numbers) > 1:
+        raise ConfigurationError(
+            f"A host needs one number of slots. Received {' and '.join(numbers)} in the line "
+            f"{line!r} of {source}."
+        )
     return name, slots
 
 

@@ -281,7 +281,7 @@ class Folder:
         for kind in self.classes:
             if not os.path.lexists(self.path / kind):
                 try:
-                    check_name(f"class folder of {self.path}:", kind, folders)
+                    check_name("class folder", kind, folders, f"in {self.path}")
                 except ConfigurationError as error:
                     raise DataError(str(error)) from error
         self._files: list[tuple[str, int]] = []
