@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import shlex
 import socket
 import subprocess
@@ -441,6 +443,29 @@ def test_rank_0_is_looked_for_where_srun_may_have_placed_it(
         monkeypatch.setenv(name, value)
     here = cluster_environment()
     assert here and (here.address, here.others) == ("n1", others)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_command_in_the_shell_of_srun_pty_waits_for_no_task(typed: bool) -> None:
+    """`srun -n 4 --pty bash`, then `python train.py`: it waited 300 s for shells that had ended."""
+    code = "from tfcommx.launch.known_launchers import cluster_environment as e; print(e())"
+    command = f'{sys.executable} -c "{code}"; exit'
+    words = ["bash", "--norc", *(["-i"] if typed else ["-c", command])]
+    variables = {**os.environ, **STEP, "SLURM_PTY_PORT": "40000", "PYTHONPATH": QUICK}
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execve("/bin/bash", words, variables)
+    if typed:
+        os.write(terminal, f"{command}\n".encode())
+    output = b""
+    with contextlib.suppress(OSError):  # The end of the terminal
+        while piece := os.read(terminal, 4096):
+            output += piece
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    text = " ".join(output.decode().split())
+    assert ("SLURM_STEP_NUM_TASKS=1" in text) == typed
+    assert ("ClusterEnvironment(" in text) != typed
 
 
 def test_a_rank_finds_rank_0_at_another_address() -> None:

@@ -53,6 +53,14 @@ def srun() -> ClusterEnvironment | None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks in ("", "0", "1") or is_within_task(tasks):
         return None
+    if "SLURM_PTY_PORT" in os.environ and _is_job_of_a_shell():
+        raise ConfigurationError(
+            "A rank is required in each task of srun. Received a command in the shell of `srun "
+            f"--pty`, which runs in the first of {tasks} tasks; the shells of the others have "
+            f"ended. Start ranks here by `tfcommx run -- python train.py`, or by `srun -n {tasks} "
+            "python train.py` outside of this shell; to train in one process, set "
+            "SLURM_STEP_NUM_TASKS=1."
+        )
     job, step = _number("srun", "SLURM_JOB_ID"), _number("srun", "SLURM_STEP_ID")
     nodes = _word("srun", "SLURM_STEP_NODELIST")
     first, *further_nodes = [
@@ -71,6 +79,19 @@ def srun() -> ClusterEnvironment | None:
         () if _begins_at_first_node() else tuple(further_nodes),
         os.environ.get("SLURM_STEP_NUM_NODES") == "1",
     )
+
+
+def _is_job_of_a_shell() -> bool:
+    """Return True if a user has typed this command in an interactive shell.
+
+    Such a shell gives each command a process group, and its terminal to that group; a script's
+    commands are in the group of the script.
+    """
+    try:
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp() != os.getsid(0)
+    except OSError:  # No terminal
+        return False
 
 
 def _begins_at_first_node() -> bool:
