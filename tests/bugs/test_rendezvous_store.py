@@ -203,12 +203,13 @@ def test_a_store_that_ends_while_ranks_wait_is_named_in_time(
 
 
 def test_a_store_that_does_not_answer_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a firewall, or an address that each host has, ranks said that rank 0 was missing."""
     monkeypatch.setenv("TFCOMMX_RENDEZVOUS_SECONDS", "1")
     monkeypatch.setenv("HOROVOD_HOSTNAME", "red")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(silent.getsockname()[1]))
         start = time.monotonic()
-        with pytest.raises(LaunchError, match=r"[Rr]ank 0 of 2 .*timed out"):
+        with pytest.raises(LaunchError, match=r"^Rank 1 of 2 .*timed out.*docker0"):
             gloo_hosts.gloo_hosts(Launcher("gloo", 1, 2, 0))
     assert time.monotonic() - start < 6

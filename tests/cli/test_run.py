@@ -198,6 +198,13 @@ def test_a_launch_in_each_task_of_a_step_is_refused(monkeypatch: pytest.MonkeyPa
     assert len(started) == 3
 
 
+def test_an_interface_that_this_host_lacks_is_refused_by_name() -> None:
+    """It was a KeyError of horovodrun."""
+    words = ["-H", "localhost:1,no-such-host.invalid:1", "--network-interfaces", "lo,no0", "true"]
+    ended = CliRunner().invoke(app, ["run", *words])
+    assert re.search("--network-interfaces.*'no0'.* lo", str(ended.exception)), ended
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -13,7 +13,13 @@ import typer
 from tfcommx.cli import restart_options
 from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import RemoteHosts, is_local, reads_script_from_input
-from tfcommx.launch.horovodrun import Launch, Running, on_end_signals, search_path
+from tfcommx.launch.horovodrun import (
+    Launch,
+    Running,
+    on_end_signals,
+    require_interfaces,
+    search_path,
+)
 from tfcommx.launch.hosts import Host, allocation, parse_hosts, ranks_on, read_hostfile
 from tfcommx.launch.launcher import later_task
 from tfcommx.launch.rank_output import RankLines
@@ -101,6 +107,9 @@ def run(
         # Not on one host, because horovodrun uses the loopback there, and would find no other
         network_options: list[str] = []
         if network_interfaces and not all(is_local(host.name) for host in hosts):
+            # Not after a loss, because an address may come back
+            if kind == "gloo" and not generation:
+                require_interfaces(network_interfaces.split(","))
             network_options = ["--network-interfaces", network_interfaces]
         return Launch(tuple(hosts), tuple(command), kind, mpi_args, (*network_options, *options))
 

@@ -144,10 +144,18 @@ def gloo_hosts(launch: Launcher, inits: int = 0) -> list[str]:
                 f"Rank {launch.rank} of {launch.size} received for {GONE_SECONDS:g} s: {reason}. "
                 "The output of rank 0, or of the launcher, says why it has ended."
             )
+        if late and not written:
+            raise LaunchError(
+                f"Rank {launch.rank} of {launch.size} must reach Horovod's rendezvous at {store}. "
+                f"Received for {seconds:g} s: {reason}. Are all TCP ports open between the hosts? "
+                "If an interface such as docker0 has this address on each host, name one that "
+                "connects them: --network-interfaces eth0, or HOROVOD_GLOO_IFACE."
+            )
         if late:
             raise LaunchError(
                 f"Rank {len(hosts)} of {launch.size} has not called init() within {seconds:g} s "
-                f"(seen from rank {launch.rank}). Does every rank call tfcommx.init()?"
+                f"(seen from rank {launch.rank}). Does every rank call tfcommx.init(), and are all "
+                "TCP ports open between the hosts?"
                 + f" {CHILD}" * bool(inits)
                 + (f" Horovod's rendezvous at {store} answers: {reason}." if reason else "")
             )

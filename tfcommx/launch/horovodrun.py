@@ -22,13 +22,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from tfcommx.core import LaunchError
+from tfcommx.core import ConfigurationError, LaunchError
+from tfcommx.launch.commands import ipv4_addresses
 from tfcommx.launch.hosts import Host, slots_of
 from tfcommx.launch.rank_output import Failure, RankLines, ends_with_this_process
 
@@ -154,6 +155,20 @@ def require_semaphores() -> None:
             "--shm-size or an emptyDir with `medium: Memory`.",
             1,
         ) from None
+
+
+def require_interfaces(names: Collection[str]) -> None:
+    """Refuse network interfaces at which ranks cannot reach horovodrun on this host.
+
+    **Raises:** ConfigurationError.
+    """
+    # All, because horovodrun takes any of them
+    available = [name for name, addresses in ipv4_addresses().items() if addresses]
+    if missing := [name for name in names if name not in available]:
+        raise ConfigurationError(
+            "--network-interfaces must name interfaces with an IPv4 address, which this host and "
+            f"all others have. Received {missing[0]!r}, and this host has {', '.join(available)}."
+        )
 
 
 def search_path() -> str:
