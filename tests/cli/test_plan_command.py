@@ -94,6 +94,15 @@ def test_what_is_refused(files: tuple[str, str], words: list[str], message: str)
         run(*words, "--links", files[1])
 
 
+@pytest.mark.parametrize("words", ["--gpu a100", "--batch 64", "--throughput 250"])
+def test_options_of_a_named_model_are_refused_for_a_file(
+    files: tuple[str, str], words: str
+) -> None:
+    """They had no effect."""
+    with pytest.raises(ConfigurationError, match=rf"profile\.json.*{words}"):
+        run(files[0], "--links", files[1], *words.split())
+
+
 def test_links_that_are_none_are_refused(files: tuple[str, str]) -> None:
     with pytest.raises(DataError, match=r"nowhere\.json"):
         run("resnet50", "--links", "nowhere.json")

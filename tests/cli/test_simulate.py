@@ -176,6 +176,14 @@ def test_a_measured_profile_counts_more_than_a_model(tmp_path: Path) -> None:
     assert row["compute_seconds"] == pytest.approx(0.5)
 
 
+def test_a_profile_of_sizes_is_refused(tmp_path: Path) -> None:
+    """Its steps took no time, and its throughput was that of the messages."""
+    rows = Profile.from_throughput(models.get("lstm_ptb"), 20, batch=10).variables
+    (tmp_path / "sizes.json").write_text(Profile.of_sizes("mine", rows).to_json())
+    with pytest.raises(ConfigurationError, match=r"sizes\.json, of 'mine'.*`tfcommx profile`"):
+        run(*FLAGS, "--profile", str(tmp_path / "sizes.json"))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -10,7 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from tfcommx.cli.parameters import Changes, JsonFile, write_rows
-from tfcommx.cli.plan import BATCH_HELP, GPU_HELP, THROUGHPUT_HELP, profile_of
+from tfcommx.cli.plan import (
+    BATCH_HELP,
+    GPU_HELP,
+    THROUGHPUT_HELP,
+    check_is_measured,
+    profile_of,
+)
 from tfcommx.comparison import figures, tables
 from tfcommx.comparison.methods import check_names_a_route, fitting, read_methods
 from tfcommx.comparison.rows import Comparison, Steps, rows_of, score_of
@@ -31,7 +37,6 @@ from tfcommx.launch.hosts import parse_hosts, slots_of
 from tfcommx.recipes.reader import RecipeError, RecipePart
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
-from tfcommx.simulator.throughputs import DEFAULT_GPU
 
 
 def compare(
@@ -71,7 +76,7 @@ def compare(
             "such as resnet50. Default: the recipe's model, profiled here."
         ),
     ] = None,
-    gpu: Annotated[str, typer.Option(help=GPU_HELP)] = DEFAULT_GPU,
+    gpu: Annotated[str | None, typer.Option(help=GPU_HELP)] = None,
     batch: Annotated[int | None, typer.Option(min=1, help=BATCH_HELP)] = None,
     throughput: Annotated[float | None, typer.Option(help=THROUGHPUT_HELP)] = None,
     hosts: Annotated[
@@ -100,7 +105,11 @@ def compare(
     # Before the first training, because all of them take hours
     changes, recipes = _checked(setup, plain, _words(methods))
     prices = NOMINAL if links is None else Links.read(links)
-    given = None if model is None else profile_of(model, gpu, throughput, batch)
+    given = None
+    if model is not None:
+        given = profile_of(model, gpu, throughput, batch)
+    else:
+        check_is_measured("the recipe's own model", gpu, throughput, batch)
     if plain.links is not None:
         Links.read(plain.links)
     trainings = _trainings(setup, changes, seeds)

@@ -12,7 +12,15 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from tfcommx.core import ConfigurationError, Links, Topology, json_text, local_path, write_text
+from tfcommx.core import (
+    ConfigurationError,
+    Links,
+    Profile,
+    Topology,
+    json_text,
+    local_path,
+    write_text,
+)
 
 
 class Command(typer.core.TyperCommand):
@@ -126,6 +134,20 @@ def read_links(path: Path, topology: Topology) -> Links:
                 file=sys.stderr,
             )
     return links
+
+
+def read_timed_profile(path: str) -> Profile:
+    """Read the file of a profile whose times a command simulates.
+
+    **Raises:** ConfigurationError for one of sizes only, whose steps would take no time.
+    """
+    profile = Profile.read(path)
+    if not profile.timed:
+        raise ConfigurationError(
+            f"A profile that says when gradients are ready is required. Received {path}, of "
+            f"{profile.model!r}, with sizes only. Measure it by `tfcommx profile`."
+        )
+    return profile
 
 
 def show_parameters(command: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> None:

@@ -8,7 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from tfcommx.cli.parameters import JsonFile, output_file, read_links, write_rows
+from tfcommx.cli.parameters import (
+    JsonFile,
+    output_file,
+    read_links,
+    read_timed_profile,
+    write_rows,
+)
 from tfcommx.core import (
     ConfigurationError,
     Profile,
@@ -28,7 +34,7 @@ from tfcommx.simulator.assumptions import Assumptions, measured_time
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
 
 # Help texts of the options of a model that is given by its name
-GPU_HELP = f"GPU whose published throughput a named model has: {GPU_NAMES}."
+GPU_HELP = f"GPU whose published throughput a named model has: {GPU_NAMES}. Default: {DEFAULT_GPU}."
 BATCH_HELP = (
     f"Samples per rank and step of a named model; the GPU's, or {DEFAULT_BATCH} with --throughput."
 )
@@ -63,7 +69,7 @@ def plan(
         ),
     ] = None,
     mpi: Annotated[bool, typer.Option(help="Include the routes that need MPI.")] = False,
-    gpu: Annotated[str, typer.Option(help=GPU_HELP)] = DEFAULT_GPU,
+    gpu: Annotated[str | None, typer.Option(help=GPU_HELP)] = None,
     batch: Annotated[int | None, typer.Option(min=1, help=BATCH_HELP)] = None,
     throughput: Annotated[float | None, typer.Option(help=THROUGHPUT_HELP)] = None,
     output: Annotated[
@@ -112,19 +118,38 @@ def _asked(selection: str, density: float | None, wire: str, compression: str) -
     return dataclasses.replace(requested, route="allreduce" if selection == "all" else "allgather")
 
 
-def profile_of(model: str, gpu: str, throughput: float | None, batch: int | None) -> Profile:
+def profile_of(model: str, gpu: str | None, throughput: float | None, batch: int | None) -> Profile:
     """Return the profile of a file, or of a known model: at a throughput, or as published.
 
-    **Raises:** ConfigurationError for a name that is neither, and without any throughput.
+    **Raises:** ConfigurationError for a name that is neither, for a model without any throughput,
+    and for a file without times, or with any of the other arguments.
     """
     if model in models.MODELS:
-        return model_profile(model, gpu, throughput, batch)
+        return model_profile(model, gpu or DEFAULT_GPU, throughput, batch)
     if not Path(model).is_file():
         raise ConfigurationError(
             f"A file of a profile, or a model ({', '.join(models.MODELS)}), is required. Received "
             f"{model!r}."
         )
-    return Profile.read(model)
+    check_is_measured(model, gpu, throughput, batch)
+    return read_timed_profile(model)
+
+
+def check_is_measured(
+    model: str, gpu: str | None, throughput: float | None, batch: int | None
+) -> None:
+    """Check that no option of a named model is given for one whose steps are measured.
+
+    **Raises:** ConfigurationError.
+    """
+    options = {"--gpu": gpu, "--throughput": throughput, "--batch": batch}
+    given = [f"{name} {value}" for name, value in options.items() if value is not None]
+    if given:
+        raise ConfigurationError(
+            "`--gpu`, `--throughput` and `--batch` are for a model that is given by its name, such "
+            f"as resnet50; those of {model} are measured. Received {', '.join(given)}. Leave them "
+            "out."
+        )
 
 
 def _row(candidate: Prediction) -> dict[str, Any]:

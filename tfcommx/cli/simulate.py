@@ -13,7 +13,13 @@ from typing import Annotated, Any
 import typer
 
 from tfcommx import routes
-from tfcommx.cli.parameters import JsonFile, output_file, show_parameters, write_rows
+from tfcommx.cli.parameters import (
+    JsonFile,
+    output_file,
+    read_timed_profile,
+    show_parameters,
+    write_rows,
+)
 from tfcommx.core import (
     AUTO,
     PLAIN,
@@ -21,7 +27,6 @@ from tfcommx.core import (
     EngineSettings,
     Link,
     Links,
-    Profile,
     Scheme,
     Topology,
     check_name,
@@ -370,7 +375,7 @@ def _finite(word: str) -> float:
 def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
     """Simulate one step; return its timeline and its row."""
     if settings.profile is not None:
-        profile = Profile.read(settings.profile)
+        profile = read_timed_profile(settings.profile)
     else:
         profile = model_profile(
             settings.model, settings.gpu, settings.throughput, settings.batch, settings.size
