@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfcommx as cx
 
@@ -46,6 +47,41 @@ def test_ranks_with_other_seeds_measure_the_same_and_change_nothing_else() -> No
 
     for one, other in zip(measured(1), measured(2), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_layer_that_is_called_twice_averages_over_both_calls() -> None:
+    """The first call of each batch counted less than the second."""
+    batches = np.random.default_rng(4).normal(3, 2, (3, 16, 4)).astype("float32")
+    norm = keras.layers.BatchNormalization()
+
+    class Net(keras.Model):
+        def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
+            # The call in inference does not update the statistics
+            return norm(inputs) + norm(3 * inputs + 1) + norm(inputs, training=False)
+
+    net = Net()
+    net.norm = norm
+    net(batches[0])
+    again = cx.callbacks.RecalibrateBatchNorm(batches)
+    again.set_model(net)
+    again.on_train_end()
+    inputs = [part for batch in batches for part in (batch, 3 * batch + 1)]
+    means = np.mean([part.mean(axis=0) for part in inputs], axis=0)
+    variances = np.mean([part.var(axis=0) for part in inputs], axis=0)
+    np.testing.assert_allclose(norm.moving_mean, means, rtol=1e-5)
+    np.testing.assert_allclose(norm.moving_variance, variances, rtol=1e-5)
+    assert norm.momentum == 0.99 and "call" not in vars(norm)
+
+
+def test_data_that_is_exhausted_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    norm = keras.layers.BatchNormalization()
+    net = keras.Sequential([keras.layers.Input((4,)), norm])
+    again = cx.callbacks.RecalibrateBatchNorm(iter([np.ones((8, 4))]))
+    again.set_model(net)
+    for warnings in (0, 1):
+        again.on_train_end()
+        assert len(caplog.records) == warnings
+    np.testing.assert_array_equal(norm.moving_mean, np.ones(4))
 
 
 def test_no_batches_are_refused() -> None:

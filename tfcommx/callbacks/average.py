@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,12 +16,15 @@ from tfcommx.keras_internals import (
     finalize_layers,
     layers_of,
     metrics_in,
+    statistics_averaged,
     statistics_of,
     watch_update,
 )
 from tfcommx.optim.broadcast import average_variables
 from tfcommx.optim.metrics_over_ranks import MetricState, metric_results_over_ranks, numbers_in
 from tfcommx.optim.wrapped import trains_alone
+
+log = logging.getLogger("tfcommx")
 
 
 def _state_of(model: keras.Model) -> MetricState:
@@ -133,8 +137,8 @@ class RecalibrateBatchNorm(keras.callbacks.Callback):
     """Measure batch norm's means and variances again at the end of `fit`, from some batches.
 
     For weights that no step has used, such as the centre of elastic averaging: put it behind
-    BroadcastState. Each statistic becomes the plain average of the batches' values; no other
-    variable changes.
+    BroadcastState. Each statistic becomes the plain average of its values in the batches, and of
+    all calls of a layer that the model calls several times; no other variable changes.
 
     >>> import numpy as np
     >>> import tfcommx as cx
@@ -162,12 +166,9 @@ class RecalibrateBatchNorm(keras.callbacks.Callback):
         if not layers:
             return
         statistics = [value for layer in layers for value in layer.non_trainable_variables]
-        usual = [layer.momentum for layer in layers]
-        try:
-            for count, batch in enumerate(itertools.islice(self.data, self.batches)):
-                # The plain average of all batches so far
-                for layer in layers:
-                    layer.momentum = count / (count + 1)
+        count = 0
+        with statistics_averaged(layers):
+            for count, batch in enumerate(itertools.islice(self.data, self.batches), 1):
                 inputs = batch[0] if isinstance(batch, tuple | list) else batch
                 # Because each rank's dropout has its own seeds, and layers such as
                 # SpectralNormalization change their weights in a call
@@ -175,11 +176,14 @@ class RecalibrateBatchNorm(keras.callbacks.Callback):
                     self.model,
                     inputs,
                     lambda _: [value.value for value in statistics],
-                    seed=count,
+                    seed=count - 1,
                     training=True,
                 )
                 for variable, value in zip(statistics, measured, strict=True):
                     variable.assign(value)
-        finally:
-            for layer, momentum in zip(layers, usual, strict=True):
-                layer.momentum = momentum
+        if not count:
+            log.warning(
+                "RecalibrateBatchNorm needs data. Its `data` has yielded no batch, so the "
+                "statistics are those of the training. Pass data that each `fit` can iterate anew, "
+                "such as a list or a tf.data.Dataset."
+            )

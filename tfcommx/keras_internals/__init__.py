@@ -52,6 +52,7 @@ from tfcommx.keras_internals.models import (
     own_variables,
     recurrent_states,
     saved_values,
+    statistics_averaged,
     statistics_of,
     trace_again,
     untracked_variables,

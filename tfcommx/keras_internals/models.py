@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -267,6 +268,38 @@ def calls_recorded(
             vars(layer).pop("call", None)
             if call is not None:
                 object.__setattr__(layer, "call", call)
+
+
+@contextlib.contextmanager
+def statistics_averaged(layers: Sequence[keras.layers.BatchNormalization]) -> Iterator[None]:
+    """Let batch normalizations take the plain average of each statistic over all their calls.
+
+    Only calls that update the statistics count. A layer may be called several times in a model.
+    """
+
+    def averaging(call: Callable[..., Any], layer: Any) -> Callable[..., Any]:
+        calls = itertools.count()
+
+        # Keras passes `training` by its name, wherever the user gave it
+        def averaged(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("training"):
+                count = next(calls)
+                layer.momentum = layer.renorm_momentum = count / (count + 1)
+            return call(*args, **kwargs)
+
+        return averaged
+
+    names = ("call", "momentum", "renorm_momentum")
+    usual = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in layers]
+    try:
+        for layer in layers:
+            object.__setattr__(layer, "call", averaging(layer.call, layer))
+        yield
+    finally:
+        for layer, values in zip(layers, usual, strict=True):
+            for name in names:
+                vars(layer).pop(name, None)
+            vars(layer).update(values)
 
 
 def saved_values(model: keras.Model) -> list[keras.Variable | tf.Tensor]:
