@@ -200,6 +200,15 @@ def test_dtypes_do_not_mix_and_bfloat16_travels_as_float32() -> None:
     }
 
 
+def test_float16_travels_in_codes_too() -> None:
+    """It was sent in 16 bits, whatever the wire, and no word said so."""
+    gradients = [Gradient(dtype, (2048,), dtype) for dtype in ("float16", "bfloat16", "float64")]
+    for wire, of_float16 in (("int8", "int8"), ("int1", "int1"), ("bfloat16", "plain")):
+        plan = make_plan(gradients, {"*": Scheme("asa", wire=wire)}, Topology(2, 1))
+        wires = {name: bucket.wire for bucket in plan.buckets for name in bucket.variables}
+        assert wires == {"float16": of_float16, "bfloat16": wire, "float64": "plain"}
+
+
 @pytest.mark.parametrize(
     ("scheme", "received"),
     [

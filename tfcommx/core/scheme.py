@@ -63,9 +63,10 @@ class Scheme:
     seed: int = 0
     # How entries are written, one of WIRES; "plain": pair32 on sparse routes, the gradient's own
     # dtype on dense ones. "float16", "bfloat16", and on asa and torus codes of 8, 4, 2 or 1 bits
-    # ("int8" ... "int1") are for gradients in float32, also of bfloat16 variables; float16 and
-    # float64 ones travel as they are. In front of an optimizer with momentum 2 and 1 bits diverge,
-    # because momentum amplifies the noise of so few levels. On sparse routes also "module:MEMBER".
+    # ("int8" ... "int1") are for gradients in float32, also of bfloat16 variables. float16 ones
+    # travel as they are in place of bfloat16, and in codes as others; float64 ones always travel as
+    # they are. In front of an optimizer with momentum 2 and 1 bits diverge, because momentum
+    # amplifies the noise of so few levels. On sparse routes also "module:MEMBER".
     wire: str = PLAIN
     # The same for variables that a sparse scheme leaves dense.
     dense_wire: str = PLAIN

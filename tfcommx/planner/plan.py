@@ -24,6 +24,7 @@ from typing import NamedTuple
 from tfcommx import routes
 from tfcommx.core import (
     AUTO,
+    DENSE_CODES,
     DENSE_DTYPES,
     LARGEST,
     NARROW,
@@ -128,8 +129,8 @@ def _stream_of(gradient: Gradient, scheme: Scheme, ways: Ways) -> Stream:
         # Residuals are float32, and would lose the lower bits of a float64
         if not small and gradient.dtype != "float64":
             return Stream(scheme, ways.sparse, "float32")
-    compresses = ways.dense.compression != NO_COMPRESSION and gradient.dtype != "float64"
-    is_native = gradient.dtype in DENSE_DTYPES and not compresses
+    compresses = ways.dense.compression != NO_COMPRESSION or ways.dense.wire in DENSE_CODES
+    is_native = gradient.dtype in DENSE_DTYPES and not (compresses and gradient.dtype != "float64")
     dtype = gradient.dtype if is_native else "float32"
     return Stream(scheme, ways.dense, dtype)
 
