@@ -22,6 +22,7 @@ from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, replacing
 from tfcommx.keras_internals import (
     all_generators,
+    kinds_of,
     recurrent_states,
     statistics_of,
     trainable_variables,
@@ -58,6 +59,8 @@ class OptimizerRecord(NamedTuple):
     common: CommonState = {}  # noqa: RUF012 - never changed
     # The optimizer's state, if Keras does not save it; only rank 0 writes it
     state: dict[str, np.ndarray] = {}  # noqa: RUF012 - never changed
+    # Names of the optimizer's class and its bases; empty in files of earlier versions
+    kinds: list[str] = []  # noqa: RUF012 - never changed
 
     @property
     def variables(self) -> set[str]:
@@ -84,6 +87,7 @@ def record_of(
         weights=exchanger.names.of(model.weights),
         common=exchanger.common_state() if exchanger.comm.rank == 0 else {},
         state=copy_optimizer(optimizer) if writes_state else {},
+        kinds=kinds_of(optimizer),
     )
 
 
@@ -170,6 +174,7 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
         "state": put(record.state),
         "seeds": record.seeds,
         "weights": record.weights,
+        "kinds": record.kinds,
         "common": {name: put(named) for name, named in record.common.items()},
     }
 
@@ -239,4 +244,5 @@ def _record_in(entry: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> Op
         weights=entry["weights"],
         common={name: get(array_names) for name, array_names in entry["common"].items()},
         state=get(entry["state"]),
+        kinds=entry.get("kinds", []),
     )

@@ -28,6 +28,7 @@ from tfcommx.keras_internals import (
     all_generators,
     finalize_layers,
     inner_optimizer,
+    kinds_of,
     recurrent_states,
     restore_train_function,
     trace_again,
@@ -179,6 +180,7 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
     files = _read_files(folder, head, weights)
     roots = _roots_of(files, folder, len(optimizers))
     for optimizer, root in zip(optimizers, roots, strict=True):
+        _require_kind(optimizer, root, folder)
         _pair_by_position(exchanger_in(optimizer).names, model, root.weights)
     if files:  # A rank without files receives its seeds from BroadcastState
         for generator, seed in zip(all_generators(model), files[0][0].seeds, strict=False):
@@ -279,7 +281,7 @@ def _trains_as_saved(optimizer: keras.optimizers.Optimizer, root: OptimizerRecor
 def _require_built(model: keras.Model) -> None:
     if not model.built or not model.weights:
         raise CheckpointError(
-            f"A checkpoint is restored into a model that is built. Received {model.name!r}, which "
+            "A checkpoint is restored into a model that is built. Received {model.name!r}, which "
             "has no weights yet, or was never called. Call it on a batch, or "
             "model.build(input_shape), first."
         )
@@ -310,14 +312,16 @@ def _roots_of(
     """Return rank 0's records, without its own state; refuse another number of optimizers."""
     comm = process.current()
     rows = [
-        (record.trained, record.unlisted, record.weights, record.common)
+        (record.trained, record.unlisted, record.weights, record.common, record.kinds)
         for record in (files[0] if files else [])
     ]
     # From rank 0, because with more ranks than saved some inherit no file
     everyone = comm.gather_objects(rows if comm.rank == 0 else [])
     roots = [
-        OptimizerRecord(trained, GradientState(), "", {}, unlisted, [], weights, common)
-        for trained, unlisted, weights, common in everyone[0]
+        OptimizerRecord(
+            trained, GradientState(), "", {}, unlisted, [], weights, common, kinds=kinds
+        )
+        for trained, unlisted, weights, common, kinds in everyone[0]
     ]
     if len(roots) != optimizers:
         raise CheckpointError(
@@ -325,6 +329,24 @@ def _roots_of(
             f"Received a model with {optimizers}. Compile it as it was."
         )
     return roots
+
+
+def _require_kind(
+    optimizer: keras.optimizers.Optimizer, root: OptimizerRecord, folder: Path
+) -> None:
+    """Refuse an optimizer whose class is neither the saved one, nor a base or a subclass of it.
+
+    Its state may have as many variables, as RMSprop's mean squares and SGD's momenta, which Keras
+    would load.
+    """
+    kinds = kinds_of(optimizer)
+    if root.kinds and kinds[0] not in root.kinds and root.kinds[0] not in kinds:
+        raise CheckpointError(
+            f"A checkpoint is restored into a model with the optimizer that it was saved with. "
+            f"Received {kinds[0]}, and {folder} has the state of {root.kinds[0]}. Compile the "
+            "model as it was; to continue with another optimizer, call model.load_weights on the "
+            ".keras file in that folder before `compile`."
+        )
 
 
 def _known_variables(

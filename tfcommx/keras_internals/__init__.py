@@ -68,6 +68,7 @@ from tfcommx.keras_internals.optimizers import (
     entries_of,
     has_schedule,
     inner_optimizer,
+    kinds_of,
     mix_into,
     moving_averages,
     plain_copy,

@@ -191,6 +191,21 @@ def _odd_arguments(optimizer: keras.optimizers.Optimizer) -> str:
     return explanation
 
 
+def kinds_of(optimizer: keras.optimizers.Optimizer) -> list[str]:
+    """Return the names of an optimizer's class and its bases, without those of all optimizers.
+
+    >>> kinds_of(keras.optimizers.AdamW())
+    ['AdamW', 'Adam']
+    """
+    package, general = __name__.rpartition(".")[0], keras.optimizers.Optimizer.__mro__
+    names = (
+        cls.__name__
+        for cls in type(inner_optimizer(optimizer)).__mro__
+        if cls not in general and not cls.__module__.startswith(package)
+    )
+    return list(dict.fromkeys(names))
+
+
 def plain_copy(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Create the plain optimizer of a wrapped one, without its state."""
     package = __name__.rpartition(".")[0]
