@@ -12,13 +12,16 @@ After the loss of any one host all files of the last complete snapshot are on th
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from tfcommx.checkpoint.place import SnapshotFolder, check_file_name
 from tfcommx.launch.handshake import NO_PARTNER, Caller, Entrance, Handshake
+from tfcommx.launch.supervision import Supervision
 from tfcommx.watch.liveness import listen
 
 PROTOCOL = "tfcommx mirror 1"
@@ -119,6 +122,13 @@ class Mirrors:
             has_model = any(name.startswith("model") for name, _ in files)
             self.place.keep(set(message["keep"]), int(message["rank"]), models=has_model)
             connection.sendall(b"1", socket.MSG_NOSIGNAL)
+
+
+@functools.cache
+def mirrors_of(supervised: Supervision, interfaces: tuple[str, ...], folder: Path) -> Mirrors:
+    """Return the listener of this process, which all calls of `fit` with a folder share."""
+    place = SnapshotFolder(supervised.memory, folder)
+    return Mirrors(supervised.handshake(PROTOCOL), supervised.host, [*interfaces], place)
 
 
 def _copy(connection: socket.socket, file: IO[bytes], size: int) -> None:

@@ -34,7 +34,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.checkpoint.files import Head, memory_model_name, residuals_name
-from tfcommx.checkpoint.mirror import PROTOCOL, Mirrors, Row, partner
+from tfcommx.checkpoint.mirror import Row, mirrors_of, partner
 from tfcommx.checkpoint.newest import RUN, Newest, make_on_all, newest, newest_of_run
 from tfcommx.checkpoint.place import SnapshotFolder, head_array
 from tfcommx.checkpoint.records import read_own, residual_arrays
@@ -44,7 +44,7 @@ from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, check_whole, json_text, local_path
 from tfcommx.keras_internals import build_metrics, finalize_layers, statistics_of
 from tfcommx.launch.launcher import launch_interfaces
-from tfcommx.launch.supervision import MEMORY, PAUSED, SupervisorLink, supervision
+from tfcommx.launch.supervision import MEMORY, PAUSED, SupervisorLink, supervision, supervisor_link
 from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_in, shared_state, trains_alone, wrapped_optimizers
@@ -272,14 +272,13 @@ class Snapshots:
         comm = process.current()
         self._comm = comm
         if comm.rank == 0:
-            self._link = SupervisorLink(self.supervised, comm.topology.size)
+            self._link = supervisor_link(self.supervised, comm.topology.size)
         hosts = comm.gather_objects(self.supervised.host)
         self._writes_model = hosts.index(self.supervised.host) == comm.rank
         # Sends files to the mirror; None if all ranks are on one host
         self._send: Callable[[list[str], list[int]], None] | None = None
         if (keeper := partner(comm.rank, hosts)) is not None:
-            handshake, host = self.supervised.handshake(PROTOCOL), self.supervised.host
-            mirrors = Mirrors(handshake, host, launch_interfaces(), self.place)
+            mirrors = mirrors_of(self.supervised, (*launch_interfaces(),), self.folder)
             rows = comm.gather_objects(tuple(mirrors.row))
             self._send = functools.partial(mirrors.send, Row._make(rows[keeper]), comm.rank)
         make_on_all(self.place, self._writes_model)

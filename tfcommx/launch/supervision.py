@@ -131,3 +131,9 @@ class SupervisorLink:
             while line := lines.readline(LARGEST_MESSAGE):
                 if "pause" in json.loads(line):
                     self.asked_to_pause.set()
+
+
+@functools.cache
+def supervisor_link(supervised: Supervision, size: int) -> SupervisorLink:
+    """Return the connection of this process, which all calls of `fit` share."""
+    return SupervisorLink(supervised, size)
