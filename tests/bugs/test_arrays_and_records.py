@@ -31,6 +31,8 @@ PICTURES, LABELS = np.zeros((4, 32, 32, 3), np.uint8), np.arange(4)
         (PICTURES, np.eye(4), (), "argmax"),
         (PICTURES / 255, LABELS, (), r"uint8.*255 \*"),
         (PICTURES.transpose(0, 3, 1, 2), LABELS, (), "transpose"),
+        (PICTURES, np.ma.masked_equal(LABELS, 1), (), "masked"),
+        (np.ma.masked_less(PICTURES, 99), LABELS, (), "masked"),
         ([PICTURES[0], PICTURES[0, :9]], LABELS[:2], (), "Resize"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -70,6 +70,7 @@ def test_numbers_of_numpy_become_numbers() -> None:
         (Path("a"), "PosixPath"),
         ({1, 2}, "set"),
         (np.array(["a", None]), "ndarray"),
+        (np.ma.masked_less(np.arange(3.0), 1), "MaskedArray"),
         ([lambda: 0], "function"),
         (float, "type"),
     ],

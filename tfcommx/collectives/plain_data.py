@@ -83,13 +83,16 @@ def _to_json(item: Any, arrays: list[bytes]) -> Any:
         return {"dict": [[_to_json(part, arrays) for part in pair] for pair in pairs]}
     if kind is bytes:
         return {"bytes": base64.b64encode(item).decode()}
-    if isinstance(item, np.ndarray) and _DTYPES.fullmatch(item.dtype.name):
+    # Not a masked array: its bytes are those of its fill value, and the mask would be lost
+    is_array = isinstance(item, np.ndarray) and not np.ma.is_masked(item)
+    if is_array and _DTYPES.fullmatch(item.dtype.name):
         # In native byte order, because the name does not include the order
         arrays.append(item.astype(item.dtype.newbyteorder("="), copy=False).tobytes())
         return {"array": [item.dtype.name, list(item.shape)]}
     raise TypeError(
         "Ranks tell each other None, numbers, text, bytes, arrays of numbers, and lists, tuples "
-        f"and dicts of them. Received {kind.__name__}: {item!r:.80}. Give its values."
+        f"and dicts of them. Received {kind.__name__}: {item!r:.80}. Give its values, such as "
+        "`filled(0)` of a masked array."
     )
 
 

@@ -33,6 +33,11 @@ class Arrays:
         classes: tuple[str, ...] = (),
         name: str = "arrays",
     ) -> None:
+        if np.ma.is_masked(images) or np.ma.is_masked(labels):
+            raise DataError(
+                "Images and labels without masked entries are required, because the mask would be "
+                "lost. Received a masked array. Leave those samples out, or give `filled(0)`."
+            )
         try:
             images, labels = np.asarray(images), np.asarray(labels)
         except ValueError as error:  # Lists of images of several sizes
