@@ -371,7 +371,11 @@ def test_results_after_evaluate_and_in_a_loop_of_one_s_own(
     assert cx.metrics_over_ranks([]) == {}
 
 
-def test_counts_beyond_float32_and_float16(comm: Comm, warned_about: Callable[[str], int]) -> None:
+def test_counts_beyond_their_dtypes(comm: Comm, warned_about: Callable[[str], int]) -> None:
+    words = K.Sum(name="words", dtype="int32")
+    words.total.assign(1_500_000_000)
+    require_equal(cx.metrics_over_ranks([words]), {"words": 1_500_000_000})
+    assert warned_about("words") == (comm.rank == 0)
     many, half = K.Mean(name="many"), K.Mean(name="half", dtype="float16")
     many.count.assign(2.0**24 - comm.rank)
     many.total.assign(2.0**25 + 2)

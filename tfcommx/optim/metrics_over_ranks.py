@@ -25,6 +25,10 @@ Results = dict[str, np.ndarray]
 # For each variable of a metric its value after a reset; None: a constant, the same on all ranks
 Starts = list[np.ndarray | None]
 
+_OVERFLOW = (
+    "%r is the mean of the ranks' own values, and not the value over all samples: the sum over the "
+    "ranks is beyond the dtype of one of its variables. Make them float32 or int64."
+)
 # Reasons for a mean in place of the value over all samples
 _NOT_A_SUM = (
     "its metric has other state than sums that begin anew in each epoch, or its update_state could "
@@ -199,7 +203,7 @@ def metric_results_over_ranks(
     forms = {prefix: _common_forms(prefix, reports) for prefix in prefixes}
     totals = _add(states, starts, forms)
     combined = {
-        prefix: _combine(states[prefix], starts[prefix], forms[prefix], totals[prefix])
+        prefix: _combine(states[prefix], starts[prefix], forms[prefix], totals[prefix], warned)
         for prefix in prefixes
         if leads[prefix] == comm.rank
     }
@@ -295,16 +299,21 @@ def _combine(
     starts: list[Starts | None],
     forms: list[_Form],
     totals: list[list[np.ndarray]],
+    warned: set[str],
 ) -> tuple[Results, list[str]]:
     """Return the results from the sums of all ranks, and the names of those not from sums alone."""
     values, not_added = [], []
     for metric, local, parts, form, added in zip(
         state.metrics, state.values, starts, forms, totals, strict=True
     ):
-        combined = local
+        combined, overflows = local, False
         if parts is not None and form.adds is not None:
-            combined = _with_sums(local, parts, added)
-        if form.adds is None or _overflows(local, combined, added):
+            combined, overflows = _with_sums(local, parts, added)
+        # Here, because the ranks' own values may be equal, of which nothing else warns
+        if overflows and metric.name not in warned:
+            log.warning(_OVERFLOW, metric.name)
+            warned.add(metric.name)
+        if form.adds is None or overflows:
             not_added.append(metric)
             combined = local
         values.append(combined)
@@ -334,25 +343,23 @@ def _combine(
 
 def _with_sums(
     local: list[np.ndarray], starts: Starts, added: list[np.ndarray]
-) -> list[np.ndarray]:
-    """Return a metric's values with the sums of all ranks, in the dtypes of its variables."""
-    remaining = iter(added)
-    # `_overflows` finds sums that the dtype cannot hold
-    with np.errstate(over="ignore"):
-        return [
-            value if start is None else (start + next(remaining)).astype(value.dtype)
-            for value, start in zip(local, starts, strict=True)
-        ]
+) -> tuple[list[np.ndarray], bool]:
+    """Return a metric's values with the sums of all ranks, in the dtypes of its variables.
 
-
-def _overflows(
-    local: list[np.ndarray], combined: list[np.ndarray], added: list[np.ndarray]
-) -> bool:
-    """Return True if a dtype does not hold the sums: float16 ends at 65,504."""
-    return all(np.all(np.isfinite(total)) for total in added) and any(
-        np.any(np.isfinite(value) & ~np.isfinite(new))
-        for value, new in zip(local, combined, strict=True)
-    )
+    Returns:
+        Also True if a dtype does not hold its sum: float16 ends at 65,504, int32 at 2^31 - 1.
+    """
+    remaining, values, overflows = iter(added), [], False
+    for value, start in zip(local, starts, strict=True):
+        if start is not None:
+            total = start + next(remaining)
+            with np.errstate(over="ignore", invalid="ignore"):
+                value = total.astype(value.dtype)
+            # Rounding to 16 bits changes less
+            near = np.isclose(value.astype(np.float64), total, rtol=0.01, atol=1)
+            overflows |= bool(np.any(np.isfinite(total) & ~near))
+        values.append(value)
+    return values, overflows
 
 
 def _choose(
