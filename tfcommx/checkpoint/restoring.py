@@ -281,7 +281,7 @@ def _trains_as_saved(optimizer: keras.optimizers.Optimizer, root: OptimizerRecor
 def _require_built(model: keras.Model) -> None:
     if not model.built or not model.weights:
         raise CheckpointError(
-            "A checkpoint is restored into a model that is built. Received {model.name!r}, which "
+            f"A checkpoint is restored into a model that is built. Received {model.name!r}, which "
             "has no weights yet, or was never called. Call it on a batch, or "
             "model.build(input_shape), first."
         )
@@ -342,7 +342,7 @@ def _require_kind(
     kinds = kinds_of(optimizer)
     if root.kinds and kinds[0] not in root.kinds and root.kinds[0] not in kinds:
         raise CheckpointError(
-            f"A checkpoint is restored into a model with the optimizer that it was saved with. "
+            "A checkpoint is restored into a model with the optimizer that it was saved with. "
             f"Received {kinds[0]}, and {folder} has the state of {root.kinds[0]}. Compile the "
             "model as it was; to continue with another optimizer, call model.load_weights on the "
             ".keras file in that folder before `compile`."
