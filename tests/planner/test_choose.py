@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tfcommx.core import NOMINAL, Links, PlanError, Profile, Scheme, Topology, VariableProfile
-from tfcommx.planner.choose import candidates
+from tfcommx.planner.choose import SHORT_WIRE, candidates
 from tfcommx.planner.predict import Setting, describe, what_helps
 from tfcommx.simulator.assumptions import Assumptions
 
@@ -84,6 +84,14 @@ def test_selection_wins_on_a_slow_network_and_loses_on_a_fast_one() -> None:
     assert sparse[0].bytes_between < 0.1 * max(one.bytes_between for one in sparse)
     dense = candidates(Setting(profile(), Topology(1, 2), NOMINAL, takes), SPARSE)
     assert dense[0].scheme.selection == "all"
+
+
+def test_selected_entries_travel_in_the_short_format_unless_another_is_named() -> None:
+    """`tfcommx plan` priced 8 bytes an entry, where `Scheme("auto")` sends 2."""
+    setting = Setting(profile(), Topology(4, 2), slow(50))
+    for wire, formats in (("plain", {SHORT_WIRE}), ("elias/float32", {"elias/float32"})):
+        found = candidates(setting, dataclasses.replace(SPARSE, wire=wire), thorough=False)
+        assert {one.scheme.wire for one in found if one.scheme.selection != "all"} == formats
 
 
 def test_what_is_kept_is_counted_as_the_executor_keeps_it() -> None:

@@ -45,11 +45,6 @@ CLEARLY_FASTER = 0.8
 MAX_TRIALS = 3
 # Most without a measured profile and measured links, where predictions are only of the exchange.
 MAX_GUESSES = 2
-# Format of selected entries if the scheme names none: about half the bytes of
-# block16/float16. Rounding errors, some 1e-5 of the squares, stay in the residual. Prices depend on
-# bytes alone, and these are always fewer; reading an entry takes a nanosecond more, as long as the
-# saved bits do on a link of some 20 Gbit/s. elias/int4 is shorter, and loses some 1e-2: by request.
-SHORT_WIRE = "elias/int8"
 # Seconds of computing that are negligible against any exchange.
 NO_TIME = 1e-9
 
@@ -344,9 +339,7 @@ def _ranking(
         within = [prediction for prediction in predictions if prediction.bytes_between <= limit]
         must_choose = rules_out_plain(schemes, request.topology)
         return _Ranking(profile, within, of_plain.step_s, must_choose)
-    shortened = auto.selection != "all" and auto.wire == PLAIN
-    wire = SHORT_WIRE if shortened else auto.wire
-    named = dataclasses.replace(auto, route=Scheme().route, wire=wire, budget=None)
+    named = dataclasses.replace(auto, route=Scheme().route, budget=None)
     best_first = candidates(setting, named, messages, thorough)
     # With its own merging, because plain Horovod would not have the others
     plain_s = next(prediction.step_s for prediction in best_first if prediction.scheme == plain)
