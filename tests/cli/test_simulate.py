@@ -196,7 +196,12 @@ def test_a_profile_of_sizes_is_refused(tmp_path: Path) -> None:
         (["--slow-port", "1.5"], r"slow_port=1\.5"),
         (["--jitter", "1"], r"jitter=1\.0"),
         (["--nodes", "0"], "nodes=0"),
-        (["--throughput", "-1"], "`samples_per_second`"),
+        # Named as the user wrote it, not as a field of the links or of the profile
+        (["--throughput", "-1"], "`throughput`"),
+        (["--between-alpha", "-1"], r"`between_alpha`.*-1"),
+        (["--gamma", "inf"], r"`gamma`.*inf"),
+        (["--cycle", "-1"], r"`cycle`.*-1"),
+        (["--loading", "nan"], r"`loading`.*nan"),
         (["--sweep", "node=1,2"], r"'node'.*'nodes'"),
         (["--sweep", "nodes=1,...,x"], r"'1,\.\.\.,x'"),
         (["--sweep", "nodes"], r"`--sweep`.*'nodes'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -75,3 +77,11 @@ def test_a_profile_of_sizes_has_no_times() -> None:
 def test_what_is_refused_at_birth(make: object, message: str) -> None:
     with pytest.raises(TfcommxError, match=message):
         make()
+
+
+def test_a_file_of_another_kind_is_named_once(tmp_path: Path) -> None:
+    """The error said twice that a profile was required, with the text of the file between."""
+    (tmp_path / "recipe.yaml").write_text("name: mine")
+    with pytest.raises(TfcommxError, match=r"recipe\.yaml.*JSONDecodeError") as caught:
+        Profile.read(tmp_path / "recipe.yaml")
+    assert str(caught.value).count("Received") == 1

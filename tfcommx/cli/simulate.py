@@ -52,6 +52,17 @@ def setting(default: Any, text: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": text})
 
 
+# Range -> settings whose numbers lie in it, for errors that name the user's setting
+RANGES_OF_SETTINGS = {
+    "> 0": ("between_gbit", "inside_gbytes", "bucket_mbytes"),
+    ">= 0": (
+        *("between_alpha", "inside_alpha", "gamma", "cycle", "fusion_mbytes"),
+        *("engine_seconds", "spread", "contention", "loading"),
+    ),
+    "in (0, 1]": ("efficiency",),
+}
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of a simulation: options, or keys of a YAML file with - or _."""
@@ -146,10 +157,10 @@ class Settings:
         for name in ("batch", "size"):
             if (value := getattr(self, name)) is not None:
                 check_whole(name, value, least=1)
-        for name in ("between_gbit", "inside_gbytes", "bucket_mbytes"):
-            if (value := getattr(self, name)) is not None:
-                check_number(name, value, "> 0")
-        check_number("efficiency", self.efficiency, "in (0, 1]")
+        for wanted, names in RANGES_OF_SETTINGS.items():
+            for name in names:
+                if (value := getattr(self, name)) is not None:
+                    check_number(name, value, wanted)
 
     @property
     def requested_scheme(self) -> Scheme:
@@ -163,7 +174,7 @@ class Settings:
             selection,
             default if self.density is None else self.density,
             self.dense_route,
-            bucket_bytes=None if mbytes is None else round(mbytes * 1e6),
+            bucket_bytes=None if mbytes is None else max(1, round(mbytes * 1e6)),
             wire=self.wire,
             merging=self.merging,
             compression=self.compression,
@@ -188,7 +199,7 @@ class Settings:
             links = measured._replace(**nominal)
         buffer = None
         if self.fusion_mbytes is not None:
-            buffer = round(check_number("fusion_mbytes", self.fusion_mbytes, ">= 0") * 2**20)
+            buffer = round(self.fusion_mbytes * 2**20)
         changes: dict[str, Any] = {
             "name": self.engine,
             "nics": self.nics,

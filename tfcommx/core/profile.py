@@ -215,12 +215,7 @@ class Profile:
         **Raises:** ConfigurationError for anything else.
         """
         try:
-            read: Mapping[str, Any] = json.loads(text)
-            rows = tuple(
-                VariableProfile(**{**row, "shape": tuple(row["shape"])})
-                for row in read["variables"]
-            )
-            return Profile(**{**read, "variables": rows})
+            return Profile._parse(text)
         except Exception as error:  # Any exception; the text may have any content
             if isinstance(error, ConfigurationError):
                 raise
@@ -235,9 +230,18 @@ class Profile:
 
         **Raises:** ConfigurationError if the file is missing or invalid.
         """
-        remedy = "Make it anew: `tfcommx profile`, or `Profile.to_json`."
+        remedy = "Write one: `tfcommx profile RECIPE`, or `Profile.to_json`."
         with reading("A profile", path, remedy):
-            return Profile.from_json(local_path("path", path).read_text())
+            return Profile._parse(local_path("path", path).read_text())
+
+    @staticmethod
+    def _parse(text: str) -> Profile:
+        """Parse the result of `to_json`. **Raises:** any exception for anything else."""
+        read: Mapping[str, Any] = json.loads(text)
+        rows = tuple(
+            VariableProfile(**{**row, "shape": tuple(row["shape"])}) for row in read["variables"]
+        )
+        return Profile(**{**read, "variables": rows})
 
     @staticmethod
     def of_sizes(model: str, variables: tuple[VariableProfile, ...]) -> Profile:

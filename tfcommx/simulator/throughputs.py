@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tfcommx.core import ConfigurationError, LayerTable, Profile, check_name
+from tfcommx.core import ConfigurationError, LayerTable, Profile, check_name, check_number
 from tfcommx.simulator import models
 
 
@@ -119,10 +119,11 @@ def model_profile(
         batch: samples of one GPU in a step, >= 1.
         size: pixels a side, or words, of a sample, >= 1.
 
-    **Raises:** ConfigurationError for an unknown model or GPU, and if no throughput is given or
-    published.
+    **Raises:** ConfigurationError for an unknown model or GPU, a throughput that is not positive,
+    and if none is given or published.
     """
     if throughput is not None:
+        check_number("throughput", throughput, "> 0")
         table = models.get(model, size)
         samples = DEFAULT_BATCH if batch is None else batch
         return Profile.from_throughput(table, throughput, batch=samples)
