@@ -24,7 +24,12 @@ from tfcommx.core import (
 
 
 class Command(typer.core.TyperCommand):
-    """A command that names a refused value, and refuses an empty path."""
+    """A command that names a refused value, refuses an empty path, and has a plain help."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help as lines, because rich's table cuts names of options at 80 columns."""
+        self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words of a command line into `ctx.params`; return those that are left.
