@@ -52,7 +52,10 @@ def show_rows(
     bold: Callable[[int], bool] = lambda _: False,
     title: str | None = None,
 ) -> None:
-    """Print rows as a table.
+    """Print rows as a table whose words are unbroken.
+
+    On a terminal that is too narrow for it, a single row becomes a line for each column, and
+    several rows run over the edge.
 
     Args:
         rows: name of the column -> cell; all have the same columns.
@@ -60,11 +63,25 @@ def show_rows(
         bold: position of a row -> True if it is printed in bold.
         title: heading of the table; None: no heading.
     """
+    console = terminal_console()
     table = table_of(title, rows[0], left)
     table.box = None
     for position, row in enumerate(rows):
         table.add_row(*map(str, row.values()), style="bold" if bold(position) else None)
-    terminal_console().print(table)
+    # Because rich shrinks all columns alike, and would break `allreduce` and `0.05709`
+    for column in table.columns:
+        words = " ".join([str(column.header), *map(str, column.cells)]).split()
+        column.min_width = max(map(len, words), default=0)
+    least = sum(column.min_width or 0 for column in table.columns)
+    gaps = len(table.columns)
+    if least + 2 * gaps > console.width:
+        table.padding = (0, 1, 0, 0)
+        if least + gaps > console.width and len(rows) == 1:
+            table = Table.grid(padding=(0, 2))
+            for name, cell in rows[0].items():
+                table.add_row(name, str(cell))
+        console.width = max(console.width, least + gaps)
+    console.print(table, crop=False)
 
 
 def table_of(
