@@ -72,8 +72,12 @@ def test_a_gain_that_is_not_notable_is_marked(files: tuple[str, str], tmp_path: 
     assert "Its step is 0." in printed and printed.rstrip().endswith("Scheme().")
 
 
-def test_a_model_by_name(files: tuple[str, str]) -> None:
-    assert "allreduce, threshold" in run("vgg19", "--gpu", "v100", "--links", files[1])
+def test_a_model_by_name(files: tuple[str, str], tmp_path: Path) -> None:
+    """The advice was to pass its plan to an optimizer, which refused the table's variables."""
+    words = ("--links", files[1], "--output", str(tmp_path / "plan.json"))
+    printed = run("vgg19", "--gpu", "v100", *words)
+    assert "allreduce, threshold" in printed and "not those of a Keras model" in printed
+    assert "not those of a Keras model" not in run(files[0], *words)
 
 
 @pytest.mark.parametrize(

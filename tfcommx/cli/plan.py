@@ -104,6 +104,11 @@ def plan(
     if output:
         write_text(output, best.plan.to_json())
         print(f"{output}: its plan, of {len(best.plan.buckets)} buckets.")
+        if model in models.MODELS:
+            print(
+                "It names the variables of a table, not those of a Keras model. For a plan that "
+                "DistributedOptimizer(plan=...) takes, give a profile of your model."
+            )
 
 
 def _asked(selection: str, density: float | None, wire: str, compression: str) -> Scheme:
@@ -216,6 +221,6 @@ def advice(best: Prediction) -> str:
     if not merging.get(scheme.merging).needs_times:
         return code
     return (
-        f"{code}. Its merging needs a profile: write the plan with `tfcommx plan --output`, and "
-        "pass its text: DistributedOptimizer(plan=tfcommx.routes.read_plan(text))"
+        f"{code}. Its merging needs a file of your model's profile, as cx.profile measures it in "
+        "one process: DistributedOptimizer(..., profile='profile.json', links='links.json')"
     )
