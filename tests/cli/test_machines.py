@@ -51,6 +51,15 @@ def run(*words: str) -> str:
     return ended.output
 
 
+def test_a_model_without_rows_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was missing from the table without a word."""
+    content = {"model": ["resnet50", "vgg16"], "nodes": [1, 2], "machines": {"a": {"slots": 8}}}
+    (tmp_path / "offers.yaml").write_text(yaml.dump(content))
+    rows = offer_rows(read_offers(tmp_path / "offers.yaml"))
+    assert {row["model"] for row in rows} == {"resnet50"}
+    assert capsys.readouterr().err.count("'vgg16'") == 1
+
+
 def test_the_cost_of_an_epoch_as_worked_out_by_hand(tmp_path: Path) -> None:
     """Two ranks without exchange: 400 samples a second, 25,000 s, 6.94 hours at 3 an hour."""
     schemes = {"one": {"merging": "single", "inside_alpha": 0, "gamma": 0}}

@@ -23,6 +23,7 @@ from tfcommx.core import ConfigurationError, check_name, check_number, check_who
 from tfcommx.planner.choose import NOTABLY_FASTER
 from tfcommx.planner.predict import MISSES
 from tfcommx.report import figures
+from tfcommx.report.summary import plural
 from tfcommx.report.terminal import show_rows
 
 # Approximate seconds of a simulated step
@@ -125,7 +126,8 @@ def machines(
     rows = offer_rows(offers)
     best = [row for row in rows if row["best"]]
     _show(best)
-    print(f"{len(best)} cells, {len(rows)} simulated steps in {time.monotonic() - start:.1f} s.")
+    seconds = time.monotonic() - start
+    print(f"{plural(len(best), 'cell')}, {len(rows)} simulated steps in {seconds:.1f} s.")
     if csv_file:
         table = io.StringIO()
         writer = csv.DictWriter(table, list(rows[0]))
@@ -160,6 +162,11 @@ def read_offers(file: Path) -> Offers:
     for settings in schemes.values():
         _check_settings(file, settings, ())
     samples = content.get("epoch_samples")
+    if prices and "epoch_samples" not in content:
+        raise ConfigurationError(
+            f"Prices need `epoch_samples`, the samples to pay for. Received prices of "
+            f"{', '.join(prices)} in {file}. Add it, or leave the prices out."
+        )
     if prices:
         samples = check_whole("epoch_samples", samples, least=1)
     return Offers(samples, prices, machines, schemes)
@@ -174,12 +181,14 @@ def offer_rows(offers: Offers) -> list[dict[str, Any]]:
         scheme of a cell, and `unbeaten` for such a row if no other of its model beats it in time
         and cost; without prices none is.
 
-    **Cost:** about 10 ms per row, for any number of ranks.
+    **Cost:** about 10 ms per row, for any number of ranks. Prints why cells have no row.
     **Raises:** ConfigurationError for settings that are out of range, and for a scheme that is
     impossible in all cells.
     """
     rows: list[dict[str, Any]] = []
     refused: dict[str, ConfigurationError] = {}
+    # Reasons, in place of a set because of their order
+    empty: dict[str, None] = {}
     for machine, cell in offers.cells():
         cell_rows = []
         for name, scheme in offers.schemes.items():
@@ -188,8 +197,11 @@ def offer_rows(offers: Offers) -> list[dict[str, Any]]:
                 _, step = simulated_step(settings)
             except ConfigurationError as error:  # Such as a scheme of two levels on one node
                 refused.setdefault(name, error)
+                reason = error
                 continue
             cell_rows.append(_row(offers, machine, settings, name, step))
+        if not cell_rows:
+            empty[f"{machine} has no row for some settings. {reason}"] = None
         best = _best(cell_rows)
         for row in cell_rows:
             row.update(_speedups(cell_rows[0], row))
@@ -198,6 +210,8 @@ def offer_rows(offers: Offers) -> list[dict[str, Any]]:
     for name, refusal in refused.items():
         if name not in {row["scheme"] for row in rows}:
             raise refusal
+    for note in empty:
+        print(f"tfcommx: {note}", file=sys.stderr)
     rivals = [row for row in rows if row["best"]] if offers.prices else []
     return [
         {**row, "unbeaten": bool(rivals) and row["best"] and not _is_beaten(row, rivals)}
