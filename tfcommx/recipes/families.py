@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import keras
@@ -23,16 +23,8 @@ if TYPE_CHECKING:
     from tfcommx.collectives.comm import Comm
     from tfcommx.core import Topology
 
-T = TypeVar("T")
-
-
-class Gather(Protocol):
-    """Gathers an object from every rank, as `Comm.gather_objects` does."""
-
-    def __call__(self, item: T, /) -> list[T]:
-        """Return the `item` of every rank, in the order of the ranks."""
-
-
+# Object of this rank -> those of all ranks, in their order, as by `Comm.gather_objects`
+Gather = Callable[[Any], list[Any]]
 # (this rank's batches of test samples, gather) -> scores of a model over all ranks
 Scorer = Callable[["tf.data.Dataset", Gather], dict[str, float]]
 

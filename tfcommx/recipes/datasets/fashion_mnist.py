@@ -79,22 +79,12 @@ def damaged(path: Path, required: str, received: str) -> str:
 
 
 FILES = (
-    "train-images-idx3-ubyte.gz",
-    "train-labels-idx1-ubyte.gz",
-    "t10k-images-idx3-ubyte.gz",
-    "t10k-labels-idx1-ubyte.gz",
+    *("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
+    *("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
 )
 CLASSES = (
-    "T-shirt",
-    "trouser",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "ankle boot",
+    *("T-shirt", "trouser", "pullover", "dress", "coat"),
+    *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
 )
 TRAIN_IMAGES, TEST_IMAGES, SIDE = 60_000, 10_000, 28
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
