@@ -105,7 +105,7 @@ class Translation:
         import numpy as np
         import tensorflow as tf
 
-        from tfcommx.recipes.text.decoding import beam_decoder, greedy_decoder
+        from tfcommx.recipes.text.decoding import beam_decoder
         from tfcommx.recipes.text.layers import count_right
 
         words = {name: tf.TensorSpec([None, None], tf.int32) for name in ("source", "target")}
@@ -116,10 +116,7 @@ class Translation:
         def count(inputs: dict[str, tf.Tensor], labels: tf.Tensor) -> tf.Tensor:
             return tf.stack(count_right(labels, model(inputs, training=False)))
 
-        if self.settings.beam == 1:
-            decode = greedy_decoder(model)
-        else:
-            decode = beam_decoder(model, self.settings.beam, self.settings.length_penalty)
+        decode = beam_decoder(model, self.settings.beam, self.settings.length_penalty)
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
             # In float64, because float32 counts words exactly only up to 2^24

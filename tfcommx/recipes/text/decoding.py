@@ -15,56 +15,8 @@ MORE = 50
 
 
 def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Return a function that translates a batch with the model's current weights.
-
-    Args:
-        model: maps {"source", "target"} to logits [n, words, vocabulary]. If it has the layers
-            `decoded` and `words` (as `recipes.models.transformer`), only the last word's logits are
-            computed.
-        more: largest number of words of a translation beyond its source's, >= 0; longer ones are
-            cut. A translation does not depend on the rest of its batch, because padding does not
-            count.
-
-    Returns:
-        A function of source int32 [n, words] to translations int32 [n, longest], filled with END.
-
-    **Cost:** one call of the model for each word of the longest translation, on all words before.
-    """
-    logits_of = next_logits(model)
-
-    def decode(source: tf.Tensor) -> tf.Tensor:
-        limits = most_words(source, more)
-        prefix = tf.fill([tf.shape(source)[0], 1], BEGIN)
-
-        def continues(prefix: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
-            return ~tf.reduce_all(ended)
-
-        def extend(prefix: tf.Tensor, ended: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            word = tf.argmax(logits_of(source, prefix), axis=-1, output_type=tf.int32)
-            # Filled up after its end, because other translations of the batch have not ended
-            word = tf.where(ended, END, word)
-            cut = tf.shape(prefix)[1] >= limits
-            return tf.concat([prefix, word[:, None]], axis=1), ended | (word == END) | cut
-
-        # Without lengths, because the prefix grows, which a loop refuses for fixed shapes
-        shapes = [tf.TensorShape([None, None]), tf.TensorShape([None])]
-        prefix, _ = tf.while_loop(continues, extend, [prefix, limits < 1], shape_invariants=shapes)
-        return prefix[:, 1:]
-
-    return _traced(decode)
-
-
-def _traced(decode: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
-    # One trace for all shapes, because nearly every batch has another length
-    traced: Callable[[tf.Tensor], tf.Tensor] = tf.function(
-        decode, [tf.TensorSpec([None, None], tf.int32)], autograph=False
-    )
-    return traced
-
-
-def most_words(source: tf.Tensor, more: int) -> tf.Tensor:
-    """Return int32 [n], the largest number of words of each source's translation."""
-    return tf.math.count_nonzero(source != PADDING, axis=1, dtype=tf.int32) + more
+    """Return a function that translates by the most probable next word: a beam of 1."""
+    return beam_decoder(model, 1, more=more)
 
 
 def next_logits(model: keras.Model) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
@@ -101,9 +53,17 @@ def beam_decoder(
     as a word. A beam of 1 is greedy decoding.
 
     Args:
-        model, more: as in `greedy_decoder`.
+        model: maps {"source", "target"} to logits [n, words, vocabulary]. If it has the layers
+            `decoded` and `words` (as `recipes.models.transformer`), only the last word's logits are
+            computed.
         beam: number of translations that are kept for each sentence, >= 1.
         length_penalty: >= 0; 0 compares probabilities, which favours short translations.
+        more: largest number of words of a translation beyond its source's, >= 0; longer ones are
+            cut. A translation does not depend on the rest of its batch, because padding does not
+            count.
+
+    Returns:
+        A function of source int32 [n, words] to translations int32 [n, longest], filled with END.
 
     **Cost:** one call of the model for each word of the longest translation, on `beam` times the
     sentences and all words before.
@@ -116,7 +76,8 @@ def beam_decoder(
         return logs / ((5.0 + tf.cast(lengths, tf.float32)) / 6.0) ** length_penalty
 
     def decode(source: tf.Tensor) -> tf.Tensor:
-        sentences, limits = tf.shape(source)[0], most_words(source, more)[:, None]
+        sentences = tf.shape(source)[0]
+        limits = tf.math.count_nonzero(source != PADDING, 1, keepdims=True, dtype=tf.int32) + more
         sources = tf.repeat(source, beam, axis=0)
 
         def continues(
@@ -133,15 +94,18 @@ def beam_decoder(
         ) -> State:
             rows = tf.reshape(prefixes, [sentences * beam, -1])
             # Float32 also in mixed precision, because half precision would make many sums equal
-            words = tf.nn.log_softmax(tf.cast(logits_of(sources, rows), tf.float32))
-            vocabulary = tf.shape(words)[1]
-            words = tf.reshape(words, [sentences, beam, vocabulary])
+            logits = tf.cast(logits_of(sources, rows), tf.float32)
+            vocabulary = tf.shape(logits)[1]
+            logits = tf.reshape(logits, [sentences, beam, vocabulary])
             # A finished translation is extended by END, at no cost
             silence = tf.one_hot(END, vocabulary, on_value=0.0, off_value=-math.inf)
-            grown = logs[..., None] + tf.where(ended[..., None], silence, words)
+            words = tf.where(ended[..., None], silence, tf.nn.log_softmax(logits))
+            grown = logs[..., None] + words
             lengths += tf.cast(~ended, tf.int32)
-            ranked = tf.reshape(goodness(grown, lengths[..., None]), [sentences, -1])
-            chosen = tf.math.top_k(ranked, beam).indices
+            ranked = goodness(grown, lengths[..., None])
+            if beam == 1:  # Greedy: a sum with the words before could round two logits alike
+                ranked = tf.where(ended[..., None], silence, logits)
+            chosen = tf.math.top_k(tf.reshape(ranked, [sentences, -1]), beam).indices
             word, parents = chosen % vocabulary, chosen // vocabulary
             prefixes, lengths, ended = (
                 tf.gather(state, parents, batch_dims=1) for state in (prefixes, lengths, ended)
@@ -161,4 +125,8 @@ def beam_decoder(
         prefixes, *_ = tf.while_loop(continues, extend, begin, shape_invariants=tuple(shapes))
         return prefixes[:, 0, 1:]
 
-    return _traced(decode)
+    # One trace for all shapes, because nearly every batch has another length
+    traced: Callable[[tf.Tensor], tf.Tensor] = tf.function(
+        decode, [tf.TensorSpec([None, None], tf.int32)], autograph=False
+    )
+    return traced
