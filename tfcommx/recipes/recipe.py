@@ -194,37 +194,25 @@ class Recipe(RecipePart):
     threads: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
-    def _warm_up_ends(self) -> Recipe:
+    def _parts_fit(self) -> Recipe:
         rate = self.learning_rate
         if rate.warm_up_steps is None and rate.warm_up_epochs >= self.epochs:
             raise ValueError(
                 f"learning_rate.warm_up_epochs must be less than the {self.epochs} epochs of all "
                 f"phases. Received {rate.warm_up_epochs}."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _momentum_once(self) -> Recipe:
         if self.optimizer.momentum and any(phase.scheme.momentum for phase in self.phases):
             raise ValueError(
                 "Momentum must be applied once: the optimizer's or the schemes'. Received "
                 f"optimizer.momentum={self.optimizer.momentum} (0.9 if it is not given). Set it to "
                 "0, or leave momentum out of the schemes."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _test_pictures_have_pixels(self) -> Recipe:
         least = min(phase.resolution for phase in self.phases)
         if isinstance(self.data, PictureDataset) and not round(least * self.data.test_scale):
             raise ValueError(
                 "data.test_scale must leave a pixel of a side in tests. Received "
                 f"{self.data.test_scale} for a phase of the resolution {least}. Raise it."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _model_takes_the_pictures(self) -> Recipe:
         if "resolution" not in getattr(type(self.model), "model_fields", {}):
             return self
         pixels = self.model.resolution  # type: ignore[attr-defined]
