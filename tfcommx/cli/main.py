@@ -46,22 +46,10 @@ COMMANDS: dict[str, dict[str, Any]] = {
 RANK_0_FIRST_SECONDS = 5.0
 # Errors of the system that a user can fix, such as a full disk or a folder that is read-only
 CANNOT_WRITE = (
-    errno.EACCES,
-    errno.EDQUOT,
-    errno.EEXIST,
-    errno.EFBIG,
-    errno.EIO,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.EMFILE,
-    errno.ENAMETOOLONG,
-    errno.ENFILE,
-    errno.ENOENT,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ESTALE,
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EMFILE, errno.ENFILE),
+    *(errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR),
+    *(errno.EIO, errno.ESTALE),
 )
 
 

@@ -31,16 +31,8 @@ PARTS = {
 STEADY = ("data", "compute", "gradients", "update")
 # Keys that a summary must have to be shown
 REQUIRED = (
-    "test_accuracy",
-    "ranks",
-    "nodes",
-    "epochs",
-    "seconds",
-    "throughput",
-    "bytes_between_nodes",
-    "bytes_between_nodes_dense",
-    "replicas_identical",
-    "rows",
+    *("test_accuracy", "ranks", "nodes", "epochs", "seconds", "throughput", "rows"),
+    *("bytes_between_nodes", "bytes_between_nodes_dense", "replicas_identical"),
 )
 
 
