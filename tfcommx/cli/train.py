@@ -41,40 +41,36 @@ TrainWords = Callable[[int], list[str]]
 STALE_SECONDS = 60.0
 
 
-def launch_train(hosts: list[Host], words: list[str], folder: Path, saves: bool = True) -> None:
-    """Run `tfcommx WORDS...` on every slot until the ranks end; signals go to a LaunchStopper.
-
-    **Raises:** LaunchError if a rank fails; SystemExit after a user's error.
-    """
-    advice = "Add --resume to continue from the last checkpoint."
-    launch, stop = Launch(tuple(hosts), train_command(words)), LaunchStopper(folder, saves)
-    if failure := carry_out(launch, stop, advice):
-        if failure.status == USER_ERROR:  # A rank has printed it
-            sys.exit(USER_ERROR)
-        raise LaunchError(str(failure), 1)
-
-
-def train_command(words: list[str]) -> tuple[str, ...]:
-    if sys.stdout.isatty():  # The ranks' output is a pipe
-        words = [*words, "--terminal", os.ttyname(sys.stdout.fileno())]
-    # Not its messages about a dead rank, because the launcher names that rank
-    os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
-    return (sys.executable, "-m", "tfcommx", *words)
-
-
-def supervise_train(
-    restart: RestartOptions, hosts: list[Host], ranks: int | None, words: TrainWords, folder: Path
+def launch_train(
+    restart: RestartOptions | None,
+    hosts: list[Host],
+    ranks: int | None,
+    words: TrainWords,
+    folder: Path,
+    saves: bool,
 ) -> None:
-    """Run `tfcommx train` under a supervisor; signals save and end it, as in `launch_train`.
+    """Run `tfcommx train` on the hosts until its ranks end; with `restart` under a supervisor.
 
-    **Raises:** LaunchError if the run cannot continue; SystemExit after a user's error.
+    **Raises:** LaunchError if a rank fails, or a supervised run cannot continue; SystemExit after a
+    user's error.
     """
 
-    def make_launch(chosen: list[Host], generation: int) -> Launch:
-        return Launch(tuple(chosen), train_command(words(generation)))
+    def make_launch(chosen: list[Host], generation: int = 0) -> Launch:
+        command = [sys.executable, "-m", "tfcommx", *words(generation)]
+        if sys.stdout.isatty():  # The ranks' output is a pipe
+            command += ["--terminal", os.ttyname(sys.stdout.fileno())]
+        # Not its messages about a dead rank, because the launcher names that rank
+        os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
+        return Launch(tuple(chosen), tuple(command))
 
     try:
-        restart.supervise(hosts, "-H", ranks, make_launch, LaunchStopper(folder))
+        if restart is not None:
+            restart.supervise(hosts, "-H", ranks, make_launch, LaunchStopper(folder))
+            return
+        launch = make_launch(ranks_on(hosts, ranks, "-H"))
+        advice = "Add --resume to continue from the last checkpoint."
+        if failure := carry_out(launch, LaunchStopper(folder, saves), advice):
+            raise LaunchError(str(failure), USER_ERROR if failure.status == USER_ERROR else 1)
     except LaunchError as error:
         if error.status == USER_ERROR:  # A rank has printed it
             sys.exit(USER_ERROR)
@@ -184,11 +180,8 @@ def train(
         # Before the ranks start, if one of them would read the file here
         if recipe.links is not None and any(is_local(host.name) for host in available):
             Links.read(recipe.links)
-        if restart.wanted and not dry_run:
-            supervise_train(restart, available, processes, in_generation, folder)
-        else:
-            chosen = ranks_on(available, processes, "-H")
-            launch_train(chosen, in_generation(0), folder, saves=not dry_run)
+        supervisor = restart if restart.wanted and not dry_run else None
+        launch_train(supervisor, available, processes, in_generation, folder, saves=not dry_run)
         # A run stopped in its first epoch has no report; a dry run has printed one already
         if (folder / "summary.json").exists() and not dry_run:
             show_report_of(folder)
