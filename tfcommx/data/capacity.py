@@ -11,7 +11,6 @@ import hashlib
 import math
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,23 +22,11 @@ from tfcommx.data.slab_files import SlabError, overhead_bytes, paths, read_metad
 from tfcommx.data.sources.decode import decode, record_bytes
 from tfcommx.data.sources.source import SampleError, Source
 
-
-class Version(NamedTuple):
-    """Names of the files of one version of control groups."""
-
-    limit: str
-    used: str
-    # Entries of memory.stat for memory that the kernel drops before it refuses or kills
-    files: tuple[str, str]
-
-
+# Version of control groups -> files of the limit and of the used bytes, and the prefix of the
+# entries of memory.stat for memory that the kernel drops before it refuses or kills
 VERSIONS = {
-    "cgroup2": Version("memory.max", "memory.current", ("active_file", "inactive_file")),
-    "cgroup": Version(
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_active_file", "total_inactive_file"),
-    ),
+    "cgroup2": ("memory.max", "memory.current", ""),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
 
 
@@ -49,23 +36,25 @@ def remaining_bytes(proc: Path = Path("/proc/self")) -> int | None:
     Shared memory counts for the group that first touches it, and a group above its limit is killed.
     """
     offers = []
-    for folder, top, version in _folders(proc):
+    for folder, top, kind in _folders(proc):
+        limit_file, used_file, prefix = VERSIONS[kind]
         # The limit of a group holds for all groups below it together, so the smallest rest counts
         for group in (folder, *(parent for parent in folder.parents if parent.is_relative_to(top))):
             try:
-                limit = (group / version.limit).read_text().strip()
-                used = int((group / version.used).read_text())
+                limit = (group / limit_file).read_text().strip()
+                used = int((group / used_file).read_text())
                 lines = (group / "memory.stat").read_text().splitlines()
                 stat = dict(line.split(" ", 1) for line in lines)
             except (OSError, ValueError):  # The root of a hierarchy has no limit
                 continue
             if limit != "max":
-                dropped = sum(int(stat.get(name, 0)) for name in version.files)
+                names = (f"{prefix}active_file", f"{prefix}inactive_file")
+                dropped = sum(int(stat.get(name, 0)) for name in names)
                 offers.append(max(0, int(limit) - used + dropped))
     return min(offers, default=None)
 
 
-def _folders(proc: Path) -> list[tuple[Path, Path, Version]]:
+def _folders(proc: Path) -> list[tuple[Path, Path, str]]:
     """Return (folder, that of the highest visible group, version) of this process's groups."""
     try:
         memberships = os.fsdecode((proc / "cgroup").read_bytes()).splitlines()
@@ -87,7 +76,7 @@ def _folders(proc: Path) -> list[tuple[Path, Path, Version]]:
             inside = (
                 groups[kind].removeprefix(root).lstrip("/") if groups[kind].startswith(root) else ""
             )
-            folders.append((Path(mount, inside), Path(mount), VERSIONS[kind]))
+            folders.append((Path(mount, inside), Path(mount), kind))
     return folders
 
 

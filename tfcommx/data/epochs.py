@@ -72,14 +72,6 @@ def _has_clock() -> bool:
     return True
 
 
-SERVED_AGAIN = (
-    "Epoch {epoch} is served again, in the same order and with the same crops and flips, because "
-    "its dataset is iterated again. To train, ask for all epochs at once: "
-    "`dataset(spec, 0, epochs=90)` and `fit(..., steps_per_epoch=cache.steps(spec))`. To evaluate, "
-    "give the spec shuffle=False."
-)
-
-
 class Epochs(NamedTuple):
     """Some epochs of a rank, for one dataset; the cache and its samples outlive them."""
 
@@ -159,4 +151,10 @@ class Epochs(NamedTuple):
 def warn_if_served(stats: EpochStats, epoch: int, length: int) -> None:
     """Warn if a dataset with shuffling serves an epoch of `length` samples again."""
     if length < 2 * stats.of(epoch)[1]:
-        warnings.warn(SERVED_AGAIN.format(epoch=epoch), stacklevel=3)
+        warnings.warn(
+            f"Epoch {epoch} is served again, in the same order and with the same crops and flips, "
+            "because its dataset is iterated again. To train, ask for all epochs at once: "
+            "`dataset(spec, 0, epochs=90)` and `fit(..., steps_per_epoch=cache.steps(spec))`. To "
+            "evaluate, give the spec shuffle=False.",
+            stacklevel=3,
+        )

@@ -12,9 +12,6 @@ from tfcommx.core import ConfigurationError, check_name, check_number, check_who
 from tfcommx.data.sources.source import MAX_PIXELS
 from tfcommx.kernels.augment import CropRule
 
-CROPS = ("random", "center", "whole")
-DTYPES = ("uint8", "float16", "bfloat16", "float32")
-
 
 @dataclass(frozen=True)
 class BatchSpec:
@@ -57,8 +54,8 @@ class BatchSpec:
     drop_remainder: bool = True
 
     def __post_init__(self) -> None:
-        check_name("crop", self.crop, CROPS)
-        check_name("dtype", self.dtype, DTYPES)
+        check_name("crop", self.crop, ("random", "center", "whole"))
+        check_name("dtype", self.dtype, ("uint8", "float16", "bfloat16", "float32"))
         object.__setattr__(self, "batch", check_whole("batch", self.batch, least=1))
         if self.resolution is not None:
             resolution = check_whole("resolution", self.resolution, least=1)
@@ -140,9 +137,6 @@ def _numbers(name: str, values: Any) -> tuple[float, ...]:
         ) from error
 
 
-ON_ERROR = ("raise", "skip")
-
-
 @dataclass(frozen=True)
 class Options:
     """Settings of the storage of samples: the keyword arguments of `DataCache`.
@@ -184,7 +178,7 @@ class Options:
     reshuffle_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        check_name("on_error", self.on_error, ON_ERROR)
+        check_name("on_error", self.on_error, ("raise", "skip"))
         object.__setattr__(self, "partial", _truth("partial", self.partial))
         object.__setattr__(self, "seed", check_whole("seed", self.seed))
         object.__setattr__(self, "max_pixels", check_whole("max_pixels", self.max_pixels, least=1))

@@ -115,9 +115,8 @@ def share(
     node, slot = topology.position_of(rank)
     slots = topology.slots_by_node
     part = parts(count, slots, seed, epoch, fraction)[node]
-    return _cut(shuffled(part, seed, _SHUFFLE, epoch) if shuffle else part, (1,) * slots[node])[
-        slot
-    ]
+    part = shuffled(part, seed, _SHUFFLE, epoch) if shuffle else part
+    return _cut(part, (1,) * slots[node])[slot]
 
 
 def steps(count: int, topology: Topology, batch: int, drop: bool) -> int:

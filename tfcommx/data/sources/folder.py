@@ -14,36 +14,17 @@ from typing import NoReturn
 
 import numpy as np
 
-from tfcommx.core import (
-    ConfigurationError,
-    DataError,
-    alike,
-    check_name,
-    local_path,
-    told_apart,
-)
+from tfcommx.core import ConfigurationError, DataError, alike, check_name, local_path, told_apart
 from tfcommx.data.sources.source import key_of
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
 # Folders and files, in lower case, that operating systems add: thumbnails, deleted files, resource
 # forks of files that were copied from a Mac. Names that begin with a dot are hidden anyway
 JUNK_FOLDERS = {
-    "__macosx",
-    "__pycache__",
-    "@eadir",
-    "@recycle",
-    "@tmp",
-    "#recycle",
-    "#snapshot",
-    "$recycle.bin",
-    "found.000",
-    "lost+found",
-    "recycler",
-    "system volume information",
+    *("__macosx", "__pycache__", "@eadir", "@recycle", "@tmp", "#recycle", "#snapshot"),
+    *("$recycle.bin", "found.000", "lost+found", "recycler", "system volume information"),
 }
 JUNK_FILES = {"desktop.ini", "ehthumbs.db", "thumbs.db"}
-
-
 # Names of folders that hold a part of a data set, in lower case
 SPLITS = {"dev", "eval", "test", "testing", "train", "training", "val", "valid", "validation"}
 
@@ -221,13 +202,13 @@ def _checked_names(classes: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def _digest_of_ends(path: str, length: int = 1 << 16) -> str:
-    """Return a digest of the first and last bytes of a file; "" if it cannot be read."""
+def _digest_of_ends(path: str) -> str:
+    """Return a digest of the first and last 64 KiB of a file; "" if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            start, size = file.read(length), os.fstat(file.fileno()).st_size
-            file.seek(max(len(start), size - length))
-            return hashlib.sha256(start + file.read(length)).hexdigest()
+            start, size = file.read(1 << 16), os.fstat(file.fileno()).st_size
+            file.seek(max(len(start), size - (1 << 16)))
+            return hashlib.sha256(start + file.read(1 << 16)).hexdigest()
     except OSError:  # Left to `read`, whose caller knows whether to skip the file
         return ""
 
@@ -324,14 +305,10 @@ class Folder:
         if not shared and (text := _shared_file(self._files, inodes)):
             shared.append(text)
         _warn_of_classes(self, shared, classes is not None)
-        self.key = key_of((*facts, *self._sampled_contents()))
-
-    def _sampled_contents(self) -> list[str]:
-        """Return digests of the ends of 64 files, evenly spaced."""
-        # They tell folders apart whose times are equal: files of one tick of the clock, and those
-        # of images of file systems that keep no times of the inode
-        step = max(1, self.count // 64)
-        return [_digest_of_ends(path) for path, _ in self._files[::step][:64]]
+        # The contents of 64 files tell folders apart whose times are equal: files of one tick of
+        # the clock, and those of images of file systems that keep no times of the inode
+        sampled = self._files[:: max(1, self.count // 64)][:64]
+        self.key = key_of((*facts, *(_digest_of_ends(path) for path, _ in sampled)))
 
     def check_outside(self, option: str, folder: str) -> None:
         """Refuse a folder of the cache that would be a class of the next run.

@@ -74,11 +74,6 @@ def _compression(frame: bytes) -> str:
     return f"it may be compressed by {kind}, so write it without compression, or " if kind else ""
 
 
-def _digest(table: np.ndarray) -> str:
-    """Return a digest of the offsets, lengths and CRCs of a file's records."""
-    return hashlib.sha256(np.ascontiguousarray(table).data).hexdigest()
-
-
 @dataclass(frozen=True)
 class ImageFeatures:
     """Features of an image and its label in a tf.train.Example; the defaults are ImageNet's."""
@@ -152,7 +147,8 @@ class TFRecords:
                 f"without any: {self.name}. Check the path and the pattern."
             )
         facts = [
-            (Path(file).name, len(table), _digest(table))
+            # A digest of the offsets, lengths and CRCs of the records
+            (Path(file).name, len(table), hashlib.sha256(table.tobytes()).hexdigest())
             for file, table in zip(self.files, rows, strict=True)
         ]
         names = self.features.image, self.features.label, self.features.first_label
