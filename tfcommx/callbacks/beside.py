@@ -44,16 +44,6 @@ class File(NamedTuple):
     folder: str
 
 
-class Beside(NamedTuple):
-    """The callbacks of one rank that may conflict with those of the others."""
-
-    # Names of callbacks that read metrics before they are averaged
-    early: list[str]
-    # True if TerminateOnNaN has no AgreeOnStop behind it
-    stops_alone: bool
-    files: list[File]
-
-
 def conflicts_of(
     callbacks: Sequence[keras.callbacks.Callback], average: type, in_lock_step: bool
 ) -> tuple[Any, ...]:
@@ -63,6 +53,10 @@ def conflicts_of(
         callbacks: of `fit`, in its order.
         average: a class that averages metrics, in addition to AverageMetrics.
         in_lock_step: False if each rank may stop and decide for itself.
+
+    Returns:
+        Names of callbacks that read metrics before they are averaged; True if TerminateOnNaN has no
+        AgreeOnStop behind it; the fields of each `File`.
     """
     averages = _positions(callbacks, AverageMetrics, average)
     early = callbacks[: min(averages, default=0)]
@@ -71,7 +65,12 @@ def conflicts_of(
     files = [tuple(file) for callback in callbacks for file in _files(callback)]
     if not in_lock_step:
         return [], False, files
-    names = [type(callback).__name__ for callback in early if _decides(callback)]
+    deciding = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+    names = [
+        type(callback).__name__
+        for callback in early
+        if isinstance(callback, deciding) or getattr(callback, "save_best_only", False)
+    ]
     return names, max(stops, default=-1) > max(agreements, default=-1), files
 
 
@@ -85,22 +84,19 @@ def warn_of_conflicts(rows: Sequence[tuple[Any, ...]]) -> None:
     """
     if len(rows) == 1:
         return
-    everyone = [
-        Beside(early, stops_alone, [File(*file) for file in files])
-        for early, stops_alone, files in rows
-    ]
-    for name in sorted({name for rank in everyone for name in rank.early}):
+    early, stop_alone, files = zip(*rows, strict=True)
+    for name in sorted(set().union(*early)):
         log.warning(
             "%s is before BroadcastState in the list of callbacks, so each rank decides by its own "
             "metrics. Put it behind BroadcastState, where it reads the metrics of all ranks.",
             name,
         )
-    if any(rank.stops_alone for rank in everyone):
+    if any(stop_alone):
         log.warning(
             "TerminateOnNaN stops only the ranks that have the NaN in their loss, and the others "
             "would wait for them. Put cx.callbacks.AgreeOnStop() behind it."
         )
-    for (name, path), ranks in _written_together(everyone).items():
+    for (name, path), ranks in _written_together(files).items():
         remedy = (
             'Give each rank a separate folder, such as f"backup/{cx.rank()}".'
             if name == "BackupAndRestore"
@@ -118,12 +114,6 @@ def warn_of_conflicts(rows: Sequence[tuple[Any, ...]]) -> None:
 
 def _positions(callbacks: Sequence[keras.callbacks.Callback], *classes: type) -> list[int]:
     return [position for position, part in enumerate(callbacks) if isinstance(part, classes)]
-
-
-def _decides(callback: keras.callbacks.Callback) -> bool:
-    """Return True for a callback of Keras that decides by a metric."""
-    deciding = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
-    return isinstance(callback, deciding) or getattr(callback, "save_best_only", False)
 
 
 def _files(callback: keras.callbacks.Callback) -> list[File]:
@@ -153,11 +143,11 @@ def _identity(path: Path) -> str:
     return ""
 
 
-def _written_together(everyone: Sequence[Beside]) -> dict[tuple[str, str], list[int]]:
+def _written_together(files: Sequence[Any]) -> dict[tuple[str, str], list[int]]:
     """Return (callback, path) -> the ranks that write the same file, if these are several."""
     by_path: dict[tuple[str, str], list[tuple[int, File]]] = {}
-    for rank, beside in enumerate(everyone):
-        for file in beside.files:
+    for rank, of_rank in enumerate(files):
+        for file in map(File._make, of_rank):
             by_path.setdefault((file.callback, file.path), []).append((rank, file))
     together = {}
     for key, rows in by_path.items():

@@ -160,16 +160,9 @@ class BroadcastState(keras.callbacks.Callback):
         conflicts = conflicts_of(listed, BroadcastState, not self.alone)
         eagerly = bool(self.model.run_eagerly or tf.config.functions_run_eagerly())
         shares = class_weight_of_fit()
+        asked = params.get("steps"), params.get("epochs")
         everyone = process.current().gather_objects(
-            (
-                params.get("steps"),
-                params.get("epochs"),
-                built,
-                self.root,
-                conflicts,
-                eagerly,
-                shares,
-            )
+            (*asked, built, self.root, conflicts, eagerly, shares)
         )
         steps, epochs, builts, roots, all_conflicts, in_python, class_weights = zip(
             *everyone, strict=True

@@ -130,7 +130,10 @@ class ChooseAgain(keras.callbacks.Callback):
         if not chosen or topology.nodes == 1 or topology.uneven:
             return
         for optimizer, exchanger in chosen.items():
-            self._note_expected(optimizer, exchanger)
+            # The step at which the number of following steps was set
+            expected = exchanger.requested.expected_run
+            if self._told.get(id(optimizer), (None, 0))[0] is not expected:
+                self._told[id(optimizer)] = expected, steps_of(optimizer)
         runs = {run for exchanger in chosen.values() for run in exchanger.runs.values()}
         trials = [run.executor for run in runs if isinstance(run.executor, TrialExecutor)]
         tries = any(trial.chosen is None for trial in trials)
@@ -171,12 +174,6 @@ class ChooseAgain(keras.callbacks.Callback):
         self._measuring = max(comm.gather_objects(time.perf_counter() - start))
         self._training = 0.0
         return seconds
-
-    def _note_expected(self, optimizer: keras.optimizers.Optimizer, exchanger: Exchanger) -> None:
-        """Record the step at which the number of following steps was set."""
-        expected = exchanger.requested.expected_run
-        if self._told.get(id(optimizer), (None, 0))[0] is not expected:
-            self._told[id(optimizer)] = expected, steps_of(optimizer)
 
     def _left(self, optimizer: keras.optimizers.Optimizer) -> int | None:
         """Return the number of following steps; None if unknown."""
