@@ -192,7 +192,7 @@ class Checkpoint(keras.callbacks.Callback):
         """Skip the finished steps of an interrupted epoch."""
         self._epoch, self._skipped, self._done = epoch, 0, 0
         if self._followers is not None:
-            self._followers.begin_epoch()
+            self._followers.ended = None
             if self._begins:
                 resume_followers(self.model, self._followers, epoch)
         if self._begins_at is None:

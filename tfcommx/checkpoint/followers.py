@@ -70,7 +70,8 @@ class Followers:
     ) -> None:
         self.callbacks = list(callbacks)
         self.named: dict[Key, Any] = {}
-        # Number and logs of the epoch that has ended; None in mid-epoch
+        # Number and logs of the epoch that has ended; None once the next begins, because all
+        # callbacks have then seen them
         self.ended: tuple[int, dict[str, Any]] | None = None
         counts: Counter[tuple[str, str, str]] = Counter()
         for callback in self.callbacks:
@@ -90,10 +91,6 @@ class Followers:
         """Record the logs of an epoch that is saved."""
         numbers = {name: _number(value) for name, value in (logs or {}).items()}
         self.ended = epoch, {k: number for k, number in numbers.items() if number is not None}
-
-    def begin_epoch(self) -> None:
-        """Forget the logs of the epoch before, because all callbacks have seen them."""
-        self.ended = None
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the state of all callbacks as arrays of a file."""
@@ -125,12 +122,6 @@ class Followers:
             for name, value in self.ended[1].items():
                 values.setdefault(name, []).append(value)
         return epochs, values
-
-    def resume_history(self, history: tuple[list[int], dict[str, list[Any]]]) -> None:
-        """Put the epochs of earlier generations in front of the history of this `fit`."""
-        if self.history is not None:
-            self.history.epoch = list(history[0])
-            self.history.history = {name: list(row) for name, row in history[1].items()}
 
     def resume(self, states: Sequence[tuple[Key, State]]) -> None:
         """Set each callback that has a state in the save; let it see the epoch that it lacks."""

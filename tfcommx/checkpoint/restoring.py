@@ -10,13 +10,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from tfcommx.checkpoint.files import (
-    Head,
-    is_file,
-    memory_model_name,
-    model_name,
-    residuals_name,
-)
+from tfcommx.checkpoint.files import Head, is_file, memory_model_name, model_name, residuals_name
 from tfcommx.checkpoint.followers import Followers, SavedFollowers, read_followers
 from tfcommx.checkpoint.newest import Newest, newest, read_inherited
 from tfcommx.checkpoint.records import OptimizerRecord, read_own
@@ -164,8 +158,10 @@ def finish_followers(model: keras.Model, followers: Followers, epochs: int | Non
 
 def _resume_history(followers: Followers, saved: SavedFollowers) -> None:
     # The user has not started this `fit`, and its script may read the history of all epochs
-    if supervision() is not None:
-        followers.resume_history(saved.history)
+    if supervision() is not None and followers.history is not None:
+        epochs, values = saved.history
+        followers.history.epoch = list(epochs)
+        followers.history.history = {name: list(row) for name, row in values.items()}
 
 
 def load(model: keras.Model, checkpoint: Newest) -> None:
@@ -173,7 +169,12 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
     _restored[model] = checkpoint
     comm, head, folder = process.current(), checkpoint.head, checkpoint.folder
     optimizers = wrapped_optimizers(model)
-    _require_built(model)
+    if not model.built or not model.weights:
+        raise CheckpointError(
+            f"A checkpoint is restored into a model that is built. Received {model.name!r}, which "
+            "has no weights yet, or was never called. Call it on a batch, or "
+            "model.build(input_shape), first."
+        )
     agree_on_names(model, 0)
     name = memory_model_name if checkpoint.source == "memory" else model_name
     weights = folder / name(head.save)
@@ -276,15 +277,6 @@ def _trains_as_saved(optimizer: keras.optimizers.Optimizer, root: OptimizerRecor
     exchanger = exchanger_in(optimizer)
     names = exchanger.names.of(trainable_variables(optimizer))
     return exchanger.sharding is None and names == root.trained
-
-
-def _require_built(model: keras.Model) -> None:
-    if not model.built or not model.weights:
-        raise CheckpointError(
-            f"A checkpoint is restored into a model that is built. Received {model.name!r}, which "
-            "has no weights yet, or was never called. Call it on a batch, or "
-            "model.build(input_shape), first."
-        )
 
 
 def _read_files(folder: Path, head: Head, weights: Path) -> list[list[OptimizerRecord]]:
