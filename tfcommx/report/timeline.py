@@ -53,14 +53,11 @@ def draw_text(timeline: Timeline, width: int = 80) -> str:
     used = {span.kind for span in timeline.spans}
     signs = ", ".join(f"{sign} {kind}" for kind, sign in SIGNS.items() if kind in used)
     digits = "; digits: messages and selections of buckets" if used - set(SIGNS) else ""
-    lines.append(f"0 to {_milliseconds(timeline.step_s)} ms; {signs}{digits}")
+    step_ms = timeline.step_s * 1e3
+    # With an exponent where two decimals would make 10 digits
+    end = f"{step_ms:.2f}" if step_ms < 1e7 else f"{step_ms:.3g}"
+    lines.append(f"0 to {end} ms; {signs}{digits}")
     return "\n".join(lines)
-
-
-def _milliseconds(seconds: float) -> str:
-    """Return a time with two decimals, or with an exponent if that would have 10 digits."""
-    value = seconds * 1e3
-    return f"{value:.2f}" if value < 1e7 else f"{value:.3g}"
 
 
 def _lanes(timeline: Timeline) -> list[str]:

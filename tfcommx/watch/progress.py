@@ -196,7 +196,7 @@ def function_of(frame: FrameType) -> str:
     """Return the file and function of this package that a frame runs; empty if it is a user's."""
     file = frame.f_code.co_filename
     inside = file.startswith(os.path.join(PACKAGE, ""))
-    return f"{os.path.relpath(file, PACKAGE)}:{_name(frame)}" if inside else ""
+    return f"{os.path.relpath(file, PACKAGE)}:{frame.f_code.co_qualname}" if inside else ""
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
@@ -213,10 +213,6 @@ def _is_in(frame: FrameType, *packages: str) -> bool:
     files = [getattr(sys.modules.get(name), "__file__", None) for name in packages]
     folders = tuple(os.path.join(os.path.dirname(file), "") for file in files if file)
     return frame.f_code.co_filename.startswith(folders)
-
-
-def _name(frame: FrameType) -> str:
-    return frame.f_code.co_qualname
 
 
 def _in_fit(frames: list[FrameType]) -> bool:
@@ -238,7 +234,7 @@ def _caller(frames: list[FrameType]) -> str:
     for frame in frames:
         name = frame.f_code.co_filename
         if os.path.dirname(name) != COLLECTIVES and not _is_in(frame, "tensorflow"):
-            return f"{COLLECTIVE} of {_name(frame)}"
+            return f"{COLLECTIVE} of {frame.f_code.co_qualname}"
     return COLLECTIVE
 
 
@@ -255,5 +251,7 @@ def _where(frames: list[FrameType], innermost: bool = False) -> str:
             for inner in frames[:position]
             if not inner.f_code.co_filename.endswith("traceback_utils.py")
         ]
-        return f"{line} ({_name(called[0 if innermost else -1])})" if called else line
-    return _name(frames[0]) if frames else ""
+        if not called:
+            return line
+        return f"{line} ({called[0 if innermost else -1].f_code.co_qualname})"
+    return frames[0].f_code.co_qualname if frames else ""
