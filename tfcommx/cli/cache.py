@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.progress import track
 
 from tfcommx.cli.environment import load_tensorflow
 from tfcommx.cli.parameters import Command
 from tfcommx.core import ConfigurationError, local_path
+from tfcommx.data import disk as level
+from tfcommx.data.slab_files import SlabError, paths, read_metadata, remove_unused, slab_state
+from tfcommx.data.sources import find_source
+from tfcommx.data.sources.folder import check_folder
 
 if TYPE_CHECKING:
     from tfcommx.collectives.comm import Comm
@@ -66,7 +71,6 @@ def warm(
     load_tensorflow()
     from tfcommx import init
     from tfcommx.data.cache import DataCache
-    from tfcommx.data.sources import find_source
 
     samples, comm = find_source(source, split), init()
     # Because the process must end normally to remove its slab
@@ -91,10 +95,6 @@ def warm(
 
 def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
     """Load this rank's samples; print the number of samples of each node."""
-    from rich.progress import track
-
-    from tfcommx.data.disk import Disk
-
     steps = cache.warming_steps
     for _ in track(cache.warming(), "reading", total=steps, disable=comm.rank > 0):
         pass
@@ -110,7 +110,7 @@ def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
     else:
         assert cache.options.disk is not None, "`warm` has checked it"
         # Counted anew, because a full disk takes fewer than were read
-        count = len(Disk(cache.options.disk, cache.source.key, cache.source.count))
+        count = len(level.Disk(cache.options.disk, cache.source.key, cache.source.count))
         where = "on disk"
     typer.echo(f"node {cache.node}: {count:,} of {cache.source.count:,} samples {where}")
 
@@ -118,9 +118,6 @@ def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
 @app.command(cls=Command)
 def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     """List this user's slabs in memory and data sets on the disk level."""
-    from tfcommx.data.disk import usage
-    from tfcommx.data.slab_files import SlabError, paths, read_metadata, slab_state
-
     memory, disk = _folder(memory), None if disk is None else _folder(disk)
     for path in paths(memory):
         try:
@@ -135,16 +132,13 @@ def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
             f"{'in use' if alive else 'of a run that died'}; "
             + source.encode("utf-8", "backslashreplace").decode()
         )
-    for path, samples, size in usage(disk) if disk else ():
+    for path, samples, size in level.usage(disk) if disk else ():
         typer.echo(f"{path}: {samples:,} samples, {size:,} bytes")
 
 
 @app.command(cls=Command)
 def drop(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     """Remove this user's slabs that no process uses, and data sets of the disk level."""
-    from tfcommx.data import disk as level
-    from tfcommx.data.slab_files import remove_unused
-
     # Before anything is removed
     memory, disk = _folder(memory), None if disk is None else _folder(disk)
     for path in [*remove_unused(memory), *(level.drop(disk) if disk else ())]:
@@ -153,8 +147,6 @@ def drop(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
 
 def _folder(path: Path) -> Path:
     """Return a path, with its `~` expanded. **Raises:** DataError if it is no folder."""
-    from tfcommx.data.sources.folder import check_folder
-
     expanded = local_path("folder", path)
     check_folder(expanded)
     return expanded

@@ -5,9 +5,8 @@ The plain definitions are used if no native library was built.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import tensorflow as tf
 
 from tfcommx.data.options import BatchSpec
 from tfcommx.data.slab import Slab
@@ -15,9 +14,6 @@ from tfcommx.data.sources.decode import unpack
 from tfcommx.kernels import loader
 from tfcommx.kernels.augment import augment_definition, window_of
 from tfcommx.kernels.draws import uniform
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 # States of a sample besides 0 (ready): absent, in memory with a wrong CRC, and, after `fill`,
 # stored by another process in the meantime
@@ -38,8 +34,6 @@ def check(slab: Slab, indices: tf.Tensor, epoch: tf.Tensor, verify: float, seed:
     Returns:
         uint8 [b]: 0 if a sample is in memory, ABSENT, or DAMAGED if its CRC is wrong.
     """
-    import tensorflow as tf
-
     library = loader.library()
     if library is not None:
         return library.tfcommx_slab_check(
@@ -139,8 +133,6 @@ def read(
     **Cost:** one pass over the windows and one over the result, no intermediate image; the batch is
     divided among TensorFlow's threads.
     """
-    import tensorflow as tf
-
     side, dtype = spec.resolution, tf.as_dtype(spec.dtype)
     # A value for each channel, which the op needs; these change no pixel
     mean, std = spec.mean or (0.0,) * channels, spec.std or (1.0,) * channels

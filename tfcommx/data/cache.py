@@ -29,9 +29,10 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
@@ -50,9 +51,6 @@ from tfcommx.data.sources import find_source
 from tfcommx.data.sources.folder import Folder
 from tfcommx.data.sources.source import Source, contents_of, key_of
 from tfcommx.launch import launcher
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 
 def find_position(topology: Topology | None, rank: int | None) -> tuple[Topology, int]:
@@ -291,8 +289,6 @@ class DataCache:
 
         **Raises:** ConfigurationError for arguments out of range, and inside a tf.function.
         """
-        import tensorflow as tf
-
         first_epoch, epochs, step = (
             check_whole(name, value)
             for name, value in (("first_epoch", first_epoch), ("epochs", epochs), ("step", step))

@@ -180,7 +180,6 @@ def _entries(path: Path, seen: int) -> np.ndarray:
 
 
 def _folders(folder: str | Path) -> list[Path]:
-    """Return the folders of this user's data sets below `folder`."""
     return [path for path in sorted(Path(folder).glob(f"{prefix()}*")) if is_own_folder(path)]
 
 

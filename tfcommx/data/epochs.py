@@ -6,24 +6,20 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from tfcommx.core import ConfigurationError
 from tfcommx.data import order
 from tfcommx.data.options import BatchSpec
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 
 class EpochStats:
     """Counts of the samples that one dataset served, epoch by epoch."""
 
     def __init__(self, first_epoch: int, epochs: int) -> None:
-        import tensorflow as tf
-
         self.first_epoch = first_epoch
         # For each epoch: seconds waited, samples served
         with tf.device("/cpu:0"):
@@ -39,8 +35,6 @@ class EpochStats:
 
     def recorded(self, batches: tf.data.Dataset) -> tf.data.Dataset:
         """Return a dataset of (images, labels) from (images, labels, epoch), and record its use."""
-        import tensorflow as tf
-
         clock = tf.timestamp if _has_clock() else lambda: tf.constant(math.nan, tf.float64)
 
         @tf.autograph.experimental.do_not_convert
@@ -63,8 +57,6 @@ class EpochStats:
 
 def _has_clock() -> bool:
     """Return False under `enable_op_determinism`, where TensorFlow refuses `tf.timestamp`."""
-    import tensorflow as tf
-
     try:
         tf.timestamp()
     except tf.errors.FailedPreconditionError:
@@ -99,8 +91,6 @@ class Epochs(NamedTuple):
 
         **Raises:** ConfigurationError.
         """
-        import tensorflow as tf
-
         if tf.inside_function():
             raise ConfigurationError(
                 "`dataset` must be called outside of tf.function, because it makes a variable. "
@@ -133,8 +123,6 @@ class Epochs(NamedTuple):
             share: epoch -> the samples of this rank, int64 [length]; called by TensorFlow.
             length: number of samples of this rank in every epoch.
         """
-        import tensorflow as tf
-
         bounds = tf.constant(order.batch_bounds(length, self.spec.batch, self.steps))
 
         @tf.autograph.experimental.do_not_convert

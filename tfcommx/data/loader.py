@@ -14,9 +14,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfcommx.data import batches
 from tfcommx.data.batches import ABSENT, DAMAGED, FILLED_BY_OTHER
@@ -27,9 +28,6 @@ from tfcommx.data.slab import Slab
 from tfcommx.data.slab_files import metadata_of
 from tfcommx.data.sources.decode import JPEG, PNG, decode, pack, stored_size
 from tfcommx.data.sources.source import SampleError, Source
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 # Level at which `read_files` found a sample's file
 FROM_DISK, FROM_SOURCE = 1, 2
@@ -340,8 +338,6 @@ class Loader:
             of_epoch: samples of this rank in the epoch.
             replace: (samples, epoch) -> result of `Filler.replace`.
         """
-        import tensorflow as tf
-
         slab, options = self.slab, self.options
         state = batches.check(slab, samples, epoch, options.verify, options.seed)
         requested = samples
@@ -369,8 +365,6 @@ class Loader:
         self, samples: tf.Tensor, state: tf.Tensor, epoch: tf.Tensor, of_epoch: int
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Load the samples missing by `state`, natively if possible; return as `Filler.fetch`."""
-        import tensorflow as tf
-
         encoded, labels, level = tf.numpy_function(
             self._read, [samples, state], [tf.string, tf.int64, tf.uint8]
         )
@@ -388,8 +382,6 @@ class Loader:
 
     def batch_bytes(self, spec: BatchSpec) -> int:
         """Return the bytes of a batch of images; 0 if their size is known only after reading."""
-        import tensorflow as tf
-
         height, width = (spec.resolution or 0,) * 2
         if spec.resolution is None and self.source.shape is not None:
             height, width = stored_size(*self.source.shape, self.options.store)
@@ -400,8 +392,6 @@ class Loader:
         self, images: tf.Tensor, labels: tf.Tensor, spec: BatchSpec
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Set the parts of the shapes that are known before a batch is loaded."""
-        import tensorflow as tf
-
         if spec.resolution is None and self.source.shape is not None:
             size = stored_size(*self.source.shape, self.options.store)
             shape = [*size, self.source.channels]
@@ -417,8 +407,6 @@ class Loader:
 
     def warming(self, samples: np.ndarray) -> Iterator[None]:
         """Load samples, int64 [n], into memory, WARM in a step."""
-        import tensorflow as tf
-
         check = _traced(
             lambda chunk: batches.check(self.slab, chunk, tf.constant(0, tf.int64), 0.0, 0),
             tf.int64,
@@ -437,8 +425,6 @@ class Loader:
 
 def _vectors(work: Callable[..., Any], arguments: list[Any]) -> tuple[tf.Tensor, ...]:
     """Call `Filler.finish` or `Filler.replace` in a graph, and state the ranks of the results."""
-    import tensorflow as tf
-
     result = tf.numpy_function(work, arguments, [tf.int64, tf.uint8, tf.int64])
     for tensor in result:
         tensor.set_shape([None])
@@ -447,8 +433,6 @@ def _vectors(work: Callable[..., Any], arguments: list[Any]) -> tuple[tf.Tensor,
 
 def _traced(work: Callable[..., tf.Tensor], *kinds: tf.DType) -> Callable[..., np.ndarray]:
     """Return `work` on vectors of these dtypes as a separate TensorFlow function."""
-    import tensorflow as tf
-
     # Because TensorFlow never drops ops that are called outside of functions, nor their reference
     # to the slab
     traced = tf.function(work, autograph=False).get_concrete_function(

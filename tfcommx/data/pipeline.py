@@ -13,12 +13,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import tensorflow as tf
 
 from tfcommx.core import ConfigurationError
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,8 +28,6 @@ PREFETCH_BYTES = 64 << 20
 
 def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Disable tf.data's autotuning for a dataset, whose stages then need explicit numbers."""
-    import tensorflow as tf
-
     # tf.data tunes in a thread of each iterator, which sleeps for up to a minute between two
     # checks. A release of the iterator, as at the end of `fit` and `evaluate`, waits for that
     # thread. TensorFlow 2.21 wakes the thread before it sets the flag that ends it, so that the
@@ -48,7 +45,6 @@ def of_one_rank(dataset: tf.data.Dataset, ranks: int) -> tf.data.Dataset:
         dataset: has the samples of one rank.
         ranks: number of ranks, >= 1.
     """
-    import tensorflow as tf
 
     def shard(num_shards: Any, index: Any, name: str | None = None) -> tf.data.Dataset:
         if tf.get_static_value(num_shards) == ranks > 1:

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable
 
 import numpy as np
+import tensorflow as tf
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
@@ -176,8 +177,6 @@ def decode(
 
 def _decoded(data: bytes, channels: int, store: int | None, max_pixels: int) -> np.ndarray:
     """Decode a file, a JPEG at the smallest size that is still at least `store`."""
-    import tensorflow as tf
-
     try:
         for head, plugin in BY_PILLOW.items():
             if data.startswith(head):
@@ -258,8 +257,6 @@ def _halve(image: np.ndarray) -> np.ndarray:
 
 def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Resize an image, uint8 [h, w, c], by bilinear interpolation without antialias."""
-    import tensorflow as tf
-
     library = loader.library()
     if library is None:
         window = Window(0, 0, *image.shape[:2])

@@ -49,11 +49,9 @@ class Source(Protocol):
 
         **Raises:** OSError, SampleError.
         """
-        ...
 
     def where(self, sample: int) -> str:
         """Return the origin of a sample, for messages: a path, or a record of a file."""
-        ...
 
 
 def key_of(parts: Iterable[object]) -> str:
