@@ -26,6 +26,7 @@ import numpy as np
 from pydantic import Field
 
 from tfcommx.core import DataError, local_path
+from tfcommx.data.sources.arrays import Arrays
 from tfcommx.recipes.datasets import debian
 from tfcommx.recipes.datasets.picture_dataset import PictureDataset
 from tfcommx.recipes.families import Data, DataRank
@@ -148,7 +149,6 @@ def _from_debian(work: Path) -> Path:
 
 
 def _from_tensorflow_datasets(work: Path) -> Path:
-    """Download the IDX files with TensorFlow Datasets; return their folder."""
     code = (
         "import shutil, sys, tensorflow_datasets as tfds\n"
         "manager = tfds.download.DownloadManager(download_dir=sys.argv[1])\n"
@@ -214,7 +214,6 @@ class FashionMnist(PictureDataset):
         return fetch(self.folder)
 
     def build(self, place: DataRank) -> Data:
-        from tfcommx.data.sources.arrays import Arrays
         from tfcommx.recipes.datasets.pictures import Pictures
 
         train_x, train_y, test_x, test_y = load(self.fetch())

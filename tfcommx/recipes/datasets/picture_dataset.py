@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from tfcommx.data.options import BatchSpec
 from tfcommx.data.sources.source import MAX_PIXELS
 from tfcommx.recipes.reader import RecipePart
-
-if TYPE_CHECKING:
-    from tfcommx.data.options import BatchSpec
 
 # Mean and standard deviation of red, green and blue in ImageNet's training pixels, in parts of
 # 255, as in torchvision
@@ -82,7 +80,5 @@ class PictureDataset(RecipePart):
         return self._spec(batch, resolution, channels, shuffle=False, drop_remainder=False, **crop)
 
     def _spec(self, batch: int, resolution: int, channels: int, **options: Any) -> BatchSpec:
-        from tfcommx.data.options import BatchSpec
-
         mean, std = (v * channels if len(v) == 1 else v for v in (self.mean, self.std))
         return BatchSpec(batch, resolution, dtype=self.dtype, mean=mean, std=std, **options)

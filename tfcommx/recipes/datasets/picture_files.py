@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from tfcommx.core import DataError, TfcommxError, reading
+from tfcommx.data.sources import Arrays, Folder, Source, tfrecord
 from tfcommx.recipes.datasets.picture_dataset import IMAGENET_MEAN, IMAGENET_STD, PictureDataset
 from tfcommx.recipes.families import Data, DataRank
-
-if TYPE_CHECKING:
-    from tfcommx.data.sources.arrays import Arrays
-    from tfcommx.data.sources.source import Source
 
 # Largest number of classes without names, which limits the outputs that a wrong label can cause
 MOST_CLASSES = 1_000_000
@@ -115,8 +112,6 @@ def _numbered_classes(train: Arrays) -> tuple[str, ...]:
 
 def _source(images: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], name: str) -> Arrays:
     """Return a source of these pictures. **Raises:** DataError without pictures or labels."""
-    from tfcommx.data.sources.arrays import Arrays
-
     try:
         source = Arrays(np.asarray(images), np.asarray(labels), classes, name)
     except TfcommxError as error:
@@ -152,9 +147,7 @@ class ImageNet(Photos):
 
     def build(self, place: DataRank) -> Data:
         """Open the shards on this rank. **Raises:** DataError for missing shards."""
-        from tfcommx.data.sources.tfrecord import imagenet
-
-        train, test = (imagenet(self.folder, split) for split in ("train", "validation"))
+        train, test = (tfrecord.imagenet(self.folder, split) for split in ("train", "validation"))
         return self.open(train, test, place)
 
 
@@ -171,8 +164,6 @@ class ClassFolders(Photos):
 
     def build(self, place: DataRank) -> Data:
         """Open the folders on this rank. **Raises:** DataError if there are no pictures."""
-        from tfcommx.data.sources.folder import Folder
-
         return self.open(Folder(self.folder / self.train), Folder(self.folder / self.test), place)
 
 
@@ -191,7 +182,7 @@ class TensorFlowDataset(Photos):
 
     def build(self, place: DataRank) -> Data:
         """Open it on this rank. **Raises:** DataError for unknown data sets and splits."""
-        from tfcommx.data.sources.tfrecord import tfds
-
-        train, test = (tfds(self.dataset, split, self.folder) for split in (self.train, self.test))
+        train, test = (
+            tfrecord.tfds(self.dataset, split, self.folder) for split in (self.train, self.test)
+        )
         return self.open(train, test, place)

@@ -55,21 +55,14 @@ class Pictures:
         self.test_cache = self._open(test, 0.0)
 
     def _open(self, source: Source, reshuffle_fraction: float) -> DataCache:
-        settings, place = self.settings, self.place
+        names = ("memory", "store", "max_pixels", "disk", "on_error")
         return DataCache(
             source,
-            topology=place.topology,
-            rank=place.rank,
-            seed=place.seed,
-            memory=settings.memory,
-            store=settings.store,
-            max_pixels=settings.max_pixels,
-            disk=settings.disk,
-            on_error=settings.on_error,
+            **vars(self.place),
+            **{name: getattr(self.settings, name) for name in names},
             # Samples that do not fit into memory are read from the source in each epoch
             partial=True,
             reshuffle_fraction=reshuffle_fraction,
-            threads=place.threads,
         )
 
     def steps(self, batch: int, resolution: int) -> int:

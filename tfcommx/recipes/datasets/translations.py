@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from tfcommx.core import DataError, local_path
+from tfcommx.data.sources import tfrecord
 from tfcommx.data.sources.source import key_of
 from tfcommx.recipes.datasets import debian
 from tfcommx.recipes.families import Data, DataRank
@@ -234,17 +235,14 @@ class TensorFlowTranslations(Translations):
         return self.open(train, test, place)
 
     def _prepared(self) -> Any:
-        """Return the builder of the data set, prepared. **Raises:** DataError."""
-        from tfcommx.data.sources.tfrecord import builder_of, prepared
-
-        builder = builder_of(self.dataset, self.folder)
+        builder = tfrecord.builder_of(self.dataset, self.folder)
         missing = {self.source, self.target} - set(builder.info.features)
         if missing:
             raise DataError(
                 f"{self.dataset} has the features {sorted(builder.info.features)}, not "
                 f"{sorted(missing)}. Name two of them as source and target."
             )
-        return prepared(self.dataset, self.folder)
+        return tfrecord.prepared(self.dataset, self.folder)
 
 
 PACKAGES = (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
 from tfcommx.recipes.families import Data, Gather, Scorer
@@ -38,9 +39,7 @@ class Classification:
     # Share of the target that is spread over all classes, in [0, 1)
     label_smoothing: float = 0.0
 
-    @property
-    def counted(self) -> str:
-        return "images"
+    counted: ClassVar[str] = "images"
 
     @property
     def scores(self) -> Sequence[str]:
@@ -70,7 +69,6 @@ class Classification:
         equal logits the first one is the largest, as in Keras's accuracy. The sums over the ranks
         are exact, because counts are integers.
         """
-        import numpy as np
         import tensorflow as tf
 
         def count(pictures: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:

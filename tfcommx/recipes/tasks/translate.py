@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
+import numpy as np
 from pydantic import Field
 
 from tfcommx.core import ConfigurationError
@@ -66,6 +67,8 @@ class Translation:
     data: HasSentences
     settings: Translate
 
+    counted: ClassVar[str] = "word pieces"
+
     @property
     def inputs(self) -> int:
         return self.data.inputs
@@ -73,10 +76,6 @@ class Translation:
     @property
     def outputs(self) -> int:
         return self.data.inputs
-
-    @property
-    def counted(self) -> str:
-        return "word pieces"
 
     @property
     def scores(self) -> Sequence[str]:
@@ -102,17 +101,14 @@ class Translation:
         `test_accuracy` is the share of words that are predicted correctly from all words before
         them; `test_bleu`, in [0, 100], scores translations by beam search or greedy decoding.
         """
-        import numpy as np
         import tensorflow as tf
 
         from tfcommx.recipes.text.decoding import beam_decoder
         from tfcommx.recipes.text.layers import count_right
 
-        words = {name: tf.TensorSpec([None, None], tf.int32) for name in ("source", "target")}
+        words = tf.TensorSpec([None, None], tf.int32)
 
-        labels_like = tf.TensorSpec([None, None], tf.int32)
-
-        @tf.function(input_signature=[words, labels_like], autograph=False)
+        @tf.function(input_signature=[{"source": words, "target": words}, words], autograph=False)
         def count(inputs: dict[str, tf.Tensor], labels: tf.Tensor) -> tf.Tensor:
             return tf.stack(count_right(labels, model(inputs, training=False)))
 
