@@ -205,12 +205,10 @@ class Comparison(NamedTuple):
         """Return the total cost, in bytes or in seconds of steps, and the score of each method."""
         points = {}
         for name, trainings in self.trainings.items():
-            curves = [
-                self.by_bytes(training)
-                if seconds is None
-                else self.by_time(training, seconds[name])
-                for training in trainings
-            ]
+            if seconds is None:
+                curves = [self.by_bytes(training) for training in trainings]
+            else:
+                curves = [self.by_time(training, seconds[name]) for training in trainings]
             cost = over_seeds([curve.costs[-1] for curve in curves])
             assert cost is not None
             points[name] = Point(cost.mean, self.final(name).mean)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -23,6 +23,8 @@ from tfcommx.report.terminal import table_of, terminal_console
 
 # Losses for which the fastest method is named, as multiples of the score's allowed loss
 LOSSES = (1.0, 2.5, 5.0)
+# Heading, and row -> text of the cell
+Column = tuple[str, Callable[[Row], str]]
 
 
 def show(comparison: Comparison) -> None:
@@ -73,16 +75,13 @@ def _how(steps: Steps) -> str:
 
 def _methods(comparison: Comparison) -> Table:
     end = f"{comparison.score.text} at the end"
-    columns: list[tuple[str, Callable[[Row], str]]] = [
+    columns: list[Column] = [
         ("seeds", lambda row: f"{row['seeds']}"),
         (end, _mean),
         ("loss", lambda row: f"{row['loss']:+.2f}"),
         ("bytes of a rank", lambda row: bytes_text(row["bytes_between"])),
         ("share", lambda row: f"{100 * row['bytes_share']:.1f} %"),
-        *(
-            (f"in {100 * share:g} %", _cell(f"within_{100 * share:g}_percent_of_bytes"))
-            for share in BYTES_SHARES
-        ),
+        *_within("bytes", BYTES_SHARES),
         (f"to {comparison.wanted():.2f}", _target("bytes_to_target", bytes_text)),
     ]
     title = f"at equal steps, and within shares of the bytes of {comparison.reference}"
@@ -90,14 +89,11 @@ def _methods(comparison: Comparison) -> Table:
 
 
 def _times(comparison: Comparison, steps: Steps) -> Table:
-    columns: list[tuple[str, Callable[[Row], str]]] = [
+    columns: list[Column] = [
         ("a step", lambda row: f"{1e3 * row['step_seconds']:.1f} ms"),
         ("all steps", lambda row: seconds_text(row["seconds"])),
         ("times faster", lambda row: f"{row['times_faster']:.2f}"),
-        *(
-            (f"in {100 * share:g} %", _cell(f"within_{100 * share:g}_percent_of_time"))
-            for share in TIME_SHARES
-        ),
+        *_within("time", TIME_SHARES),
         (f"to {comparison.wanted():.2f}", _target("seconds_to_target", seconds_text)),
     ]
     if steps.ratios:
@@ -118,9 +114,7 @@ def _choices(comparison: Comparison) -> Table:
     return table_of(title, headings, left=headings, rows=rows)
 
 
-def _table(
-    title: str, columns: list[tuple[str, Callable[[Row], str]]], rows: dict[str, Row]
-) -> Table:
+def _table(title: str, columns: list[Column], rows: dict[str, Row]) -> Table:
     headings = ["method", *(heading for heading, _ in columns)]
     cells = ([name, *(text(row) for _, text in columns)] for name, row in rows.items())
     return table_of(title, headings, left=["method"], rows=cells)
@@ -129,6 +123,11 @@ def _table(
 def _mean(row: Row) -> str:
     spread = f" ± {row['spread']:.2f}" if row["seeds"] > 1 else ""
     return f"{row['mean']:.2f}{spread}"
+
+
+def _within(unit: str, shares: Sequence[float]) -> list[Column]:
+    percents = [f"{100 * share:g}" for share in shares]
+    return [(f"in {p} %", _cell(f"within_{p}_percent_of_{unit}")) for p in percents]
 
 
 def _cell(key: str) -> Callable[[Row], str]:

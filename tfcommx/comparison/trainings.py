@@ -94,21 +94,20 @@ def train(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any]:
     summary = read(run)
     if not summary["replicas_identical"] or "stopped" in summary:
         raise TrainingError(f"Ranks had different weights, or were stopped: {run / LOG}.")
-    training = kept(summary) | {"method": method, "settings": list(settings)}
+    names = ("parameters", "ranks", "nodes", "seconds", "bytes_between_nodes_dense")
+    training = {name: summary[name] for name in names} | {
+        "epochs": [
+            {key: row[key] for key in row if key in KEPT or key.startswith("test_")}
+            for row in summary["rows"]
+        ],
+        "method": method,
+        "settings": list(settings),
+    }
     # After all checks, because an existing file counts as a finished training
     write_json(training, run.parent / f"{name}.json")
     # Only now, because an interrupted comparison resumes from it
     shutil.rmtree(run / "checkpoint", ignore_errors=True)
     return training
-
-
-def kept(summary: dict[str, Any]) -> dict[str, Any]:
-    names = ("parameters", "ranks", "nodes", "seconds", "bytes_between_nodes_dense")
-    epochs = [
-        {key: row[key] for key in row if key in KEPT or key.startswith("test_")}
-        for row in summary["rows"]
-    ]
-    return {**{name: summary[name] for name in names}, "epochs": epochs}
 
 
 def run_command(words: Sequence[str], log: Path) -> None:
