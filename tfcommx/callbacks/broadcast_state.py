@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import keras
 import numpy as np
@@ -68,13 +68,9 @@ log = logging.getLogger("tfcommx")
 SEED_STEP = 1_000_003
 
 # Model -> the wrapped optimizers that it held when its training step was last prepared
-_HELD: weakref.WeakKeyDictionary[keras.Model, weakref.WeakSet[keras.optimizers.Optimizer]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
+_HELD: WeakKeyDictionary[keras.Model, WeakSet[keras.optimizers.Optimizer]] = WeakKeyDictionary()
 # Models whose layers were searched
-_NAMED: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+_NAMED: WeakSet[keras.Model] = WeakSet()
 
 
 class BroadcastState(keras.callbacks.Callback):
@@ -262,7 +258,7 @@ class BroadcastState(keras.callbacks.Callback):
         """Trace the step again if the model holds other optimizers than in its last `fit`."""
         # `compile` does that, whereas `model.optimizer = wrapped` leaves a step that was traced
         # before, which applies the gradients by the optimizer of that time
-        held = weakref.WeakSet(wrapped_optimizers(self.model))
+        held = WeakSet(wrapped_optimizers(self.model))
         if _HELD.get(self.model) != held:
             _HELD[self.model] = held
             trace_again(self.model)

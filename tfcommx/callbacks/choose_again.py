@@ -160,7 +160,6 @@ class ChooseAgain(keras.callbacks.Callback):
                 self._compare(mean, dict(zip(chosen.values(), steps_left, strict=True)))
 
     def _begin(self, mean: float) -> None:
-        """Set this mean as the usual one."""
         self._usual, self._odd, self._changes = mean, 0, 0
 
     @property

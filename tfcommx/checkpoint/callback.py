@@ -191,16 +191,15 @@ class Checkpoint(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Skip the finished steps of an interrupted epoch."""
         self._epoch, self._skipped, self._done = epoch, 0, 0
+        begins, self._begins = self._begins, False
         if self._followers is not None:
             self._followers.ended = None
-            if self._begins:
+            if begins:
                 resume_followers(self.model, self._followers, epoch)
         if self._begins_at is None:
-            if self._begins and process.current().rank == 0:
+            if begins and process.current().rank == 0:
                 warn_of_replaced(self.folder, self._head, epoch)
-            self._begins = False
             return
-        self._begins = False
         head, self._begins_at = self._begins_at.head, None
         begin_at_epoch(self.model, None)
         if epoch != head.epoch + 1 or not head.step:
@@ -269,7 +268,6 @@ class Checkpoint(keras.callbacks.Callback):
 
     @property
     def _epochs(self) -> int:
-        """The epochs that `fit` was called for."""
         return int((self.params or {}).get("epochs") or 0)
 
     def _was_stopped(self, head: Head) -> bool:

@@ -234,7 +234,6 @@ def models_in(folder: Path) -> list[str]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return the paths in a folder; none if it cannot be listed."""
     try:
         return list(folder.iterdir())
     except OSError:

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
@@ -162,9 +163,7 @@ class Followers:
 
 
 # Model -> the callbacks of its `fit`; by a weak reference, because these refer to the model
-_of_fit: weakref.WeakKeyDictionary[keras.Model, weakref.ref[Followers]] = (
-    weakref.WeakKeyDictionary()
-)
+_of_fit: WeakKeyDictionary[keras.Model, weakref.ref[Followers]] = WeakKeyDictionary()
 
 
 def follow(model: keras.Model, followers: Followers) -> None:

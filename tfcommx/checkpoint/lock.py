@@ -53,11 +53,9 @@ class Owner(NamedTuple):
         """Return this process as the owner; all ranks use the result of rank 0."""
         supervised = supervision()
         # With the number, because forks of a process that has drawn the name are other runs
-        run, generation = (
-            (f"{_PROCESS}-{os.getpid()}", 0)
-            if supervised is None
-            else (supervised.run, supervised.generation)
-        )
+        run, generation = f"{_PROCESS}-{os.getpid()}", 0
+        if supervised is not None:
+            run, generation = supervised.run, supervised.generation
         return Owner(run, generation, socket.gethostname(), os.getpid())
 
 

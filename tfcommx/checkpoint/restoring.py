@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
@@ -112,7 +112,7 @@ def restore(model: keras.Model, folder: str | Path) -> int:
 
 
 # Model -> the checkpoint that it was restored from
-_restored: weakref.WeakKeyDictionary[keras.Model, Newest] = weakref.WeakKeyDictionary()
+_restored: WeakKeyDictionary[keras.Model, Newest] = WeakKeyDictionary()
 
 
 def restored(model: keras.Model) -> Newest | None:
@@ -121,9 +121,7 @@ def restored(model: keras.Model) -> Newest | None:
 
 
 # Model -> the next epoch, and the state of callbacks in the checkpoint that it was restored from
-_followed: weakref.WeakKeyDictionary[keras.Model, tuple[int, SavedFollowers]] = (
-    weakref.WeakKeyDictionary()
-)
+_followed: WeakKeyDictionary[keras.Model, tuple[int, SavedFollowers]] = WeakKeyDictionary()
 
 
 def resume_followers(model: keras.Model, followers: Followers, epoch: int) -> None:

@@ -443,7 +443,6 @@ class Snapshots:
         return True, bool(votes[2])
 
     def _ended(self, writing: Writing, failed: bool) -> None:
-        """Record a snapshot that all ranks have finished writing."""
         self._writing = None
         if writing.problem:
             log.warning(

@@ -182,7 +182,6 @@ def _numbers(text: str) -> list[float]:
 def _checked(
     setup: Setup, plain: Recipe, words: list[str]
 ) -> tuple[dict[str, list[str]], dict[str, Recipe]]:
-    """Return each method's changes, and the recipe with them."""
     epochs = [phase.epochs for phase in plain.phases]
     as_settings = plain.strategy.model_dump() if isinstance(plain.strategy, RecipePart) else None
     changes, recipes = {}, {}

@@ -268,14 +268,9 @@ def _row(
 def _is_beaten(row: Mapping[str, Any], rows: list[dict[str, Any]]) -> bool:
     """Return True if another row is faster and not dearer, or cheaper and not slower."""
     seconds, cost = row["epoch_seconds"], row["epoch_cost"]
-    rivals = [
-        (rival["epoch_seconds"], rival["epoch_cost"])
-        for rival in rows
-        if rival["model"] == row["model"]
-    ]
-    return any(
-        rival != (seconds, cost) and rival[0] <= seconds and rival[1] <= cost for rival in rivals
-    )
+    rivals = [other for other in rows if other["model"] == row["model"]]
+    pairs = [(rival["epoch_seconds"], rival["epoch_cost"]) for rival in rivals]
+    return any(pair != (seconds, cost) and pair[0] <= seconds and pair[1] <= cost for pair in pairs)
 
 
 def _named(file: Path, content: Mapping[str, Any], key: str) -> dict[str, dict[str, Any]]:

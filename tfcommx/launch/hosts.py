@@ -259,7 +259,6 @@ def _of_slurm(component: str) -> list[tuple[str, int]]:
 
 
 def _of_grid_engine(path: Path) -> list[Host]:
-    """Read the file that Grid Engine writes for a parallel environment."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:

@@ -119,7 +119,6 @@ def _error(at: Any, message: str) -> yaml.MarkedYAMLError:
 
 
 def _kind(node: yaml.ScalarNode) -> str:
-    """Return the kind of value that a plain text stands for."""
     text = node.value
     for kind, form in FORMS.items():
         if form.fullmatch(text) and not AMBIGUOUS.fullmatch(text):

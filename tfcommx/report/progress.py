@@ -129,7 +129,6 @@ class ProgressDisplay:
             )
 
     def _fitting(self, parts: list[str]) -> str:
-        """Join as many parts as fit beside the bar, at least the first."""
         texts = list(itertools.accumulate(parts, "{}  {}".format))
         room = self.console.width - FIXED_COLUMNS
         return next((text for text in reversed(texts) if len(text) <= room), texts[0])

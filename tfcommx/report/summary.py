@@ -272,15 +272,9 @@ def with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
     >>> with_nan({"loss": None, "test_accuracy": 0.5, "density": None})
     {'loss': nan, 'test_accuracy': 0.5, 'density': None}
     """
-
-    def is_score(name: str) -> bool:
-        return name in ("loss", "train_accuracy", "loader_wait_seconds") or name.startswith("test_")
-
-    return {
-        name: math.nan
-        if value is None and is_score(name)
-        else with_nan(value)
-        if isinstance(value, dict)
-        else value
-        for name, value in row.items()
-    }
+    result = {name: with_nan(x) if isinstance(x, dict) else x for name, x in row.items()}
+    for name, value in row.items():
+        is_score = name.startswith("test_") or name in ("loss", "train_accuracy")
+        if value is None and (is_score or name == "loader_wait_seconds"):
+            result[name] = math.nan
+    return result

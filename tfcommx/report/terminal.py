@@ -160,17 +160,13 @@ def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
 def _totals(summary: dict[str, Any]) -> Table:
     dense, sent = summary["bytes_between_nodes_dense"], summary["bytes_between_nodes"]
     # A dense exchange sends more than its gradients, because metrics are sent, too
-    saved = (
-        f", {dense / sent:.1f} times less than the {bytes_text(dense)} of dense gradients"
-        if dense > sent > 0
-        else ""
-    )
+    saved = ""
+    if dense > sent > 0:
+        saved = f", {dense / sent:.1f} times less than the {bytes_text(dense)} of dense gradients"
     rate = f"{summary['throughput']:.0f} {summary['counted']}/s in training steps"
-    replicas = (
-        "identical at the end of every epoch"
-        if summary["replicas_identical"]
-        else Text("NOT IDENTICAL: the result is not sound", style="bold red")
-    )
+    replicas: str | Text = "identical at the end of every epoch"
+    if not summary["replicas_identical"]:
+        replicas = Text("NOT IDENTICAL: the result is not sound", style="bold red")
     table = Table(show_header=False)
     for name, text in (
         ("test accuracy", f"{summary['test_accuracy']:.4f}"),
@@ -192,9 +188,8 @@ def _breakdown(summary: dict[str, Any]) -> Table:
     seconds = seconds_by_part(summary["rows"])
     total = sum(seconds.values()) or 1
     for part, meaning in PARTS.items():
-        if not seconds[part]:
-            continue
-        table.add_row(meaning, f"{seconds[part]:.1f} s", f"{100 * seconds[part] / total:.0f} %")
+        if spent := seconds[part]:
+            table.add_row(meaning, f"{spent:.1f} s", f"{100 * spent / total:.0f} %")
     return table
 
 

@@ -83,7 +83,6 @@ class HostSource(Protocol):
 
         **Raises:** ConfigurationError if they cannot be found.
         """
-        ...
 
 
 class FixedHosts:

@@ -170,7 +170,6 @@ def bytes_by_route(exchanger: Exchanger) -> dict[str, dict[str, float]]:
 
 
 def _memory() -> dict[str, int]:
-    """Return the peak memory of this process, bytes, and of its GPU if it has one."""
     # `ru_maxrss` counts units of 1,024 bytes on Linux
     memory = {"memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if tf.config.list_logical_devices("GPU"):

@@ -489,7 +489,6 @@ class WatchProtocol:
         self._tell_rank(f"end {text}", time_now)
 
     def _pass_on(self, line: str, source: int | None) -> None:
-        """Send a line to all neighbours except its source."""
         self.outbox += [(peer, line) for peer in self.neighbours if peer != source]
 
     def _say_to_all(self, line: str) -> None:

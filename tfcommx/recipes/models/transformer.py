@@ -116,7 +116,6 @@ class Transformer(RecipePart):
     def _attended(
         self, flow: keras.KerasTensor, memory: keras.KerasTensor, name: str, **masks: Any
     ) -> keras.KerasTensor:
-        """Add a block of attention from each position to the memory."""
         from keras import layers
 
         attention = layers.MultiHeadAttention(

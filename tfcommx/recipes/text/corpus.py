@@ -167,7 +167,6 @@ def starts_of(words: Path) -> Path:
 
 
 def _open(folder: Path) -> Corpus:
-    """Open files that `_check` has found whole."""
     paths = (folder / f"{language}.npy" for language in ("source", "target"))
     return Corpus(*(Sentences(np.load(p, mmap_mode="r"), np.load(starts_of(p))) for p in paths))
 
