@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from typing import Any
 
 import keras
@@ -11,11 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.core import ConfigurationError, check_whole
+from tfcommx.core import ConfigurationError, check_whole, log
 from tfcommx.keras_internals import entries_of
 from tfcommx.optim.wrapped import trains_alone
-
-log = logging.getLogger("tfcommx")
 
 
 class AgreeOnStop(keras.callbacks.Callback):

@@ -10,7 +10,6 @@ On every rank, in this order:
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -22,8 +21,7 @@ import keras
 
 from tfcommx.callbacks.agree import AgreeOnStop
 from tfcommx.callbacks.average import AverageMetrics
-
-log = logging.getLogger("tfcommx")
+from tfcommx.core import log
 
 # Callback of Keras -> its attribute with the path that it writes to
 _PATHS = {

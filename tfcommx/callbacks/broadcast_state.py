@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from tfcommx.callbacks.average import AverageMetrics
 from tfcommx.callbacks.beside import conflicts_of, warn_of_conflicts
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
-from tfcommx.core import ConfigurationError, check_whole
+from tfcommx.core import ConfigurationError, check_whole, log
 from tfcommx.keras_internals import (
     all_generators,
     assigns_weights,
@@ -60,8 +59,6 @@ from tfcommx.optim.wrapped import (
     wrapped_optimizers,
 )
 from tfcommx.runtime.replica_guard import CAUSES, by_rank
-
-log = logging.getLogger("tfcommx")
 
 # Difference between the seeds of two ranks; larger than the number of a model's generators, because
 # Keras may number their seeds consecutively

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -29,7 +28,7 @@ from tfcommx.checkpoint.saving import (
 )
 from tfcommx.checkpoint.snapshots import RestoreRankValues, Snapshots
 from tfcommx.collectives import process
-from tfcommx.core import CheckpointError, check_whole, local_path, require_equal
+from tfcommx.core import CheckpointError, check_whole, local_path, log, require_equal
 from tfcommx.keras_internals import (
     begin_at_epoch,
     callbacks_of_fit,
@@ -38,8 +37,6 @@ from tfcommx.keras_internals import (
 )
 from tfcommx.launch.supervision import supervision
 from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
-
-log = logging.getLogger("tfcommx")
 
 # Consequence of a failed save at the end of `fit`
 LAST = "It was the last save of `fit`: make room, and call cx.checkpoint.save on all ranks."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import tempfile
@@ -15,9 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tfcommx.collectives import process
-from tfcommx.core import CheckpointError, json_text, reading, require_equal, write_text
-
-log = logging.getLogger("tfcommx")
+from tfcommx.core import CheckpointError, json_text, log, reading, require_equal, write_text
 
 HEAD = "checkpoint.json"
 # Remedy for a damaged file

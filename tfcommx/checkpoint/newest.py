@@ -9,7 +9,6 @@ A save on disk is complete if every rank finds the files that it would read.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,10 +31,8 @@ from tfcommx.checkpoint.files import (
 from tfcommx.checkpoint.place import Held, SnapshotFolder, check_zip, needed
 from tfcommx.checkpoint.records import OptimizerRecord, read_residuals
 from tfcommx.collectives import process
-from tfcommx.core import CheckpointError
+from tfcommx.core import CheckpointError, log
 from tfcommx.launch.supervision import Supervision, supervision
-
-log = logging.getLogger("tfcommx")
 
 # Checked saves: folder, head, rank and number of ranks -> the head to load
 _taken: dict[tuple[Path, str, int, int], Head] = {}

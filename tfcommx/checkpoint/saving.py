@@ -18,7 +18,6 @@ import contextlib
 import errno
 import functools
 import json
-import logging
 import secrets
 import shutil
 import weakref
@@ -53,12 +52,11 @@ from tfcommx.core import (
     check_whole,
     json_text,
     local_path,
+    log,
     replacing,
 )
 from tfcommx.optim.step_boundary import consolidate, with_centre
 from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
-
-log = logging.getLogger("tfcommx")
 
 # Errors of a folder without room; a limit to a file's size is one of the user's
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import os
 import shutil
 import signal
@@ -41,15 +40,13 @@ from tfcommx.checkpoint.records import read_own, residual_arrays
 from tfcommx.checkpoint.restoring import load, restored
 from tfcommx.checkpoint.state import copy_model, not_finite_in
 from tfcommx.collectives import process
-from tfcommx.core import CheckpointError, check_whole, json_text, local_path
+from tfcommx.core import CheckpointError, check_whole, json_text, local_path, log
 from tfcommx.keras_internals import build_metrics, finalize_layers, statistics_of
 from tfcommx.launch.launcher import launch_interfaces
 from tfcommx.launch.supervision import MEMORY, PAUSED, SupervisorLink, supervision, supervisor_link
 from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_in, shared_state, trains_alone, wrapped_optimizers
-
-log = logging.getLogger("tfcommx")
 
 
 @dataclass

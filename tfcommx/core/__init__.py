@@ -23,6 +23,7 @@ from tfcommx.core.errors import (
     PlanError,
     RankLostError,
     TfcommxError,
+    log,
 )
 from tfcommx.core.files import json_text, local_path, reading, replacing, write_text
 from tfcommx.core.links import NOMINAL, Calibration, EngineSettings, Link, Links, Traffic

@@ -1,4 +1,4 @@
-"""The errors of tfcommx: all derive from TfcommxError.
+"""The errors of tfcommx, which all derive from TfcommxError, and the logger of its warnings.
 
 A message has the requirement, the value received, the rank or variable, and the remedy.
 
@@ -12,6 +12,10 @@ A message has the requirement, the value received, the rank or variable, and the
 """
 
 from __future__ import annotations
+
+import logging
+
+log = logging.getLogger("tfcommx")
 
 
 class TfcommxError(Exception):

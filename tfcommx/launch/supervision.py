@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import os
 import socket
 import threading
@@ -18,10 +17,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tfcommx.core import ConfigurationError
+from tfcommx.core import ConfigurationError, log
 from tfcommx.launch.handshake import LARGEST_MESSAGE, NO_PARTNER, Handshake
-
-log = logging.getLogger("tfcommx")
 
 PROTOCOL = "tfcommx supervisor 1"
 # Exit status of ranks that the next generation replaces: EX_TEMPFAIL of sysexits.h

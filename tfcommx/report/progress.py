@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import sys
 import time
@@ -20,9 +19,8 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
+from tfcommx.core import log
 from tfcommx.report.summary import more_scores, scheme_text, size_text
-
-log = logging.getLogger("tfcommx")
 
 # Without a terminal: seconds between two lines in long epochs
 LINE_SECONDS = 60.0

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tfcommx.core import log
 from tfcommx.report.summary import more_scores
-
-log = logging.getLogger("tfcommx")
 
 # Fields of an epoch's row that become scalars
 SCALARS = ("loss", "train_accuracy", "test_accuracy", "throughput", "resolution", "density")

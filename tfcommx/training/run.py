@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from tfcommx.checkpoint.newest import continues_from_memory
 from tfcommx.checkpoint.saving import RETRY
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.comparisons import Facts
+from tfcommx.core import log
 from tfcommx.optim.automatic import ExpectedRun
 from tfcommx.recipes.families import Data, DataRank, Objective
 from tfcommx.recipes.recipe import Recipe, Target
 from tfcommx.training.steps import FitCall, Position
-
-log = logging.getLogger("tfcommx")
 
 # Types of the settings that are compared between ranks
 SIMPLE = (str, int, float, tuple, list, dict, cx.Scheme, type(None))

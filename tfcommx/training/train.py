@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +16,7 @@ from tfcommx import callbacks, checkpoint, report
 from tfcommx.checkpoint.files import read_own_head
 from tfcommx.checkpoint.newest import continues_from_memory, newest_of_run
 from tfcommx.checkpoint.saving import claim
+from tfcommx.core import log
 from tfcommx.keras_internals import build_metrics
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.callbacks import (
@@ -32,8 +32,6 @@ from tfcommx.training.run import Run, prepare, settings_of
 from tfcommx.training.save_and_stop import SaveAndStop, StopAtEpochEnd, Stopped
 from tfcommx.training.steps import STEP_KINDS, Position, fit_calls
 from tfcommx.training.stop_requests import StopRequests
-
-log = logging.getLogger("tfcommx")
 
 # Beginnings of the names of settings that do not change the training
 UNRELATED = ("checkpoint.", "name", "target", "threads")

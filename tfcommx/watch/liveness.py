@@ -28,7 +28,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import logging
 import os
 import secrets
 import socket
@@ -40,14 +39,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
+from tfcommx.core import log
 from tfcommx.kernels import loader
 from tfcommx.launch.commands import ipv4_addresses
 from tfcommx.launch.interpreter import ExitStatus, Hook, end_at_once, handle_uncaught, isolated
 from tfcommx.watch.membership import Membership
 from tfcommx.watch.protocol import MISSING, neighbours
 from tfcommx.watch.stalls import CAUSES
-
-log = logging.getLogger("tfcommx")
 
 # Default limit of silence, in seconds: below Gloo's limit of 30 s; above the time that TCP needs to
 # recover after a link was down for 5 s
