@@ -113,7 +113,7 @@ class EpochHistory(RunCallback):
             "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
             "clock_seconds": round(context.clock(), 3),
             # Sum over the run so far, like clock_seconds
-            "bytes_between_nodes": context.totals.bytes_between(),
+            "bytes_between_nodes": int(context.totals.so_far()["bytes_between_nodes"]),
             "loader": {name: round(value, 6) for name, value in loader.items()},
         }
 

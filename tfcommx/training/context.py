@@ -31,9 +31,6 @@ class Totals:
     def seconds(self) -> float:
         return float(self.before["seconds"] + time.monotonic() - self.start)
 
-    def bytes_between(self) -> int:
-        return int(self.so_far()["bytes_between_nodes"])
-
     def so_far(self) -> dict[str, Any]:
         totals = {
             key: self.before[key] + value - self.at_start[key]
