@@ -3,8 +3,6 @@
 Every rank adds the same callbacks, in the same order.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tfcommx.callbacks.agree import AgreeOnStop, CompareReplicas

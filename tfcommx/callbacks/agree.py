@@ -1,7 +1,5 @@
 """AgreeOnStop and CompareReplicas: ranks stop together, and hold equal weights."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Average metrics and the statistics of batch norm over all ranks, or measure the statistics."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Iterable

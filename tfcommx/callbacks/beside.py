@@ -8,8 +8,6 @@ On every rank, in this order:
     CSVLogger("log.csv")     writes one file on all ranks
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Sequence

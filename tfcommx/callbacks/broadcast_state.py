@@ -1,7 +1,5 @@
 """BroadcastState: all ranks start from the same weights, state and settings."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

@@ -10,8 +10,6 @@ fastest of many messages, in each measurement, and in the same direction as in t
 `expect_steps` gives "auto" the number of following training steps, as far as `fit` knows.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Standard: the callbacks that nearly every training over several ranks needs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

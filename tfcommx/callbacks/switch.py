@@ -1,7 +1,5 @@
 """WarmUp and SwitchScheme: change the learning rate, the scheme or the resolution."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from numbers import Integral

@@ -8,8 +8,6 @@ saving, restoring, records, files, lock   on disk; snapshots, mirror, place   in
 newest: the newest complete one of both; state: arrays of a model, compared bitwise
 """
 
-from __future__ import annotations
-
 from tfcommx.checkpoint.callback import Checkpoint
 from tfcommx.checkpoint.files import Head
 from tfcommx.checkpoint.restoring import last, next_epoch, restore

@@ -1,7 +1,5 @@
 """Checkpoint: save at the end of every epoch; in a supervised run also in memory, and resume."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

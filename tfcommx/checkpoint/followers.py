@@ -13,8 +13,6 @@ A callback behind Checkpoint has not seen the epoch that is saved, so the logs o
 too, and the callback receives them when the run resumes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import weakref

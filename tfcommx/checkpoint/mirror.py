@@ -9,8 +9,6 @@
 After the loss of any one host all files of the last complete snapshot are on the others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import socket

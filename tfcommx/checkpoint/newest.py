@@ -6,8 +6,6 @@ ranks that its ranks inherit from, and the model; another host broadcasts the mi
 A save on disk is complete if every rank finds the files that it would read.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@
 A file receives its name when it is complete; as a zip file it has the checksums of its arrays.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

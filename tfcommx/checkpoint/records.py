@@ -4,8 +4,6 @@ The file is NumPy's: arrays, and an index (JSON) with one entry for each wrapped
 assigns the arrays to variables.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Restore a checkpoint, even with another number of ranks or another plan."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

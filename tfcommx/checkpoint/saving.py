@@ -12,8 +12,6 @@ the new one intact. A second run is refused (lock.py), because it would delete t
 first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

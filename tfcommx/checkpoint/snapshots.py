@@ -12,8 +12,6 @@ Inf are not written, because a run that has diverged would be restored from them
 `RestoreRankValues` restores the statistics and metrics of each rank in mid-epoch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

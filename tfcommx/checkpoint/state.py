@@ -6,8 +6,6 @@ Therefore rank 0's file has a digest of each variable of the model and of its op
 variables that model.save would alter or omit, and a restored model is compared bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections import Counter

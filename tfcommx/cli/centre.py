@@ -1,7 +1,5 @@
 """`tfcommx centre`: let the last process of a launch hold the centre of elastic averaging."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """`tfcommx compare`: train a recipe by several methods; compare their costs and scores."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 `examine` collects findings, with trial launches if ranks are needed, and `show` prints them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

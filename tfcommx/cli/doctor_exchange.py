@@ -1,7 +1,5 @@
 """Time and verify an allreduce; `tfcommx doctor` starts this on several ranks."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -4,8 +4,6 @@ Each check returns one finding. Checks take the facts as arguments, so that test
 result.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

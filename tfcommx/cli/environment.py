@@ -1,7 +1,5 @@
 """Start TensorFlow and Horovod quietly; report versions without importing either."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """`tfcommx explain`: break down the time of a run, and predict the gain of other plans."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import median_low, quantiles
 from typing import Annotated, Any

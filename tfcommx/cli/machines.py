@@ -3,8 +3,6 @@
 With prices it answers which machines to rent. Without, `--map` shows which scheme suits which.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

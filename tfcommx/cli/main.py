@@ -3,8 +3,6 @@
 TensorFlow is imported only if a command needs it, and a command's module only if it is asked for.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Parameters of several commands, and their replacement in a command that typer reads."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

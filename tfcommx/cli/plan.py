@@ -1,7 +1,5 @@
 """`tfcommx plan`: rank the schemes for a model on a cluster, and the most effective changes."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Annotated, Any

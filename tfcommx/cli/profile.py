@@ -1,7 +1,5 @@
 """`tfcommx profile`: measure when the gradients of a recipe's model are ready and exchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

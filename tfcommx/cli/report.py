@@ -1,7 +1,5 @@
 """`tfcommx report`: print the report of runs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated

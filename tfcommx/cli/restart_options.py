@@ -1,7 +1,5 @@
 """The options of `tfcommx run` and `tfcommx train` for a supervisor that restarts ranks."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`tfcommx run`: start a command on all hosts; a thin wrapper of horovodrun."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

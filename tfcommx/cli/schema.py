@@ -1,7 +1,5 @@
 """`tfcommx schema`: write the JSON schema of recipes for an editor."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`tfcommx simulate`: predict the time of a step on a cluster that is not available."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

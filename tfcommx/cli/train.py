@@ -3,8 +3,6 @@
 With `-np` it starts itself on several ranks like `tfcommx run`; Ctrl-C saves first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -11,8 +11,6 @@ a training's cumulative cost and its score at the end of each epoch:
           +--------------------- cost: bytes, or seconds
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -17,8 +17,6 @@ is not spent waiting for gradients counts as computing. Predictions for these ho
 time, because the ratio of prediction to measurement should test the predicted exchange alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Tables and sentences of a comparison, on the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

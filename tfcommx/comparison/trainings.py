@@ -8,8 +8,6 @@ interrupted comparison therefore continues where it was, and an edited recipe or
 anew. The digest does not include the version of tfcommx: where that matters, use a new folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

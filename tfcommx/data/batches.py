@@ -3,8 +3,6 @@
 The plain definitions are used if no native library was built.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import tensorflow as tf
 

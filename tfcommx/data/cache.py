@@ -18,8 +18,6 @@ Before it serves samples, the cache finds the rank of this process in its launch
 that must be equal on all ranks, and opens the node's slab.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ Containers and batch jobs limit memory by the control groups of their processes.
 **Source:** Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

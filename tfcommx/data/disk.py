@@ -10,8 +10,6 @@ Therefore each user of a machine has separate folders, without rights for others
 and files are ignored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

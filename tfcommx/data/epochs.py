@@ -1,7 +1,5 @@
 """The epochs of one call of `DataCache.dataset`: their batches, and counts of served samples."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import warnings

@@ -6,8 +6,6 @@ The steps in brackets run only if a sample is absent or damaged. `Filler` reads 
 the disk level or, if it does not have them, from the source; several threads decode and store them.
 """
 
-from __future__ import annotations
-
 import errno
 import threading
 import warnings

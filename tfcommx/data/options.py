@@ -1,7 +1,5 @@
 """Options of the data cache: settings of storage (Options) and of batches (BatchSpec)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ one batch of an epoch. Resuming at (epoch, step) needs no saved state, because t
 depend on timing: nothing here reads a clock, a file or another rank.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -5,8 +5,6 @@ Without autotuning tf.data adds no parallelism: a stage runs in the training thr
 AUTOTUNE then has no limit.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import threading

@@ -10,8 +10,6 @@ it. Free space between samples is a hole too, and adjacent holes are joined at t
 The memory therefore keeps its size within a tenth.
 """
 
-from __future__ import annotations
-
 import bisect
 import warnings
 

@@ -8,8 +8,6 @@ and a process killed during a write has published nothing. Only the allocation o
 lock, for two microseconds, which is released if its holder dies.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

@@ -8,8 +8,6 @@ Only files whose name has this user's number, and that `open_own` accepts, count
 all users of a machine can write to its shared memory. All other files are ignored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

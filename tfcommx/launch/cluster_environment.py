@@ -5,8 +5,6 @@
 The table of launchers, and of their readers, is in known_launchers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

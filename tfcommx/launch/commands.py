@@ -5,8 +5,6 @@ Other hosts are reached in the same way as by horovodrun.
 **Ranks:** local, in the launcher. Needs neither TensorFlow nor Horovod.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

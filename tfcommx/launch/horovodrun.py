@@ -7,8 +7,6 @@
 **Ranks:** local, in the launcher. Needs neither TensorFlow nor Horovod in this process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

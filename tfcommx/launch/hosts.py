@@ -16,8 +16,6 @@ and horovodrun gives ssh's command lines to a shell: `-Fconfig` would be an opti
 program.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

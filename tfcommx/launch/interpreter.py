@@ -3,8 +3,6 @@
 docs/explanation/what-it-changes.md lists each change, its caller and its reason.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import functools

@@ -9,8 +9,6 @@ To add a launcher, add a row to LAUNCHERS:
     known to Horovod    `horovod` and `launch`
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

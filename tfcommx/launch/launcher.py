@@ -4,8 +4,6 @@
 command line of `horovodrun.Launch.words`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

@@ -7,8 +7,6 @@
 It is a process, because MPI's start holds Python's lock. It imports only the standard library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -21,8 +21,6 @@ The launchers mark each line with its rank, such as `[0]<stdout>:`, and write li
     the launcher's messages and its traceback at the end   which rank failed first, and how
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import ctypes

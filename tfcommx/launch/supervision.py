@@ -5,8 +5,6 @@ ranks. A generation leaves its memory in a folder of its host's shared memory, w
 finds it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -14,8 +14,6 @@ Repeated keys, aliases, and tags other than those of these values are refused. A
 plain text.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

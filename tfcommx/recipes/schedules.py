@@ -4,8 +4,6 @@ To add a schedule: write a frozen `RecipePart` that satisfies `Schedule` (its se
 `factor`, a pure function), and add a row to `SCHEDULES`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal, Protocol
 

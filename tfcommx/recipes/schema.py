@@ -4,8 +4,6 @@ It follows from the models that recipes are read into: pydantic knows types and 
 comment above a field is its description. No TensorFlow is loaded.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterable

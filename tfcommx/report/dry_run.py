@@ -1,7 +1,5 @@
 """The report of a dry run: dry_run.json, its table, and the throughput of one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """summary.json, written at the end of a run and read by `tfcommx report`, and texts from it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """TensorBoard events, written during a run."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

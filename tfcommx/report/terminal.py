@@ -1,7 +1,5 @@
 """The report of runs as tables on the terminal."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

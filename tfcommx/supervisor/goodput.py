@@ -8,8 +8,6 @@ seconds of training on the larger cluster. The remaining duration of the run, wh
 assumed to equal the duration so far.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ recently and has not announced that it leaves (`Cooldown`), and if it answers.
 To add a source of hosts, add a class with `hosts()`, and a word in cli/restart_options.py.
 """
 
-from __future__ import annotations
-
 import math
 import socket
 import time

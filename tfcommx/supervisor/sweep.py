@@ -9,8 +9,6 @@ must outlive a generation has no TFCOMMX_GENERATION in its environment. Imports 
 library, because the supervisor also calls it over ssh.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

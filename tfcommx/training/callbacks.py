@@ -1,7 +1,5 @@
 """Callbacks that carry out a recipe, and record and show its history, one row per epoch."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """RunContext: the state that the callbacks of a run share."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Any

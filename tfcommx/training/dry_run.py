@@ -1,7 +1,5 @@
 """Dry runs: a few steps of every phase on made-up data, to predict time, memory and bytes."""
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Sequence

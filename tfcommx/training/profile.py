@@ -1,7 +1,5 @@
 """Measure the model of a recipe on the recipe's data: a profile, or a step with its exchange."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

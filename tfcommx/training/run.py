@@ -1,7 +1,5 @@
 """A run: a recipe with its data, its task and the other ranks, ready to train."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

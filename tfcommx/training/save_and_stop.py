@@ -5,8 +5,6 @@ rank 1   step  step  step ask step  step  step ask save, stop
                              SIGTERM
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from typing import Any

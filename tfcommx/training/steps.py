@@ -9,8 +9,6 @@ epoch 2 |          | FitCall(phase 1, epochs 2 to 3, step 0)
 `Timing` divides the seconds of an epoch into kinds.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Train a recipe on all ranks, and return a summary."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from dataclasses import dataclass

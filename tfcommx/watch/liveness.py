@@ -23,8 +23,6 @@ causes, and all end if they wait for each other (stalls.py); progress.py observe
 at most 7 other watchers per `limit` seconds, and one of at most 2 kB to one of them.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

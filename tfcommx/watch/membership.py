@@ -8,8 +8,6 @@ impossible after the first death, because the dead rank would be missing in each
 few deaths no neighbour may be left to report another.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import threading

@@ -14,8 +14,6 @@ report remains valid.
 the thread about 0.1 ms per observation.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

@@ -52,8 +52,6 @@ Ranks of a node that die together are named together. A rank that ends after thi
 not added, because it ends due to the alarm.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection

@@ -8,8 +8,6 @@ For any number of ranks, a summary has at most GROUPS groups, with EXAMPLES rank
 the standard library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple

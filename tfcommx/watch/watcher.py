@@ -9,8 +9,6 @@ decisions; this file has the sockets and the clock.
        socket pair
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

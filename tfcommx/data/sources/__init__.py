@@ -4,8 +4,6 @@ To add one: write a class with the members of `source.Source` in a separate file
 `find_source` makes a source from a path or a name.
 """
 
-from __future__ import annotations
-
 import os
 
 from tfcommx.core import local_path

@@ -1,7 +1,5 @@
 """Samples from arrays in memory."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

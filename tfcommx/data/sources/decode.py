@@ -7,8 +7,6 @@ A record is one decoded sample as bytes, in a slab and in messages between nodes
 Records begin at multiples of 64 bytes. ops/kernels/augment.h reads and writes the same layout.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import struct

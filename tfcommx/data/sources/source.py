@@ -9,8 +9,6 @@ a file -> its samples, bytes, and the start of a digest. The key cannot serve fo
 contains the times at which files were copied.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Protocol

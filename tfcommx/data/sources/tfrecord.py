@@ -1,7 +1,5 @@
 """Samples from TFRecord files: ImageNet's usual 1024 + 128 shards, prepared TensorFlow Datasets."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import os

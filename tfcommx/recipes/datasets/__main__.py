@@ -1,7 +1,5 @@
 """`python -m tfcommx.recipes.datasets NAME...`: download data sets before training."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Download and unpack Debian packages, without root and without installing them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

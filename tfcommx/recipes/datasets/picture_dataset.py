@@ -1,7 +1,5 @@
 """Settings of every data set of pictures, for storage in the data cache and for batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 

@@ -1,7 +1,5 @@
 """Pictures in NumPy arrays, ImageNet's shards, class folders and TensorFlow Datasets."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any, Literal

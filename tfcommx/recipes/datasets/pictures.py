@@ -1,7 +1,5 @@
 """Pictures, open on one rank: a data cache for training and one for evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Pairs of sentences, open on one rank."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from pathlib import Path

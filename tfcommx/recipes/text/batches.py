@@ -12,8 +12,6 @@ lengths. The sentences of each batch, and the order of the batches, change with 
 length, with about 25,000 words of each language.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

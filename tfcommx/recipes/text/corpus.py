@@ -5,8 +5,6 @@ folder/6a09e667f3bcc908b2fb/     a digest of the pairs and of the vocabulary's s
   train/, test/                  the encoded pairs, and the CRCs of these files
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

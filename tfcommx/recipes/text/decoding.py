@@ -1,7 +1,5 @@
 """Decoding: greedy, by the most probable next word, or by beam search."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Position encoding, which Keras lacks, and loss and accuracy of words without padding."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A vocabulary of word pieces, learnt from text by SentencePiece."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Iterator, Sequence
 
