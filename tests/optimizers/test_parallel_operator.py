@@ -20,8 +20,13 @@ from hypothesis import strategies as st
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import ConfigurationError, Link, Links, PlanError, Topology
 from tfcommx.kernels.lars import squared_norms
-from tfcommx.optimizers.parallel_operator import ParallelOperator
-from tfcommx.optimizers.parallel_shares import Choice, SharesPlanner, pack, size_bytes, unpack
+from tfcommx.optimizers.parallel_operator import (
+    Choice,
+    ParallelOperator,
+    pack,
+    size_bytes,
+    unpack,
+)
 
 UNEVEN = Topology(2, 3, (("red", 3), ("blue", 1)))
 TOPOLOGIES = [Topology(1, 1), Topology(1, 2), Topology(3, 1), Topology(2, 2), UNEVEN]
@@ -31,7 +36,7 @@ DEAR = Link(10.0, 1.0)
 
 def operator(comm: ThreadComm, op: Any, mode: str = "parallel", **more: Any) -> ParallelOperator:
     settings = {"group": "world", "cost_of": None, "links": None} | more
-    return ParallelOperator(SharesPlanner(op, mode, comm=comm, **settings))
+    return ParallelOperator(op, mode, comm=comm, **settings)
 
 
 def on_ranks(topology: Topology, body: Callable[[Any], Any]) -> list[Any]:

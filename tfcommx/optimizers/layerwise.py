@@ -13,8 +13,7 @@ import tensorflow as tf
 from tfcommx.core import ConfigurationError, check_name, check_number
 from tfcommx.keras_internals import SendsMomentum, UpdatesTogether, compiled_by_xla, path_of
 from tfcommx.kernels.lars import squared_norms, squared_norms_definition
-from tfcommx.optimizers.parallel_operator import parallel_operator
-from tfcommx.optimizers.parallel_shares import MODES
+from tfcommx.optimizers.parallel_operator import MODES, parallel_operator
 from tfcommx.strategies import Synchronous
 
 # Biases, and the scales and offsets of normalisation: few, near 0 or 1, and not scale-free
