@@ -174,12 +174,8 @@ def smaller_groups(topology: Topology) -> list[tuple[int, ...]]:
     return sorted(ranks for ranks in groups if 1 < len(ranks) < topology.size)
 
 
-def sums_on_gpus() -> bool:
-    """Return True if this process has a GPU on which Horovod adds groups of tensors."""
-    return _runs_on_gpus("HorovodGroupedAllreduce")
-
-
-def _runs_on_gpus(op: str) -> bool:
+def runs_on_gpus(op: str) -> bool:
+    """Return True if this process has a GPU on which an operation of Horovod's runs."""
     from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
     if not tf.config.list_logical_devices("GPU"):
@@ -212,7 +208,7 @@ class HorovodComm(Comm):
         sets = {ranks: hvd.ProcessSet(ranks) for ranks in smaller_groups(topology)}
         self._start(launch, list(sets.values()))
         # On a GPU, too, if Horovod was built without NCCL's
-        by_nccl = nccl_carries(hvd) and _runs_on_gpus("HorovodReducescatter")
+        by_nccl = nccl_carries(hvd) and runs_on_gpus("HorovodReducescatter")
         self._gloo_scatters = launch.kind != "mpi" and not by_nccl
         self._sets = {tuple(range(topology.size)): hvd.global_process_set, **sets}
         with tf.device("/cpu:0"):

@@ -104,7 +104,7 @@ def init(
     )
     comm = horovod.HorovodComm(launch, topology, make_messages)
     process.set_current(comm)
-    sums = gpu.architecture > 0 and horovod.sums_on_gpus()
+    sums = gpu.architecture > 0 and horovod.runs_on_gpus("HorovodGroupedAllreduce")
     gpus = gpu_checks.check_gpus(comm, gpu._replace(sums=sums))
     if launch.size > 1:
         # Processes that this rank starts inherit its variables, and must not join as the same rank

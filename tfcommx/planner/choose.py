@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 
 from tfcommx import routes
@@ -24,6 +25,7 @@ from tfcommx.planner.predict import Prediction, Setting
 from tfcommx.routes.route import DenseRoute
 from tfcommx.routes.torus import PEER_ROUTES
 
+_step_s = operator.attrgetter("step_s")
 # Mergings tried for every route; `optimal` takes seconds for a large model: for the best ones only.
 QUICK_MERGINGS = ("threshold", "mg_wfbp", "single")
 ROUTES_FOR_OPTIMAL = 2
@@ -114,10 +116,6 @@ def ranked(setting: Setting, schemes: Sequence[Scheme], for_optimal: int) -> lis
     )
     best = list(dict.fromkeys(optimal))[:for_optimal]
     return sorted([*predictions, *map(setting.predict, best)], key=_step_s)
-
-
-def _step_s(prediction: Prediction) -> float:
-    return prediction.step_s
 
 
 def _dense(request: Scheme, topology: Topology, messages: bool) -> list[Scheme]:

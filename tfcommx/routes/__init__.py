@@ -23,10 +23,7 @@ To add one:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from tfcommx.core import Bucket, Plan, PlanError, RouteOptions, check_name, is_member, load_member
+from tfcommx.core import Bucket, Plan, PlanError, check_name, is_member, load_member
 from tfcommx.routes import (
     allgather,
     allreduce,
@@ -83,9 +80,4 @@ def of(bucket: Bucket) -> Route:
 
 def read_plan(text: str) -> Plan:
     """Read a plan written by `Plan.to_json`, with the options of every route."""
-    return Plan.from_json(text, _read_options)
-
-
-def _read_options(name: str, fields: Mapping[str, Any]) -> RouteOptions:
-    options_type: type[RouteOptions] = get(name).options_type
-    return options_type.from_dict(fields)
+    return Plan.from_json(text, lambda name, fields: get(name).options_type.from_dict(fields))

@@ -6,16 +6,10 @@ priced by its equation 3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tfcommx import engines
 from tfcommx.core import Bucket, Links, Topology, Traffic, cost
-from tfcommx.routes.route import Select, SparseRoute, Tensor
+from tfcommx.routes.route import Codec, Comm, Select, SparseRoute, Tensor
 from tfcommx.wire import formats
-
-if TYPE_CHECKING:
-    from tfcommx.collectives.comm import Comm
-    from tfcommx.wire.codec import Codec
 
 
 class Allgather(SparseRoute):

@@ -8,16 +8,10 @@ add in float32: `asa`, and `torus` in bfloat16.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tfcommx import engines
 from tfcommx.core import PLAIN, Bucket, Links, Topology, Traffic, cost
-from tfcommx.routes.route import ListRoute, PeerRoute, Tensor, slowest_link
+from tfcommx.routes.route import Codec, Comm, ListRoute, PeerRoute, Tensor, slowest_link
 from tfcommx.wire import formats
-
-if TYPE_CHECKING:
-    from tfcommx.collectives.comm import Comm
-    from tfcommx.wire.codec import Codec
 
 
 class Allreduce(PeerRoute, ListRoute):

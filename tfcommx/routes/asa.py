@@ -28,8 +28,6 @@ Double-Pass Error-Compensated Compression" (2019), algorithm 1, whose server is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tfcommx import engines
 from tfcommx.core import (
     DENSE_CODES,
@@ -43,12 +41,8 @@ from tfcommx.core import (
     Traffic,
     cost,
 )
-from tfcommx.routes.route import DenseRoute, Tensor, slowest_link
+from tfcommx.routes.route import Codec, Comm, DenseRoute, Tensor, slowest_link
 from tfcommx.wire import formats
-
-if TYPE_CHECKING:
-    from tfcommx.collectives.comm import Comm
-    from tfcommx.wire.codec import Codec
 
 # Passes over a float32 vector, at the pace of an addition, that codes take besides the sum of the
 # parts: a rank reads its gradient and residual and writes codes and the residual; and it reads the

@@ -6,7 +6,6 @@ Not a row of the table: `routes.of` wraps any dense route in one if a bucket com
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from tfcommx import compression
 from tfcommx.core import NO_COMPRESSION, Bucket, Links, Topology, Traffic
@@ -48,16 +47,16 @@ class CompressedRoute(Route):
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Count the bytes of all vectors that one rank sends, as the mean over the ranks."""
-        sent = [
-            self._route.wire_bytes(vector, topology) for vector in self._vectors(bucket, topology)
-        ]
+        vectors_sent = self._vectors(bucket, topology)
+        sent = [self._route.wire_bytes(vector, topology) for vector in vectors_sent]
         return Traffic(
             sum(traffic.inside for traffic in sent), sum(traffic.between for traffic in sent)
         )
 
     def port_bytes(self, bucket: Bucket, topology: Topology) -> float:
         """Count the bytes of all vectors through the busiest port of a node."""
-        return self._total(self._route.port_bytes, bucket, topology)
+        vectors_sent = self._vectors(bucket, topology)
+        return sum(self._route.port_bytes(vector, topology) for vector in vectors_sent)
 
     def broadcast_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Count the bytes of a broadcast, which sends all entries uncompressed."""
@@ -65,9 +64,8 @@ class CompressedRoute(Route):
 
     def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
         """Return the price of the sums, which run one after another."""
-        return self._total(
-            lambda vector, on: self._route.seconds(vector, on, links), bucket, topology
-        )
+        vectors_sent = self._vectors(bucket, topology)
+        return sum(self._route.seconds(vector, topology, links) for vector in vectors_sent)
 
     def stages(self, bucket: Bucket, topology: Topology, links: Links) -> list[Stage]:
         """Split the price: the computation of the compression, then each sum.
@@ -85,8 +83,3 @@ class CompressedRoute(Route):
 
     def _vectors(self, bucket: Bucket, topology: Topology) -> list[Bucket]:
         return vectors(bucket, self._route, topology)
-
-    def _total(
-        self, price: Callable[[Bucket, Topology], float], bucket: Bucket, topology: Topology
-    ) -> float:
-        return sum(price(vector, topology) for vector in self._vectors(bucket, topology))

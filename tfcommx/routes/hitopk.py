@@ -19,16 +19,20 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tfcommx import engines
 from tfcommx.core import Bucket, Links, RouteOptions, Topology, Traffic, check_name
-from tfcommx.routes.route import SELECT, Select, SparseRoute, Stage, Tensor, slot_part
+from tfcommx.routes.route import (
+    SELECT,
+    Codec,
+    Comm,
+    Select,
+    SparseRoute,
+    Stage,
+    Tensor,
+    slot_part,
+)
 from tfcommx.wire import formats
-
-if TYPE_CHECKING:
-    from tfcommx.collectives.comm import Comm
-    from tfcommx.wire.codec import Codec
 
 LAST_STEPS = ("dense", "pairs")
 

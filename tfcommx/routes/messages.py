@@ -30,12 +30,10 @@ from tfcommx.core import (
     check_name,
     check_whole,
 )
-from tfcommx.routes.route import PeerRoute, Tensor
+from tfcommx.routes.route import Codec, Comm, PeerRoute, Tensor
 
 if TYPE_CHECKING:
-    from tfcommx.collectives.comm import Comm
     from tfcommx.collectives.point_to_point import PointToPoint
-    from tfcommx.wire.codec import Codec
 
 OPERATIONS = ("broadcast", "reduce", "allreduce")
 # Messages under way in each direction: enough to hide the latency, few enough to bound the memory

@@ -22,11 +22,13 @@ from tfcommx.core import (
 )
 from tfcommx.core.bucket import Options
 
+# This package does not import TensorFlow, because prices and plans need none
 if TYPE_CHECKING:
-    from tfcommx.collectives.comm import Comm
-    from tfcommx.wire.codec import Codec
-
-# A TensorFlow tensor. This package does not import TensorFlow, because prices and plans need none
+    from tfcommx.collectives.comm import Comm as Comm
+    from tfcommx.wire.codec import Codec as Codec
+else:
+    Comm = Codec = object
+# A TensorFlow tensor
 Tensor = Any
 # A part of the flat gradient -> its selected entries, which are sent
 Select = Callable[[Tensor], Sparse]

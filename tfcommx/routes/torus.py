@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tfcommx import engines
 from tfcommx.core import (
@@ -29,12 +29,8 @@ from tfcommx.core import (
     check_name,
 )
 from tfcommx.routes import allreduce, asa, bidirectional, pipeline, tree
-from tfcommx.routes.route import DenseRoute, PeerRoute, Stage, Tensor, slot_part
+from tfcommx.routes.route import Codec, Comm, DenseRoute, PeerRoute, Stage, Tensor, slot_part
 from tfcommx.wire import formats
-
-if TYPE_CHECKING:
-    from tfcommx.collectives.comm import Comm
-    from tfcommx.wire.codec import Codec
 
 _PEERS: tuple[PeerRoute, ...] = (allreduce.ROUTE, pipeline.ROUTE, tree.ROUTE, bidirectional.ROUTE)
 # Routes that can sum among peers, by name.

@@ -10,7 +10,7 @@ sent while others are computed. Before the first step all ranks check that they 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import tensorflow as tf
@@ -96,12 +96,10 @@ class PlanExecutor(GradientStore):
             for index, bucket in enumerate(self.plan.buckets)
         ]
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> contextlib.AbstractContextManager[None]:
         """Name the collectives inside after this plan, equally on all ranks."""
         # The engine pairs collectives of the ranks by name
-        with self.comm.scope(self._scope):
-            yield
+        return self.comm.scope(self._scope)
 
     # AutoGraph must not convert graph code, even inside a caller's loop
     @tf.autograph.experimental.do_not_convert
@@ -188,13 +186,10 @@ class PlanExecutor(GradientStore):
         """Return the bytes plain Horovod sends between nodes in a step, as the mean over ranks."""
         topology = self.plan.topology
         # Plain Horovod sends all entries as they are, whatever this plan selects or rounds
-        return sum(
-            routes.get("allreduce").wire_bytes(as_it_is, topology).between
-            for as_it_is in (
-                replace(bucket, wire=PLAIN, compression=NO_COMPRESSION)
-                for bucket in self.plan.buckets
-            )
+        plain = (
+            replace(bucket, wire=PLAIN, compression=NO_COMPRESSION) for bucket in self.plan.buckets
         )
+        return sum(routes.get("allreduce").wire_bytes(bucket, topology).between for bucket in plain)
 
     def load(self, state: GradientState) -> GradientState:
         steps = int(self.steps.numpy())

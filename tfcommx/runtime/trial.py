@@ -101,7 +101,10 @@ class TrialRounds:
 
     def mean(self, plan: int) -> float | None:
         """Return the mean seconds of a plan's steps, without the slowest; None if none counts."""
-        return statistics.fmean(self._kept(plan)) if self._seconds[plan] else None
+        return self._mean(plan) if self._seconds[plan] else None
+
+    def _mean(self, plan: int) -> float:
+        return statistics.fmean(self._kept(plan))
 
     def _kept(self, plan: int) -> list[float]:
         # Without the slowest, because other work on the machine makes steps slower, never faster; a
@@ -128,11 +131,6 @@ class TrialRounds:
         # inconclusive, and plain Horovod stays. LEAST_ROUNDS leave at least two steps
         seconds = self._kept(plan)
         return statistics.stdev(seconds) / math.sqrt(len(seconds))
-
-    def _mean(self, plan: int) -> float:
-        mean = self.mean(plan)
-        assert mean is not None  # Plans that remain have had their turns
-        return mean
 
 
 class TrialExecutor:

@@ -191,7 +191,8 @@ class Dgc:
         """
         kernel.check_k(k, gradient, "dgc")
         acc = tf.cast(gradient, tf.float32)
-        magnitude = _magnitude(acc)
+        # NaN counts as infinite; all denormals may compare as zero
+        magnitude = tf.where(tf.math.is_finite(acc), tf.abs(acc), float("inf"))
         reaching = _positions(magnitude >= self._threshold(magnitude, k, seed))
         reaching = tf.cond(
             tf.size(reaching) >= k,
@@ -213,11 +214,6 @@ class Dgc:
         rank = tf.math.ceil(self.margin * share * tf.cast(samples, tf.float32))
         rank = tf.minimum(tf.cast(rank, tf.int32), samples)
         return tf.reduce_min(tf.math.top_k(tf.gather(magnitude, drawn), rank).values)
-
-
-def _magnitude(x: tf.Tensor) -> tf.Tensor:
-    """Return |x|, with infinity for NaN, as float32 [n]; all denormals may compare as zero."""
-    return tf.where(tf.math.is_finite(x), tf.abs(x), float("inf"))
 
 
 DGC = Dgc()

@@ -225,7 +225,7 @@ class _Step:
         if update:
             self._note(Span("compute", "update", "update", end, end + update))
         return Timeline(
-            tuple(sorted(self.spans, key=_drawing_order)),
+            tuple(sorted(self.spans, key=lambda s: (s.start_s, RESOURCES.index(s.resource)))),
             # The next batch is loaded during the step, which cannot be shorter
             max(end + update, self.assumptions.loading_s),
             self.profile.compute_s,
@@ -393,7 +393,3 @@ class _Step:
 
     def _at(self, seconds: float, happen: Callable[[float], None]) -> None:
         heapq.heappush(self.events, (seconds, next(self.number), happen))
-
-
-def _drawing_order(span: Span) -> tuple[float, int]:
-    return span.start_s, RESOURCES.index(span.resource)

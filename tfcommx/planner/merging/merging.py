@@ -21,11 +21,6 @@ Seconds = Callable[[int], float]
 Groups = list[list[int]]
 
 
-def nothing(entries: int) -> float:
-    """Return 0 s, the price of free work."""
-    return 0.0
-
-
 @dataclass(frozen=True)
 class Prices:
     """The cost of a group of gradients, and the size of a bucket that the user requests.
@@ -38,7 +33,7 @@ class Prices:
     # Price of the collectives of a group; a longer message never costs less.
     message_s: Seconds
     # Price of the selection from a group before its message; a longer vector never costs less.
-    selection_s: Seconds = nothing
+    selection_s: Seconds = lambda entries: 0.0
     # "compute": the selection delays the backward pass; "beside": it has a separate stream.
     selection_on: str = "compute"
     # Bytes of an entry of the flat vector, >= 1.
