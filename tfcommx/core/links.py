@@ -153,13 +153,8 @@ class Links(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a mapping that JSON can write."""
-        return {
-            **self._asdict(),
-            "inside": dataclasses.asdict(self.inside),
-            "between": dataclasses.asdict(self.between),
-            "engine": dataclasses.asdict(self.engine),
-            "calibration": dataclasses.asdict(self.calibration),
-        }
+        nested = ("inside", "between", "engine", "calibration")
+        return self._asdict() | {name: dataclasses.asdict(getattr(self, name)) for name in nested}
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Links:

@@ -200,11 +200,7 @@ class Profile:
 
     def to_json(self) -> str:
         """Return the profile as JSON, one variable per line."""
-        head = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "variables"
-        }
+        head = {name: value for name, value in vars(self).items() if name != "variables"}
         rows = ",\n  ".join(json.dumps(dataclasses.asdict(row)) for row in self.variables)
         return f'{json.dumps(head)[:-1]}, "variables": [\n  {rows}\n]}}\n'
 
