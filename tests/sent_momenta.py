@@ -12,7 +12,9 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Scheme, Topology
 from tfcommx.core.wire_formats import DENSE_CODE_BLOCKS
-from tfcommx.keras_internals import ExchangesGradients, SendsMomentum, copy_with
+from tfcommx.keras_internals.momenta import SendsMomentum
+from tfcommx.keras_internals.optimizers import copy_with
+from tfcommx.keras_internals.step import ExchangesGradients
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
 

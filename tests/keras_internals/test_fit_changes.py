@@ -9,15 +9,14 @@ import keras
 import numpy as np
 import pytest
 
-from tfcommx.keras_internals import (
+from tfcommx.keras_internals.fit import (
     begin_train_steps_with,
-    finalize_layers,
     replace_train_function,
     restore_train_function,
     restore_train_step,
     skip_steps,
-    trace_again,
 )
+from tfcommx.keras_internals.models import finalize_layers, trace_again
 
 STEPS = 6
 

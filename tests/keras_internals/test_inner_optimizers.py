@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcommx.keras_internals import has_schedule, inner_optimizer, steps_of
+from tfcommx.keras_internals.optimizers import has_schedule, inner_optimizer, steps_of
 
 
 class Lookahead(keras.optimizers.SGD):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx.core import ConfigurationError, Profile
-from tfcommx.keras_internals import AGREED_NAMES
+from tfcommx.keras_internals.names import AGREED_NAMES
 from tfcommx.measure import profile as measuring
 from tfcommx.measure.exchange import measure_exchange
 from tfcommx.measure.profile import measure, profile

@@ -11,7 +11,7 @@ import pytest
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Link, Links, Scheme, Topology
-from tfcommx.keras_internals import VariableNames
+from tfcommx.keras_internals.names import VariableNames
 from tfcommx.optim.automatic import ExpectedRun
 from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan
 from tfcommx.planner.plan import Gradient, make_plan

@@ -11,7 +11,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfcommx.keras_internals import AGREED_NAMES, ByVariable, VariableNames
+from tfcommx.keras_internals.names import AGREED_NAMES, ByVariable, VariableNames
 
 
 @pytest.mark.parametrize("make", [keras.Variable, tf.Variable])

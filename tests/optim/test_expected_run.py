@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Link, Links, Plan, PlanError, Scheme, Topology
-from tfcommx.keras_internals import traced_batch
+from tfcommx.keras_internals.step import traced_batch
 from tfcommx.optim import automatic
 from tfcommx.optim.automatic import FEW, ExpectedRun, links_of
 from tfcommx.planner.automatic import PlanRequest

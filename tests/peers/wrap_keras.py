@@ -74,7 +74,7 @@ def wrap_all() -> None:
     import keras
 
     import tfcommx as cx
-    from tfcommx.keras_internals import AgreedLossScale, ExchangesGradients
+    from tfcommx.keras_internals.step import AgreedLossScale, ExchangesGradients
     from tfcommx.optim import distributed_optimizer, wrapped
 
     cx.init()

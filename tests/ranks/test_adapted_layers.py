@@ -14,7 +14,7 @@ import pytest
 
 import tfcommx as cx
 from tfcommx.collectives.comm import Comm
-from tfcommx.keras_internals import finalize_layers
+from tfcommx.keras_internals.models import finalize_layers
 
 layers = keras.layers
 

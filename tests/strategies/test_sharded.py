@@ -35,7 +35,8 @@ from tfcommx.core import (
     Topology,
     VariableProfile,
 )
-from tfcommx.keras_internals import copy_state, plain_copy, require_shardable, steps_of
+from tfcommx.keras_internals.optimizers import copy_state, plain_copy, steps_of
+from tfcommx.keras_internals.shards import require_shardable
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import Gradient, make_plan

@@ -11,7 +11,7 @@ from threaded_optimizers import gradients, new_weights, train, wrap
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import ConfigurationError, Scheme, Topology
-from tfcommx.keras_internals import slots_of
+from tfcommx.keras_internals.optimizers import slots_of
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.runtime.replica_guard import ReplicaError
 from tfcommx.strategies import WeightAveraging

@@ -25,7 +25,7 @@ from threaded_optimizers import (
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import PlanError, Scheme, Topology
-from tfcommx.keras_internals import require_shardable
+from tfcommx.keras_internals.shards import require_shardable
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optimizers.lamb import LAMB
 from tfcommx.optimizers.lars import LARS

@@ -12,13 +12,9 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Scheme, Topology
-from tfcommx.keras_internals import (
-    ExchangesGradients,
-    UpdatesShards,
-    copy_with,
-    steps_of,
-    unlisted,
-)
+from tfcommx.keras_internals.optimizers import copy_with, steps_of, unlisted
+from tfcommx.keras_internals.shards import UpdatesShards
+from tfcommx.keras_internals.step import ExchangesGradients
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.optim.step_boundary import consolidate

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, check_whole, log
-from tfcommx.keras_internals import entries_of
+from tfcommx.keras_internals.optimizers import entries_of
 from tfcommx.optim.wrapped import trains_alone
 
 

@@ -9,14 +9,13 @@ import keras
 
 from tfcommx.collectives import process
 from tfcommx.core import check_whole
-from tfcommx.keras_internals import (
+from tfcommx.keras_internals.metrics import metrics_in, watch_update
+from tfcommx.keras_internals.models import (
     call_alike,
     finalize_layers,
     layers_of,
-    metrics_in,
     statistics_averaged,
     statistics_of,
-    watch_update,
 )
 from tfcommx.optim.broadcast import average_variables
 from tfcommx.optim.metrics_over_ranks import MetricState, metric_results_over_ranks, numbers_in

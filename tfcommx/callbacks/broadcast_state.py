@@ -14,23 +14,24 @@ from tfcommx.callbacks.beside import conflicts_of, warn_of_conflicts
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, check_whole, log
-from tfcommx.keras_internals import (
-    all_generators,
-    assigns_weights,
+from tfcommx.keras_internals.fit import (
     begin_train_steps_with,
-    build_early,
     callbacks_of_fit,
     class_weight_of_fit,
-    finalize_layers,
-    has_schedule,
-    layers_of,
     replace_train_function,
     restore_train_function,
     restore_train_step,
-    steps_of,
+)
+from tfcommx.keras_internals.models import (
+    all_generators,
+    assigns_weights,
+    finalize_layers,
+    layers_of,
     trace_again,
     untracked_variables,
 )
+from tfcommx.keras_internals.optimizers import has_schedule, steps_of
+from tfcommx.keras_internals.step import build_early
 from tfcommx.optim.broadcast import broadcast_values, require_root
 from tfcommx.optim.layers import SyncBatchNormalization
 from tfcommx.optim.replica_forms import (

@@ -18,7 +18,8 @@ import keras
 
 from tfcommx.collectives import process
 from tfcommx.core import check_whole
-from tfcommx.keras_internals import steps_of, trace_again
+from tfcommx.keras_internals.models import trace_again
+from tfcommx.keras_internals.optimizers import steps_of
 from tfcommx.measure.links import WATCHED, fastest_message
 from tfcommx.optim.automatic import SHARE, announce, links_of
 from tfcommx.optim.exchanger import Exchanger

@@ -11,7 +11,8 @@ import tensorflow as tf
 from tfcommx.callbacks.choose_again import expect_steps
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, Scheme, check_number, check_whole
-from tfcommx.keras_internals import has_schedule, trace_again, trainable_variables
+from tfcommx.keras_internals.models import trace_again
+from tfcommx.keras_internals.optimizers import has_schedule, trainable_variables
 from tfcommx.optim.requested_plan import by_pattern
 from tfcommx.optim.wrapped import exchanger_in, optimizers_in, wrapped_optimizers
 

@@ -27,7 +27,7 @@ from tfcommx.checkpoint.saving import (
 from tfcommx.checkpoint.snapshots import RestoreRankValues, Snapshots
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, check_whole, local_path, log, require_equal
-from tfcommx.keras_internals import (
+from tfcommx.keras_internals.fit import (
     begin_at_epoch,
     callbacks_of_fit,
     restore_train_function,

@@ -28,7 +28,7 @@ import numpy as np
 from tfcommx.checkpoint.files import arrays_in
 from tfcommx.checkpoint.state import wide
 from tfcommx.core import replacing
-from tfcommx.keras_internals import averages_in_weights
+from tfcommx.keras_internals.fit import averages_in_weights
 
 # Callback of Keras -> its attributes that each `fit`, or a new object, sets anew
 STATE: dict[type, tuple[str, ...]] = {

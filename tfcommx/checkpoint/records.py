@@ -18,14 +18,8 @@ from tfcommx.checkpoint.place import head_array, head_in
 from tfcommx.checkpoint.state import copy_optimizer, exact_arrays, saved_by_keras, wide
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, replacing
-from tfcommx.keras_internals import (
-    all_generators,
-    kinds_of,
-    recurrent_states,
-    statistics_of,
-    trainable_variables,
-    unlisted,
-)
+from tfcommx.keras_internals.models import all_generators, recurrent_states, statistics_of
+from tfcommx.keras_internals.optimizers import kinds_of, trainable_variables, unlisted
 from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.gradient_state import GradientState, Vectors
 from tfcommx.strategies import CommonState

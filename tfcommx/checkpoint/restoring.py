@@ -15,15 +15,17 @@ from tfcommx.checkpoint.records import OptimizerRecord, read_own
 from tfcommx.checkpoint.state import restore_exact, saved_by_keras, set_model, set_optimizer
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, local_path, reading
-from tfcommx.keras_internals import (
-    VariableNames,
+from tfcommx.keras_internals.fit import restore_train_function
+from tfcommx.keras_internals.models import (
     all_generators,
     finalize_layers,
+    recurrent_states,
+    trace_again,
+)
+from tfcommx.keras_internals.names import VariableNames
+from tfcommx.keras_internals.optimizers import (
     inner_optimizer,
     kinds_of,
-    recurrent_states,
-    restore_train_function,
-    trace_again,
     trainable_variables,
     unlisted,
 )

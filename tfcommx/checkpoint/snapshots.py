@@ -39,7 +39,8 @@ from tfcommx.checkpoint.restoring import load, restored
 from tfcommx.checkpoint.state import copy_model, not_finite_in
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, check_whole, json_text, local_path, log
-from tfcommx.keras_internals import build_metrics, finalize_layers, statistics_of
+from tfcommx.keras_internals.fit import build_metrics
+from tfcommx.keras_internals.models import finalize_layers, statistics_of
 from tfcommx.launch.launcher import launch_interfaces
 from tfcommx.launch.supervision import MEMORY, PAUSED, SupervisorLink, supervision, supervisor_link
 from tfcommx.optim.broadcast import broadcast_variables

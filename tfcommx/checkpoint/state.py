@@ -18,16 +18,14 @@ import numpy as np
 
 from tfcommx.checkpoint.files import arrays_in
 from tfcommx.core import CheckpointError
-from tfcommx.keras_internals import (
-    array_of,
-    entries_of,
+from tfcommx.keras_internals.models import (
     finalize_layers,
-    inner_optimizer,
     layers_of,
-    path_of,
     saved_values,
     variables_with_own_files,
 )
+from tfcommx.keras_internals.names import path_of
+from tfcommx.keras_internals.optimizers import array_of, entries_of, inner_optimizer
 from tfcommx.optim.replica_forms import tables_of
 from tfcommx.optim.wrapped import wrapped_optimizers
 

@@ -122,7 +122,7 @@ def init(
         # After the start of the watch, because it is the first collective on GPUs
         gpu_checks.check_fused_sum(comm, gpus)
         UnwrappedOptimizers(launch.rank).watch()
-        from tfcommx.keras_internals import record_adapted_layers  # Loads Keras
+        from tfcommx.keras_internals.adapted import record_adapted_layers
 
         record_adapted_layers()
     return comm

@@ -87,7 +87,7 @@ class UnwrappedOptimizers:
         # The thread does not find optimizers by the garbage collector's lists (gc.get_objects,
         # gc.get_referrers), because these include unfinished objects of other threads, which ended
         # ranks by a SystemError and by a segmentation fault
-        from tfcommx.keras_internals import surround_steps  # Loads Keras
+        from tfcommx.keras_internals.step import surround_steps
 
         global _watching
         _watching = self

@@ -23,7 +23,8 @@ import tensorflow as tf
 from tfcommx import selection
 from tfcommx.collectives.unwrapped import allow_plain_optimizers
 from tfcommx.core import SPARSE_WIRES, ConfigurationError, Profile, VariableProfile
-from tfcommx.keras_internals import VariableNames, inner_optimizer
+from tfcommx.keras_internals.names import VariableNames
+from tfcommx.keras_internals.optimizers import inner_optimizer
 from tfcommx.kernels.traced import stamp
 from tfcommx.measure.engine import typical_seconds
 from tfcommx.wire import codec

@@ -12,14 +12,10 @@ import tensorflow as tf
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import ConfigurationError, check_whole, require_equal
-from tfcommx.keras_internals import (
-    AGREED_NAMES,
-    VariableNames,
-    accumulated_gradients,
-    finalize_normalizations,
-    numbered_stem,
-    path_of,
-)
+from tfcommx.keras_internals.adapted import finalize_normalizations
+from tfcommx.keras_internals.models import numbered_stem
+from tfcommx.keras_internals.names import AGREED_NAMES, VariableNames, path_of
+from tfcommx.keras_internals.optimizers import accumulated_gradients
 
 # Dtypes that Horovod does not support; a complex number travels as its two parts. The wider type
 # holds each value exactly, and a uint64 wraps to int64 and back

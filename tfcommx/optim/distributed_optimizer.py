@@ -20,17 +20,10 @@ import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import AUTO, ConfigurationError, Links, Plan, Profile, Scheme
-from tfcommx.keras_internals import (
-    AgreedLossScale,
-    ExchangesGradients,
-    SendsMomentum,
-    UpdatesShards,
-    copy_state,
-    copy_with,
-    inner_optimizer,
-    plain_copy,
-    require_shardable,
-)
+from tfcommx.keras_internals.momenta import SendsMomentum
+from tfcommx.keras_internals.optimizers import copy_state, copy_with, inner_optimizer, plain_copy
+from tfcommx.keras_internals.shards import UpdatesShards, require_shardable
+from tfcommx.keras_internals.step import AgreedLossScale, ExchangesGradients
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.strategies import Strategy, strategy_of

@@ -24,13 +24,9 @@ import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import NOMINAL, ConfigurationError, Plan, Scheme
-from tfcommx.keras_internals import (
-    ByVariable,
-    SendsMomentum,
-    VariableNames,
-    path_of,
-    traced_batch,
-)
+from tfcommx.keras_internals.momenta import SendsMomentum
+from tfcommx.keras_internals.names import ByVariable, VariableNames, path_of
+from tfcommx.keras_internals.step import traced_batch
 from tfcommx.kernels.traced import untraced
 from tfcommx.optim.broadcast import WRAPPED, average_variables
 from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import WatchedSum
-from tfcommx.keras_internals import OwnMoments
+from tfcommx.keras_internals.models import OwnMoments
 
 
 @keras.saving.register_keras_serializable("tfcommx")

@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.keras_internals import array_of, entries_of, metrics_in, sums_in
+from tfcommx.keras_internals.metrics import metrics_in, sums_in
+from tfcommx.keras_internals.optimizers import array_of, entries_of
 
 log = logging.getLogger("tfcommx")
 

@@ -16,15 +16,10 @@ import numpy as np
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.keras_internals import (
-    array_of,
-    given_name,
-    inner_optimizer,
-    layers_of,
-    own_variables,
-    path_of,
-    recorded_layers,
-)
+from tfcommx.keras_internals.adapted import recorded_layers
+from tfcommx.keras_internals.models import given_name, layers_of, own_variables
+from tfcommx.keras_internals.names import path_of
+from tfcommx.keras_internals.optimizers import array_of, inner_optimizer
 from tfcommx.optim.wrapped import wrapped_optimizers
 
 T = TypeVar("T")

@@ -19,14 +19,14 @@ import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.keras_internals import (
-    array_of,
+from tfcommx.keras_internals.models import (
     bytes_of,
     call_alike,
     calls_recorded,
     constants_of,
     loss_of,
 )
+from tfcommx.keras_internals.optimizers import array_of
 
 log = logging.getLogger("tfcommx")
 

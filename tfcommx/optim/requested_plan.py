@@ -25,7 +25,8 @@ from tfcommx.core import (
     Scheme,
     check_name,
 )
-from tfcommx.keras_internals import LearnsThenSendsMomentum, SendsMomentum, VariableNames
+from tfcommx.keras_internals.momenta import LearnsThenSendsMomentum, SendsMomentum
+from tfcommx.keras_internals.names import VariableNames
 from tfcommx.optim.automatic import ExpectedRun, announce, executor_for
 from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
 from tfcommx.planner.budget import fewer_bytes

@@ -13,13 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.keras_internals import (
-    entries_of,
-    finalize_layers,
-    moving_averages,
-    statistics_of,
-    steps_of,
-)
+from tfcommx.keras_internals.models import finalize_layers, statistics_of
+from tfcommx.keras_internals.optimizers import entries_of, moving_averages, steps_of
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.wrapped import exchanger_in, wrapped_optimizers
 from tfcommx.strategies import ElasticRun, ShardedRun

@@ -12,7 +12,9 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm, WatchedSum
 from tfcommx.collectives.unwrapped import allow_plain_optimizers
 from tfcommx.core import ConfigurationError
-from tfcommx.keras_internals import StepUnderWay, VariableNames, compiled_by_xla, path_of
+from tfcommx.keras_internals.exchange import StepUnderWay
+from tfcommx.keras_internals.names import VariableNames, path_of
+from tfcommx.keras_internals.step import compiled_by_xla
 from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.runtime.replica_guard import ReplicaGuard
 

@@ -10,8 +10,7 @@ from typing import Any
 import keras
 
 from tfcommx.collectives import process
-from tfcommx.keras_internals import (
-    AgreedLossScale,
+from tfcommx.keras_internals.optimizers import (
     accumulated_gradients,
     inner_optimizer,
     mix_into,
@@ -19,6 +18,7 @@ from tfcommx.keras_internals import (
     trainable_variables,
     unlisted,
 )
+from tfcommx.keras_internals.step import AgreedLossScale
 from tfcommx.optim.exchanger import Exchanger, last_exchanger
 
 # Packages whose objects hold no optimizers, except layers, optimizers and containers

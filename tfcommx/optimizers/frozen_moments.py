@@ -10,7 +10,8 @@ import keras
 import tensorflow as tf
 
 from tfcommx.core import NARROW, check_name, check_whole
-from tfcommx.keras_internals import LearnsThenSendsMomentum, trainable_variables
+from tfcommx.keras_internals.momenta import LearnsThenSendsMomentum
+from tfcommx.keras_internals.optimizers import trainable_variables
 from tfcommx.optimizers.layerwise import SendsLargeMatrices
 
 log = logging.getLogger("tfcommx")

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfcommx.core import check_number
-from tfcommx.keras_internals import compiled_by_xla
+from tfcommx.keras_internals.step import compiled_by_xla
 from tfcommx.kernels.lars import lars_update, lars_update_definition
 from tfcommx.optimizers.layerwise import EXCLUDED, LayerwiseOptimizer
 

@@ -11,7 +11,9 @@ import keras
 import tensorflow as tf
 
 from tfcommx.core import ConfigurationError, check_name, check_number
-from tfcommx.keras_internals import SendsMomentum, UpdatesTogether, compiled_by_xla, path_of
+from tfcommx.keras_internals.momenta import SendsMomentum
+from tfcommx.keras_internals.names import path_of
+from tfcommx.keras_internals.step import UpdatesTogether, compiled_by_xla
 from tfcommx.kernels.lars import squared_norms, squared_norms_definition
 from tfcommx.optimizers.parallel_operator import MODES, parallel_operator
 from tfcommx.strategies import Synchronous

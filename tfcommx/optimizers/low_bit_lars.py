@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfcommx.core import ConfigurationError, check_whole
-from tfcommx.keras_internals import OfAll
+from tfcommx.keras_internals.momenta import OfAll
 from tfcommx.kernels.lars import squared_norms
 from tfcommx.optimizers.lars import LARS
 from tfcommx.optimizers.layerwise import EXCLUDED, Formula, SendsLargeMatrices

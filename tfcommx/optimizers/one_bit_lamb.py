@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcommx.keras_internals import values_of
+from tfcommx.keras_internals.optimizers import values_of
 from tfcommx.optimizers.frozen_moments import FreezesSecondMoments
 from tfcommx.optimizers.lamb import LAMB
 from tfcommx.optimizers.layerwise import EXCLUDED

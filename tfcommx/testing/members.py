@@ -20,7 +20,9 @@ from tfcommx.core import (
     Topology,
 )
 from tfcommx.core.checks import check_name, is_member
-from tfcommx.keras_internals import ExchangesGradients, UpdatesShards, copy_with
+from tfcommx.keras_internals.optimizers import copy_with
+from tfcommx.keras_internals.shards import UpdatesShards
+from tfcommx.keras_internals.step import ExchangesGradients
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.optim.step_boundary import consolidate

@@ -15,7 +15,7 @@ from tfcommx.checkpoint.files import read_own_head
 from tfcommx.checkpoint.newest import continues_from_memory, newest_of_run
 from tfcommx.checkpoint.saving import claim
 from tfcommx.core import log
-from tfcommx.keras_internals import build_metrics
+from tfcommx.keras_internals.fit import build_metrics
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.callbacks import (
     Consolidate,

@@ -16,7 +16,7 @@ from tfcommx import routes
 from tfcommx.collectives.comm import Comm
 from tfcommx.compression import COMPRESSIONS
 from tfcommx.core import ConfigurationError, Links, Plan, Profile, Scheme, VariableProfile
-from tfcommx.keras_internals import VariableNames
+from tfcommx.keras_internals.names import VariableNames
 from tfcommx.planner.plan import Gradient, make_plan
 
 # The scheme that exchanges nothing. Predictions of the others start from its measured step

@@ -17,7 +17,8 @@ from launching import ROOT
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Scheme, Topology
-from tfcommx.keras_internals import ExchangesGradients, copy_with
+from tfcommx.keras_internals.optimizers import copy_with
+from tfcommx.keras_internals.step import ExchangesGradients
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.runtime.gradient_state import GradientState
