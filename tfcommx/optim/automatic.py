@@ -259,7 +259,12 @@ def _choose_or_try(
 
     def decided(rounds: TrialRounds) -> None:
         assert rounds.chosen is not None
-        chosen, details = names[rounds.chosen], _in_words(names, rounds)
+        times = [
+            f"{name} {1e3 * mean:.1f} ms" if (mean := rounds.mean(plan)) else name
+            for plan, name in enumerate(names)
+        ]
+        details = f"Mean step in a trial of {rounds.steps}: {'; '.join(times)}."
+        chosen = names[rounds.chosen]
         announce(comm, f"{chosen}. {details}")
         if comm.rank == 0 and expected.keeps_choice:
             value = {"chosen": chosen, "said": details, "plan": plans[rounds.chosen].to_json()}
@@ -288,14 +293,6 @@ def announce(comm: Comm, what: str) -> None:
     """Log on rank 0 how gradients travel from now on."""
     if comm.rank == 0:  # A warning: Python shows no lower level by default
         log.warning("How gradients travel: %s", what)
-
-
-def _in_words(names: list[str], rounds: TrialRounds) -> str:
-    times = [
-        f"{name} {1e3 * mean:.1f} ms" if (mean := rounds.mean(plan)) else name
-        for plan, name in enumerate(names)
-    ]
-    return f"Mean step in a trial of {rounds.steps}: {'; '.join(times)}."
 
 
 def _on_rank_0(comm: Comm, work: Callable[[], T]) -> T:

@@ -14,7 +14,7 @@ from tfcommx.collectives.comm import Comm
 from tfcommx.core import ConfigurationError, check_whole, require_equal
 from tfcommx.keras_internals.adapted import finalize_normalizations
 from tfcommx.keras_internals.models import numbered_stem
-from tfcommx.keras_internals.names import AGREED_NAMES, VariableNames, path_of
+from tfcommx.keras_internals.names import AGREED_NAMES, path_of
 from tfcommx.keras_internals.optimizers import accumulated_gradients
 
 # Dtypes that Horovod does not support; a complex number travels as its two parts. The wider type
@@ -76,7 +76,9 @@ def broadcast_values(variables: Sequence[keras.Variable | tf.Variable], root: in
     # By identity, because Keras compares variables entry by entry
     variables = [variable for variable in variables if id(variable) not in own]
     root = check_whole("root", root)
-    named = _named_in_build()
+    # Names of optimizers that name variables in `build`, and have taken no step
+    exchangers = [optimizer.exchanger for optimizer in list(WRAPPED)]
+    named = [part.names for part in exchangers if part.sharding is not None and not part.runs]
     known_as = [
         next(filter(None, (names.get(variable) for names in named)), path_of(variable))
         for variable in variables
@@ -108,16 +110,6 @@ def broadcast_values(variables: Sequence[keras.Variable | tf.Variable], root: in
         carried = tf.cast(value, _CARRIED_AS.get(value.dtype, value.dtype))
         received = comm.broadcast(carried, root, f"tfcommx/state{number}")
         variable.assign(tf.cast(received, value.dtype))
-
-
-def _named_in_build() -> list[VariableNames]:
-    """Return the names of optimizers that name variables in `build`, and have taken no step."""
-    exchangers = [optimizer.exchanger for optimizer in list(WRAPPED)]
-    return [
-        exchanger.names
-        for exchanger in exchangers
-        if exchanger.sharding is not None and not exchanger.runs
-    ]
 
 
 def _each_ranks_own() -> set[int]:
