@@ -81,14 +81,11 @@ class Participants(NamedTuple):
         """This rank's position."""
         return (self.ranks.index(self.rank) - self.ranks.index(self.root)) % len(self.ranks)
 
-    def rank_at(self, position: int) -> int:
-        """Return the rank at a position."""
-        return self.ranks[(position + self.ranks.index(self.root)) % len(self.ranks)]
-
     def start(self, way: str, buffer: np.ndarray[Any, Any], position: int) -> Any:
         """Begin to receive "from" a position, or to send "to" it, and return the request."""
         begin = self.point_to_point.receive if way == "from" else self.point_to_point.send
-        return begin(buffer, self.rank_at(position), self.tag)
+        rank = self.ranks[(position + self.ranks.index(self.root)) % len(self.ranks)]
+        return begin(buffer, rank, self.tag)
 
 
 # (the transfers of one position, the vector that they change, the participants)
