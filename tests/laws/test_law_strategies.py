@@ -22,8 +22,9 @@ from laws_helpers import (
 from tfcommx import routes
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import Plan, Scheme, Topology
+from tfcommx.core import Plan, Scheme, Topology, cost
 from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.routes.messages import MessageRoute
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import Rebroadcast, Root, Strategy, Synchronous, Update
 
@@ -111,7 +112,11 @@ def test_bytes_of_a_step_that_the_root_updates(route: str, topology: Topology) -
     for bucket in plan.buckets:
         chosen = routes.get(bucket.route)
         expected += chosen.wire_bytes(bucket, topology)
-        expected += chosen.broadcast_bytes(bucket, topology)
+        expected += (
+            chosen._traffic("broadcast", bucket, topology)
+            if isinstance(chosen, MessageRoute)
+            else cost.broadcast_traffic(bucket.padded_bytes, topology)
+        )
     np.testing.assert_allclose(
         np.mean(ThreadComm.run(topology, work), axis=0), expected, rtol=1e-12
     )

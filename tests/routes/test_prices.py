@@ -220,7 +220,6 @@ def test_a_compression_takes_its_passes_and_those_of_error_feedback() -> None:
     ]
     assert [stage.seconds for stage in sums] == expected
     assert routes.of(one).seconds(one, FOUR, LINKS) == sum(expected)
-    assert routes.of(one).broadcast_bytes(one, FOUR) == cost.broadcast_traffic(1000, FOUR)
 
 
 def test_asa_in_sixteen_bits_halves_what_travels_and_not_what_is_added() -> None:
@@ -478,7 +477,8 @@ def test_bytes_of_a_reduce_and_a_broadcast_over_those_of_an_allreduce(
     reduces = dataclasses.replace(
         one, options=dataclasses.replace(one.options, collective="reduce")
     )
-    sent = chosen.wire_bytes(reduces, FOUR).between + chosen.broadcast_bytes(reduces, FOUR).between
+    sent = chosen.wire_bytes(reduces, FOUR).between
+    sent += chosen._traffic("broadcast", reduces, FOUR).between
     assert sent == pytest.approx(more * chosen.wire_bytes(one, FOUR).between)
 
 

@@ -58,10 +58,6 @@ class CompressedRoute(Route):
         vectors_sent = self._vectors(bucket, topology)
         return sum(self._route.port_bytes(vector, topology) for vector in vectors_sent)
 
-    def broadcast_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """Count the bytes of a broadcast, which sends all entries uncompressed."""
-        return self._route.broadcast_bytes(bucket, topology)
-
     def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
         """Return the price of the sums, which run one after another."""
         vectors_sent = self._vectors(bucket, topology)

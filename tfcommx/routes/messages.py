@@ -377,10 +377,6 @@ class MessageRoute(PeerRoute[MessageOptions]):
         """Count the bytes of messages that one rank sends in a step, as the mean."""
         return self._traffic(bucket.options.collective, bucket, topology)
 
-    def broadcast_bytes(self, bucket: Bucket[MessageOptions], topology: Topology) -> Traffic:
-        """Count the bytes of messages that one rank sends in a broadcast, as the mean."""
-        return self._traffic("broadcast", bucket, topology)
-
     def _traffic(
         self, operation: str, bucket: Bucket[MessageOptions], topology: Topology
     ) -> Traffic:

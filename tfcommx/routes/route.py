@@ -18,7 +18,6 @@ from tfcommx.core import (
     Sparse,
     Topology,
     Traffic,
-    cost,
 )
 from tfcommx.core.bucket import Options
 
@@ -104,10 +103,6 @@ class Route(abc.ABC, Generic[Options]):
     @abc.abstractmethod
     def wire_bytes(self, bucket: Bucket[Options], topology: Topology) -> Traffic:
         """Count the bytes that one rank sends in a step, exactly, as the mean over the ranks."""
-
-    def broadcast_bytes(self, bucket: Bucket[Options], topology: Topology) -> Traffic:
-        """Count the bytes that one rank sends in a `broadcast`, as the mean over the ranks."""
-        return cost.broadcast_traffic(bucket.padded_bytes, topology)
 
     def port_bytes(self, bucket: Bucket[Options], topology: Topology) -> float:
         """Count the bytes of a step through the busiest port of a node, in its busier direction."""
