@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 
 import tensorflow as tf
 
@@ -11,11 +10,9 @@ from tfcommx.collectives import comm as base
 from tfcommx.collectives import gpu_checks, horovod, mpi, process, rendezvous
 from tfcommx.collectives.gloo_hosts import CHILD, gloo_hosts, require_network, require_rendezvous
 from tfcommx.collectives.unwrapped import UnwrappedOptimizers
-from tfcommx.core import ConfigurationError, Topology, check_number
+from tfcommx.core import ConfigurationError, Topology, check_number, log
 from tfcommx.launch import known_launchers, launcher
 from tfcommx.watch import liveness
-
-log = logging.getLogger("tfcommx")
 
 
 def init(

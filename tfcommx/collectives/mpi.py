@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import os
 import sys
 import threading
@@ -15,13 +14,11 @@ import numpy as np
 
 from tfcommx.collectives.plain_data import decode, encode
 from tfcommx.collectives.point_to_point import Request
-from tfcommx.core import LaunchError, RankLostError
+from tfcommx.core import LaunchError, RankLostError, log
 from tfcommx.launch.hosts import check_host_name
 from tfcommx.launch.interpreter import ExitStatus, Hook, handle_uncaught
 from tfcommx.launch.launcher import launcher, rendezvous_seconds, seconds_from
 from tfcommx.launch.mpi_start import limited
-
-log = logging.getLogger("tfcommx")
 
 T = TypeVar("T")
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import itertools
-import logging
 import os
 import queue
 import socket
@@ -28,14 +27,12 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from tfcommx.collectives.horovod import serve_rendezvous
-from tfcommx.core import LaunchError, Topology
+from tfcommx.core import LaunchError, Topology, log
 from tfcommx.launch.cluster_environment import ClusterEnvironment
 from tfcommx.launch.commands import ipv4_addresses
 from tfcommx.launch.handshake import NO_PARTNER, Caller, Entrance, Handshake, shortened
 from tfcommx.launch.hosts import check_host_name, is_host_name
 from tfcommx.launch.launcher import rendezvous_seconds
-
-log = logging.getLogger("tfcommx")
 
 # Seconds that ranks wait for each other; TFCOMMX_RENDEZVOUS_SECONDS overrides it
 SECONDS = 300.0

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import contextvars
 import dataclasses
-import logging
 import threading
 import weakref
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-log = logging.getLogger("tfcommx")
+from tfcommx.core import log
 
 # Steps before a warning. The first may only make the optimizer's state, to restore a checkpoint.
 STEPS = 2

@@ -22,7 +22,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import logging
 import platform
 import zlib
 from collections.abc import Callable, Mapping
@@ -40,6 +39,7 @@ from tfcommx.core import (
     PlanError,
     Scheme,
     TfcommxError,
+    log,
     reading,
     write_text,
 )
@@ -58,8 +58,6 @@ from tfcommx.runtime.executor import PlanExecutor, agree_on_plan
 from tfcommx.runtime.gradient_state import Executor
 from tfcommx.runtime.trial import LEAST_ROUNDS, STEPS, TrialExecutor, TrialRounds
 from tfcommx.strategies import Strategy, Synchronous
-
-log = logging.getLogger("tfcommx")
 
 T = TypeVar("T")
 

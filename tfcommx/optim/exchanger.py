@@ -12,7 +12,6 @@ The state of one strategy or one plan belongs to its run, or to the run's execut
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -23,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import NOMINAL, ConfigurationError, Plan, Scheme
+from tfcommx.core import NOMINAL, ConfigurationError, Plan, Scheme, log
 from tfcommx.keras_internals.momenta import SendsMomentum
 from tfcommx.keras_internals.names import ByVariable, VariableNames, path_of
 from tfcommx.keras_internals.step import traced_batch
@@ -42,8 +41,6 @@ from tfcommx.strategies import (
     StrategyRun,
     Update,
 )
-
-log = logging.getLogger("tfcommx")
 
 
 class Exchanger:

@@ -8,7 +8,6 @@ An average of results is right only for a mean over equally many samples.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,10 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives import process
+from tfcommx.core import log
 from tfcommx.keras_internals.metrics import metrics_in, sums_in
 from tfcommx.keras_internals.optimizers import array_of, entries_of
-
-log = logging.getLogger("tfcommx")
 
 Results = dict[str, np.ndarray]
 # For each variable of a metric its value after a reset; None: a constant, the same on all ranks

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives import process
-from tfcommx.core import ConfigurationError
+from tfcommx.core import ConfigurationError, log
 from tfcommx.keras_internals.models import (
     bytes_of,
     call_alike,
@@ -27,8 +26,6 @@ from tfcommx.keras_internals.models import (
     loss_of,
 )
 from tfcommx.keras_internals.optimizers import array_of
-
-log = logging.getLogger("tfcommx")
 
 # Largest difference of equal models, as a share of the largest output: processors of other types
 # round differently, and rounding errors add up over the layers

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
 
-from tfcommx.core import NARROW, check_name, check_whole
+from tfcommx.core import NARROW, check_name, check_whole, log
 from tfcommx.keras_internals.momenta import LearnsThenSendsMomentum
 from tfcommx.keras_internals.optimizers import trainable_variables
 from tfcommx.optimizers.layerwise import SendsLargeMatrices
 
-log = logging.getLogger("tfcommx")
 # Second moments are stable if their sum changes by less than this factor in 1 / (1 - beta_2)
 # updates
 STABLE = 0.96

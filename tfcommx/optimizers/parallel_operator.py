@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
 import statistics
 import time
@@ -34,10 +33,8 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tfcommx import engines
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import ConfigurationError, Links, check_name
+from tfcommx.core import ConfigurationError, Links, check_name, log
 from tfcommx.planner.plan import balance
-
-log = logging.getLogger("tfcommx")
 
 MODES = ("auto", "local", "parallel")
 # The unit of work: a tensor, or several that belong together

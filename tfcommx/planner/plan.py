@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
-import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +38,7 @@ from tfcommx.core import (
     Profile,
     Scheme,
     Topology,
+    log,
 )
 from tfcommx.planner import merging
 from tfcommx.planner.check import DenseWay, SparseWay, Ways, check_scheme
@@ -46,8 +46,6 @@ from tfcommx.planner.prices import default_bucket_bytes, prices_of, sub_profile
 from tfcommx.routes.compressed import vectors
 from tfcommx.routes.messages import MessageOptions
 from tfcommx.simulator.assumptions import IDEAL, Assumptions
-
-log = logging.getLogger("tfcommx")
 
 
 def balance(costs: Sequence[float], ranks: int) -> list[int]:

@@ -17,7 +17,6 @@ momentum of 0.9.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +26,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.collectives.unwrapped import allow_plain_optimizers
-from tfcommx.core import ConfigurationError
+from tfcommx.core import ConfigurationError, log
 from tfcommx.kernels.traced import untraced
-
-log = logging.getLogger("tfcommx")
 
 # Options that combine variables or rounds, or select variables by name
 UNFIT = ("global_clipnorm", "use_ema", "gradient_accumulation_steps", "weight_decay")

@@ -15,7 +15,6 @@ it. It ends when all ranks have sent END, or are gone.
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import time
 from collections.abc import Callable
@@ -25,14 +24,13 @@ import numpy as np
 from tfcommx.collectives import mpi
 from tfcommx.collectives.mpi import END
 from tfcommx.collectives.point_to_point import Channel, PointToPoint
+from tfcommx.core import log
 from tfcommx.launch.interpreter import end_at_once
 from tfcommx.launch.launcher import launch_interfaces, launcher, on_one_host
 from tfcommx.strategies.easgd.server import LOOK_SECONDS, CentreServer
 from tfcommx.watch import liveness
 from tfcommx.watch.membership import Membership
 from tfcommx.watch.stalls import SERVES
-
-log = logging.getLogger("tfcommx")
 
 
 class CentreProcess:

@@ -29,7 +29,6 @@ that is `blocking=True, server="extra_rank"`, and `every=1, alpha=0.5` were best
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import MPI_LAUNCH, ConfigurationError, Plan, check_name, check_number, check_whole
+from tfcommx.core.errors import log
 from tfcommx.launch.launcher import CENTRE_LAUNCH
 from tfcommx.runtime.executor import PlanExecutor, only_plan
 from tfcommx.runtime.gradient_state import Executor
@@ -47,8 +47,6 @@ from tfcommx.strategies.background import END_SECONDS
 from tfcommx.strategies.easgd.server import CentreServer, cut
 from tfcommx.strategies.easgd.worker import EasgdWorker
 from tfcommx.strategies.strategy import Strategy, StrategyRun, Update
-
-log = logging.getLogger("tfcommx")
 
 # Alpha up to which a delayed force is stable while learning rate x curvature is at most 1. It is
 # computed from the weights of d steps ago. Per direction of curvature h, with

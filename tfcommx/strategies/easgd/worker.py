@@ -8,7 +8,6 @@ strategies/easgd/server.py defines the messages, and answers them.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -19,6 +18,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from tfcommx.collectives.point_to_point import PointToPoint
+from tfcommx.core import log
 from tfcommx.strategies.background import END_SECONDS, in_thread
 from tfcommx.strategies.easgd.server import (
     CENTRE,
@@ -35,8 +35,6 @@ from tfcommx.strategies.easgd.server import (
     start_message,
 )
 from tfcommx.watch.membership import Membership
-
-log = logging.getLogger("tfcommx")
 
 # A worker that waits longer than this for the others to end logs it, and again after twice as long
 PATIENT_SECONDS = 60.0

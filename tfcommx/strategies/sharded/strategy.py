@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfcommx import engines
-from tfcommx.core import GROUPS, Links, Plan, PlanError, Profile, Topology, check_name
+from tfcommx.core import GROUPS, Links, Plan, PlanError, Profile, Topology, check_name, log
 from tfcommx.planner.merging import pulls
 from tfcommx.planner.merging.pulls import PullTimes
 from tfcommx.runtime.bucket_runner import BucketRunner, join
@@ -44,8 +43,6 @@ from tfcommx.runtime.gradient_state import Executor
 from tfcommx.strategies.sharded.shards import Segment, Shards, lay_out
 from tfcommx.strategies.sharded.whole_shards import WholeShards, lay_out_whole
 from tfcommx.strategies.strategy import Strategy, StrategyRun, Update
-
-log = logging.getLogger("tfcommx")
 
 PULLS = ("at_once", "layers", "batched")
 # Group that shares the weights -> group over which a shard is also summed, or None
