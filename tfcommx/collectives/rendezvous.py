@@ -189,9 +189,8 @@ def _problem(cluster: ClusterEnvironment, arrivals: dict[int, Arrival], new: Arr
 
 
 def _address_of_rank_0(arrivals: Collection[Arrival]) -> str:
-    """Return the address at which ranks on other hosts reach rank 0."""
-    # These have priority, because on rank 0's own host its name may mean a loopback address, as in
-    # Debian's /etc/hosts
+    # Ranks on other hosts have priority, because on rank 0's own host its name may mean a loopback
+    # address, as in Debian's /etc/hosts
     remote = [
         arrival.reached for arrival in arrivals if not _on_this_host(arrival.own, arrival.reached)
     ]

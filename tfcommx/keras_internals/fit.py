@@ -39,7 +39,6 @@ def callbacks_of_fit() -> list[keras.callbacks.Callback]:
 
 
 def _flat(callbacks: keras.callbacks.CallbackList) -> list[keras.callbacks.Callback]:
-    """Return the callbacks of a list and of the lists in it."""
     flat: list[keras.callbacks.Callback] = []
     for callback in callbacks.callbacks:
         is_list = isinstance(callback, keras.callbacks.CallbackList)

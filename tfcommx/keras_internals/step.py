@@ -230,7 +230,6 @@ class ExchangesGradients(Wrapped):
 
 
 def _dense(gradient: Any, variable: keras.Variable) -> tf.Tensor:
-    """Return a gradient as a dense tensor."""
     # A custom gradient may leave out the shape, which the update of Keras's SGD does not need
     if isinstance(gradient, tf.IndexedSlices) and gradient.dense_shape is None:
         shape = tf.constant(list(variable.shape), tf.int64)

@@ -39,14 +39,7 @@ def elias_encode_definition(indices: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def elias_decode_definition(bitmap: tf.Tensor, lows: tf.Tensor, k: int, size: int) -> tf.Tensor:
-    """Read the k indices of each buffer, int32 [buffers, k].
-
-    Args:
-        bitmap: int32 [buffers, words], with k bits set in each row.
-        lows: int32 [buffers, words].
-        k: indices in each buffer.
-        size: length of the vector that they point into.
-    """
+    """Read the k indices of each buffer, int32 [buffers, k]; see `IndexDefinition`."""
     width = low_bits(k, size)
     rows = tf.shape(bitmap)[0]
     # `where` lists the bits row by row, and each row has k of them
