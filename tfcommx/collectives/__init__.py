@@ -19,8 +19,6 @@ Only this package, `launch`, `watch`, `cli`, `ray`, `strategies.easgd.process` a
 read the environment.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

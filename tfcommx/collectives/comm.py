@@ -12,8 +12,6 @@ tests; tests/laws run every route on the latter.
 a small sum over the ranks within a step, which the stall watch can name.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import math

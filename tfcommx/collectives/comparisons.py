@@ -8,8 +8,6 @@ rank without making the others wait. The digests travel with the next objects th
 exchange. This is before the first step of a training, when the plans of all ranks are compared.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import operator

@@ -10,8 +10,6 @@ Horovod's static process sets follow from the hosts, and must be given when it s
 It needs neither TensorFlow nor Horovod.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

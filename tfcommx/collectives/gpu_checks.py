@@ -5,8 +5,6 @@ for it; and a sum of several tensors must be correct, because Horovod does not c
 its CUDA kernels.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

@@ -1,7 +1,5 @@
 """Horovod's collectives. The only module that imports Horovod."""
 
-from __future__ import annotations
-
 import contextlib
 import http
 import os

@@ -1,7 +1,5 @@
 """init(): start Horovod with its node and peer groups, by the launcher's settings."""
 
-from __future__ import annotations
-
 import functools
 
 import tensorflow as tf

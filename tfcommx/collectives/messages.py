@@ -1,7 +1,5 @@
 """Messages of a Comm between two ranks, opened at their first use and kept until the end."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import cast

@@ -1,7 +1,5 @@
 """Point-to-point messages between ranks, over MPI. The only module that imports mpi4py."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

@@ -12,8 +12,6 @@ loading a pickle runs code of its sender. Here bytes can only become values of t
 It needs neither TensorFlow nor Horovod.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -1,7 +1,5 @@
 """PointToPoint: the contract of messages between two ranks; Channel: several that share one."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import numpy as np

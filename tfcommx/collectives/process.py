@@ -1,7 +1,5 @@
 """The Comm of this process, which init() made."""
 
-from __future__ import annotations
-
 from tfcommx.collectives.comm import Comm
 
 _current: Comm | None = None

@@ -13,8 +13,6 @@ With TFCOMMX_SECRET in the environment of all ranks, both sides prove that they 
 rendezvous and Gloo's connections are not secured, as under horovodrun.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import itertools

@@ -1,7 +1,5 @@
 """ThreadComm: p ranks as p threads of one process, for law tests and corner cases."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A model that is loaded, copied or unpickled has a plain optimizer, and trains on
 the user does not wrap it again. Therefore the calls that take Keras's steps are recorded.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import contextvars

@@ -22,8 +22,6 @@ To add one:
 Importing this package loads no TensorFlow, because plans and prices need only sizes.
 """
 
-from __future__ import annotations
-
 from tfcommx.compression.compression import Compression, CompressionResult
 from tfcommx.core import check_name, is_member, load_member
 

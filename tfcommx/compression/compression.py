@@ -1,7 +1,5 @@
 """Define the contract of a compression."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ hook, the warm start is made orthonormal, too, because small gradients would oth
 products.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks of names and numbers, which refuse a setting before anything is sent."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import pkgutil

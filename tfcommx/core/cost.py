@@ -9,8 +9,6 @@ doubling log p. Additions (gamma) are ours; the paper counts none. The prices of
 1 of Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016).
 """
 
-from __future__ import annotations
-
 import math
 
 from tfcommx.core import Link, Topology, Traffic

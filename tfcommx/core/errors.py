@@ -11,8 +11,6 @@ A message has the requirement, the value received, the rank or variable, and the
         CheckpointError      a checkpoint that cannot be saved or restored
 """
 
-from __future__ import annotations
-
 import logging
 
 log = logging.getLogger("tfcommx")

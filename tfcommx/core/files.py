@@ -5,8 +5,6 @@ other users, and has no second name, because any user can make a file of any nam
 as /dev/shm.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -36,8 +36,6 @@ To add a format:
     iterate over these tables. A format of another package derives from `wire.formats.WireFormat`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -15,8 +15,6 @@ To add an engine:
     tests/engines walks over the table.
 """
 
-from __future__ import annotations
-
 from tfcommx.core import Links, Topology, check_name
 from tfcommx.engines import gloo, hierarchical, nccl, open_mpi, ring
 from tfcommx.engines.engine import Calibrated, Engine

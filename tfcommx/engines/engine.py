@@ -31,8 +31,6 @@ wake-up of threads, an engine's switch of algorithm, a protocol's handshake. A s
 all-gather does not reach the rate of a row of them, because its ranks begin at different times.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 from typing import NamedTuple

@@ -18,8 +18,6 @@ horovod/common/ops/gloo_operations.cc, and collective_operations.h (`PrepareOutp
 the sizes that an all-to-all sends first, release 0.28.1.
 """
 
-from __future__ import annotations
-
 import math
 
 from tfcommx.core import Links, Topology

@@ -6,8 +6,6 @@ Source: horovod/common/ops/nccl_operations.cc, `NCCLHierarchicalAllreduce`, rele
 HOROVOD_HIERARCHICAL_ALLREDUCE switches it on. It needs both NCCL and MPI.
 """
 
-from __future__ import annotations
-
 from tfcommx.core import Links, Topology
 from tfcommx.engines import open_mpi
 from tfcommx.engines.nccl import Nccl

@@ -26,8 +26,6 @@ reduction and scan" (2009). Where we differ: limits of machines (80 GB/s of a tr
 are not counted, and LL128 has none a channel.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

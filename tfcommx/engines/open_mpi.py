@@ -30,8 +30,6 @@ Source: open-mpi/ompi, releases 1.2 to 4.0: coll_tuned_decision_fixed.c
 (`ompi_coll_tuned_allreduce_intra_dec_fixed`, "based on MX results from the Grig cluster").
 """
 
-from __future__ import annotations
-
 import math
 
 from tfcommx.core import Link, Links, Topology, cost

@@ -5,8 +5,6 @@ Clusters" (2021), section 3.2: a ring's reduce-scatter and allreduce, and an all
 latency terms, as `cost` has them.
 """
 
-from __future__ import annotations
-
 from tfcommx.core import Links, Topology, cost
 from tfcommx.engines.engine import Engine
 

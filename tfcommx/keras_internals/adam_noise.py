@@ -1,7 +1,5 @@
 """Adam's update by the gradients of one node, corrected for the noise of its second moments."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import keras

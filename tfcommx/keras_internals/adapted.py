@@ -1,7 +1,5 @@
 """Preprocessing layers whose state comes from data, also those that no model has."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ This package imports no exchange, so the classes are protocols. The members are 
 implementations.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ And find the callbacks of `fit`.
 `steps_per_execution` times.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType

@@ -9,8 +9,6 @@ states:
     max(state, x)  +x     +0     +1700+x   no sum
 """
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Layers, names, seed generators, statistics, calls and saved values of a Keras model."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

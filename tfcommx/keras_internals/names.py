@@ -3,8 +3,6 @@
 `VariableNames` are unique: plans, profiles and checkpoints refer to variables by them.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Generic, TypeVar

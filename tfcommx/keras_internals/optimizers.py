@@ -1,7 +1,5 @@
 """Copy Keras optimizers with a mixin, and read the state that Keras does not list."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types

@@ -4,8 +4,6 @@ apply -> unscale -> accumulate (whole) -> [push: shards of the gradients] -> cli
       -> update of the shards, with state only for them -> [pull] -> EMA of the shards
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

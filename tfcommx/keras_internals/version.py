@@ -1,7 +1,5 @@
 """Refuse a Keras without the private members that this package uses; warn of an untested one."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 

@@ -10,8 +10,6 @@ draws the crop's height uniformly, and not its area. After its last attempt it t
 image.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

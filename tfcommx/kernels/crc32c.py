@@ -1,7 +1,5 @@
 """CRC32C, the checksum of TFRecord files."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import Any

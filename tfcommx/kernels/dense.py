@@ -3,8 +3,6 @@
 ops/kernels/dense.h has the semantics.
 """
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from tfcommx.kernels import loader

@@ -1,7 +1,5 @@
 """The device of the residuals, and a check that its kernels return the same bits as the CPU's."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

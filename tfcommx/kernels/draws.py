@@ -4,8 +4,6 @@
 Generators, 2014.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

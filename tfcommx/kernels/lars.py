@@ -1,7 +1,5 @@
 """LARS for all variables in two passes: their squared norms, then the update by their rates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import tensorflow as tf

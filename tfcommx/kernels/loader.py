@@ -3,8 +3,6 @@
 With `TFCOMMX_NATIVE=0` in the environment it is not loaded, and plain TensorFlow does its work.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import json

@@ -3,8 +3,6 @@
 ops/kernels/low_bits.h has the semantics, and explains the choice of the steps.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import tensorflow as tf
 

@@ -1,7 +1,5 @@
 """Select: k entries of a gradient by magnitude, with and without error feedback."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Merge (index, value) pairs into a vector; keep their rounding errors as residual."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Helpers for traced code: numbers on the host, new variables, order and time of results."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence

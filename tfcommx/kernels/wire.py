@@ -4,8 +4,6 @@
 ops/kernels/wire_elias.h has the Elias-Fano coding of ascending indices, with its source.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

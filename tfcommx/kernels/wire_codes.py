@@ -4,8 +4,6 @@ ops/kernels/wire_codes.h has the rule and its reasons. In plain TensorFlow, `pac
 few bits into int32 words, beginning with the lowest bit.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import tensorflow as tf
 

@@ -8,8 +8,6 @@ with different numbers of terms. If messages are possible, alpha is measured wit
 time, and an allreduce has the terms of the engine's algorithm.
 """
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import threading

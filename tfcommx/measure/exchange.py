@@ -5,8 +5,6 @@ between                        | bucket 0 |          |  bucket 1  |
 stamps              |          |          |          |            |
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

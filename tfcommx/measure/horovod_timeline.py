@@ -12,8 +12,6 @@ A recorded run becomes a profile, a plan and a timeline, which can be simulated 
 Computing ends with the last gradient that the engine saw. A bucket is the tensors of one message.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -13,8 +13,6 @@ Source: the alpha-beta model of Thakur et al., "Optimization of Collective Commu
 in MPICH" (2005).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -7,8 +7,6 @@ The step is that of Keras: the model's call, `compute_loss`, gradients. A stamp 
 one entry of a tensor is on the host. The difference to steps without stamps is their cost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import statistics

@@ -16,8 +16,6 @@ are in files for the next run:
 `ExpectedRun` is the expected number of remaining steps: a choice must pay within them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Copy one rank's variables to every rank, so that all start alike, or average them."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence

@@ -8,8 +8,6 @@ nothing to its variables or its config. So a saved model holds the plain optimiz
 and without tfcommx.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path

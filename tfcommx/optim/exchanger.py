@@ -10,8 +10,6 @@
 The state of one strategy or one plan belongs to its run, or to the run's executor.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace

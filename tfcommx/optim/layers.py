@@ -5,8 +5,6 @@ forward   x -> count, sum, sum of squares  -> allreduce -> mean, variance -> Ker
 backward  gradients of mean and variance   -> allreduce -> gradient of x, from this rank's x
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import keras

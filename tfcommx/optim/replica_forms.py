@@ -4,8 +4,6 @@ BroadcastState pairs variables by position. Layers that a rank made in another o
 each other's weights, and nothing in the weights shows it.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Sequence

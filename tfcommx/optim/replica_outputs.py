@@ -4,8 +4,6 @@ Equal variables do not make equal models: a constant that a layer made of random
 table, a closure or an attribute of a layer are no variables, and no rank broadcasts them.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections import namedtuple

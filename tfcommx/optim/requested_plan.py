@@ -4,8 +4,6 @@ It lives as long as the optimizer; a change of scheme replaces the schemes in it
 `ExchangeSettings`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Sharding: one optimizer's shards on this rank, and their state as a whole."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 

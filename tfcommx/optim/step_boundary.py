@@ -3,8 +3,6 @@
 The centre is that of elastic averaging; its functions do nothing with every other strategy.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """StepGuard: refuses steps that would fail, hang or let ranks drift apart."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Find the wrapped optimizers of a model, and their exchangers."""
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set

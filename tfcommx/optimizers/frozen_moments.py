@@ -1,7 +1,5 @@
 """Second moments that are learnt, then frozen: the common part of OneBitAdam and OneBitLAMB."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """LAMB: Adam whose rate follows the norms of each variable and of its update."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

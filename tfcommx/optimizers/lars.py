@@ -1,7 +1,5 @@
 """LARS: stochastic gradient descent whose rate follows the norms of each variable."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

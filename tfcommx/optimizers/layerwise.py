@@ -1,7 +1,5 @@
 """Common parts: trust ratios, of LARS and LAMB; the variables whose momenta are sent."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 from collections.abc import Callable, Sequence

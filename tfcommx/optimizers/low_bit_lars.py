@@ -1,7 +1,5 @@
 """LowBitLARS: LARS that sends its momentum in 2 bits an entry."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """OneBitAdam: Adam that sends its momentum in 1 bit an entry after learning its second moments."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -14,8 +14,6 @@ Clusters" (2021), section 4.2, equations 13 and 14. The paper distributes tensor
 we distribute them by their cost, and only if that is faster than computing all of them locally.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

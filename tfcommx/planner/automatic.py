@@ -7,8 +7,6 @@ Predictions only propose two plans; measured steps decide between them and plain
 leaves plain Horovod out where its bytes do not fit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set

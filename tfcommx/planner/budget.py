@@ -10,8 +10,6 @@ entries cost accuracy; docs/explanation/routes.md derives the numbers.
 All of it follows from `wire_bytes`, and nothing from times.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Refuses schemes that cannot be carried out, before anything is sent."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

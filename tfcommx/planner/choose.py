@@ -11,8 +11,6 @@
 Predictions only propose: measured times decide.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import operator

@@ -10,8 +10,6 @@ variables with about equally many entries, each exchanged at its own step:
     variables  --fragment_of-->  F groups  --make_plan, each-->  one plan, no bucket of two groups
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import itertools

@@ -1,7 +1,5 @@
 """Prepares the input of merging solvers: prices of a group of gradients, and ready times."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -21,8 +21,6 @@ To add one:
     the prices iterate over the table.
 """
 
-from __future__ import annotations
-
 from tfcommx.core import Bucket, Plan, PlanError, check_name, is_member, load_member
 from tfcommx.routes import (
     allgather,

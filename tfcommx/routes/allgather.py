@@ -4,8 +4,6 @@ Source: Renggli et al., "SparCML" (2019); named NaiveAG in Shi et al. (2021), se
 priced by its equation 3.
 """
 
-from __future__ import annotations
-
 from tfcommx import engines
 from tfcommx.core import Bucket, Links, Topology, Traffic, cost
 from tfcommx.routes.route import Codec, Comm, Select, SparseRoute, Tensor

@@ -6,8 +6,6 @@ residual; that of the engine's partial sums is lost. The engines cannot add bflo
 add in float32: `asa`, and `torus` in bfloat16.
 """
 
-from __future__ import annotations
-
 from tfcommx import engines
 from tfcommx.core import PLAIN, Bucket, Links, Topology, Traffic, cost
 from tfcommx.routes.route import Codec, Comm, ListRoute, PeerRoute, Tensor, slowest_link

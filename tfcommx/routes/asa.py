@@ -26,8 +26,6 @@ error feedback on both hops: Tang et al., "DoubleSqueeze: Parallel Stochastic Gr
 Double-Pass Error-Compensated Compression" (2019), algorithm 1, whose server is here the owner.
 """
 
-from __future__ import annotations
-
 from tfcommx import engines
 from tfcommx.core import (
     DENSE_CODES,

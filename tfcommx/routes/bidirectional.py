@@ -20,8 +20,6 @@ section 3.2, after Thakur et al., "Optimization of Collective Communication Oper
 (log2 p).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -3,8 +3,6 @@
 Not a row of the table: `routes.of` wraps any dense route in one if a bucket compresses.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from tfcommx import compression

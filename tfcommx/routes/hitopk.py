@@ -15,8 +15,6 @@ collectives, we by one. It ends with an all-gather of dense shards, while its eq
 of pairs: `last_step` has both.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -22,8 +22,6 @@ spread: each position sends 2 (p - 1)/p n bytes; no allreduce can send less. The
 multiplies; ours only adds, because gradients need nothing else.
 """
 
-from __future__ import annotations
-
 from tfcommx.core import Bucket, Links, Topology
 from tfcommx.routes.messages import WINDOW, MessageOptions, MessageRoute, Transfer, run_when_ready
 from tfcommx.routes.route import slowest_link

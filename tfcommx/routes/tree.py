@@ -13,8 +13,6 @@ section 3.2, after Thakur et al., "Optimization of Collective Communication Oper
 (2005).
 """
 
-from __future__ import annotations
-
 from tfcommx.core import Bucket, Links, Topology, cost
 from tfcommx.routes.messages import MessageRoute, Transfer, run_by_round
 

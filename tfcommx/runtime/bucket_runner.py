@@ -6,8 +6,6 @@
 Other files of this package use the table of routes only for shards, prices and `needs_messages`.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

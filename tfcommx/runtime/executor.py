@@ -7,8 +7,6 @@ Each bucket is a separate chain in the TensorFlow graph, so a bucket whose gradi
 sent while others are computed. Before the first step all ranks check that they have the same plan.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

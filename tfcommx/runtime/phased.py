@@ -11,8 +11,6 @@ others are computed. Both phases share the residuals, because momenta are sent i
 gradients: residuals of the last gradients are sent with the first momenta.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple

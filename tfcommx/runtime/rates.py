@@ -17,8 +17,6 @@ cycle of CosineDecayRestarts it is some 500 gradients, for any length of the cyc
 Schemes" (2019), algorithm 2, which adds up rate times gradient.
 """
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 # Larger than the exponent of any rate, so that the first rate is no rise. NaN and Inf have it, too,

@@ -7,8 +7,6 @@ The check is needed because nothing else shows that replicas have drifted apart:
 set from a rank's own metric, a model that only one rank has loaded, or different start weights.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 

@@ -8,8 +8,6 @@ Between steps a rank keeps, of each bucket, its shard of
     compression the state of a compression, equal on all ranks
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from typing import Any
 

@@ -22,8 +22,6 @@ has one step, each time in another order, so that a machine that becomes slower,
 work between two rounds, affect all plans alike.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence, Set

@@ -1,7 +1,5 @@
 """Define a selection rule: a selector with error feedback around it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol
 

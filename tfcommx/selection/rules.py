@@ -1,7 +1,5 @@
 """The rules of selection: which k entries of a gradient are sent; the package has their table."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -21,8 +21,6 @@ stages of a bucket after that. A route prices its messages on an idle network. T
 engine's time per collective and the time of selections; `simulate` adds the waiting.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import itertools

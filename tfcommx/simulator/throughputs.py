@@ -9,8 +9,6 @@ To add one: read the number in its source, and add a row to PUBLISHED with the s
 read on 2026-11-26. Rates of eight GPUs, each an eighth here, include the exchange in the node.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from tfcommx.core import ConfigurationError, LayerTable, Profile, check_name, check_number

@@ -1,7 +1,5 @@
 """Calls in a separate thread, which run while training steps continue."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import threading

@@ -24,8 +24,6 @@ Gradient" (AAAI 2021), algorithm 1; the coefficient is that of SA-PEF (arXiv 260
 residuals of gradients; we keep those of updates, and correct the noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

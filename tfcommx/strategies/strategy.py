@@ -7,8 +7,6 @@ model.fit -> optimizer.apply -> run.exchange(gradients) -> Keras clips -> run.up
                                 [weights become whole and equal]
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 

@@ -15,8 +15,6 @@ broadcasts during the forward pass are `Sharded(pull="layers")`, by all-gathers;
 with its broadcasts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The table of strategies, and the strategy that a user asks for."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from tfcommx.core import ConfigurationError, check_name, is_member, load_member

@@ -16,8 +16,6 @@ only on those.
     check_strategy      a strategy, with an optimizer
 """
 
-from __future__ import annotations
-
 from tfcommx.testing.laws import LawBroken
 from tfcommx.testing.members import (
     check_compression,

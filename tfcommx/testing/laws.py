@@ -1,7 +1,5 @@
 """Steps of a plan on ranks that are threads, and the laws that hold for them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The laws of each family: compressions, routes, rules, strategies and wire formats."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

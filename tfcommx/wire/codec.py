@@ -7,8 +7,6 @@
 `rounded` rounds the entries that a sparse bucket sends. `core.wire_formats` has the table.
 """
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from tfcommx.core import Sparse

@@ -4,8 +4,6 @@ They are pure arithmetic, because prices must not load TensorFlow. `WireFormat` 
 format in another package, `Scheme(wire="module:MEMBER")`.
 """
 
-from __future__ import annotations
-
 import abc
 from typing import Any
 

@@ -7,8 +7,6 @@ TensorFlow, whose module docstring draws the timeline and cites the paper; add i
 tests/planner/merging compares every row with all merges of small models.
 """
 
-from __future__ import annotations
-
 from tfcommx.core import check_name
 from tfcommx.planner.merging.heuristics import each, mg_wfbp, omgs, single, threshold
 from tfcommx.planner.merging.merging import Merging

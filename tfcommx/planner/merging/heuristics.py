@@ -1,7 +1,5 @@
 """Merging in one pass over the gradients: single, each, threshold, MG-WFBP and OMGS."""
 
-from __future__ import annotations
-
 from tfcommx.core import Profile
 from tfcommx.planner.merging.merging import Groups, Prices, ready_times
 

@@ -7,8 +7,6 @@ Gradients a, b, c become ready one after another; a and b travel together:
                                                                         finish
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

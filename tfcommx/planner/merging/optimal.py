@@ -18,8 +18,6 @@ Source: dynamic programming with dominance; the objective is equations 17 and 18
 (2020), with any prices. Their Algorithm 1 does not always reach it.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -22,8 +22,6 @@ Points that the paper leaves open, and their treatment here:
 - Later steps: if no candidate meets constraint 5, all layers that remain are one batch.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ the file of its family, which names its paper; add it to `_ALL` below; add the p
 parameters and tensors to tests/simulator/test_layer_tables.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tfcommx.core import LayerTable, check_name, check_whole

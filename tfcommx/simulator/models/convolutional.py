@@ -1,7 +1,5 @@
 """Convolutional networks: AlexNet, VGG, GoogLeNet, Inception and ResNet-50."""
 
-from __future__ import annotations
-
 from tfcommx.core import LayerTable
 from tfcommx.simulator.models.builder import Builder
 

@@ -1,7 +1,5 @@
 """Language models: LSTM, BERT, GPT-2 and the Transformer."""
 
-from __future__ import annotations
-
 from tfcommx.core import Layer, LayerTable
 from tfcommx.simulator.models.builder import dense, normalization
 

@@ -28,8 +28,6 @@ section 2. We choose a fragment by size, not by layer. They mix start weights an
 which drops half of the updates of the steps that a round overlaps.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ it. It ends when all ranks have sent END, or are gone.
 **Cost:** without TensorFlow, some 50 MB plus the centres; each optimizer's centre stays to the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

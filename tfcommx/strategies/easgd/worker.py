@@ -6,8 +6,6 @@
 strategies/easgd/server.py defines the messages, and answers them.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

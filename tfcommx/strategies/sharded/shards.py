@@ -9,8 +9,6 @@ for none. It is padded to p equal parts, one for each rank: rank r owns entries 
 The p ranks are those of a group: the world, a node, or the peers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

@@ -9,8 +9,6 @@ The pull gathers one such vector of each dtype. The push reduce-scatters one of 
 dtype, with the same owners, unless padding makes it longer than an allreduce.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
