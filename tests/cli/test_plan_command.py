@@ -90,7 +90,7 @@ def test_a_model_by_name(files: tuple[str, str], tmp_path: Path) -> None:
         (["resnet50", "--density", "0.1"], r"density=0\.1"),
         (["resnet50", "--nodes", "0"], "nodes=0"),
         (["alexnet"], "'alexnet'.*'h100'"),
-        (["alexnet", "--throughput", "0"], "`samples_per_second`"),
+        (["alexnet", "--throughput", "0"], "`throughput`"),
     ],
 )
 def test_what_is_refused(files: tuple[str, str], words: list[str], message: str) -> None:
