@@ -40,3 +40,12 @@ def test_an_interrupted_installation_is_repeated(
     monkeypatch.setattr(environments.sys, "version", "another")
     environments.python_with(tmp_path / "env", ("one",))
     assert calls[4] == "venv"
+
+
+def test_a_list_that_is_cut_by_head_ends_without_a_traceback() -> None:
+    """It ended with BrokenPipeError, as after `python scripts/bench --list | head -1`."""
+    command = '"$0" scripts/bench --list | true; exit ${PIPESTATUS[0]}'
+    ended = subprocess.run(
+        ["bash", "-c", command, sys.executable], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (141, "")
