@@ -251,6 +251,11 @@ class HorovodComm(Comm):
         # Not the topology's; `node_size` may define other nodes
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
 
+    @property
+    def is_running(self) -> bool:
+        """False after hvd.shutdown()."""
+        return bool(self._hvd.is_initialized())
+
     def _gather_objects(self, item: T) -> list[T]:
         self.membership.require_all()
         data = np.frombuffer(encode(item), np.uint8)

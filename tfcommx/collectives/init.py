@@ -66,6 +66,11 @@ def init(
     )
     if process.started():
         comm = process.current()
+        if isinstance(comm, horovod.HorovodComm) and not comm.is_running:
+            raise ConfigurationError(
+                "Horovod must run as long as its process trains. Received a call of init() after "
+                "hvd.shutdown(). Leave hvd.shutdown() out: Horovod ends with the process."
+            )
         if node_size not in (None, comm.topology.slots):
             raise ConfigurationError(
                 f"init() was called before, with {comm.topology.slots} ranks to a node. Received "
