@@ -65,6 +65,15 @@ def sparse(k: int, size: int, seed: int = 0) -> Sparse:
     )
 
 
+@every_wire
+def test_a_merge_multiplies_the_entries_that_it_adds(name: str) -> None:
+    buffers = tf.concat([codec.encode(sparse(5, 64, seed), name) for seed in (1, 2)], axis=0)
+    # A power of 2, whose products are exact
+    np.testing.assert_array_equal(
+        codec.merge(buffers, 5, 64, name, factor=0.25), 0.25 * codec.merge(buffers, 5, 64, name)
+    )
+
+
 @pytest.mark.parametrize(
     ("k", "size"),
     [(1, 1), (1, 200_000), (7, 65_536), (65_536, 65_536), (65_537, 65_537), (333, 300_001), (6, 9)],
