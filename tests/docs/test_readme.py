@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tomllib
 from documents import DOCUMENTS, TUTORIAL, python_blocks
-from drawing import case
+from drawing import case, extended
 from launching import ROOT, horovodrun
 
 README = DOCUMENTS["README.md"]
@@ -40,7 +40,7 @@ def save_photos(folder: Path) -> None:
 
 
 @pytest.mark.long_wait
-@pytest.mark.parametrize("how", ["eagerly", case("traced", kept=False)])
+@pytest.mark.parametrize("how", [extended("eagerly"), case("traced", kept=False)])
 def test_the_code_of_all_documents_trains_on_two_ranks(how: str, tmp_path: Path) -> None:
     """One launch for all blocks; each has a model and data put in its place."""
     todo = [
