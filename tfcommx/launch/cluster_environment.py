@@ -55,9 +55,8 @@ def srun() -> ClusterEnvironment | None:
         raise ConfigurationError(
             "A rank is required in each task of srun. Received a command in the shell of `srun "
             f"--pty`, which runs in the first of {tasks} tasks; the shells of the others have "
-            f"ended. Start ranks here by `tfcommx run -- python train.py`, or by `srun -n {tasks} "
-            "python train.py` outside of this shell; to train in one process, set "
-            "SLURM_STEP_NUM_TASKS=1."
+            "ended. Start ranks here by `tfcommx run -- python train.py`, or by srun, without "
+            "--pty, outside of this shell; to train in one process, set SLURM_STEP_NUM_TASKS=1."
         )
     job, step = _number("srun", "SLURM_JOB_ID"), _number("srun", "SLURM_STEP_ID")
     nodes = _word("srun", "SLURM_STEP_NODELIST")
