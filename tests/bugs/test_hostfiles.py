@@ -26,7 +26,7 @@ def hosts_in(folder: Path, text: str | bytes) -> list[Host]:
     [
         *("node2 lots=8", "node2 slots=eight", "node2 slots 8", "node2 slots:8", "node2 8"),
         *("node2 slots=", "node2 slots=-1", "node2 SLOTS=8", "node2:8,node3:8", "node2, node3"),
-        # Of two numbers the last one counted
+        # The last of two numbers counted
         *("node2:4 slots=8", "node2 slots=4 slots=8"),
     ],
 )

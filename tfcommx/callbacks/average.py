@@ -1,14 +1,13 @@
 """Average metrics and the statistics of batch norm over all ranks, or measure the statistics."""
 
 import itertools
-import logging
 from collections.abc import Iterable
 from typing import Any
 
 import keras
 
 from tfcommx.collectives import process
-from tfcommx.core import check_whole
+from tfcommx.core import check_whole, log
 from tfcommx.keras_internals.metrics import metrics_in, watch_update
 from tfcommx.keras_internals.models import (
     call_alike,
@@ -20,8 +19,6 @@ from tfcommx.keras_internals.models import (
 from tfcommx.optim.broadcast import average_variables
 from tfcommx.optim.metrics_over_ranks import MetricState, metric_results_over_ranks, numbers_in
 from tfcommx.optim.wrapped import trains_alone
-
-log = logging.getLogger("tfcommx")
 
 
 def _state_of(model: keras.Model) -> MetricState:

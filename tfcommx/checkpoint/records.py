@@ -51,7 +51,7 @@ class OptimizerRecord(NamedTuple):
     common: CommonState = {}  # noqa: RUF012 - never changed
     # The optimizer's state, if Keras does not save it; only rank 0 writes it
     state: dict[str, np.ndarray] = {}  # noqa: RUF012 - never changed
-    # Names of the optimizer's class and its bases; empty in files of earlier versions
+    # Names of the optimizer's class and its bases
     kinds: list[str] = []  # noqa: RUF012 - never changed
 
     @property
@@ -236,5 +236,5 @@ def _record_in(entry: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> Op
         weights=entry["weights"],
         common={name: get(array_names) for name, array_names in entry["common"].items()},
         state=get(entry["state"]),
-        kinds=entry.get("kinds", []),
+        kinds=entry["kinds"],
     )

@@ -330,7 +330,7 @@ def _require_kind(
     would load.
     """
     kinds = kinds_of(optimizer)
-    if root.kinds and kinds[0] not in root.kinds and root.kinds[0] not in kinds:
+    if kinds[0] not in root.kinds and root.kinds[0] not in kinds:
         raise CheckpointError(
             "A checkpoint is restored into a model with the optimizer that it was saved with. "
             f"Received {kinds[0]}, and {folder} has the state of {root.kinds[0]}. Compile the "

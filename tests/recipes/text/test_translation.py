@@ -16,7 +16,7 @@ from tfcommx.recipes.datasets.translations import (
 from tfcommx.recipes.families import DataRank
 from tfcommx.recipes.models.transformer import Transformer
 from tfcommx.recipes.tasks.translate import Translate
-from tfcommx.recipes.text.decoding import greedy_decoder
+from tfcommx.recipes.text.decoding import beam_decoder
 from tfcommx.recipes.text.layers import WordAccuracy, WordLoss
 from tfcommx.recipes.text.vocabulary import BEGIN, END, Vocabulary, learn
 
@@ -125,7 +125,7 @@ def test_it_learns_to_translate(settings):
     assert after["test_bleu"] > 40 and after["test_accuracy"] > 0.8, after
     # The fast decoder's output equals the whole model's
     source = next(iter(tests))[0]["source"]
-    fast, whole = (greedy_decoder(one)(source).numpy() for one in (model, _Wrapped(model)))
+    fast, whole = (beam_decoder(one, 1)(source).numpy() for one in (model, _Wrapped(model)))
     assert (fast == whole).all()
     # The task's own search: wide enough, it translates no worse
     searching = Translate(beam=4, length_penalty=0.6).build(data).scorer(model)
@@ -138,10 +138,10 @@ def test_a_model_is_saved_after_it_has_translated(tmp_path):
     model = Transformer(blocks=1, width=8, inner=16, heads=2).build(20, 20)
     model.compile(keras.optimizers.AdamW(0.0), WordLoss(0.1), jit_compile=False)
     source = np.array([[5, 6, 7, 3]], np.int32)
-    said = greedy_decoder(model, more=2)(source)
+    said = beam_decoder(model, 1, more=2)(source)
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
-    assert (greedy_decoder(again, more=2)(source).numpy() == said.numpy()).all()
+    assert (beam_decoder(again, 1, more=2)(source).numpy() == said.numpy()).all()
     given = {"source": source, "target": np.array([[2, 9]], np.int32)}
     np.testing.assert_array_equal(model(given), again(given))
 
@@ -186,9 +186,9 @@ def test_decoding_ends():
             return tf.one_hot(words, 10)[:, None, :]
 
     for source in ([[5, 6], [5, 0]], [[5, 6, 7, 9], [5, 0, 0, 0]]):
-        found = greedy_decoder(Says(), more=3)(tf.constant(source)).numpy()
+        found = beam_decoder(Says(), 1, more=3)(tf.constant(source)).numpy()
         assert found.tolist() == [[7, 7, END, END], [8] * 4]
-    assert greedy_decoder(Says(), more=0)(tf.constant([[5, 0], [5, 6]])).numpy().tolist() == [
+    assert beam_decoder(Says(), 1, more=0)(tf.constant([[5, 0], [5, 6]])).numpy().tolist() == [
         [7, END],
         [8, 8],
     ]

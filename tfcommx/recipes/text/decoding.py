@@ -1,4 +1,4 @@
-"""Decoding: greedy, by the most probable next word, or by beam search."""
+"""Decoding by beam search; a beam of 1 is greedy, by the most probable next word."""
 
 import math
 from collections.abc import Callable
@@ -10,11 +10,6 @@ from tfcommx.recipes.text.vocabulary import BEGIN, END, PADDING
 
 # Largest number of words of a translation beyond its source's (Vaswani et al. 2017, section 6.1)
 MORE = 50
-
-
-def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Return a function that translates by the most probable next word: a beam of 1."""
-    return beam_decoder(model, 1, more=more)
 
 
 def next_logits(model: keras.Model) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
