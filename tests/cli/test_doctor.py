@@ -157,6 +157,11 @@ def exchange(status: int = 0, **found: Any) -> Ended:
             FAILED,
             "a on a; b on b",
         ),
+        (
+            lambda: doctor.same_versions({"a": [Finding("ssh", FAILED, "a: no")]}),
+            WARNING,
+            "no host",
+        ),
     ],
 )
 def test_what_is_not_well_says_what_to_do(found: Any, state: str, words: str) -> None:

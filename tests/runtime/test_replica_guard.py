@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfcommx.collectives.comm import Comm
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import ConfigurationError, Topology
+from tfcommx.runtime import replica_guard
 from tfcommx.runtime.replica_guard import ReplicaGuard, _sums, describe
 
 NAMES = ["dense/kernel", "dense/bias"]
@@ -38,9 +39,13 @@ def test_a_guard_compares_every_few_steps_unless_it_is_disarmed() -> None:
     ThreadComm.run(Topology(2, 1), work)
 
 
+@pytest.mark.parametrize("largest_stacked", [0, 2**18])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_opposite_changes_within_one_variable_do_not_cancel(dtype: str) -> None:
+def test_opposite_changes_within_one_variable_do_not_cancel(
+    dtype: str, largest_stacked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bits of one entry rose by 1 and those of another fell by 1: the sums of bits were equal."""
+    monkeypatch.setattr(replica_guard, "LARGEST_STACKED", largest_stacked)
     integers = {2: tf.int16, 4: tf.int32, 8: tf.int64}[tf.as_dtype(dtype).size]
     numbers = tf.random.stateless_normal([11], [3, 4])
     bits = tf.bitcast(tf.cast(numbers, dtype), integers)
@@ -51,12 +56,21 @@ def test_opposite_changes_within_one_variable_do_not_cancel(dtype: str) -> None:
     assert len(sums) == 1 + 11 * 10
 
 
+@pytest.mark.parametrize("largest_stacked", [0, 12, 2**18])
 @pytest.mark.parametrize("dtype", ["int8", "float16", "float32", "int64", "float64"])
-def test_weights_of_every_width_have_fingerprints(dtype: str) -> None:
-    """Which differ if an entry differs."""
-    ones, others = (tf.Variable(tf.constant([1, second], dtype)) for second in (1, 2))
-    sums = _sums([ones, others])
-    assert sums.dtype == tf.int64 and sums[0] != sums[1]
+def test_weights_of_every_width_have_fingerprints(
+    dtype: str, largest_stacked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in its variable's place, of which another shape may lie between two of one shape."""
+    monkeypatch.setattr(replica_guard, "LARGEST_STACKED", largest_stacked)
+    shapes = [[3], [2, 2], [3], [1], [], [2, 2], [3]]
+    ones = [tf.Variable(tf.ones(shape, dtype)) for shape in shapes]
+    before = _sums(ones)
+    assert before.dtype == tf.int64 and before.shape == [len(shapes)]
+    for number, variable in enumerate(ones):
+        variable.assign_add(tf.ones_like(variable))
+        assert np.flatnonzero(_sums(ones) != before).tolist() == [number]
+        variable.assign(tf.ones_like(variable))
 
 
 def test_a_start_from_different_weights_is_told_with_its_remedy() -> None:

@@ -100,8 +100,8 @@ class BroadcastState(keras.callbacks.Callback):
         root: the rank whose state all ranks begin with, in [0, size).
         compare: True to compare the models' configurations and outputs.
 
-    **Ranks:** all. **Cost:** one broadcast per variable, once; twice if a layer was not built or
-    with Keras's BackupAndRestore; the first batch is sent to all ranks, for one forward pass
+    **Ranks:** all. **Cost:** the model's bytes are broadcast once; twice if a layer was not built
+    or with Keras's BackupAndRestore; the first batch is sent to all ranks, for one forward pass
     outside of a graph; two small exchanges on the host per epoch.
     **Raises:** ConfigurationError if ranks would wait for each other forever: with unequal numbers
     of steps in an epoch, unequal first epochs or unequal last ones, also if one rank stops after an

@@ -198,6 +198,8 @@ def same_versions(report: dict[str, list[Finding]]) -> Finding:
     if len(by_text) > 1:
         details = "; ".join(f"{text} on {', '.join(names)}" for text, names in by_text.items())
         return Finding("same versions", FAILED, details, "Set all hosts up alike.")
+    if not by_text:
+        return Finding("same versions", WARNING, "no host answers", "See the lines of ssh.")
     return Finding("same versions", OK, "the hosts that answer have equal ones")
 
 

@@ -7,8 +7,9 @@ The check is needed because nothing else shows that replicas have drifted apart:
 set from a rank's own metric, a model that only one rank has loaded, or different start weights.
 """
 
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -20,6 +21,8 @@ from tfcommx.core import TfcommxError, check_whole
 RANK_0_FIRST_SECONDS = 3.0
 # An odd number with its bits well mixed (2^64 divided by the golden ratio), as int64
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
+# Size up to which variables are stacked, in bytes: the copy of larger ones takes longer than ops
+LARGEST_STACKED = 2**18
 # First columns of a rank's row, before the sums of the variables
 NUMBERS = ("learning rate", "step count")
 _MOVED_AND_BACK = (
@@ -209,35 +212,56 @@ def _sums(weights: Sequence[tf.Variable]) -> tf.Tensor:
     changes of two entries by 1 and -1 would cancel. The factor is even, because then no two values
     of w have the same term: a change of one word is always seen.
     """
-    axis = tf.constant([0])
+    # Small variables of one shape share their ops, because those of 600 variables would take longer
+    # to trace than all the rest of their step
+    groups: dict[Hashable, list[int]] = {}
+    for number, variable in enumerate(weights):
+        small = variable.shape.num_elements() * variable.dtype.size <= LARGEST_STACKED
+        groups.setdefault((variable.dtype, *variable.shape) if small else number, []).append(number)
+    axis = tf.constant([1])
 
     def total(parts: Sequence[tf.Tensor]) -> tf.Tensor:
         # The op itself is called, because tracing tf.reduce_sum takes longer
         totals = [tf.raw_ops.Sum(input=part, axis=axis) for part in parts]
         return totals[0] if len(totals) == 1 else tf.add_n(totals)
 
-    words = [_words(variable) for variable in weights]
+    words = [
+        _words(weights[key]) if isinstance(key, int) else _stacked([weights[i] for i in numbers])
+        for key, numbers in groups.items()
+    ]
     squares = [[tf.raw_ops.Mul(x=part, y=part) for part in parts] for parts in words]
     factor = tf.constant(2 * _MULTIPLIER % 2**63, tf.int64)
-    return tf.stack([*map(total, words)]) + factor * tf.stack([*map(total, squares)])
+    sums = tf.concat([*map(total, words)], 0) + factor * tf.concat([*map(total, squares)], 0)
+    return tf.gather(sums, np.argsort([*itertools.chain(*groups.values())]))
+
+
+def _stacked(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    """Return the words of 8 bytes of variables of one shape, int64 [variables, words]."""
+    rows = tf.reshape(tf.stack(variables), [len(variables), -1])
+    in_word = 8 // rows.dtype.size
+    if rest := rows.shape[1] % in_word:
+        rows = tf.pad(rows, [[0, 0], [0, in_word - rest]])
+    if in_word > 1:
+        rows = tf.reshape(rows, [len(variables), -1, in_word])
+    return [tf.bitcast(rows, tf.int64)]
 
 
 def _words(variable: tf.Variable) -> list[tf.Tensor]:
-    """Return the bits of a variable's entries as int64: words of 8 bytes, then the last entries.
-
-    A word holds several entries, because a cast of each entry to int64 would be one more pass.
-    """
-    integers = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
-    size = variable.dtype.size
-    remainder = variable.shape.num_elements() % (8 // size)
-    shape = [-1] if size == 8 else [-1, 8 // size]
-    if not remainder:
-        return [tf.bitcast(tf.reshape(variable, shape), tf.int64)]
+    """Return the words of a variable, int64 [1, words], and its last entries, without a copy."""
+    integers = {1: tf.int8, 2: tf.int16, 4: tf.int32}
     entries = tf.reshape(variable, [-1])
+    in_word = 8 // entries.dtype.size
+    if in_word == 1:
+        return [tf.bitcast(entries, tf.int64)[None]]
+    rest = entries.shape[0] % in_word
     # A slice that begins at the first entry is not a copy
-    words = tf.bitcast(tf.reshape(entries[:-remainder], shape), tf.int64)
-    # Not summed in int32, because on a GPU TensorFlow does that on the host
-    return [words, tf.cast(tf.bitcast(entries[-remainder:], integers[size]), tf.int64)]
+    words = tf.reshape(entries[:-rest] if rest else entries, [1, -1, in_word])
+    parts = [tf.bitcast(words, tf.int64)]
+    if rest:
+        # Not summed in int32, because on a GPU TensorFlow does that on the host
+        last = tf.bitcast(entries[-rest:], integers[entries.dtype.size])
+        parts.append(tf.cast(last, tf.int64)[None])
+    return parts
 
 
 def _zeros(weights: Mapping[str, tf.Variable]) -> tf.Tensor:
