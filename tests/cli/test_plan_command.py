@@ -132,6 +132,8 @@ def test_beside_selections_all_entries_in_few_bits_are_ranked(
     }
     assert steps == sorted(steps) and "int4" in printed
     assert (fewest["int4"] < fewest["elias/int4"]) == wins
+    # As `--wire int4` tries it; the quick mergings were slower
+    assert any(row["wire"] == "int4" and row["merging"] == "optimal" for row in rows)
     assert fewest["int4"] < 0.55 * fewest["int8"] < 0.3 * fewest["plain"]
     if nodes == 4:
         _check_lossless(files, tmp_path, words)

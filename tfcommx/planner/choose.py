@@ -93,7 +93,9 @@ def candidates(
 def with_codes(found: Sequence[Prediction], setting: Setting) -> list[Prediction]:
     """Add sums of all entries in codes of CODES bits to other predictions; the fastest first."""
     forms = [Scheme(wire=wire) for wire in CODES]
-    sums = ranked(setting, on_dense_routes(forms, setting.topology, messages=False), 0)
+    sums = ranked(
+        setting, on_dense_routes(forms, setting.topology, messages=False), ROUTES_FOR_OPTIMAL
+    )
     return sorted([*found, *sums], key=_step_s)
 
 
