@@ -399,9 +399,7 @@ class Exchanger:
             equal = run.weights_are_equal()
             self.guard.replicas.check(weights, learning_rate, steps, equal)
         gradients = [
-            # Some gradients have no static shape, as of custom functions; buckets are planned by
-            # sizes
-            tf.ensure_shape(_not_whole(gradient, variable), variable.shape)
+            _shaped(_not_whole(gradient, variable), variable)
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
         result = run.exchange(dict(zip(names, gradients, strict=True)))
@@ -465,6 +463,13 @@ def _not_whole(gradient: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
     if gradient.dtype.is_floating or gradient.dtype.is_complex:
         return gradient
     return tf.cast(gradient, keras.backend.standardize_dtype(variable.dtype))
+
+
+def _shaped(gradient: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
+    """Return a gradient with the static shape by which buckets are planned."""
+    # Some have none, as of custom functions; an op for each of the others would take long to trace
+    is_shaped = isinstance(gradient, tf.Tensor) and gradient.shape == tuple(variable.shape)
+    return gradient if is_shaped else tf.ensure_shape(gradient, variable.shape)
 
 
 # The exchanger that exchanged a variable's gradients last: another optimizer takes its residuals
