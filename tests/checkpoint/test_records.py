@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 import tfcommx as cx
-from tfcommx.checkpoint.records import BLOCK, OptimizerRecord, _index_of, _record_in
+from tfcommx.checkpoint.records import BLOCK, OptimizerRecord, _as_json, _record_in
 from tfcommx.checkpoint.state import copy_model
 from tfcommx.runtime.gradient_state import GradientState
 
@@ -27,11 +27,23 @@ def test_a_rank_writes_its_shard_of_a_variable_and_not_the_zeros_around_it() -> 
     )
     arrays: dict[str, np.ndarray] = {"index": np.zeros(1)}
     record = OptimizerRecord(
-        ["shards"], state, "gradients", {"scalar": scalar}, {}, [[1, 2]], ["shards"]
+        ["shards"],
+        state,
+        "gradients",
+        {"scalar": np.float32([-0.0, 0])},
+        {"product": np.float32(0.5), "counts": np.ones((2, 3), np.int64)},
+        [[1, 2]],
+        ["shards"],
+        {"shards": {"kind": np.frombuffer(b"SGD", np.uint8), "0": np.zeros(0, np.float32)}},
     )
-    index = json.loads(json.dumps(_index_of(record, arrays)))
+    index = json.loads(json.dumps(_as_json(record, arrays)))
     assert sum(array.size for array in arrays.values()) < 3 * BLOCK
-    again = _record_in(index, arrays).gradients
+    read = _record_in(index, arrays)
+    np.testing.assert_equal(read.unlisted, record.unlisted)
+    np.testing.assert_equal(read.common, record.common)
+    assert np.signbit(read.accumulated["scalar"]).tolist() == [True, False]
+    assert read[:1] + read[5:7] == record[:1] + record[5:7]
+    again = read.gradients
     for kind, kept in vars(state).items():
         other = getattr(again, kind)
         assert kept.keys() == other.keys()
@@ -52,7 +64,7 @@ def test_a_model_is_copied_once() -> None:
     finally:
         tracemalloc.stop()
     (kernel,) = (array for array in arrays.values() if array.size == 500 * 500)
-    assert kernel.nbytes <= peak < 1.5 * kernel.nbytes
+    assert kernel.nbytes <= peak < 1.9 * kernel.nbytes
     # A thread writes the copies while the next steps change the variables
     before = {name: array.copy() for name, array in arrays.items()}
     for _ in range(2):

@@ -26,6 +26,8 @@ from tfcommx.strategies import CommonState
 
 # Entries of a block; blocks of zeros are left out of the file
 BLOCK = 1024
+# Key of an array in the index, which no variable has
+ARRAY = ""
 # Name in messages
 FILE = "A rank's file of a checkpoint"
 
@@ -99,7 +101,7 @@ def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
     seeds = [generator.state.numpy().tolist() for generator in all_generators(model)]
     arrays: dict[str, np.ndarray] = {}
     records = [record_of(model, optimizer, seeds) for optimizer in wrapped_optimizers(model)]
-    index = [_index_of(record, arrays) for record in records]
+    index = [_as_json(record, arrays) for record in records]
     for number, variable in enumerate(own_variables(model)):
         arrays[f"own{number}"] = wide(variable.numpy())
     for number, state in enumerate(recurrent_states(model)):
@@ -126,49 +128,37 @@ def read_own(path: Path, kind: str = "own") -> list[np.ndarray]:
 
 
 def _spans(vector: np.ndarray) -> list[list[int]]:
-    """Return start and stop of the ranges with entries != 0, in units of BLOCK entries.
+    """Return start and stop of the ranges with any bit, in units of BLOCK entries.
 
     >>> _spans(np.repeat([0, 1, 0, 1], [BLOCK, 1, 2 * BLOCK, 1]))
     [[1024, 2048], [3072, 3074]]
     """
-    used = np.logical_or.reduceat(vector != 0, np.arange(0, vector.size, BLOCK))
+    # By its bits, because a restored state is compared to the bit, and -0.0 equals 0
+    bits = vector.view(f"u{vector.itemsize}")
+    used = np.logical_or.reduceat(bits != 0, np.arange(0, vector.size, BLOCK))
     # False at both ends, so that a range at an end of the vector has two edges, too
     edges = np.flatnonzero(np.diff(np.concatenate([[False], used, [False]]))) * BLOCK
     return np.minimum(edges, vector.size).reshape(-1, 2).tolist()
 
 
-def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Add a record's arrays to the file's arrays; return the record's entry of the index."""
+def _as_json(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> Any:
+    """Return a record as JSON, with its arrays by name; add these to the file's arrays."""
 
-    def put(named: Mapping[str, np.ndarray]) -> dict[str, str]:
-        called = {name: f"array{number}" for number, name in enumerate(named, len(arrays))}
-        arrays.update((called[name], array) for name, array in named.items())
-        return called
-
-    def put_state(value: Any) -> Any:
-        """Add a vector without its blocks of zeros, such as the shards of other ranks."""
-        if isinstance(value, int):
+    def put(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: put(part) for name, part in value.items()}
+        if not isinstance(value, np.ndarray | np.generic):
             return value
-        spans, name = _spans(value), f"array{len(arrays)}"
-        # With an empty piece, because NumPy refuses to concatenate nothing: all may be zeros
-        arrays[name] = np.concatenate([value[:0], *(value[start:stop] for start, stop in spans)])
-        return [name, value.size, spans]
+        value = np.asarray(value)  # NumPy's number for a scalar variable, such as Nadam's product
+        name, size = f"array{len(arrays)}", value.size
+        spans = _spans(value) if value.ndim == 1 and value.dtype.kind == "f" and size else None
+        if spans is not None:  # Without blocks of zeros, such as the shards of other ranks
+            # With an empty piece, because NumPy refuses to concatenate nothing: all may be zeros
+            value = np.concatenate([value[:0], *(value[start:stop] for start, stop in spans)])
+        arrays[name] = value
+        return {ARRAY: [name, size, spans]}
 
-    return {
-        "trained": record.trained,
-        "gradients": {
-            kind: {path: put_state(value) for path, value in named.items()}
-            for kind, named in vars(record.gradients).items()
-        },
-        "residuals_of": record.residuals_of,
-        "accumulated": put(record.accumulated),
-        "unlisted": put(record.unlisted),
-        "state": put(record.state),
-        "seeds": record.seeds,
-        "weights": record.weights,
-        "kinds": record.kinds,
-        "common": {name: put(named) for name, named in record.common.items()},
-    }
+    return put(record._asdict() | {"gradients": vars(record.gradients)})
 
 
 def read_residuals(path: Path, head: Head | None = None) -> list[OptimizerRecord]:
@@ -207,34 +197,22 @@ def _in_words(head: Head | None) -> str:
 
 
 def _record_in(entry: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> OptimizerRecord:
-    def get(called: Mapping[str, str]) -> dict[str, np.ndarray]:
-        return {name: stored[array] for name, array in called.items()}
+    """Return the record that `_as_json` made an entry of the index."""
 
-    def get_state(value: Any) -> Any:
-        if isinstance(value, int):
+    def get(value: Any) -> Any:
+        if not isinstance(value, dict):
             return value
-        name, size, spans = value
+        if ARRAY not in value:
+            return {name: get(part) for name, part in value.items()}
+        name, size, spans = value[ARRAY]
         entries, read = stored[name], 0
+        if spans is None:
+            return entries
         vector = np.zeros(size, entries.dtype)
         for start, stop in spans:
             vector[start:stop] = entries[read : read + stop - start]
             read += stop - start
         return vector
 
-    return OptimizerRecord(
-        trained=entry["trained"],
-        gradients=GradientState(
-            **{
-                kind: {path: get_state(value) for path, value in named.items()}
-                for kind, named in entry["gradients"].items()
-            }
-        ),
-        residuals_of=entry["residuals_of"],
-        accumulated=get(entry["accumulated"]),
-        unlisted=get(entry["unlisted"]),
-        seeds=entry["seeds"],
-        weights=entry["weights"],
-        common={name: get(array_names) for name, array_names in entry["common"].items()},
-        state=get(entry["state"]),
-        kinds=entry["kinds"],
-    )
+    fields = get(entry)
+    return OptimizerRecord(**fields | {"gradients": GradientState(**fields["gradients"])})
