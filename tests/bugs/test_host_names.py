@@ -21,7 +21,7 @@ from tfcommx.launch import hosts as module
 from tfcommx.launch.commands import RemoteHosts
 from tfcommx.launch.hosts import allocation, parse_hosts, read_hostfile
 from tfcommx.launch.known_launchers import cluster_environment
-from tfcommx.supervisor.hosts import ScriptHosts
+from tfcommx.supervisor.hosts import hosts_of_script
 
 OPTION = "-Fconfig"
 WRONG = (
@@ -91,7 +91,7 @@ def test_such_a_name_is_refused_wherever_hosts_are_named(
         read_hostfile(hostfile)
     (folder / "script").write_text(f"echo '{name}:1'\n")
     with refused:
-        ScriptHosts("sh script").hosts()
+        hosts_of_script("sh script")
     for variable, value in (
         ("SLURM_JOB_NODELIST", f"node1,{name}"),
         ("LSB_MCPU_HOSTS", f"node1 2 {name.replace(' ', '')} 3"),

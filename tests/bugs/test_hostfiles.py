@@ -12,7 +12,7 @@ import pytest
 from tfcommx.core import ConfigurationError
 from tfcommx.launch import hosts as module
 from tfcommx.launch.hosts import Host, allocation, expand_nodelist, parse_hosts, read_hostfile
-from tfcommx.supervisor.hosts import ScriptHosts
+from tfcommx.supervisor.hosts import hosts_of_script
 
 
 def hosts_in(folder: Path, text: str | bytes) -> list[Host]:
@@ -76,7 +76,7 @@ def test_hosts_without_any_slot_are_none(tmp_path: Path) -> None:
 def test_a_script_that_prints_several_hosts_in_a_line_is_refused() -> None:
     """It was a ValueError, which ended a supervised run."""
     with pytest.raises(ConfigurationError, match=r"node1:4,node2:4"):
-        ScriptHosts("echo node1:4,node2:4").hosts()
+        hosts_of_script("echo node1:4,node2:4")
 
 
 @pytest.mark.parametrize(

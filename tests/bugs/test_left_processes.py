@@ -200,7 +200,7 @@ def test_a_process_that_writes_without_end_is_not_waited_for(pids: Path) -> None
 def test_a_discovery_script_that_leaves_a_process_has_ended(pids: Path) -> None:
     """It was refused after 60 s, because its child kept the pipe of the hosts open."""
     script = f"sleep 300 & echo $! > {pids}; echo node1:4"
-    assert hosts.ScriptHosts(script).hosts() == [Host("node1", 4)]
+    assert hosts.hosts_of_script(script) == [Host("node1", 4)]
 
 
 def test_a_script_that_takes_too_long_is_killed_with_its_children(
@@ -210,7 +210,7 @@ def test_a_script_that_takes_too_long_is_killed_with_its_children(
     monkeypatch.setattr(hosts, "SCRIPT_SECONDS", 1.0)
     script = f"sleep 300 & echo $! > {pids}; wait"
     with pytest.raises(ConfigurationError, match=r"\b1 s\b"):
-        hosts.ScriptHosts(script).hosts()
+        hosts.hosts_of_script(script)
     wait_for_end(pids.read_text())
 
 

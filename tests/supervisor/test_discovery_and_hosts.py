@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -19,10 +20,10 @@ from tfcommx.launch.hosts import Host, slots_of
 from tfcommx.supervisor.hosts import (
     LEAVING_SECONDS,
     Cooldown,
-    FixedHosts,
     Hosts,
-    ScriptHosts,
+    HostSource,
     SupervisorOptions,
+    hosts_of_script,
     place,
 )
 
@@ -42,8 +43,8 @@ class Clock:
 
 def test_a_script_prints_hosts_with_or_without_a_number() -> None:
     script = "echo node1:4; echo; echo node2"
-    assert ScriptHosts(script, slots=3).hosts() == [Host("node1", 4), Host("node2", 3)]
-    assert ScriptHosts("true").hosts() == []
+    assert hosts_of_script(script, slots=3) == [Host("node1", 4), Host("node2", 3)]
+    assert hosts_of_script("true") == []
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_a_script_prints_hosts_with_or_without_a_number() -> None:
 )
 def test_a_script_that_fails_is_named_with_what_it_said(script: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(f"`{script}`")) as refused:
-        ScriptHosts(script).hosts()
+        hosts_of_script(script)
     assert script in str(refused.value) and said in str(refused.value)
 
 
@@ -72,7 +73,7 @@ def test_the_script_for_slurm_prints_nodes_that_are_not_down(
     monkeypatch.delenv("SLURM_NTASKS_PER_NODE", raising=False)
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x5)")
     script = ROOT / "scripts" / "examples" / "discovery" / "slurm.sh"
-    hosts = ScriptHosts(str(script)).hosts()
+    hosts = hosts_of_script(str(script))
     assert hosts == [Host("n1", 4), Host("n3", 4), Host("n5", 4)]
     assert (tmp_path / "nodes").read_text() == "--nodes=n[1-5]\n"
 
@@ -142,7 +143,7 @@ def choose(tmp_path: Path, alive: str, **options) -> tuple[Hosts, list[str], Pat
     remote = Answers()
     Answers.alive = set(alive)
     options = {"timeout": 0.0, "cooldown": (60.0, 60.0), **options}
-    source = ScriptHosts(f"cat {named}")
+    source = HostSource("cat", functools.partial(hosts_of_script, f"cat {named}"))
     return Hosts(source, SupervisorOptions(**options), remote, said.append), said, named
 
 
@@ -185,7 +186,7 @@ def test_a_script_that_fails_later_leaves_the_hosts_found_before(tmp_path: Path)
 
 
 def test_fixed_hosts_stay_and_this_host_is_local() -> None:
-    source = FixedHosts([A, B], "-H")
+    source = RestartOptions(min_np=1).source([A, B], "-H", None)
     source.hosts().clear()
     assert source.hosts() == [A, B]
     assert is_local("localhost") and not is_local("no-such-host.invalid")

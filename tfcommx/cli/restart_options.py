@@ -1,5 +1,6 @@
 """The options of `tfcommx run` and `tfcommx train` for a supervisor that restarts ranks."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,10 @@ from tfcommx.launch.hosts import Host, ranks_on
 from tfcommx.supervisor.hosts import (
     COOLDOWN_SECONDS,
     TIMEOUT_SECONDS,
-    FixedHosts,
     Hosts,
     HostSource,
-    ScriptHosts,
     SupervisorOptions,
+    hosts_of_script,
 )
 from tfcommx.supervisor.supervisor import StopSignal, Supervisor, say
 
@@ -97,14 +97,15 @@ class RestartOptions(NamedTuple):
                 f"{name}. Leave one of them out."
             )
         if self.host_discovery_script:
-            return ScriptHosts(self.host_discovery_script, self.slots)
+            script = self.host_discovery_script
+            return HostSource(script, functools.partial(hosts_of_script, script, self.slots))
         if self.slots:
             raise ConfigurationError(
                 "--slots is for hosts of --host-discovery-script. Received none. Write the number "
                 "behind each host: -H node1:4."
             )
         ranks_on(hosts, ranks or self.min_np or 1, name)  # Raises for too few slots
-        return FixedHosts(hosts, name)
+        return HostSource(name, lambda: list(hosts))
 
     def supervise(
         self,

@@ -3,7 +3,7 @@
 A host may be used if the user or the output of the user's script names it, if it was not lost
 recently and has not announced that it leaves (`Cooldown`), and if it answers.
 
-To add a source of hosts, add a class with `hosts()`, and a word in cli/restart_options.py.
+To add a source of hosts, make a `HostSource` in cli/restart_options.py.
 """
 
 import math
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 from tfcommx.core import ConfigurationError, LaunchError, check_number
 from tfcommx.launch.commands import RemoteHosts, is_local, run_to_end
@@ -70,67 +70,43 @@ class SupervisorOptions:
 SCRIPT_SECONDS = 60.0
 
 
-class HostSource(Protocol):
+class HostSource(NamedTuple):
     """Source of the hosts that are available now."""
 
-    # Name of the source, for messages
+    # For messages
     name: str
-
-    def hosts(self) -> list[Host]:
-        """Return the hosts with their slots.
-
-        **Raises:** ConfigurationError if they cannot be found.
-        """
+    # Returns the hosts with their slots. **Raises:** ConfigurationError if they cannot be found
+    hosts: Callable[[], list[Host]]
 
 
-class FixedHosts:
-    """The hosts of -H, of a hostfile, or of the allocation; they do not change."""
-
-    def __init__(self, hosts: Sequence[Host], name: str) -> None:
-        self.name, self._hosts = name, list(hosts)
-
-    def hosts(self) -> list[Host]:
-        return list(self._hosts)
-
-
-class ScriptHosts:
-    """The output of a host discovery script, as for horovodrun: a line each, `node1:4` or `node1`.
+def hosts_of_script(script: str, slots: int | None = None) -> list[Host]:
+    """Run a host discovery script, as for horovodrun; it prints a line each, `node1:4` or `node1`.
 
     Args:
         script: a command line, given to the shell.
         slots: number for a host that is printed without one; None: each needs a number.
+
+    **Raises:** ConfigurationError if it fails, or for an invalid host.
     """
-
-    def __init__(self, script: str, slots: int | None = None) -> None:
-        self.name, self._slots = script, slots
-
-    def hosts(self) -> list[Host]:
-        """Run the script. **Raises:** ConfigurationError if it fails, or for an invalid host."""
-        done = run_to_end(self.name, SCRIPT_SECONDS)
+    pairs = []
+    try:
+        done = run_to_end(script, SCRIPT_SECONDS)
         if done.late:
-            raise self._refusal(f"no end within {SCRIPT_SECONDS:g} s")
+            raise ConfigurationError(f"no end within {SCRIPT_SECONDS:g} s")
         if done.status:
             last_line = done.errors.strip().splitlines()[-1:]
-            raise self._refusal(" ".join([f"status {done.status}", *last_line]))
-        return self._read(done.output)
-
-    def _read(self, printed: str) -> list[Host]:
-        pairs = []
-        for word in printed.split():
-            try:
-                name, slots = parse_host(word, "the script")
-            except ConfigurationError as error:
-                raise self._refusal(str(error)) from None
-            if ":" not in word and self._slots is None:
-                raise self._refusal(f"{word!r} without a number, and no --slots")
-            pairs.append((name, slots if ":" in word else self._slots or 1))
-        return merge(pairs, self.name)
-
-    def _refusal(self, received: str) -> ConfigurationError:
-        return ConfigurationError(
+            raise ConfigurationError(" ".join([f"status {done.status}", *last_line]))
+        for word in done.output.split():
+            name, printed = parse_host(word, "the script")
+            if ":" not in word and slots is None:
+                raise ConfigurationError(f"{word!r} without a number, and no --slots")
+            pairs.append((name, printed if ":" in word else slots or 1))
+    except ConfigurationError as error:
+        raise ConfigurationError(
             "The host discovery script must print the hosts, a line each, such as node1:4, and "
-            f"end with status 0. Received from `{self.name}`: {received}."
-        )
+            f"end with status 0. Received from `{script}`: {str(error).removesuffix('.')}."
+        ) from None
+    return merge(pairs, script)
 
 
 # Cooldown of a host that has announced that it leaves, because it still answers for a while
