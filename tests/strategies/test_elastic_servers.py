@@ -409,7 +409,9 @@ import sys
 from tfcommx.strategies.easgd import process
 
 limits = process.liveness.Limits(20.0)
-process.liveness.start(process._WatchedProcess(0), [], limits, lambda row: [row], True)
+process.liveness.start(
+    0, process.Membership(), process.report_once, [], limits, lambda row: [row], True
+)
 sys.exit(bool({"tensorflow", "keras", "horovod", "mpi4py"} & sys.modules.keys()))
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

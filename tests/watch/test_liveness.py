@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -165,7 +164,7 @@ def test_an_alarm_ends_a_rank_whose_output_cannot_be_written(
     with ours, theirs:
         theirs.sendall(b"early 2\nlost rank 1 on here (its process has ended).\n")
         membership = Membership()
-        liveness._wait(ours, SimpleNamespace(rank=0, membership=membership), threading.Event())
+        liveness._wait(ours, 0, membership, threading.Event())
     assert statuses == [1]
     # Named in errors, but not gone: a process that holds the centre awaits its last messages
     assert membership.early == {2} and not membership.gone()

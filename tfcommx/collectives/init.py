@@ -110,7 +110,9 @@ def init(
         # Processes that this rank starts inherit its variables, and must not join as the same rank
         launcher.record_init()
         liveness.start(
-            comm,
+            comm.rank,
+            comm.membership,
+            comm.progress.watch,
             launcher.launch_interfaces(),
             liveness.Limits(watch_seconds, stall_seconds, stall_limit_seconds),
             mpi.gather_with_centre if launch.centre else comm.gather_objects,

@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tfcommx.core import log
 from tfcommx.kernels import loader
@@ -102,26 +102,15 @@ class Limits(NamedTuple):
     stall_limit: float | None = None
 
 
-class ReportsProgress(Protocol):
-    """Reports the activity of a process to its watcher; see progress.py."""
-
-    def watch(self, send: Callable[[bytes], object], period: float) -> None:
-        """Report the activity through `send` every `period` seconds."""
-
-
-class Watched(Protocol):
-    """Interface of a watched process, as Comm implements it."""
-
-    rank: int
-    membership: Membership
-
-    @property
-    def progress(self) -> ReportsProgress:
-        """Reporter of the process's activity."""
+# (sends a line to the watcher, seconds of a period): reports the activity of a process in each
+# period, as `Progress.watch` does
+Report = Callable[[Callable[[bytes], object], float], None]
 
 
 def start(
-    comm: Watched,
+    rank: int,
+    membership: Membership,
+    report: Report,
     interfaces: list[str],
     limits: Limits,
     gather: Callable[[dict[str, Any]], list[dict[str, Any]]],
@@ -131,6 +120,8 @@ def start(
     """Start this rank's watcher, and the thread that ends the process at its alarm.
 
     Args:
+        membership: receives the ranks that leave.
+        report: starts to report this process's activity.
         interfaces: network interfaces that the ranks were launched on; empty: any.
         limits: time limits; those of rank 0 apply.
         gather: returns the arguments of all watched ranks, in rank order.
@@ -153,17 +144,17 @@ def start(
     if rows[0]["limit"] is None:
         listening.close()
         return
-    job = make_job(comm.rank, os.getpid(), rows)
+    job = make_job(rank, os.getpid(), rows)
     to_watcher = start_watcher(listening, job)
-    failed = _say_how_it_ends(to_watcher, comm.membership)
-    comm.membership.report_to(to_watcher.send)
-    other_ranks = set(range(len(rows))) - {comm.rank}
-    comm.membership.probe_with(lambda rank: responds(rows[rank]), other_ranks, job["limit"])
+    failed = _say_how_it_ends(to_watcher, membership)
+    membership.report_to(to_watcher.send)
+    other_ranks = set(range(len(rows))) - {rank}
+    membership.probe_with(lambda other: responds(rows[other]), other_ranks, job["limit"])
     periods = [seconds for seconds in (job["stall_seconds"], job["stall_limit"]) if seconds]
     if periods:
-        comm.progress.watch(to_watcher.send, min(LOOK_SECONDS, *(period / 5 for period in periods)))
+        report(to_watcher.send, min(LOOK_SECONDS, *(period / 5 for period in periods)))
     threading.Thread(
-        target=_wait, args=(to_watcher, comm, failed), name="tfcommx-watch", daemon=True
+        target=_wait, args=(to_watcher, rank, membership, failed), name="tfcommx-watch", daemon=True
     ).start()
 
 
@@ -214,7 +205,9 @@ def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socke
     return to_watcher
 
 
-def _wait(to_watcher: socket.socket, comm: Watched, failed: threading.Event) -> None:
+def _wait(
+    to_watcher: socket.socket, rank: int, membership: Membership, failed: threading.Event
+) -> None:
     """Log stalls until the alarm, then end the process regardless of its other threads."""
     kind, text = "lost", "the watcher of this rank, a separate process, has ended."
     with (
@@ -224,18 +217,18 @@ def _wait(to_watcher: socket.socket, comm: Watched, failed: threading.Event) -> 
         for line in lines:
             event, _, content = line.strip().partition(" ")
             if event == "gone":
-                comm.membership.mark_gone(*json.loads(content))
+                membership.mark_gone(*json.loads(content))
             elif event == "early":
-                comm.membership.early.add(int(content))
+                membership.early.add(int(content))
             elif event == "stall":
-                log.warning("Log of rank %d: %s", comm.rank, content)
+                log.warning("Log of rank %d: %s", rank, content)
             else:
                 kind, text = event, content
                 break
     # A rank that has failed has printed its traceback, which is the cause
     if not failed.is_set():
         message = MISSING if kind == "lost" else WAITING
-        _say(message.format(rank=comm.rank, text=text))
+        _say(message.format(rank=rank, text=text))
     # The rank that failed ends before the others, so that the launcher names it
     time.sleep(LAUNCHER_SECONDS / 2 if failed.is_set() else LAUNCHER_SECONDS)
     end_at_once(1)

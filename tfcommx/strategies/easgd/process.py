@@ -96,29 +96,30 @@ class CentreProcess:
         return CentreServer(Channel(self._messages, number), self._ranks, self._membership)
 
 
-class _WatchedProcess:
-    """This process, in the form that the watch expects."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.membership, self.progress = rank, Membership(), self
-
-    def watch(self, send: Callable[[bytes], object], period: float) -> None:
-        """Report this process's activity, once."""
-        with contextlib.suppress(OSError):
-            send(f'at [0, "{SERVES}", ""]\n'.encode())
+def report_once(send: Callable[[bytes], object], period: float) -> None:
+    """Report the activity of this process, which does not change, to its watcher."""
+    with contextlib.suppress(OSError):
+        send(f'at [0, "{SERVES}", ""]\n'.encode())
 
 
 def main() -> None:
     """Run the process. **Ranks:** the launch's last, while the others call init()."""
-    process = _WatchedProcess(launcher().size)
+    rank, membership = launcher().size, Membership()
     # Its time limit also ends this process, if a rank does not call init()
     mpi.start()
     messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
-    limits, interfaces, gather = liveness.Limits(None), launch_interfaces(), mpi.gather_with_centre
-    holds = ", which holds the centre"
-    liveness.start(process, interfaces, limits, gather, on_one_host(), holds=holds)
+    liveness.start(
+        rank,
+        membership,
+        report_once,
+        launch_interfaces(),
+        liveness.Limits(None),
+        mpi.gather_with_centre,
+        on_one_host(),
+        holds=", which holds the centre",
+    )
     try:
-        CentreProcess(messages, process.rank, process.membership).run()
+        CentreProcess(messages, rank, membership).run()
     except Exception:
         # By the hook, which tells the other ranks. Then without the interpreter's shutdown: MPI's
         # waits for the ranks, until the watcher kills this process, and with --enable-recovery
