@@ -8,7 +8,7 @@ step 60          vote: all have written save 40?     yes: 40 is complete, 20 is 
 Two saves are kept: the last complete one, and the one that is being written. Weights with a NaN or
 Inf are not written, because a run that has diverged would be restored from them.
 
-`Snapshots` takes them, and `Writing` writes one: to this host's memory, then to the mirror.
+`Snapshots` takes them, and `write_snapshot` writes one, in a thread.
 `RestoreRankValues` restores the statistics and metrics of each rank in mid-epoch.
 """
 
@@ -21,6 +21,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -46,6 +47,7 @@ from tfcommx.launch.supervision import MEMORY, PAUSED, SupervisorLink, supervisi
 from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_in, shared_state, trains_alone, wrapped_optimizers
+from tfcommx.strategies.background import in_thread
 
 
 @dataclass
@@ -92,60 +94,48 @@ class Captured(NamedTuple):
                 raise ValueError(f"a NaN or Inf in {path}")
 
 
-class Writing:
-    """A thread that writes one snapshot.
+class Written(NamedTuple):
+    """The result of writing a snapshot."""
+
+    bytes: int
+    seconds: float
+    # The reason of a failure; empty if there was none
+    problem: str
+
+
+def write_snapshot(
+    captured: Captured,
+    rank: int,
+    folder: SnapshotFolder,
+    mirror: Callable[[list[str], list[int]], None] | None,
+    keep: int | None,
+) -> Written:
+    """Write a snapshot to this host's memory, then to the mirror.
 
     Args:
         folder: target folder in this host's memory.
         mirror: sends a list of files to the mirror; None without one.
         keep: the save that is complete on all ranks; None: none is.
     """
-
-    def __init__(
-        self,
-        captured: Captured,
-        rank: int,
-        folder: SnapshotFolder,
-        mirror: Callable[[list[str], list[int]], None] | None,
-        keep: int | None,
-    ) -> None:
-        self.save = captured.save
-        # Bytes and seconds of writing; the reason of a failure
-        self.bytes, self.seconds, self.problem = 0, 0.0, ""
-        self._work = (captured, rank, folder, mirror, keep)
-        self._thread = threading.Thread(target=self._run, name="tfcommx-snapshot", daemon=True)
-        self._thread.start()
-
-    def done(self) -> bool:
-        """Return True if the thread has ended, with or without an error."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join()
-
-    def _run(self) -> None:
-        captured, rank, folder, mirror, keep = self._work
-        saves = {captured.save} | ({keep} if keep is not None else set())
-        start, mirrored = time.monotonic(), [residuals_name(captured.save, rank)]
-        try:
-            # In this thread, because it costs a pass over the weights
-            captured.check_finite()
-            folder.make()  # Because the user may have removed the folder
-            # Before the write, so that the memory holds at most two saves at a time
-            folder.keep(saves, rank, models=captured.model is not None)
-            if captured.model is not None:
-                name = memory_model_name(captured.save)
-                self.bytes += folder.write(name, captured.model)
-                mirrored += [name] * captured.only_model
-            self.bytes += folder.write(mirrored[0], captured.own)
-            if mirror is not None:
-                mirror(mirrored, sorted(saves))
-        except Exception as error:  # Any, because a snapshot without a problem counts as written
-            self.problem = str(error) or type(error).__name__
-        finally:
-            self.seconds = time.monotonic() - start
-            del self._work  # Frees the copies of the arrays
+    saves = {captured.save} | ({keep} if keep is not None else set())
+    start, mirrored = time.monotonic(), [residuals_name(captured.save, rank)]
+    written, problem = 0, ""
+    try:
+        # In this thread, because it costs a pass over the weights
+        captured.check_finite()
+        folder.make()  # Because the user may have removed the folder
+        # Before the write, so that the memory holds at most two saves at a time
+        folder.keep(saves, rank, models=captured.model is not None)
+        if captured.model is not None:
+            name = memory_model_name(captured.save)
+            written += folder.write(name, captured.model)
+            mirrored += [name] * captured.only_model
+        written += folder.write(mirrored[0], captured.own)
+        if mirror is not None:
+            mirror(mirrored, sorted(saves))
+    except Exception as error:  # Any, because a snapshot without a problem counts as written
+        problem = str(error) or type(error).__name__
+    return Written(written, time.monotonic() - start, problem)
 
 
 class RestoreRankValues(keras.callbacks.Callback):
@@ -240,7 +230,8 @@ class Snapshots:
         self.total = 0
         self.found: Newest | None = None
         self.cost = SnapshotCost()
-        self._writing: Writing | None = None
+        # The snapshot that a thread writes, whose number is that before the next one
+        self._writing: Future[Written] | None = None
         # Seconds of the last copy
         self._copying = 0.0
         # True if the weights were finite when this generation began: a NaN means that they have
@@ -384,7 +375,7 @@ class Snapshots:
         if not ready and not leaves:
             return
         if leaves and self._writing is not None:
-            self._writing.wait()  # On all ranks, so that the next vote finds all ready
+            self._writing.result()  # On all ranks, so that the next vote finds all ready
             ready, _ = self._vote()
         if self._due or leaves:
             ranks, text = self._comm.topology.size, json_text(notes() | self.notes())
@@ -421,7 +412,7 @@ class Snapshots:
         """
         writing, time_now = self._writing, time.monotonic()
         busy = writing is not None and not writing.done()
-        failed = writing is not None and writing.done() and bool(writing.problem)
+        failed = writing is not None and writing.done() and bool(writing.result().problem)
         pause = self._leave or (self._link is not None and self._link.asked_to_pause.is_set())
         step = max(time_now - self._asked_at, 1e-6) / self._between
         # 0 on the other ranks, so that the sum is rank 0's wish
@@ -435,31 +426,31 @@ class Snapshots:
         if votes[0]:  # A rank still writes: the snapshot is not complete, and the next must wait
             return False, bool(votes[2])
         if writing is not None:
-            self._ended(writing, bool(votes[1]))
+            self._ended(writing.result(), bool(votes[1]))
         return True, bool(votes[2])
 
-    def _ended(self, writing: Writing, failed: bool) -> None:
+    def _ended(self, written: Written, failed: bool) -> None:
         self._writing = None
-        if writing.problem:
+        if written.problem:
             log.warning(
                 "Log of rank %d: no snapshot in memory after step %d: %s. The one before stays; "
                 "%d bytes are free in %s.",
                 self._comm.rank,
                 self.total,
-                writing.problem,
+                written.problem,
                 shutil.disk_usage(MEMORY).free,
                 self.place.path,
             )
         if failed:  # On any rank: the one before stays the last complete one on all
             return
-        self._whole = writing.save
+        self._whole = self._next - 1
         self.cost.count += 1
         self.cost.copy_seconds += self._copying
-        self.cost.write_seconds += writing.seconds
-        self.cost.bytes = writing.bytes
+        self.cost.write_seconds += written.seconds
+        self.cost.bytes = written.bytes
         if self._link is not None:
-            seconds = round(writing.seconds, 3)
-            facts = {"total": self.total, "seconds": seconds, "bytes": writing.bytes}
+            seconds = round(written.seconds, 3)
+            facts = {"total": self.total, "seconds": seconds, "bytes": written.bytes}
             self._link.say(snapshot=facts)
 
     def _capture(self, head: Head) -> None:
@@ -475,14 +466,16 @@ class Snapshots:
         model = copy_model(self.model) if writes else None
         finite = tuple(weight.path for weight in self.model.weights) if self._began_finite else ()
         captured = Captured(head.save, {"head": head_array(head), **own}, model, sharded, finite)
-        self._writing = Writing(captured, self._comm.rank, self.place, self._send, self._whole)
+        rank, place, mirror, keep = self._comm.rank, self.place, self._send, self._whole
+        write = functools.partial(write_snapshot, captured, rank, place, mirror, keep)
+        self._writing = in_thread(write, "tfcommx-snapshot")
         self._next, self._due = head.save + 1, False
         self._copying = time.monotonic() - start
 
     def _end(self) -> None:
         """End all ranks, once the snapshot is complete. **Raises:** SystemExit."""
         assert self._writing is not None and self.supervised is not None
-        self._writing.wait()
+        self._writing.result()
         self._vote()
         leaving = self._comm.gather_objects(self.supervised.host if self._leave else "")
         if self._link is not None:

@@ -10,15 +10,13 @@ import pytest
 
 from tfcommx.checkpoint.files import Head
 from tfcommx.checkpoint.place import SnapshotFolder, head_array
-from tfcommx.checkpoint.snapshots import Captured, Writing
+from tfcommx.checkpoint.snapshots import Captured, Written, write_snapshot
 
 
-def write(place: SnapshotFolder, save: int) -> Writing:
+def write(place: SnapshotFolder, save: int) -> Written:
     own = {"head": head_array(Head(save, -1, 1, 5, 12, {}))}
     captured = Captured(save, own, {"weight0": np.ones(3)}, False)
-    writing = Writing(captured, 0, place, None, None)
-    writing.wait()
-    return writing
+    return write_snapshot(captured, 0, place, None, None)
 
 
 def test_a_folder_that_is_gone_is_made_again(tmp_path: Path) -> None:
@@ -47,14 +45,12 @@ def test_a_diverged_model_does_not_replace_the_snapshot_before(tmp_path: Path) -
     paths, sent = ("first", "last/kernel", "count"), []
     for save, value, keep in ((1, 0.0, None), (2, np.nan, 1), (3, np.inf, 1)):
         files = lambda names, _: sent.append(names)  # noqa: E731
-        writing = Writing(captured(save, value, paths), 0, place, files, keep)
-        writing.wait()
-        assert ("last/kernel" in writing.problem) == (save > 1)
+        written = write_snapshot(captured(save, value, paths), 0, place, files, keep)
+        assert ("last/kernel" in written.problem) == (save > 1)
     assert list(place.held()) == [1] and len(sent) == 1
     # A mask's weights are infinite by intention
-    writing = Writing(captured(4, -np.inf, ()), 0, place, None, 1)
-    writing.wait()
-    assert not writing.problem and list(place.held()) == [1, 4]
+    written = write_snapshot(captured(4, -np.inf, ()), 0, place, None, 1)
+    assert not written.problem and list(place.held()) == [1, 4]
 
 
 def test_any_failure_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
