@@ -12,10 +12,9 @@ After the loss of any one host all files of the last complete snapshot are on th
 import contextlib
 import functools
 import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from tfcommx.checkpoint.place import SnapshotFolder, check_file_name
 from tfcommx.launch.handshake import NO_PARTNER, Caller, Entrance, Handshake
@@ -81,28 +80,17 @@ class Mirrors:
         """
         paths = [self.place.path / name for name in names]
         sizes = [[path.name, path.stat().st_size] for path in paths]
-        with self._connect(to, {"rank": rank, "files": sizes, "keep": list(keep)}) as connection:
+        addresses = to.addresses[:-1] or to.addresses  # The last is the loopback
+        places = [(address, to.port) for address in addresses]
+        message = {"rank": rank, "files": sizes, "keep": list(keep)}
+        connection, _ = self.handshake.connect(places, message, DIAL_SECONDS, WAIT_SECONDS)
+        with connection:
+            connection.settimeout(WAIT_SECONDS)
             for path in paths:
                 with path.open("rb") as file:
                     connection.sendfile(file)
             if connection.recv(1) != b"1":
                 raise ConnectionError("it has closed the connection")
-
-    def _connect(self, to: Row, message: dict[str, Any]) -> socket.socket:
-        problem: Exception = ConnectionError("no address")
-        for address in to.addresses[:-1] or to.addresses:  # The last is the loopback
-            with contextlib.ExitStack() as unless_kept:
-                try:
-                    connection = socket.create_connection((address, to.port), DIAL_SECONDS)
-                    unless_kept.callback(connection.close)
-                    self.handshake.call(connection, message, time.monotonic() + WAIT_SECONDS)
-                except NO_PARTNER as error:
-                    problem = error
-                    continue
-                unless_kept.pop_all()
-                connection.settimeout(WAIT_SECONDS)
-                return connection
-        raise ConnectionError(f"no answer from {to.host}: {problem}")
 
     def _receive(self, caller: Caller) -> None:
         message, connection = caller.said, caller.connection

@@ -30,7 +30,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 # Limit in bytes, because a stranger's deeply nested message must not exhaust the stack
@@ -50,6 +50,34 @@ class Handshake(NamedTuple):
     protocol: str
     # Values covered by the proof but not sent, such as the name of the launch
     context: tuple[object, ...] = ()
+
+    def connect(
+        self, places: Iterable[tuple[str, int]], said: object, dial: float, wait: float
+    ) -> tuple[socket.socket, Any]:
+        """Send a message to the first place whose process knows the secret.
+
+        Args:
+            places: addresses and ports, best first.
+            dial: seconds for each connection.
+            wait: seconds for its answer.
+
+        Returns:
+            The connection, and the answer.
+
+        **Raises:** ConnectionError with the problem of each place.
+        """
+        problems = []
+        for place in places:
+            try:
+                with contextlib.ExitStack() as unless_kept:
+                    connection = socket.create_connection(place, dial)
+                    unless_kept.callback(connection.close)
+                    answer = self.call(connection, said, time.monotonic() + wait)
+                    unless_kept.pop_all()
+                    return connection, answer
+            except NO_PARTNER as error:
+                problems.append(f"{place[0]}:{place[1]} ({error})")
+        raise ConnectionError(f"no answer from {', '.join(problems)}")
 
     def call(self, connection: socket.socket, said: object, end: float) -> Any:
         """Send a message; return the answer, which must arrive before `end` (monotonic clock)."""

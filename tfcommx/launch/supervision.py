@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,27 +89,20 @@ class SupervisorLink:
         self._connection: socket.socket | None = None
         # Several threads send, and their lines must not mix
         self._sending = threading.Lock()
-        handshake, errors = supervised.handshake(PROTOCOL), []
-        for address in supervised.places:
-            try:
-                with contextlib.ExitStack() as unless_kept:
-                    connection = socket.create_connection(address, DIAL_SECONDS)
-                    unless_kept.callback(connection.close)
-                    message, end = {"rank": 0, "size": size}, time.monotonic() + DIAL_SECONDS
-                    handshake.call(connection, message, end)
-                    unless_kept.pop_all()
-            except NO_PARTNER as error:
-                errors.append(f"{address[0]}:{address[1]} ({error})")
-                continue
-            connection.settimeout(None)  # `_listen` waits for the whole run
-            self._connection = connection
-            threading.Thread(target=self._listen, name="tfcommx-link", daemon=True).start()
+        handshake, message = supervised.handshake(PROTOCOL), {"rank": 0, "size": size}
+        try:
+            self._connection, _ = handshake.connect(
+                supervised.places, message, DIAL_SECONDS, DIAL_SECONDS
+            )
+        except ConnectionError as error:
+            log.warning(
+                "The supervisor of this run cannot say how far the run is, and no host can join: "
+                "%s.",
+                error,
+            )
             return
-        log.warning(
-            "The supervisor of this run does not answer at %s: it cannot say how far the run is, "
-            "and no host can join.",
-            ", ".join(errors),
-        )
+        self._connection.settimeout(None)  # `_listen` waits for the whole run
+        threading.Thread(target=self._listen, name="tfcommx-link", daemon=True).start()
 
     def say(self, **message: object) -> None:
         """Send a message to the supervisor; without effect if it has ended."""

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tfcommx.launch.handshake import NO_PARTNER, Caller, Entrance, Handshake
+from tfcommx.launch.handshake import Caller, Entrance, Handshake
 from tfcommx.watch.protocol import GATHER_SECONDS, KILLED, MISSING, WatchProtocol
 
 # Beats in the shortest of `limit`, `stall_seconds` and `stall_limit`
@@ -97,15 +97,15 @@ class Watcher:
     def dial(self, peer: int) -> None:
         addresses, port = self.places[peer]
         for address in addresses:
-            with contextlib.suppress(*NO_PARTNER), contextlib.ExitStack() as unless_kept:
-                link = socket.create_connection((address, port), timeout=DIAL_SECONDS)
-                unless_kept.callback(link.close)
-                rank = self.handshake.call(link, self.member.rank, time.monotonic() + DIAL_SECONDS)
+            with contextlib.suppress(ConnectionError):
+                link, rank = self.handshake.connect(
+                    [(address, port)], self.member.rank, DIAL_SECONDS, DIAL_SECONDS
+                )
                 if rank == peer:  # Because another host may have the same address and port
-                    unless_kept.pop_all()
                     self.dialled.add(peer)
                     self.in_loop(functools.partial(self.connected, peer, link))
                     return
+                link.close()
 
     def in_loop(self, work: Callable[[], None]) -> None:
         # The loop alone changes the watcher's state, so that no lock is needed. It may wait in
