@@ -8,7 +8,7 @@ An average of results is right only for a mean over equally many samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -81,22 +81,9 @@ class MetricState(NamedTuple):
             return numbers_in(self.results())
 
 
-class _Form(NamedTuple):
-    """The properties of a metric that must be equal on all ranks for its sums to be added."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    # For each variable True: a sum, False: a constant. None: they cannot be added
-    adds: tuple[bool, ...] | None
-
-
-class _Report(NamedTuple):
-    """One rank's report of its states to the others."""
-
-    # Prefix of the names of a phase -> forms of its metrics
-    forms: dict[str, list[_Form]]
-    # Names in the logs that the state explains
-    explained: set[str]
-    numbers: Results
+# A metric as the ranks compare it, because its sums are added only if all have the same: the shapes
+# of its variables; for each of them True: a sum, False: a constant. None: they cannot be added
+Form = tuple[tuple[tuple[int, ...], ...], tuple[bool, ...] | None]
 
 
 def metrics_over_ranks(
@@ -184,22 +171,19 @@ def metric_results_over_ranks(
     explained = [
         name for prefix, state in states.items() for name in _explained(prefix, state, numbers)
     ]
-    reports = [
-        _Report(
-            {prefix: [_Form(*form) for form in several] for prefix, several in forms.items()},
-            set(names),
-            rank_numbers,
-        )
-        for forms, names, rank_numbers in comm.gather_objects((own_forms, explained, numbers))
-    ]
+    gathered = comm.gather_objects((own_forms, explained, numbers))
+    all_forms, all_explained, all_numbers = zip(*gathered, strict=True)
     # Prefix -> the first rank that has this state: it computes the results
     leads: dict[str, int] = {}
     # Backwards, so that the lowest rank is assigned last
-    for rank, report in reversed(list(enumerate(reports))):
-        leads |= dict.fromkeys(report.forms, rank)
+    for rank, rank_forms in reversed(list(enumerate(all_forms))):
+        leads |= dict.fromkeys(rank_forms, rank)
     # Sorted, because all ranks add their sums in one flat vector, by position
     prefixes = sorted(leads)
-    forms = {prefix: _common_forms(prefix, reports) for prefix in prefixes}
+    forms = {
+        prefix: _common_forms([part[prefix] for part in all_forms if prefix in part])
+        for prefix in prefixes
+    }
     totals = _add(states, starts, forms)
     combined = {
         prefix: _combine(states[prefix], starts[prefix], forms[prefix], totals[prefix], warned)
@@ -213,11 +197,10 @@ def metric_results_over_ranks(
         of_metrics, names = everyone[leads[prefix]][prefix]
         results |= {prefix + name: value for name, value in of_metrics.items()}
         not_sums |= {prefix + name for name in names}
-    return _choose(reports, results, not_sums, warned)
+    return _choose(all_numbers, all_explained, results, not_sums, warned)
 
 
-def _forms_of(state: MetricState, starts: list[Starts | None]) -> list[tuple[Any, ...]]:
-    """Return the fields of the metrics' forms: ranks exchange no named tuples."""
+def _forms_of(state: MetricState, starts: list[Starts | None]) -> list[Form]:
     return [
         (
             tuple(value.shape for value in values),
@@ -241,21 +224,19 @@ def _explained(prefix: str, state: MetricState, numbers: Results) -> list[str]:
     ]
 
 
-def _common_forms(prefix: str, reports: list[_Report]) -> list[_Form]:
+def _common_forms(of_ranks: Sequence[list[Form]]) -> list[Form]:
     """Return the forms on which all ranks agree; a metric in which they differ has no sums."""
-    first, *remaining = [report.forms[prefix] for report in reports if prefix in report.forms]
-    if any(len(forms) != len(first) for forms in remaining):
-        return [form._replace(adds=None) for form in first]
+    lengths = set(map(len, of_ranks))
     return [
-        form if all(form == forms[position] for forms in remaining) else form._replace(adds=None)
-        for position, form in enumerate(first)
+        (shapes, adds if len(lengths) == 1 and len({forms[i] for forms in of_ranks}) == 1 else None)
+        for i, (shapes, adds) in enumerate(of_ranks[0])
     ]
 
 
 def _add(
     states: Mapping[str, MetricState],
     starts: Mapping[str, list[Starts | None]],
-    forms: Mapping[str, list[_Form]],
+    forms: Mapping[str, list[Form]],
 ) -> dict[str, list[list[np.ndarray]]]:
     """Add over the ranks the increase of each variable since its reset, in float64.
 
@@ -264,11 +245,11 @@ def _add(
     """
     shapes, increases = [], []
     for prefix, of_phase in forms.items():
-        for position, form in enumerate(of_phase):
-            for number, adds in enumerate(form.adds or ()):
+        for position, (form_shapes, form_adds) in enumerate(of_phase):
+            for number, adds in enumerate(form_adds or ()):
                 if not adds:
                     continue
-                shapes.append(form.shapes[number])
+                shapes.append(form_shapes[number])
                 if prefix in states:
                     parts = starts[prefix][position]
                     start = None if parts is None else parts[number]
@@ -288,7 +269,7 @@ def _add(
     ends = np.cumsum([part.size for part in increases])[:-1]
     totals = map(np.reshape, np.split(flat.numpy(), ends), shapes)
     return {
-        prefix: [[next(totals) for adds in form.adds or () if adds] for form in of_phase]
+        prefix: [[next(totals) for is_sum in adds or () if is_sum] for _, adds in of_phase]
         for prefix, of_phase in forms.items()
     }
 
@@ -296,23 +277,23 @@ def _add(
 def _combine(
     state: MetricState,
     starts: list[Starts | None],
-    forms: list[_Form],
+    forms: list[Form],
     totals: list[list[np.ndarray]],
     warned: set[str],
 ) -> tuple[Results, list[str]]:
     """Return the results from the sums of all ranks, and the names of those not from sums alone."""
     values, not_added = [], []
-    for metric, local, parts, form, added in zip(
+    for metric, local, parts, (_, adds), added in zip(
         state.metrics, state.values, starts, forms, totals, strict=True
     ):
         combined, overflows = local, False
-        if parts is not None and form.adds is not None:
+        if parts is not None and adds is not None:
             combined, overflows = _with_sums(local, parts, added)
         # Here, because the ranks' own values may be equal, of which nothing else warns
         if overflows and metric.name not in warned:
             log.warning(_OVERFLOW, metric.name)
             warned.add(metric.name)
-        if form.adds is None or overflows:
+        if adds is None or overflows:
             not_added.append(metric)
             combined = local
         values.append(combined)
@@ -362,14 +343,18 @@ def _with_sums(
 
 
 def _choose(
-    reports: list[_Report], results: Results, not_sums: set[str], warned: set[str]
+    all_numbers: Sequence[Results],
+    all_explained: Sequence[list[str]],
+    results: Results,
+    not_sums: set[str],
+    warned: set[str],
 ) -> Results:
     """Return the result of the sums if it exists, else the mean of the ranks' numbers."""
     chosen: Results = {}
-    for name in sorted({name for report in reports for name in report.numbers}):
-        having = [report for report in reports if name in report.numbers]
-        values = [report.numbers[name] for report in having]
-        is_result = name in results and all(name in report.explained for report in having)
+    for name in sorted(set().union(*all_numbers)):
+        having = [rank for rank, numbers in enumerate(all_numbers) if name in numbers]
+        values = [all_numbers[rank][name] for rank in having]
+        is_result = name in results and all(name in all_explained[rank] for rank in having)
         if is_result and name not in not_sums:
             chosen[name] = results[name]
         # Equal numbers stay as they are: a mean may change their last bit, or their type
