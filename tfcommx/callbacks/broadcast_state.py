@@ -1,5 +1,6 @@
 """BroadcastState: all ranks start from the same weights, state and settings."""
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -231,11 +232,7 @@ class BroadcastState(keras.callbacks.Callback):
         # earlier update has made; and a pull would undo a layer's assignment in the step
         if others or not can_pull_first(first) or assigns_weights(self.model):
             return
-
-        def begin(data: Any) -> None:
-            begin_step(first, data)
-
-        begin_train_steps_with(self.model, begin)
+        begin_train_steps_with(self.model, functools.partial(begin_step, first))
 
     def _prepare_optimizers(self) -> None:
         """Agree on a loss scale that Keras made; build the optimizer of `compile`, if possible."""

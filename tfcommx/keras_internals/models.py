@@ -235,6 +235,19 @@ def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
 
 
 @contextlib.contextmanager
+def _own_attributes_kept(layers: Sequence[keras.layers.Layer], *names: str) -> Iterator[None]:
+    """Restore the layers' own attributes of these names after the block, or their absence."""
+    own = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, values in zip(layers, own, strict=True):
+            for name in names:
+                vars(layer).pop(name, None)
+            vars(layer).update(values)
+
+
+@contextlib.contextmanager
 def calls_recorded(
     model: keras.Model, digest: Callable[[Any], T]
 ) -> Iterator[list[tuple[keras.layers.Layer, T, T]]]:
@@ -255,17 +268,11 @@ def calls_recorded(
 
         return recorded
 
-    replaced = [vars(layer).get("call") for layer in leaves]
-    try:
+    with _own_attributes_kept(leaves, "call"):
         for layer in leaves:
             # Not by Keras's `__setattr__`, which tracks the attributes of layers
             object.__setattr__(layer, "call", recording(layer, layer.call))
         yield calls
-    finally:
-        for layer, call in zip(leaves, replaced, strict=True):
-            vars(layer).pop("call", None)
-            if call is not None:
-                object.__setattr__(layer, "call", call)
 
 
 @contextlib.contextmanager
@@ -287,17 +294,10 @@ def statistics_averaged(layers: Sequence[keras.layers.BatchNormalization]) -> It
 
         return averaged
 
-    names = ("call", "momentum", "renorm_momentum")
-    usual = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in layers]
-    try:
+    with _own_attributes_kept(layers, "call", "momentum", "renorm_momentum"):
         for layer in layers:
             object.__setattr__(layer, "call", averaging(layer.call, layer))
         yield
-    finally:
-        for layer, values in zip(layers, usual, strict=True):
-            for name in names:
-                vars(layer).pop(name, None)
-            vars(layer).update(values)
 
 
 def saved_values(model: keras.Model) -> list[keras.Variable | tf.Tensor]:

@@ -194,7 +194,7 @@ def DistributedOptimizer(
         links=links if isinstance(links, Links | None) else Links.read(links, topology),
         strategy=strategy,
         check_replicas_every=check_replicas_every,
-        profile=_profile_of(profile),
+        profile=profile if isinstance(profile, Profile | None) else Profile.read(profile),
         # Adam's beta_1 counts, too, because gradients in 1 or 2 bits diverge in front of any
         # momentum
         own_momentum=getattr(inner, "momentum", 0.0) or getattr(inner, "beta_1", 0.0),
@@ -285,13 +285,3 @@ def _check_scope() -> None:
             f"Received the scope of a {type(scope).__name__}. Make model and optimizer outside of "
             "`strategy.scope()`: the launcher starts a process for each GPU."
         )
-
-
-def _profile_of(profile: Profile | str | Path | None) -> Profile | None:
-    if isinstance(profile, str | Path):
-        return Profile.read(profile)
-    if not isinstance(profile, Profile | None):
-        raise ConfigurationError(
-            f"`profile` must be a Profile, its file, or None. Received {profile!r}."
-        )
-    return profile

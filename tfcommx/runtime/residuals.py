@@ -8,7 +8,7 @@ Between steps a rank keeps, of each bucket, its shard of
     compression the state of a compression, equal on all ranks
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -62,26 +62,20 @@ class BucketState:
         self.shard = slice(*routes.get(bucket.route).shard(bucket, topology, rank))
         self.residual: Any = self._zeros("residual") if bucket.keeps_residual else None
         self.velocity: Any = self._zeros("velocity") if bucket.momentum else None
-        self.compression: Any = self._first_compression() if bucket.compresses else None
+        self.compression: Any = None
+        if bucket.compresses:
+            first_state = compression.get(bucket.compression).first_state
+            self.compression = self._variable("compression", lambda: first_state(bucket.shapes))
         # For a bucket that keeps no residual but received one from another plan: True while some of
         # it remains
         self.pending: Any = None
 
     def _zeros(self, kind: str) -> tf.Variable:
-        with tf.device(residual_device()):
-            return tf.Variable(
-                tf.zeros(self.shard.stop - self.shard.start),
-                trainable=False,
-                name=f"{self.bucket.name}/{kind}",
-            )
+        return self._variable(kind, lambda: tf.zeros(self.shard.stop - self.shard.start))
 
-    def _first_compression(self) -> tf.Variable:
+    def _variable(self, kind: str, value: Callable[[], Any]) -> tf.Variable:
         with tf.device(residual_device()):
-            return tf.Variable(
-                compression.get(self.bucket.compression).first_state(self.bucket.shapes),
-                trainable=False,
-                name=f"{self.bucket.name}/compression",
-            )
+            return tf.Variable(value(), trainable=False, name=f"{self.bucket.name}/{kind}")
 
     def expect_residual(self) -> None:
         """Prepare for a residual of another plan; create it if the bucket keeps none."""

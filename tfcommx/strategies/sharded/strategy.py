@@ -92,13 +92,8 @@ def pull_times(
             + " Measure the model with `tfcommx profile` or cx.profile."
         )
     ranks = len(topology.group(group, 0))
-    entry_bytes = [
-        2 if "16" in str(weight.dtype) else 8 if "64" in str(weight.dtype) else 4
-        for weight in weights
-    ]
-    shard_bytes = [
-        sum(rows[i].size * entry_bytes[i] for i in range(*layer)) / ranks for layer in layers
-    ]
+    sizes = [row.size * tf.as_dtype(w.dtype).size for row, w in zip(rows, weights, strict=True)]
+    shard_bytes = [sum(sizes[slice(*layer)]) / ranks for layer in layers]
     startup_s, per_byte = _line(sum(shard_bytes), group, topology, links)
     return PullTimes(
         startup_s,
