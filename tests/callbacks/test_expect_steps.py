@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 import tfcommx as cx
+from tfcommx.callbacks import choose_again
 from tfcommx.optim.automatic import ExpectedRun
 
 
@@ -28,6 +29,18 @@ def test_the_steps_until_the_next_change_of_scheme_follow() -> None:
     rows = np.ones((8, 4)), np.ones((8, 1))
     net.fit(*rows, batch_size=2, epochs=7, initial_epoch=1, verbose=0, callbacks=every)
     assert told == {1: 2, 2: 6, 3: 6, 4: 6, 5: 4, 6: 4}
+
+
+def test_the_steps_left_count_from_the_step_at_which_their_number_was_set() -> None:
+    """They counted from the first look at the network after it, or after a trace of the step."""
+    cx.init()
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.iterations.assign(300)
+    choose_again.expect_steps(optimizer, {"steps": 100, "epochs": 10}, epoch=2)
+    requested = optimizer.exchanger.requested
+    requested.expected_run = requested.expected_run._replace(batch=8)  # That of the traced step
+    optimizer.iterations.assign(450)
+    assert choose_again._steps_left(optimizer) == 800 - 150
 
 
 def test_each_fit_counts_its_own_steps_unless_the_length_of_the_run_is_known() -> None:

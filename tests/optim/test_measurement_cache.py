@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -39,15 +38,6 @@ def test_a_damaged_file_is_ignored_with_a_warning(
     path.write_text(text)
     assert automatic.read("choice", KEY) is None
     assert path.name in caplog.text
-
-
-def test_a_file_of_another_key_is_not_taken(kept: Path) -> None:
-    """Two keys whose names on disk are equal by chance."""
-    automatic.write("choice", KEY, {"chosen": "torus"})
-    (path,) = kept.iterdir()
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, "key": {**KEY, "model": "xyz"}}))
-    assert automatic.read("choice", KEY) is None
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(

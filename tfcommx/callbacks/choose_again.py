@@ -22,7 +22,6 @@ from tfcommx.keras_internals.models import trace_again
 from tfcommx.keras_internals.optimizers import steps_of
 from tfcommx.measure.links import WATCHED, fastest_message
 from tfcommx.optim.automatic import SHARE, announce, links_of
-from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.wrapped import exchanger_in, steps_of_update, wrapped_optimizers
 from tfcommx.runtime.trial import STEPS, TrialExecutor
 from tfcommx.strategies.strategy import StrategyRun
@@ -48,7 +47,9 @@ def expect_steps(
     if steps is not None and epochs is not None:
         last = epochs if end is None else min(end, epochs)
         follow = steps * (last - epoch) // steps_of_update(optimizer)
-    requested.expected_run = requested.expected_run._replace(steps=follow, steps_of_epoch=steps)
+    requested.expected_run = requested.expected_run._replace(
+        steps=follow, at=steps_of(optimizer), steps_of_epoch=steps
+    )
 
 
 # Factor by which changed steps are longer or shorter
@@ -104,7 +105,6 @@ class ChooseAgain(keras.callbacks.Callback):
         self._odd, self._changes = 0, 0
         # Seconds of the last measurement, and the seconds of training since
         self._measuring, self._training = 0.0, 0.0
-        self._told: dict[int, tuple[Any, int]] = {}
 
     # Not on_train_batch_end, because Keras would wait for every step
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -128,11 +128,6 @@ class ChooseAgain(keras.callbacks.Callback):
         topology = process.current().topology
         if not chosen or topology.nodes == 1 or topology.uneven:
             return
-        for optimizer, exchanger in chosen.items():
-            # The step at which the number of following steps was set
-            expected = exchanger.requested.expected_run
-            if self._told.get(id(optimizer), (None, 0))[0] is not expected:
-                self._told[id(optimizer)] = expected, steps_of(optimizer)
         runs = {run for exchanger in chosen.values() for run in exchanger.runs.values()}
         trials = [run.executor for run in runs if isinstance(run.executor, TrialExecutor)]
         tries = any(trial.chosen is None for trial in trials)
@@ -153,10 +148,10 @@ class ChooseAgain(keras.callbacks.Callback):
                 self._messages.append(self._measure())
         else:
             self._odd += 1
-            steps_left = process.current().gather_objects(list(map(self._left, chosen)))[0]
+            steps_left = process.current().gather_objects(list(map(_steps_left, chosen)))[0]
             enough = all(steps is None or SHARE * steps >= STEPS for steps in steps_left)
             if enough and self._odd >= IN_A_ROW and self._can_measure:
-                self._compare(mean, dict(zip(chosen.values(), steps_left, strict=True)))
+                self._compare(mean, dict(zip(chosen, steps_left, strict=True)))
 
     def _begin(self, mean: float) -> None:
         self._usual, self._odd, self._changes = mean, 0, 0
@@ -173,15 +168,9 @@ class ChooseAgain(keras.callbacks.Callback):
         self._training = 0.0
         return seconds
 
-    def _left(self, optimizer: keras.optimizers.Optimizer) -> int | None:
-        """Return the number of following steps; None if unknown."""
-        expected, at = self._told[id(optimizer)]
-        if expected.steps is None:
-            return None
-        steps_left: int = expected.steps - (steps_of(optimizer) - at) // steps_of_update(optimizer)
-        return steps_left
-
-    def _compare(self, mean: float, steps_left: dict[Exchanger, int | None]) -> None:
+    def _compare(
+        self, mean: float, steps_left: dict[keras.optimizers.Optimizer, int | None]
+    ) -> None:
         """Measure a message; if the network has changed permanently, start a trial of plans."""
         assert self._usual is not None
         # The fastest counts, because a busy machine delays single messages by up to 30 times, and
@@ -203,15 +192,24 @@ class ChooseAgain(keras.callbacks.Callback):
         )
         links = links_of(comm, again=True)
         self._begin(mean)
-        for exchanger, steps in steps_left.items():
-            requested = exchanger.requested
+        for optimizer, steps in steps_left.items():
+            requested = exchanger_in(optimizer).requested
             requested.links = links
             # The choice is not kept, because the next run begins with the usual network
-            expected = requested.expected_run._replace(steps=steps, keeps_choice=False)
-            requested.expected_run = expected
+            requested.expected_run = requested.expected_run._replace(
+                steps=steps, at=steps_of(optimizer), keeps_choice=False
+            )
             # The same schemes: a switch drops the plans, and the next step plans by the new links
-            exchanger.switch(requested.schemes)
+            exchanger_in(optimizer).switch(requested.schemes)
         trace_again(self.model)
+
+
+def _steps_left(optimizer: keras.optimizers.Optimizer) -> int | None:
+    """Return the number of following steps; None if unknown."""
+    expected = exchanger_in(optimizer).requested.expected_run
+    if expected.steps is None:
+        return None
+    return expected.steps - (steps_of(optimizer) - expected.at) // steps_of_update(optimizer)
 
 
 def as_before(latest: float, before: float, drift: float) -> bool:

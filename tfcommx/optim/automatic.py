@@ -11,7 +11,7 @@ If plain Horovod exceeds the budget, the first proposal replaces it in the trial
 Rank 0 alone reads, proposes and writes; it broadcasts the results. Its measurements and its choice
 are in files for the next run:
 
-    folder/choice-1f0c9a52b7d3e846.json    {"key": its dependencies, "value": {...}}
+    folder/choice-<SHA-256 of the key>.json    {"key": its dependencies, "value": {...}}
 
 `ExpectedRun` is the expected number of remaining steps: a choice must pay within them.
 """
@@ -70,10 +70,7 @@ def read(kind: str, key: object) -> dict[str, Any] | None:
             record = json.loads(path.read_text())
             if record["crc"] != _crc(record["value"]):
                 raise ValueError("a wrong checksum")
-            # Compared as well, because the name has a part of the digest only; through JSON,
-            # because it makes lists of tuples
-            if record["key"] == json.loads(json.dumps(key)):
-                return dict(record["value"])
+            return dict(record["value"])
     except (OSError, TfcommxError) as error:
         log.warning("An earlier measurement cannot be read, and is made again: %s", error)
     return None
@@ -98,7 +95,7 @@ def _crc(value: object) -> int:
 
 def _path(kind: str, key: object) -> Path:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / f"{kind}-{digest[:16]}.json"
+    return cache_folder() / f"{kind}-{digest}.json"
 
 
 # Largest share of the remaining steps that a trial may take
@@ -124,6 +121,8 @@ class ExpectedRun(NamedTuple):
     whole_run: bool = False
     # True if a measured choice is cached for other runs
     keeps_choice: bool = True
+    # The optimizer's count of steps when `steps` was set, >= 0
+    at: int = 0
 
     @property
     def trial_steps(self) -> int:

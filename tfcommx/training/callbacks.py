@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 
+from tfcommx.keras_internals.optimizers import steps_of
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_of, steps_of_update
 from tfcommx.recipes.recipe import Phase
@@ -43,8 +44,9 @@ class InformAuto(RunCallback):
     """Tells the scheme "auto" how many steps share a scheme; runs before SwitchScheme."""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        accumulated = steps_of_update(self.model.optimizer)
-        expected = self.context.run.expected_run(epoch, accumulated)
+        optimizer = self.model.optimizer
+        expected = self.context.run.expected_run(epoch, steps_of_update(optimizer))
+        expected = expected._replace(at=steps_of(optimizer))
         exchanger_of(self.model).requested.expected_run = expected
 
 
