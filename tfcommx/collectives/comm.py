@@ -68,7 +68,6 @@ class TrialQueue:
         )
 
     def leave(self, member: object) -> None:
-        """Forget a member."""
         self._last.pop(member, None)
 
 

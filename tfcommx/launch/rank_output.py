@@ -262,7 +262,6 @@ class RankLines:
         self.endings: list[tuple[float, Failure]] = []
 
     def relay(self, stream: Iterable[str]) -> None:
-        """Show all lines of a stream."""
         unended: tuple[str, str] | None = None
         for line in stream:
             if marked := MARK.match(line):

@@ -120,12 +120,10 @@ class Exchanger:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return self.comm.topology.size
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
         return self.comm.rank
 
     def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:

@@ -161,7 +161,6 @@ def tables_of(model: keras.Model) -> dict[str, str]:
 
 
 def form_of(layer: keras.layers.Layer) -> LayerForm:
-    """Return a layer as the ranks compare it."""
     variables = own_variables(layer)
     label = path_of(variables[0]) if variables else layer.name
     settings = {"class": type(layer).__name__, "dtype policy": str(layer.dtype_policy.name)}

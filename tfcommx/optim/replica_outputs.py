@@ -122,7 +122,7 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
     # which alone knows the inputs
     if batch is None or (isinstance(batch, list | tuple) and len(batch) > 3):
         return
-    weights = [_digest(variable) for variable in model.weights]
+    weights = [digest_of(variable) for variable in model.weights]
     if any(remote != weights for remote in comm.gather_objects(weights)):
         return  # A run that continues in mid-epoch has separate statistics on each rank
     # From here on each return and branch follows from gathered values, so all ranks leave at the
@@ -182,7 +182,7 @@ def _varied_digest(batch: Any) -> str:
         if tf.is_tensor(part) or isinstance(part, np.ndarray)
     ]
     varied = any(part.ndim and np.any(part != part[:1]) for part in parts)
-    return _digest(batch) if varied else ""
+    return digest_of(batch) if varied else ""
 
 
 def _pack(batch: Any) -> tuple[str, Any]:
@@ -240,12 +240,12 @@ def _result_of(model: keras.Model, batch: Any, seed: int = 0) -> Result:
     except Exception as error:  # Any exception: `fit` may never call the model so
         return Result({}, {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     arrays = {name: array_of(part) for name, part in named.items()}
-    digests = {name: _digest(array) for name, array in arrays.items()}
+    digests = {name: digest_of(array) for name, array in arrays.items()}
     samples = {name: _sample(one) for name, one in arrays.items() if not one.dtype.hasobject}
     return Result(digests, samples)
 
 
-def _digest(value: object) -> str:
+def digest_of(value: object) -> str:
     """Return a digest of the tensors in a structure; empty if it has one of a graph."""
     digest = hashlib.sha256()
     for part in tf.nest.flatten(value, expand_composites=True):
@@ -295,7 +295,7 @@ def _difference(first: Result, second: Result, name: str) -> tuple[float, float]
 def _first_layer(model: keras.Model, batch: Any, root: int, rank: int) -> str:
     """Name the first layer that computes something else, and the remedy. **Ranks:** all."""
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    with calls_recorded(model, _digest) as calls:
+    with calls_recorded(model, digest_of) as calls:
         call_alike(model, inputs, lambda outputs: None)
     rows = [(f"{layer.name!r} ({type(layer).__name__})", *digests) for layer, *digests in calls]
     constants = [constants_of(layer) for layer, _, _ in calls]

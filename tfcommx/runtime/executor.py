@@ -167,7 +167,6 @@ class PlanExecutor(GradientStore):
 
     @property
     def plans(self) -> list[Plan]:
-        """The plan, as a list."""
         return [self.plan]
 
     def steps_taken(self) -> int:

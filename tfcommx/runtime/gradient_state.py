@@ -72,7 +72,6 @@ class GradientState:
         )
 
     def of(self, variables: Set[str]) -> GradientState:
-        """Return the state of these variables."""
         parts = (getattr(self, kind.name) for kind in fields(self))
         return GradientState(
             *({path: by_path[path] for path in by_path if path in variables} for by_path in parts)
@@ -99,7 +98,6 @@ def add_vectors(earlier: Vectors, later: Vectors) -> Vectors:
 
 
 def scaled(vectors: Vectors, factor: float) -> Vectors:
-    """Return the float32 vectors multiplied by a factor."""
     return {path: part * np.float32(factor) for path, part in vectors.items()}
 
 

@@ -68,7 +68,6 @@ class MomentumExecutor:
 
     @property
     def plan(self) -> Plan:
-        """The plan of momenta."""
         return self._momenta.plan
 
     @property

@@ -109,8 +109,6 @@ def nodes_of(plan: Plan, topology: Topology) -> Topology:
 
 
 class StepAheadRun(StrategyRun):
-    """The run of `StepAhead` on one plan."""
-
     executor: PlanExecutor
     keeps_copies = True
 

@@ -78,8 +78,6 @@ class Root(Strategy):
 
 
 class RootRun(StrategyRun):
-    """The run of `Root` on one plan."""
-
     executor: PlanExecutor
 
     def __init__(self, executor: PlanExecutor) -> None:
@@ -128,8 +126,6 @@ class Rebroadcast(Strategy):
 
 
 class RebroadcastRun(StrategyRun):
-    """The run of `Rebroadcast` on one plan."""
-
     executor: PlanExecutor
 
     def __init__(self, executor: PlanExecutor, every: int) -> None:

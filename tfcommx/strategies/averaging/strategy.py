@@ -223,8 +223,6 @@ class OverlappedRounds:
 
 
 class WeightAveragingRun(StrategyRun):
-    """The run of `WeightAveraging` on one plan."""
-
     executor: PlanExecutor
 
     def __init__(self, executor: PlanExecutor, options: WeightAveraging) -> None:

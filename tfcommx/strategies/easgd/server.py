@@ -67,7 +67,6 @@ def start_message(alpha: float, values: np.ndarray) -> np.ndarray:
 
 
 def read_start(message: np.ndarray) -> Centre:
-    """Create the centre from a START message."""
     alpha, itemsize = message[:HEADER].view(np.float64)
     return Centre(message[HEADER:].view(f"float{8 * int(itemsize)}"), alpha)
 

@@ -207,7 +207,6 @@ class Shards:
 
     @property
     def names(self) -> list[str]:
-        """The name of each variable."""
         return [segment.name for segment in self.segments]
 
     @property
