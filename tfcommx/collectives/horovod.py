@@ -82,19 +82,18 @@ def import_horovod() -> tuple[ModuleType, ModuleType]:
 
 def _require_keras() -> None:
     """Refuse another backend of Keras, before an error that does not name it."""
-    backend = os.environ.get("KERAS_BACKEND", "")
     try:
         import keras
-    except ImportError as error:
-        received = f"{f'KERAS_BACKEND={backend}, and ' * bool(backend)}{error}"
-        remedy = "Set KERAS_BACKEND=tensorflow." if backend else "Install it: pip install keras."
-    else:
+
+        received = f"the backend {keras.config.backend()!r}"
         if keras.config.backend() == "tensorflow":
             return
-        received = f"the backend {keras.config.backend()!r}"
-        remedy = "Set KERAS_BACKEND=tensorflow, or the backend in ~/.keras/keras.json."
+    except ImportError as error:
+        received = f"KERAS_BACKEND={os.environ.get('KERAS_BACKEND', '')}, and: {error}"
     raise LaunchError(
-        f"Keras 3 with its backend TensorFlow is required. Received {received}. {remedy}"
+        f"Keras 3 with its backend TensorFlow is required. Received {received}. Set "
+        "KERAS_BACKEND=tensorflow, or the backend in ~/.keras/keras.json, or install Keras: "
+        "pip install keras."
     )
 
 

@@ -73,15 +73,10 @@ def refuse_horovod_arguments(function: Callable[P, R]) -> Callable[P, R]:
             )
         operation = kwargs.get("op")
         if isinstance(operation, int) and 0 <= operation < len(_OPERATIONS):
-            name = _OPERATIONS[operation]
-            remedy = (
-                f'Write op="{name.lower()}".'
-                if name in ("Average", "Sum")
-                else "Horovod has none for Keras either. In a custom loop: "
-                "hvd.DistributedGradientTape."
-            )
             raise ConfigurationError(
-                f'`op` must be "average" or "sum". Received hvd.{name}. {remedy}'
+                f'op="average" or op="sum" is required. Received hvd.{_OPERATIONS[operation]}. '
+                "For Keras Horovod has no others either; in a custom loop there is "
+                "hvd.DistributedGradientTape."
             )
         return function(*args, **kwargs)
 
@@ -249,17 +244,11 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             "TF_USE_LEGACY_KERAS, and import keras, not tf_keras."
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        remedy = ""
-        if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-            remedy = (
-                " Optimizers, sessions and estimators of TensorFlow 1 are not supported: train a "
-                "Keras model by `fit`, or in a loop as docs/how-to/move-from-horovod.md shows."
-            )
-        elif isinstance(optimizer, str):
-            remedy = f" Pass keras.optimizers.get({optimizer!r})."
         raise ConfigurationError(
-            "A Keras optimizer is required, such as keras.optimizers.SGD(0.1). Received "
-            f"{optimizer!r}.{remedy}"
+            "A Keras optimizer is required, such as keras.optimizers.SGD(0.1) or "
+            f"keras.optimizers.get('adam'). Received {optimizer!r}. Optimizers, sessions and "
+            "estimators of TensorFlow 1 are not supported: train a Keras model by `fit`, or in a "
+            "loop as docs/how-to/move-from-horovod.md shows."
         )
     if type(inner_optimizer(optimizer)).__module__.partition(".")[0] == "horovod":
         raise ConfigurationError(
