@@ -1,7 +1,7 @@
 """Exchange: the interface between the mixins of optimizers and an optimizer's exchanger.
 
-This package imports no exchange, so the classes are protocols. The members are documented in their
-implementations.
+This package imports no exchange, so the class is a protocol. Its members are documented in
+`optim.exchanger`.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 
@@ -33,63 +32,6 @@ class StepUnderWay(threading.local):
     scope: contextlib.ExitStack | None = None
 
 
-class Guard(Protocol):
-    """The step under way, and the conditions that it must meet; see `optim.step_guard`."""
-
-    # Mode of an outer LossScaleOptimizer: "none" if there is none, "local" (each rank skips alone)
-    # or "agreed"
-    loss_scale: str
-    step: StepUnderWay
-
-    def open_step(self) -> contextlib.AbstractContextManager[None]: ...
-    def begin(
-        self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]
-    ) -> None: ...
-    def check_exchange_ran(self, optimizer: str) -> None: ...
-    def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor: ...
-    def mean_over_ranks(self, numbers: tf.Tensor) -> tf.Tensor: ...
-
-
-class ShardVariables(Protocol):
-    """This rank's shards of the weights; see `strategies.sharded.shards`."""
-
-    variables: list[keras.Variable]
-    # True if the step function pulls at its beginning; set while it is traced
-    pulls_first: bool
-
-    @property
-    def decays(self) -> list[bool]: ...
-    def take_from_weights(self) -> None: ...
-    def scale(
-        self, gradients: Sequence[tf.Tensor], factors: Mapping[str, tf.Tensor]
-    ) -> list[tf.Tensor]: ...
-
-
-class ShardedSteps(Protocol):
-    """The steps of a strategy that shards the weights; see `strategies.sharded.strategy`."""
-
-    def squares(self, gradients: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]: ...
-    def pull(self, label: str) -> None: ...
-
-
-class ShardedWeights(Protocol):
-    """The shards of one optimizer, and their state as a whole; see `optim.sharding`."""
-
-    # The whole variables, in forward order
-    variables: list[keras.Variable]
-    # The optimizer's state of each shard, by attribute
-    slots: dict[str, list[keras.Variable | None]]
-    # True if a step may begin with the pull
-    can_pull_first: bool
-
-    @property
-    def shards(self) -> ShardVariables: ...
-    @property
-    def run(self) -> ShardedSteps | None: ...
-    def gathered_at(self, steps: int) -> dict[str, list[np.ndarray | None]]: ...
-    def load_state(self, whole: dict[str, list[np.ndarray | None]], steps: int) -> None: ...
-
-
 class Exchange(Protocol):
     """The exchange of one optimizer's gradients; see `optim.exchanger`."""
 
@@ -103,13 +45,16 @@ class Exchange(Protocol):
     def ranks(self) -> int: ...
     @property
     def rank(self) -> int: ...
+    # The step under way, and the conditions that it must meet: a StepGuard of `optim.step_guard`
     @property
-    def guard(self) -> Guard: ...
+    def guard(self) -> Any: ...
+
+    # The shards of the weights, and their state as a whole: a Sharding of `optim.sharding`; or None
     @property
-    def sharding(self) -> ShardedWeights | None: ...
+    def sharding(self) -> Any: ...
     def make_sharding(
         self, variables: Sequence[keras.Variable], decays: Sequence[bool], whole: bool
-    ) -> ShardedWeights: ...
+    ) -> Any: ...
     def pull_shards(self) -> None: ...
     def exchange(
         self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor

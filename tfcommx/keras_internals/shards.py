@@ -12,7 +12,6 @@ import tensorflow as tf
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from tfcommx.core import CheckpointError, ConfigurationError
-from tfcommx.keras_internals.exchange import ShardedWeights
 from tfcommx.keras_internals.optimizers import plain_copy, slots_of
 from tfcommx.keras_internals.step import ExchangesGradients
 
@@ -54,11 +53,6 @@ class UpdatesShards(ExchangesGradients):
     """Mixed into an optimizer's class: state and update of this rank's shards alone."""
 
     gradient_accumulation_steps: int | None
-
-    @property
-    def _sharding(self) -> ShardedWeights:
-        assert self.exchanger.sharding is not None, "`build` has made it"
-        return self.exchanger.sharding
 
     @property
     def whole_variables(self) -> list[keras.Variable] | None:
@@ -125,8 +119,7 @@ class UpdatesShards(ExchangesGradients):
         """Clip by norms of whole variables, of which other ranks have parts."""
         if not (self.clipnorm or self.global_clipnorm):
             return super()._clip_exchanged(grads)
-        assert self._sharding.run is not None, "a step begins with the exchange"
-        squares = self._sharding.run.squares(grads)
+        squares = self.exchanger.sharding.run.squares(grads)
         limit = self.clipnorm or self.global_clipnorm
         # `global_clipnorm` has one factor for all variables, by the norm of all
         if not self.clipnorm:
@@ -136,15 +129,16 @@ class UpdatesShards(ExchangesGradients):
         factors = {
             path: limit / tf.maximum(tf.sqrt(square), limit) for path, square in squares.items()
         }
-        return self._sharding.shards.scale(grads, factors)
+        scaled: list[tf.Tensor] = self.exchanger.sharding.shards.scale(grads, factors)
+        return scaled
 
     def _apply_weight_decay(self, variables: list[keras.Variable]) -> None:
-        super()._apply_weight_decay(self._sharding.shards.variables)
+        super()._apply_weight_decay(self.exchanger.sharding.shards.variables)
 
     def _backend_update_step(
         self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable], learning_rate: Any
     ) -> None:
-        shards = self._sharding.shards.variables
+        shards = self.exchanger.sharding.shards.variables
         super()._backend_update_step(grads, shards, learning_rate)
 
     def _update_model_variables_moving_average(
@@ -152,11 +146,11 @@ class UpdatesShards(ExchangesGradients):
     ) -> None:
         # A step that only accumulates gradients has not taken the shards from the weights
         if self.gradient_accumulation_steps:
-            self._sharding.shards.take_from_weights()
+            self.exchanger.sharding.shards.take_from_weights()
         super()._update_model_variables_moving_average(trainable_variables)
 
     def _overwrite_model_variables_with_average_value(self, variables: Any) -> None:
-        sharding = self._sharding
+        sharding = self.exchanger.sharding
         super()._overwrite_model_variables_with_average_value(sharding.shards.variables)
         if sharding.run is None:  # The first eager step, which only accumulates
             self.exchanger.pull_shards()
@@ -168,7 +162,7 @@ class UpdatesShards(ExchangesGradients):
 
         **Ranks:** all, outside of traced code.
         """
-        self._sharding.shards.take_from_weights()
+        self.exchanger.sharding.shards.take_from_weights()
         super().swap_averages()
         self.exchanger.pull_shards()
 
@@ -200,7 +194,7 @@ class UpdatesShards(ExchangesGradients):
         """Load the state of a plain optimizer that was built for the same whole variables."""
         for variable, plain_variable in self._pairs(plain):
             variable.assign(plain_variable)
-        self._sharding.load_state(
+        self.exchanger.sharding.load_state(
             {
                 name: [None if variable is None else variable.numpy() for variable in slot]
                 for name, slot in slots_of(plain).items()
