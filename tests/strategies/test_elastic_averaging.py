@@ -19,8 +19,9 @@ from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import ConfigurationError, Plan, RankLostError, Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.strategies import ElasticAveraging, ElasticRun, Update
+from tfcommx.strategies import ElasticAveraging, Update
 from tfcommx.strategies.easgd.server import Centre
+from tfcommx.strategies.easgd.strategy import ElasticRun
 
 SHAPES = {"first/kernel": (7, 5), "last/kernel": (5, 9)}
 ENTRIES = 80

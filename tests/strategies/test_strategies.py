@@ -18,7 +18,6 @@ from tfcommx.strategies import (
     Rebroadcast,
     Root,
     Sharded,
-    ShardedRun,
     StepAhead,
     Strategy,
     Synchronous,
@@ -26,6 +25,7 @@ from tfcommx.strategies import (
     WeightAveraging,
     strategy_of,
 )
+from tfcommx.strategies.sharded.strategy import ShardedRun
 
 SHAPES = {"first/kernel": (7, 5), "last/kernel": (5, 9)}
 EVERY = [strategy_of(name) for name in STRATEGIES]

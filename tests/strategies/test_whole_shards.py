@@ -30,7 +30,8 @@ from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optimizers.lamb import LAMB
 from tfcommx.optimizers.lars import LARS
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.strategies import Sharded, Shards
+from tfcommx.strategies import Sharded
+from tfcommx.strategies.sharded.shards import Shards
 from tfcommx.strategies.sharded.whole_shards import WholeShards, lay_out_whole
 
 K = keras.optimizers

@@ -22,7 +22,7 @@ from tfcommx.keras_internals.models import all_generators, recurrent_states, sta
 from tfcommx.keras_internals.optimizers import kinds_of, trainable_variables, unlisted
 from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.gradient_state import GradientState, Vectors
-from tfcommx.strategies import CommonState
+from tfcommx.strategies.strategy import CommonState
 
 # Entries of a block; blocks of zeros are left out of the file
 BLOCK = 1024

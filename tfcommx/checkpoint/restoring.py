@@ -32,7 +32,7 @@ from tfcommx.keras_internals.optimizers import (
 from tfcommx.launch.supervision import supervision
 from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.gradient_state import GradientState, Vectors, add_vectors, scaled
-from tfcommx.strategies import CommonState
+from tfcommx.strategies.strategy import CommonState
 
 # Remedy for a model's file that Keras does not load
 MODEL = "Build the model as it was, or put a whole copy of the file in its place."

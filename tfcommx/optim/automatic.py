@@ -55,7 +55,8 @@ from tfcommx.routes import read_plan
 from tfcommx.runtime.executor import PlanExecutor, agree_on_plan
 from tfcommx.runtime.gradient_state import Executor
 from tfcommx.runtime.trial import LEAST_ROUNDS, STEPS, TrialExecutor, TrialRounds
-from tfcommx.strategies import Strategy, Synchronous
+from tfcommx.strategies.strategy import Strategy
+from tfcommx.strategies.synchronous import Synchronous
 
 T = TypeVar("T")
 

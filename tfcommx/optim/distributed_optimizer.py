@@ -24,7 +24,8 @@ from tfcommx.keras_internals.shards import UpdatesShards, require_shardable
 from tfcommx.keras_internals.step import AgreedLossScale, ExchangesGradients
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
-from tfcommx.strategies import Strategy, strategy_of
+from tfcommx.strategies.strategy import Strategy
+from tfcommx.strategies.table import strategy_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

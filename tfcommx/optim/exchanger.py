@@ -32,13 +32,8 @@ from tfcommx.optim.step_guard import StepGuard
 from tfcommx.runtime.executor import agree_on_settings
 from tfcommx.runtime.gradient_state import GradientState, without
 from tfcommx.runtime.phased import MomentumExecutor
-from tfcommx.strategies import (
-    CommonState,
-    Sharded,
-    ShardedRun,
-    StrategyRun,
-    Update,
-)
+from tfcommx.strategies.sharded.strategy import Sharded, ShardedRun
+from tfcommx.strategies.strategy import CommonState, StrategyRun, Update
 
 
 class Exchanger:

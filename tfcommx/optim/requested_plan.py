@@ -33,7 +33,8 @@ from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.gradient_state import Executor
 from tfcommx.runtime.phased import LearningPhase, MomentumExecutor
-from tfcommx.strategies import Strategy, Synchronous
+from tfcommx.strategies.strategy import Strategy
+from tfcommx.strategies.synchronous import Synchronous
 
 # Wire of the gradients of variables that send no momentum. `asa` and `torus` add bfloat16 in
 # float32, and so keep all rounding errors; `torus` adds float16 in float16 between nodes

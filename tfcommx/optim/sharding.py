@@ -9,7 +9,9 @@ import tensorflow as tf
 
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import ConfigurationError
-from tfcommx.strategies import ShardedRun, Shards, StrategyRun
+from tfcommx.strategies.sharded.shards import Shards
+from tfcommx.strategies.sharded.strategy import ShardedRun
+from tfcommx.strategies.strategy import StrategyRun
 
 # State by attribute of the optimizer, then by variable in forward order; None: it has none
 WholeState = dict[str, list[np.ndarray | None]]

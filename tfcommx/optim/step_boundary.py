@@ -15,7 +15,8 @@ from tfcommx.keras_internals.models import finalize_layers, statistics_of
 from tfcommx.keras_internals.optimizers import entries_of, moving_averages, steps_of
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.wrapped import exchanger_in, wrapped_optimizers
-from tfcommx.strategies import ElasticRun, ShardedRun
+from tfcommx.strategies.easgd.strategy import ElasticRun
+from tfcommx.strategies.sharded.strategy import ShardedRun
 
 
 def consolidate(optimizer: keras.optimizers.Optimizer | keras.Model) -> None:

@@ -14,7 +14,7 @@ from tfcommx.keras_internals.names import path_of
 from tfcommx.keras_internals.step import UpdatesTogether, compiled_by_xla
 from tfcommx.kernels.lars import squared_norms, squared_norms_definition
 from tfcommx.optimizers.parallel_operator import MODES, parallel_operator
-from tfcommx.strategies import Synchronous
+from tfcommx.strategies.synchronous import Synchronous
 
 # Biases, and the scales and offsets of normalisation: few, near 0 or 1, and not scale-free
 EXCLUDED = ("*bias", "*gamma", "*beta", "*scale")

@@ -16,7 +16,7 @@ from tfcommx.recipes.reader import RecipePart
 if TYPE_CHECKING:
     import keras
 
-    from tfcommx.strategies import Strategy
+    from tfcommx.strategies.strategy import Strategy
 
 
 class StrategyRecipe(Protocol):
@@ -52,7 +52,7 @@ class SynchronousRecipe(InEachStep):
     name: Literal["synchronous"] = "synchronous"
 
     def build(self) -> Strategy:
-        from tfcommx.strategies import Synchronous as Built
+        from tfcommx.strategies.synchronous import Synchronous as Built
 
         return Built()
 
@@ -112,7 +112,7 @@ class WeightAveragingRecipe(RecipePart):
 
     def build(self) -> Strategy:
         """Build WeightAveraging. **Raises:** ConfigurationError for conflicting options."""
-        from tfcommx.strategies import WeightAveraging as Built
+        from tfcommx.strategies.averaging.strategy import WeightAveraging as Built
 
         outer = None if self.outer is None else self.outer.build()
         return Built(self.every, self.sends, self.momentum, outer, self.fragments, self.overlap)
@@ -129,7 +129,7 @@ class StepAheadRecipe(InEachStep):
     gathers_in_node = 3
 
     def build(self) -> Strategy:
-        from tfcommx.strategies import StepAhead as Built
+        from tfcommx.strategies.step_ahead import StepAhead as Built
 
         return Built(self.coefficient)
 

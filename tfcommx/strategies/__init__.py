@@ -28,18 +28,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # For the reference of the interface, which is made without an import
     from tfcommx.strategies.averaging.strategy import WeightAveraging
-    from tfcommx.strategies.easgd.strategy import ElasticAveraging, ElasticRun
-    from tfcommx.strategies.sharded.shards import Shards
-    from tfcommx.strategies.sharded.strategy import Sharded, ShardedRun
+    from tfcommx.strategies.easgd.strategy import ElasticAveraging
+    from tfcommx.strategies.sharded.strategy import Sharded
     from tfcommx.strategies.step_ahead import StepAhead
-    from tfcommx.strategies.strategy import (
-        CommonState,
-        Strategy,
-        StrategyRun,
-        Update,
-    )
+    from tfcommx.strategies.strategy import CommonState, Strategy, StrategyRun, Update
     from tfcommx.strategies.synchronous import Rebroadcast, Root, Synchronous
     from tfcommx.strategies.table import STRATEGIES, strategy_of
 
@@ -48,13 +42,10 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "CommonState": "strategy",
     "ElasticAveraging": "easgd.strategy",
-    "ElasticRun": "easgd.strategy",
     "Rebroadcast": "synchronous",
     "Root": "synchronous",
     "STRATEGIES": "table",
     "Sharded": "sharded.strategy",
-    "ShardedRun": "sharded.strategy",
-    "Shards": "sharded.shards",
     "StepAhead": "step_ahead",
     "Strategy": "strategy",
     "StrategyRun": "strategy",

@@ -25,7 +25,8 @@ from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.routes.route import SparseRoute
-from tfcommx.strategies import Strategy, strategy_of
+from tfcommx.strategies.strategy import Strategy
+from tfcommx.strategies.table import strategy_of
 from tfcommx.testing import laws
 from tfcommx.testing.laws import require
 from tfcommx.wire import codec, formats
