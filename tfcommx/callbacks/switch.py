@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any
 
 import keras
@@ -153,11 +152,8 @@ class SwitchScheme(keras.callbacks.Callback):
                     f"A mapping from epochs is required, such as {{0: cx.Scheme()}}. Received "
                     f"{changes!r}."
                 )
-        for epoch, change in [*(schemes or {}).items(), *(resolutions or {}).items()]:
-            if not isinstance(epoch, Integral) or epoch < 0:
-                raise ConfigurationError(
-                    f"Epochs must be integers >= 0. Received {epoch!r}, for {change!r}."
-                )
+            for epoch in changes:
+                check_whole("an epoch of SwitchScheme", epoch, least=0)
         self.schemes, self.resolutions = dict(schemes or {}), dict(resolutions or {})
         self.resolution = resolution
         # True until the first epoch of a run has begun
