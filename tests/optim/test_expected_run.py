@@ -96,7 +96,6 @@ def test_by_links_whose_measurements_differ_nothing_is_clear() -> None:
 
 
 def test_links_whose_measurements_differ_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor used, if an earlier version has kept them."""
     noisy, steady = SLOW._replace(spread=3.0), SLOW._replace(spread=0.1)
     measured = []
 
@@ -104,8 +103,6 @@ def test_links_whose_measurements_differ_are_not_kept(monkeypatch: pytest.Monkey
         monkeypatch.setattr(automatic, "probe", lambda *_, **__: SimpleNamespace(links=links))
         return ThreadComm.run(TOPOLOGY, links_of)
 
-    cluster = ThreadComm.run(TOPOLOGY, automatic._cluster)[0]
-    automatic.write("links", cluster, noisy.to_dict())
     for now in (noisy, steady, noisy):
         measured += work(now)
     assert measured == [noisy, noisy, steady, steady, steady, steady]
@@ -164,12 +161,6 @@ def test_a_choice_is_used_again_until_a_longer_trial_fits() -> None:
     decide(told._replace(steps=10**6))
     assert begin(told._replace(steps=10**6), LOSSY, SLOW) == plan
     assert begin(told._replace(steps=10**6, batch=8), LOSSY, SLOW) == (3, STEPS)
-
-
-def test_a_damaged_choice_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    damaged = {"chosen": "x", "said": "", "plan": "{}"}
-    monkeypatch.setattr(automatic, "read", lambda kind, key: damaged)
-    assert begin(ExpectedRun(), LOSSY, SLOW) == (3, STEPS)
 
 
 @pytest.mark.parametrize(("what", "where"), [("read", automatic), ("propose", automatic)])

@@ -213,9 +213,10 @@ def _choose_or_try(
     cluster = _cluster(comm)
     key = _cache_key(schemes, request, cluster, expected)
     record = _on_rank_0(comm, lambda: read("choice", key))
-    if record is not None and (plan := _cached_plan(record, plain, expected)):
+    # Four rounds of two plans, in a short run, must not decide for a million steps
+    if record is not None and record["of_trial"] >= expected.trial_steps:
         announce(comm, f"{record['chosen']}, as measured in a run before. {record['said']}")
-        return PlanExecutor(plan, comm)
+        return PlanExecutor(read_plan(record["plan"]), comm)
     must_fit = rules_out_plain(schemes, request.topology)
     tries = not expected.is_short and is_worth_a_trial(schemes, request)
     if expected.is_short and not must_fit:
@@ -354,20 +355,6 @@ def _cache_key(
     }
 
 
-def _cached_plan(kept: dict[str, Any], plain: Plan, expected: ExpectedRun) -> Plan | None:
-    """Return the plan of a cached choice; None if it is damaged, or a longer trial has room."""
-    try:
-        plan = read_plan(kept["plan"])
-        if plan.topology == plain.topology and plan.paths == plain.paths:
-            kept["chosen"], kept["said"]  # Raises for a record without them
-            # Four rounds of two plans, in a short run, must not decide for a million steps
-            return plan if kept["of_trial"] >= expected.trial_steps else None
-    except Exception:  # Any exception: the file may contain anything
-        pass
-    log.warning("The choice kept by a run before is damaged, and is made again.")
-    return None
-
-
 def links_of(
     comm: Comm, cluster: dict[str, Any] | None = None, again: bool = False
 ) -> Links | None:
@@ -383,12 +370,7 @@ def links_of(
     cluster = cluster or _cluster(comm)
     cached = None if again else _on_rank_0(comm, lambda: read("links", cluster))
     if cached is not None:
-        try:
-            links = Links.from_dict(cached)
-            if _are_steady(links):
-                return links
-        except Exception:  # Any exception: the file may contain anything
-            log.warning("The cached links of an earlier run are damaged, and are measured again.")
+        return Links.from_dict(cached)
     links = probe(comm, SIZES, REPEATS, blocks=(), steady=STEADY, fusion=True).links
     # Not cached: a network that changed in mid-run does not describe the start of the next run
     if comm.rank == 0 and not again and _are_steady(links):
