@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from tfcommx.checkpoint.place import SnapshotFolder, check_file_name
+from tfcommx.checkpoint.place import SnapshotFolder
 from tfcommx.launch.handshake import NO_PARTNER, Caller, Entrance, Handshake
 from tfcommx.launch.supervision import Supervision
 from tfcommx.watch.liveness import listen
@@ -97,8 +97,6 @@ class Mirrors:
         # After a failure the sender sees the end of the connection
         with connection, contextlib.suppress(*NO_PARTNER):
             files = [(str(name), int(size)) for name, size in message["files"]]
-            for name, _ in files:
-                check_file_name(name)
             caller.answer("ok")
             connection.settimeout(WAIT_SECONDS)
             for name, size in files:

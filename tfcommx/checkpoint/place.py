@@ -73,7 +73,8 @@ class SnapshotFolder:
 
         **Raises:** OSError; ValueError for a name that no file of a snapshot has.
         """
-        check_file_name(name)
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"no file of a snapshot: {name!r}")
         folder, part = open_private(self.path), f".{name}.{secrets.token_hex(4)}.part"
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -143,12 +144,6 @@ def head_array(head: Head) -> np.ndarray:
 def head_in(stored: Mapping[str, np.ndarray]) -> Head:
     """Return the head in the arrays of a file. **Raises:** as `head_of`."""
     return head_of(json.loads(str(stored["head"])))
-
-
-def check_file_name(name: str) -> None:
-    """Refuse a name that no file of a snapshot has. **Raises:** ValueError."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"no file of a snapshot: {name!r}")
 
 
 def check_zip(kind: str, path: Path, remedy: str) -> None:

@@ -179,12 +179,12 @@ def executor_for(
     """
     plain = asked.plan(auto_as_plain(schemes), strategy.reduces_to_root)
     strategy.check(plain)
-    # First, because ranks with other models would take different ways through the collectives
-    # below, and wait for each other
-    agree_on_plan(plain, comm)
     auto = find_auto(schemes)
     if auto is None:
         return PlanExecutor(plain, comm)
+    # First, because ranks with other models would take different ways through the collectives
+    # below, and wait for each other
+    agree_on_plan(plain, comm)
     synchronous = isinstance(strategy, Synchronous)
     lossless = auto.selection == "all" and auto.compression == NO_COMPRESSION
     if not synchronous and not (lossless and auto.budget is None):
