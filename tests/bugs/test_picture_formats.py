@@ -56,22 +56,20 @@ def test_every_format_is_decoded_to_greys(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "kind"),
+    ("file", "start"),
     [
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC"),
-        (b"\0\0\0\x1cftypavif\0\0\0\0avifmif1", "AVIF"),
-        (encoded(PICTURE, "TIFF"), "TIFF"),
-        (b"\0\0\0\x0cjP  \r\n\x87\n", "JPEG 2000"),
-        (b"\n<!DOCTYPE html><title>403 Forbidden</title>", "web page"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
-        (b"PK\x03\x04" + bytes(30), "ZIP"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "ftypheic"),
+        (encoded(PICTURE, "TIFF"), r"II\*"),
+        (b"\n<!DOCTYPE html><title>403 Forbidden</title>", "DOCTYPE html"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git-lfs"),
+        (b"PK\x03\x04" + bytes(30), "PK"),
+        (b"text", "text"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_file_of_another_kind_is_named(file: bytes, kind: str) -> None:
+def test_a_file_of_another_kind_is_named_by_its_start(file: bytes, start: str) -> None:
     """A download that had failed, or a phone's picture, was `not a whole image`."""
-    with pytest.raises(SampleError, match=rf"is (a|an) .*{kind}"):
+    with pytest.raises(SampleError, match=rf"begins with b.*{start}"):
         decode(file, 3)
 
 

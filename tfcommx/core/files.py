@@ -22,7 +22,7 @@ from typing import Any
 from tfcommx.core.errors import ConfigurationError, DataError, TfcommxError
 
 # One slash is enough, because `pathlib` turns `gs://bucket` into `gs:/bucket`
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 # A variable or command of a shell: ${NAME} anywhere, others where a part of the path begins
 _VARIABLE = re.compile(r"\$\{|(?:^|/)\$")
 # Errors of fsync on a folder, because some network file systems do not support it
@@ -47,16 +47,11 @@ def local_path(option: str, path: str | os.PathLike[str]) -> Path:
             f"`{option}` must be the path of a file or folder. Received {path!r}. Was it taken "
             "from a variable that is not set?"
         )
-    if address := _ADDRESS.match(text):
-        remedy = (
-            f"Give the path alone: {text[len('file:') :].replace('//', '/', 1)!r}."
-            if address[1].lower() == "file"
-            else "Mount it (gcsfuse, s3fs, NFS) and give the path there, or write to a local "
-            "folder and copy it."
-        )
+    if _ADDRESS.match(text):
         raise ConfigurationError(
-            f"`{option}` must be a path of a mounted file system. Received {text!r}, the address "
-            f"of another kind of storage. {remedy}"
+            f"`{option}` must be a path of a mounted file system. Received {text!r}, an address. "
+            "Give a path alone, without `file:`. Mount other storage (gcsfuse, s3fs, NFS), or "
+            "write to a local folder and copy it."
         )
     if _VARIABLE.search(text):
         raise ConfigurationError(

@@ -133,9 +133,9 @@ def test_a_bitmap_with_a_table_of_colours_has_its_colours(mode):
             decode(out.getvalue()[:end], 3)
 
 
-def test_a_file_of_another_format_is_named_without_names_of_tensorflow():
-    with pytest.raises(SampleError, match=r"\(4 bytes\): Unknown (?!.*Op:)(?!.*\{\{)"):
-        decode(b"<htm", 3)
+def test_a_damaged_file_is_named_without_names_of_tensorflow():
+    with pytest.raises(SampleError, match=r"\(3 bytes\): Invalid JPEG (?!.*Op:)(?!.*\{\{)"):
+        decode(b"\xff\xd8\xff", 3)
 
 
 @pytest.mark.parametrize("stems", ["ab", "ba"])

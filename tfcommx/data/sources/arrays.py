@@ -55,7 +55,9 @@ class Arrays:
             raise DataError(
                 "Images uint8 [n, h, w, c] with h and w >= 1 and c in [1, 4], and labels [n], are "
                 f"required. Received {images.dtype} {list(images.shape)} and {list(labels.shape)}. "
-                + _remedy(images, labels)
+                "Convert images in [0, 1] by (255 * images).round().astype('uint8'), channels "
+                "first by images.transpose(0, 2, 3, 1), and labels by labels[:, 0], or, of one-hot "
+                "labels, by labels.argmax(1)."
             )
         # NaN and Inf become some integer, which differs from them below; NumPy would warn of that
         with np.errstate(invalid="ignore"):
@@ -75,10 +77,9 @@ class Arrays:
         least, most = (int(integers.min()), int(integers.max())) if integers.size else (0, 0)
         if least < 0 or (classes and most >= len(self.classes)):
             end = f", {len(self.classes)}), the number of classes," if self.classes else ", ...)"
-            from_1 = classes and (least, most) == (1, len(self.classes))
-            remedy = "Give labels - 1." if from_1 else "Correct them, or leave those samples out."
             raise DataError(
-                f"Labels in [0{end} are required. Received labels from {least} to {most}. {remedy}"
+                f"Labels in [0{end} are required. Received labels from {least} to {most}. Leave "
+                "samples with others out, or number the classes from 0, such as by labels - 1."
             )
         self.count, self.channels = len(images), images.shape[3]
         self.shape: tuple[int, int] | None = images.shape[1:3]
@@ -96,16 +97,3 @@ class Arrays:
     def where(self, sample: int) -> str:
         """Return the origin of a sample, for messages."""
         return f"{self.name}[{sample}]"
-
-
-def _remedy(images: np.ndarray, labels: np.ndarray) -> str:
-    """Return the most likely remedy for images and labels of other shapes or types."""
-    if labels.ndim == 2 and labels.shape[0] == len(images):
-        if labels.shape[1] == 1:
-            return "Give the labels as labels[:, 0]."
-        return "Give one label for each image, such as labels.argmax(1) of one-hot labels."
-    if images.dtype.kind == "f":
-        return "Convert the images: (255 * images).round().astype('uint8') if they are in [0, 1]."
-    if images.ndim == 4 and images.shape[1] in (1, 3) and not 1 <= images.shape[3] <= 4:
-        return "Move the channels to the end: images.transpose(0, 2, 3, 1)."
-    return "Convert the images, or give one label for each."

@@ -47,9 +47,8 @@ def scan(path: str | os.PathLike[str]) -> np.ndarray:
             # A wrong length would lead into the middle of a record, and from there to any byte
             if crc is not None and crc != _masked_crc(frame[:8]):
                 raise SampleError(
-                    f"{path} has a damaged length at byte {at}: "
-                    + (_compression(frame) if at == 0 else "")
-                    + "it is damaged or no uncompressed TFRecord file"
+                    f"{path} has a damaged length at byte {at}: it is damaged, or no TFRecord "
+                    "file, or one with compression (GZIP, ZLIB), without which it must be written"
                 )
             end = at + _FRAME.size + length + 4
             if end > size:
@@ -62,14 +61,6 @@ def scan(path: str | os.PathLike[str]) -> np.ndarray:
             rows.append((at + _FRAME.size, length, int.from_bytes(following[:4], "little")))
             at, frame = end, following[4:]
     return np.array(rows, np.int64).reshape(-1, 3)
-
-
-def _compression(frame: bytes) -> str:
-    """Return a clause on the compression of a file by its first bytes; "" if it has none."""
-    # ZLIB's second byte follows from the level of compression
-    kinds = {b"\x1f\x8b": "GZIP"} | {bytes((0x78, byte)): "ZLIB" for byte in b"\x01\x5e\x9c\xda"}
-    kind = kinds.get(frame[:2])
-    return f"it may be compressed by {kind}, so write it without compression, or " if kind else ""
 
 
 @dataclass(frozen=True)

@@ -96,17 +96,6 @@ class LinePairs:
                 )
 
 
-# First bytes of a file -> its kind and a remedy
-OTHER_FILES = {
-    b"\x1f\x8b": ("compressed by gzip", "Unpack it, such as by gunzip"),
-    b"\xfd7zXZ": ("compressed by xz", "Unpack it, such as by unxz"),
-    b"BZh": ("compressed by bzip2", "Unpack it, such as by bunzip2"),
-    b"PK\x03\x04": ("a ZIP archive or an office document", "Unpack it, or save it as text"),
-    b"\xff\xfe": ("UTF-16", "Convert it, such as by iconv -f UTF-16"),
-    b"\xfe\xff": ("UTF-16", "Convert it, such as by iconv -f UTF-16"),
-}
-
-
 def _lines(file: Path, digest: str) -> Iterator[str]:
     """Return the lines of a UTF-8 file, without white space and byte order marks around them."""
     read = hashlib.sha256()
@@ -116,16 +105,25 @@ def _lines(file: Path, digest: str) -> Iterator[str]:
         with open(file, "rb") as content:
             for number, line in enumerate(content, 1):
                 read.update(line)
-                if number == 1:
-                    _check_first_line(file, line)
-                if b"\0" in line:
-                    raise _no_text(file, number, "it has a zero byte, as UTF-16 has", "UTF-16")
                 try:
-                    # Some editors write a byte order mark before the text, which stays in the
-                    # middle of joined files
-                    yield line.decode().strip().strip("\ufeff\u200b").strip()
-                except UnicodeDecodeError as error:
-                    raise _no_text(file, number, str(error), "LATIN1") from error
+                    text = line.decode()
+                    # UTF-16 without a mark is UTF-8, too, with zeros between the letters
+                    if "\0" in text:
+                        raise ValueError("it has a zero byte")
+                except ValueError as error:
+                    raise DataError(
+                        f"Text in UTF-8 is required. Line {number} of {file} is none: {error}. "
+                        "Unpack a compressed file (gzip, ZIP), or convert the text, such as by "
+                        "iconv -f LATIN1 -t UTF-8, or from UTF-16."
+                    ) from error
+                if "\r" in text.rstrip("\r\n") and number == 1 and not text.endswith("\n"):
+                    raise DataError(
+                        f"Lines that end with a line feed are required. {file} has carriage "
+                        "returns alone, as of old Macs. Convert it: tr '\\r' '\\n'."
+                    )
+                # Some editors write a byte order mark before the text, which stays in the middle of
+                # joined files
+                yield text.strip().strip("\ufeff\u200b").strip()
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}. Check the path.") from error
     # Because encoded pairs are kept under the key of the contents at the start
@@ -133,27 +131,6 @@ def _lines(file: Path, digest: str) -> Iterator[str]:
         raise DataError(
             f"A file that does not change during its reading is required. Received {file}, whose "
             "contents are not those at the start. Start again."
-        )
-
-
-def _no_text(file: Path, line: int, problem: str, encoding: str) -> DataError:
-    return DataError(
-        f"Text in UTF-8 is required. Line {line} of {file} is none: {problem}. Convert it, such as "
-        f"by iconv -f {encoding} -t UTF-8."
-    )
-
-
-def _check_first_line(file: Path, line: bytes) -> None:
-    """Refuse a file that is compressed, in UTF-16, or whose lines end with carriage returns."""
-    for head, (kind, remedy) in OTHER_FILES.items():
-        if line.startswith(head):
-            raise DataError(
-                f"Text in UTF-8 is required. Line 1 of {file} is none: it is {kind}. {remedy}."
-            )
-    if not line.endswith(b"\n") and line.rstrip(b"\r").count(b"\r") > 0:
-        raise DataError(
-            f"Lines that end with a line feed are required. {file} has carriage returns alone, as "
-            "of old Macs. Convert it: tr '\\r' '\\n'."
         )
 
 
