@@ -484,5 +484,5 @@ def test_a_full_disk_under_the_curves_ends_no_training(tmp_path, caplog):
 def test_times_have_no_exponent():
     """`steps waited 1e+03 ms`."""
     cost = dict(count=1, copy_seconds=0.9996, write_seconds=123.4, bytes=1)
-    assert "1 s" in snapshots_text(cost) and "123 s" in snapshots_text(cost)
+    assert "1 s" in snapshots_text(cost) and "2 min 3 s" in snapshots_text(cost)
     assert "e+" not in snapshots_text(cost | {"write_seconds": 12345.6})

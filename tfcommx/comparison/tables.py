@@ -40,7 +40,7 @@ def sentences(comparison: Comparison) -> list[str]:
     lines = [pareto_words(comparison.points(), bytes_text, "bytes")]
     for steps in comparison.steps:
         cost = f"time at {rate_text(steps.bandwidth)}, {_how(steps)},"
-        lines.append(pareto_words(comparison.points(steps.seconds), seconds_text, cost))
+        lines.append(pareto_words(comparison.points(steps.seconds), time_text, cost))
         if steps.ratios:
             listed = ", ".join(f"{name} {ratio:.2f}" for name, ratio in steps.ratios.items())
             lines.append(f"Predicted over measured time at {rate_text(steps.bandwidth)}: {listed}.")
@@ -54,17 +54,6 @@ def rate_text(bandwidth: float) -> str:
     ('200 Mbit/s', '2.5 Gbit/s')
     """
     return f"{bandwidth / 1e9:g} Gbit/s" if bandwidth >= 1e9 else f"{bandwidth / 1e6:g} Mbit/s"
-
-
-def seconds_text(seconds: float) -> str:
-    """Return seconds with a unit; times below a minute keep decimals.
-
-    >>> seconds_text(0.412), seconds_text(150)
-    ('0.41 s', '2 min 30 s')
-    """
-    if seconds >= 60:
-        return time_text(seconds)
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
 
 
 def _how(steps: Steps) -> str:
@@ -89,10 +78,10 @@ def _methods(comparison: Comparison) -> Table:
 def _times(comparison: Comparison, steps: Steps) -> Table:
     columns: list[Column] = [
         ("a step", lambda row: f"{1e3 * row['step_seconds']:.1f} ms"),
-        ("all steps", lambda row: seconds_text(row["seconds"])),
+        ("all steps", lambda row: time_text(row["seconds"])),
         ("times faster", lambda row: f"{row['times_faster']:.2f}"),
         *_within("time", TIME_SHARES),
-        (f"to {comparison.wanted():.2f}", _target("seconds_to_target", seconds_text)),
+        (f"to {comparison.wanted():.2f}", _target("seconds_to_target", time_text)),
     ]
     if steps.ratios:
         columns.append(("predicted / measured", _cell("predicted_over_measured")))

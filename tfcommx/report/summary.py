@@ -119,20 +119,9 @@ def snapshots_text(cost: dict[str, Any]) -> str:
     """
     return (
         f"{cost['count']} of {bytes_text(cost['bytes'])}; for each one steps waited "
-        f"{short_time(cost['copy_seconds'])}, and it was written within "
-        f"{short_time(cost['write_seconds'])} beside them"
+        f"{time_text(cost['copy_seconds'])}, and it was written within "
+        f"{time_text(cost['write_seconds'])} beside them"
     )
-
-
-def short_time(seconds: float) -> str:
-    """Return a short time in milliseconds, and from 0.1 s on in seconds.
-
-    >>> short_time(0.0041), short_time(0.21), short_time(0.9999), short_time(1234.5)
-    ('4.1 ms', '0.21 s', '1 s', '1234 s')
-    """
-    if seconds < 0.0995:
-        return f"{1e3 * seconds:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
 
 
 def seconds_by_part(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -229,16 +218,17 @@ def bytes_text(count: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return seconds as minutes or hours.
+    """Return seconds with a unit that suits them.
 
-    >>> time_text(12.3), time_text(150), time_text(4000)
-    ('12 s', '2 min 30 s', '1 h 6 min')
+    >>> time_text(0.0041), time_text(0.412), time_text(12.34), time_text(150), time_text(4000)
+    ('4.1 ms', '0.412 s', '12.3 s', '2 min 30 s', '1 h 6 min')
     """
-    minutes, remainder = divmod(round(seconds), 60)
-    if minutes == 0:
-        return f"{remainder} s"
-    hours, rest = divmod(minutes, 60)
-    return f"{hours} h {rest} min" if hours else f"{minutes} min {remainder} s"
+    # From 59.95 on, three digits round to a minute
+    if seconds < 59.95:
+        return f"{1e3 * seconds:.3g} ms" if seconds < 0.0995 else f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min {rest} s"
 
 
 def write_json(contents: dict[str, Any], path: Path) -> None:
