@@ -268,7 +268,9 @@ def test_the_end_of_the_process_waits_for_calls_under_way_and_lets_none_begin(mo
     """
     monkeypatch.setattr(pipeline, "_ended", False)
     begun, done = threading.Event(), []
-    work = pipeline.joined_at_exit(lambda: (begun.set(), time.sleep(0.2), done.append(True)))
+    work = pipeline.weak_method(
+        pipeline.of_one_rank, lambda _: (begun.set(), time.sleep(0.2), done.append(True))
+    )
     threading.Thread(target=work).start()
     assert begun.wait(60)
     pipeline._end()

@@ -6,7 +6,6 @@ collective starts.
 
 from tfcommx.core.bucket import LARGEST, Bucket, NoOptions, Piece, RouteOptions, Sparse
 from tfcommx.core.checks import (
-    alike,
     check_name,
     check_number,
     check_whole,

@@ -35,32 +35,21 @@ def check_name(kind: str, name: str, allowed: Iterable[str], where: str = "") ->
     raise ConfigurationError(f"Unknown {kind} {name!r}{place}. {hint}Known: {known}.")
 
 
-def alike(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return pairs of different names that look alike: by case, spaces around them, or Unicode.
+def told_apart(names: Iterable[str]) -> str:
+    """Return a sentence on two names that look alike, with escapes; "" without any.
 
-    >>> alike(["cat", "Cat", "dog", "dog "])
-    [('cat', 'Cat'), ('dog', 'dog ')]
+    Names look alike if they differ only by case, spaces around them, or the form of Unicode.
+
+    >>> told_apart(["cat", "dog", "Cat"]), told_apart(["cat", "dog"])
+    (" Names look alike and differ: 'cat' and 'Cat'.", '')
     """
     first: dict[str, str] = {}
-    pairs = []
     for name in names:
         # NFKC, because a Mac decomposes the letters of names that a copy then keeps
         other = first.setdefault(unicodedata.normalize("NFKC", name).casefold().strip(), name)
         if other != name:
-            pairs.append((other, name))
-    return pairs
-
-
-def told_apart(names: Iterable[str]) -> str:
-    """Return a sentence on names that look alike, with escapes; "" without any.
-
-    >>> told_apart(["cat", "Cat"])
-    " Names look alike and differ: 'cat' and 'Cat'."
-    """
-    pairs = alike(names)
-    if not pairs:
-        return ""
-    return f" Names look alike and differ: {pairs[0][0]!a} and {pairs[0][1]!a}."
+            return f" Names look alike and differ: {other!a} and {name!a}."
+    return ""
 
 
 def is_member(name: object) -> TypeGuard[str]:

@@ -5,20 +5,17 @@ Without autotuning tf.data adds no parallelism: a stage runs in the training thr
 AUTOTUNE then has no limit.
 """
 
-import functools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
 from tfcommx.core import ConfigurationError
 
-P = ParamSpec("P")
-T = TypeVar("T")
 # Bytes of the batches that are being made or are ready, but at least three batches. Not more,
 # because new memory for a batch takes longer than its pixels
 PREFETCH_BYTES = 64 << 20
@@ -82,46 +79,36 @@ _inside = 0
 _ended = False
 
 
-def joined_at_exit(work: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function for TensorFlow's threads: the end of the process waits for running calls.
+def weak_method(owner: object, work: Callable[..., Any]) -> Callable[..., Any]:
+    """Bind `work` to `owner` by a weak reference, for TensorFlow's threads.
 
-    Later calls raise RuntimeError.
+    The end of the process waits for running calls; later ones raise RuntimeError.
     """
+    # TensorFlow never drops the functions that it has received, and would keep `owner` alive
+    reference = weakref.ref(owner)
 
     # A thread that called Python after Python's end would hang there. Its tf.data pipeline would
     # wait for it, and the process would never end
-    @functools.wraps(work)
-    def call(*args: P.args, **options: P.kwargs) -> T:
+    def call(*args: Any) -> Any:
         global _inside
         with _calls:
             if _ended:
                 raise RuntimeError("The process ends.")
             _inside += 1
         try:
-            return work(*args, **options)
+            living = reference()
+            if living is None:
+                raise RuntimeError(
+                    "The DataCache is gone. Keep it, or the dataset that it made, as long as "
+                    "batches are asked for."
+                )
+            return work(living, *args)
         finally:
             with _calls:
                 _inside -= 1
                 _calls.notify_all()
 
     return call
-
-
-def weak_method(owner: object, work: Callable[..., Any]) -> Callable[..., Any]:
-    """Bind `work` to `owner` by a weak reference, and wrap it as `joined_at_exit` does."""
-    # TensorFlow never drops the functions that it has received, and would keep `owner` alive
-    reference = weakref.ref(owner)
-
-    def call(*args: Any) -> Any:
-        living = reference()
-        if living is None:
-            raise RuntimeError(
-                "The DataCache is gone. Keep it, or the dataset that it made, as long as "
-                "batches are asked for."
-            )
-        return work(living, *args)
-
-    return joined_at_exit(call)
 
 
 def _end() -> None:

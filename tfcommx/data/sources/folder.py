@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from tfcommx.core import ConfigurationError, DataError, alike, check_name, local_path, told_apart
+from tfcommx.core import ConfigurationError, DataError, check_name, local_path, told_apart
 from tfcommx.data.sources.source import key_of
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
@@ -145,8 +145,8 @@ def _warn_of_classes(source: Folder, shared: Sequence[str], named: bool) -> None
         named: True if the user gave the order of the classes.
     """
     path, classes, problems = source.path, source.classes, list(shared[:1])
-    if alike(classes):
-        problems.append(f"{told_apart(classes).strip()} They are separate classes.")
+    if look_alike := told_apart(classes):
+        problems.append(f"{look_alike.strip()} They are separate classes.")
     if not named and (label := _first_out_of_order(classes)) is not None:
         problems.append(
             f"Class folders with numbers as names are in the order of text: {classes[label]!r} has "
