@@ -101,6 +101,13 @@ def test_values_by_model_and_lists_in_a_machine(tmp_path: Path) -> None:
     assert rows[-1]["throughput"] < 80 < rows[0]["throughput"]
 
 
+def test_a_listed_throughput_is_that_of_one_rank(tmp_path: Path) -> None:
+    """Its column had the throughput of all ranks, and so was that of no cell."""
+    rows = rows_of(tmp_path, throughput=[100, 200], schemes={"plain": {}})
+    assert [row["set_throughput"] for row in rows] == [100, 100, 200, 200]
+    assert rows[1]["throughput"] > 200
+
+
 def test_the_file_of_the_page_and_all_that_is_written(tmp_path: Path) -> None:
     text = re.search(r"```yaml\n(.*?)```", PAGE.read_text(), re.S)[1]
     # As many ranks as the issue asks for, in place of a few
@@ -198,6 +205,8 @@ def test_a_scheme_that_can_be_carried_out_nowhere_is_an_error(tmp_path: Path) ->
         ({"between_gbit": None}, r"`between_gbit`.*None"),
         ({"fusion_mbytes": float("inf")}, r"`fusion_mbytes`.*inf"),
         ({"epochs": 3}, r"'epochs'.*'epoch_samples'"),
+        # The rows of a torus were those of `horovod`
+        ({"scheme": "torus"}, r"'scheme'.*'schemes'"),
         ({"batch": {"vgg16": 3}}, "'alexnet'"),
     ],
 )

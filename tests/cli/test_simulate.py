@@ -143,6 +143,16 @@ def test_a_sweep_goes_on_as_it_began(tmp_path: Path) -> None:
     assert [row["spread"] for row in swept] == pytest.approx([0, 0.1, 0.2, 0.3])
 
 
+def test_a_swept_setting_whose_name_is_that_of_a_result_has_its_own_column(tmp_path: Path) -> None:
+    """The axis of the picture was the throughput of all ranks, and `auto` was shown as its choice."""
+    words = [*FLAGS, "--sweep", "throughput=100,200", "--png", str(tmp_path / "a.svg")]
+    swept = rows(tmp_path, *words)
+    assert [row["swept_throughput"] for row in swept] == [100, 200] < [swept[0]["throughput"]]
+    assert "<!-- swept_throughput -->" in (tmp_path / "a.svg").read_text()
+    swept = rows(tmp_path, *FLAGS[:-2], "--sweep", "scheme=auto,allreduce")
+    assert [row["swept_scheme"] for row in swept] == ["auto", "allreduce"]
+
+
 def test_ports_that_vary_spread_the_steps_and_the_fastest_scheme_is_named(tmp_path: Path) -> None:
     words = [*FLAGS[:-2], "--merging", "single", "--gamma", "0", "--jitter", "0.7"]
     (row,) = rows(tmp_path, *words)

@@ -158,7 +158,7 @@ def read_offers(file: Path) -> Offers:
         prices[name] = check_number(f"price of {name}", price, "> 0")
     schemes = _named(file, content, "schemes") if "schemes" in content else SCHEMES
     for settings in schemes.values():
-        _check_settings(file, settings, ())
+        _check_settings(file, settings)
     samples = content.get("epoch_samples")
     if prices and "epoch_samples" not in content:
         raise ConfigurationError(
@@ -250,7 +250,11 @@ def _row(
 ) -> dict[str, Any]:
     row = {
         "machine": machine,
-        **{name: getattr(settings, name) for name in offers.columns},
+        # A step's throughput is that of all ranks
+        **{
+            name if name not in STEP else f"set_{name}": getattr(settings, name)
+            for name in offers.columns
+        },
         "ranks": settings.nodes * settings.slots,
         "scheme": scheme,
         "route": step["scheme"],
@@ -288,9 +292,11 @@ def _named(file: Path, content: Mapping[str, Any], key: str) -> dict[str, dict[s
     }
 
 
-def _check_settings(file: Path, settings: Mapping[str, Any], also: tuple[str, ...]) -> None:
+def _check_settings(file: Path, settings: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
+    # A row is named by its scheme, so that a machine has none
+    known = KINDS.keys() - {"scheme"} if also else KINDS
     for name, value in settings.items():
-        check_name("setting", name, [*KINDS, *also], f"in {file}")
+        check_name("setting", name, [*known, *also], f"in {file}")
         if value is None or value == []:
             raise ConfigurationError(
                 f"`{name}` in {file} needs a value, or a list of values. Received {value!r}."

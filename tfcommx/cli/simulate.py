@@ -273,11 +273,14 @@ def simulate(
     if sweep:
         name, values = _sweep(sweep)
         steps = [simulated_step(dataclasses.replace(settings, **{name: value})) for value in values]
-        rows = [_with(name, value, row) for value, (_, row) in zip(values, steps, strict=True)]
+        results = [row for _, row in steps]
+        # A row has the throughput of all ranks, and the route that "auto" chose
+        differs = any(row.get(name, x) != x for x, row in zip(values, results, strict=True))
+        column = f"swept_{name}" if differs else name
+        rows = [{column: x, **row} for x, row in zip(values, results, strict=True)]
         _show(rows, best=True)
         if KINDS[name] is str:
-            _show_fastest(rows, name)
-        name = name if name in rows[0] else f"rank_{name}"
+            _show_fastest(rows, column)
     else:
         timeline, row = simulated_step(settings)
         rows = [row]
@@ -285,7 +288,7 @@ def simulate(
     write_rows(json_file, rows)
     if sweep:
         if png:
-            report.draw_sweep(rows, name, png)
+            report.draw_sweep(rows, column, png)
         return
     print(report.draw_text(timeline))
     low, high = (f"{row[name]:.4g}" for name in INTERVAL)
@@ -305,12 +308,6 @@ def simulate(
 _settings_file, *_others, _ = inspect.signature(simulate, eval_str=True).parameters.values()
 _options = [_option(field) for field in dataclasses.fields(Settings)]
 show_parameters(simulate, [_settings_file, *_options, *_others])
-
-
-def _with(swept: str, value: Any, row: dict[str, Any]) -> dict[str, Any]:
-    if swept == "throughput":  # The row has that of all ranks, not of one
-        return {"rank_throughput": value, **row}
-    return row if swept in row else {swept: value, **row}
 
 
 def _settings(file: Path | None, options: dict[str, Any]) -> Settings:
