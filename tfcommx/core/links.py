@@ -193,8 +193,8 @@ class Links(NamedTuple):
         Args:
             topology: cluster on which the links must have been measured; None: any.
 
-        **Raises:** ConfigurationError if the file is missing or invalid, or if it was measured on a
-        cluster without a kind of link that this topology has.
+        **Raises:** DataError if the file is missing or invalid; ConfigurationError if it was
+        measured on a cluster without a kind of link that this topology has.
         """
         remedy = "Measure them: `horovodrun ... tfcommx probe`, and copy the file to every node."
         with reading("A file of links", path, remedy):

@@ -12,6 +12,7 @@ from typing import Any
 from tfcommx.core.bucket import Bucket, Piece, RouteOptions
 from tfcommx.core.checks import check_name, check_number, check_whole, require_named_members
 from tfcommx.core.errors import PlanError
+from tfcommx.core.files import reading
 from tfcommx.core.topology import Topology
 from tfcommx.core.wire_formats import ENTRY_BYTES
 
@@ -88,7 +89,8 @@ class Plan:
 
         **Raises:** PlanError for anything else.
         """
-        try:
+        remedy = "Make it again: `tfcommx plan`."
+        with reading("A plan of `tfcommx plan`", f"{text[:60]!r}", remedy, PlanError):
             read = json.loads(text)
             topology = Topology(
                 read["topology"]["nodes"],
@@ -97,13 +99,6 @@ class Plan:
             )
             buckets = tuple(_bucket(row, read_options) for row in read["buckets"])
             return Plan(buckets, topology, read["operation"])
-        except Exception as error:  # Any exception; the text may have any content
-            if isinstance(error, PlanError):
-                raise
-            raise PlanError(
-                "A plan, as `tfcommx plan --output` writes it, is required. Received "
-                f"{text[:60]!r}: {type(error).__name__}: {error}. Make it again: `tfcommx plan`."
-            ) from error
 
 
 def _bucket(row: Mapping[str, Any], read_options: ReadOptions) -> Bucket:

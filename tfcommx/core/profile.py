@@ -16,6 +16,10 @@ from tfcommx.core.errors import ConfigurationError
 from tfcommx.core.files import local_path, reading
 
 
+# What to do about a missing or damaged profile
+MEASURE = "Write one: `tfcommx profile RECIPE`, or `Profile.to_json`."
+
+
 class Layer(NamedTuple):
     """A layer of a model: its multiply-adds and its variables."""
 
@@ -205,39 +209,30 @@ class Profile:
         return f'{json.dumps(head)[:-1]}, "variables": [\n  {rows}\n]}}\n'
 
     @staticmethod
-    def from_json(text: str) -> Profile:
+    def from_json(text: str, origin: str | Path = "") -> Profile:
         """Parse the result of `to_json`.
 
-        **Raises:** ConfigurationError for anything else.
+        Args:
+            origin: name of the text in errors; "": its beginning.
+
+        **Raises:** DataError for anything else.
         """
-        try:
-            return Profile._parse(text)
-        except Exception as error:  # Any exception; the text may have any content
-            if isinstance(error, ConfigurationError):
-                raise
-            raise ConfigurationError(
-                "A profile, as `Profile.to_json` writes it, is required. Received "
-                f"{text[:60]!r}: {type(error).__name__}: {error}."
-            ) from error
+        with reading("A profile", origin or f"{text[:60]!r}", MEASURE):
+            read: Mapping[str, Any] = json.loads(text)
+            rows = tuple(
+                VariableProfile(**{**row, "shape": tuple(row["shape"])})
+                for row in read["variables"]
+            )
+            return Profile(**{**read, "variables": rows})
 
     @staticmethod
     def read(path: str | Path) -> Profile:
         """Read a file that `to_json` wrote.
 
-        **Raises:** ConfigurationError if the file is missing or invalid.
+        **Raises:** DataError if the file is missing or invalid.
         """
-        remedy = "Write one: `tfcommx profile RECIPE`, or `Profile.to_json`."
-        with reading("A profile", path, remedy):
-            return Profile._parse(local_path("path", path).read_text())
-
-    @staticmethod
-    def _parse(text: str) -> Profile:
-        """Parse the result of `to_json`. **Raises:** any exception for anything else."""
-        read: Mapping[str, Any] = json.loads(text)
-        rows = tuple(
-            VariableProfile(**{**row, "shape": tuple(row["shape"])}) for row in read["variables"]
-        )
-        return Profile(**{**read, "variables": rows})
+        with reading("A profile", path, MEASURE):
+            return Profile.from_json(local_path("path", path).read_text(), path)
 
     @staticmethod
     def of_sizes(model: str, variables: tuple[VariableProfile, ...]) -> Profile:

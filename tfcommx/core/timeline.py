@@ -94,7 +94,7 @@ class MeasuredStep(NamedTuple):
     def read(path: str | Path, read_plan: Callable[[str], Plan]) -> MeasuredStep:
         """Read a file that `to_json` wrote.
 
-        **Raises:** ConfigurationError if the file is missing or invalid.
+        **Raises:** DataError if the file is missing or invalid.
         """
         remedy = "Make it anew: `tfcommx profile --exchange`, or `MeasuredStep.to_json`."
         with reading("A measured step", path, remedy):
