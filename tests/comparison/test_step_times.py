@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tfcommx.comparison.step_times import MeasuredSteps, links_at, replaced, scaled, step_seconds
+from tfcommx.comparison.step_times import MeasuredSteps, links_at, replaced, step_seconds
 from tfcommx.core import NOMINAL, Link, Links, Profile, Topology, VariableProfile
 from tfcommx.recipes.recipe import Recipe
 
@@ -92,11 +92,6 @@ def test_a_bandwidth_replaces_the_rate_of_links_between_nodes_alone() -> None:
     assert found.between.beta_s_per_byte == pytest.approx(8e-9)
     assert found.between.alpha_s == NOMINAL.between.alpha_s and found.engine_s == 0.5
     assert found.inside == NOMINAL.inside
-
-
-def test_a_scaled_profile_computes_as_long_as_is_said() -> None:
-    assert scaled(PROFILE, 2.0).compute_s == pytest.approx(2.0)
-    assert scaled(PROFILE, 2.0).variables[0].ready_s == pytest.approx(1.2)
 
 
 def test_measured_steps_replace_predicted_ones() -> None:

@@ -79,6 +79,13 @@ def test_what_is_refused_at_birth(make: object, message: str) -> None:
         make()
 
 
+def test_a_scaled_profile_keeps_what_is_not_scaled() -> None:
+    row = VariableProfile("a", (3,), ready_s=1, forward_s=2, update_s=3, selection_s=4)
+    scaled = Profile("m", (row,), 5, 6, 7).scaled(2, update_factor=10)
+    wanted = VariableProfile("a", (3,), ready_s=2, forward_s=4, update_s=30, selection_s=4)
+    assert scaled == Profile("m", (wanted,), 10, 12, 7)
+
+
 def test_a_file_of_another_kind_is_named_once(tmp_path: Path) -> None:
     """The error said twice that a profile was required, with the text of the file between."""
     (tmp_path / "recipe.yaml").write_text("name: mine")

@@ -145,4 +145,4 @@ def test_a_profile_without_times_is_refused() -> None:
 
 def test_names() -> None:
     assert describe(Scheme()) == "allreduce, threshold"
-    assert describe(SPARSE) == "allgather + allreduce, threshold"
+    assert describe(SPARSE) == "allgather mstopk 0.01 + allreduce, block16/float16, threshold"

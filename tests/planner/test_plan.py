@@ -230,7 +230,7 @@ def test_the_ways_of_a_scheme() -> None:
     sparse = dataclasses.replace(SPARSE, wire="elias/int8", dense_route="asa", dense_wire="float16")
     hitopk, asa = routes.SPARSE["hitopk"], routes.DENSE["asa"]
     assert check_scheme(sparse, Topology(2, 2)) == Ways(
-        SparseWay(hitopk, "elias/int8", "mstopk", 0.01, 0), DenseWay(asa, "float16")
+        SparseWay(hitopk, "elias/int8"), DenseWay(asa, "float16")
     )
     dense = Scheme("asa", compression="powersgd/4")
     assert check_scheme(dense, Topology(2, 2)) == Ways(None, DenseWay(asa, "plain", "powersgd/4"))

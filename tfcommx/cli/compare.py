@@ -26,7 +26,6 @@ from tfcommx.comparison.step_times import (
     meets_in_steps,
     profiles_of,
     replaced,
-    scaled,
     step_seconds,
 )
 from tfcommx.comparison.trainings import Setup, train, trained
@@ -120,7 +119,8 @@ def compare(
         }
         in_step = [measured for name, measured in on_hosts.items() if meets_in_steps(recipes[name])]
         computes = computing(in_step or list(on_hosts.values()))
-        profiles = [scaled(*pair) for pair in zip(profiles, computes, strict=True)]
+        factors = [s / row.compute_s for row, s in zip(profiles, computes, strict=True)]
+        profiles = [row.scaled(x, x) for row, x in zip(profiles, factors, strict=True)]
     steps_of_epochs = {
         name: [epoch["steps"] for epoch in rows[0]["epochs"]] for name, rows in trainings.items()
     }

@@ -25,7 +25,7 @@ from tfcommx.core import (
 from tfcommx.planner import merging
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.choose import NOTABLY_FASTER, candidates, with_codes
-from tfcommx.planner.predict import Prediction, Setting, what_helps
+from tfcommx.planner.predict import Prediction, Setting, describe, what_helps
 from tfcommx.report.terminal import show_rows
 from tfcommx.simulator import models
 from tfcommx.simulator.assumptions import Assumptions, measured_time
@@ -90,7 +90,7 @@ def plan(
     if selection != "all":
         ranking = with_codes(ranking, setting)
     best = ranking[0]
-    _show([_row(candidate) for candidate in ranking], what_helps(best.scheme, setting))
+    _show(ranking, what_helps(best.scheme, setting))
     print(f"\npredicted to be the fastest: {advice(best)}")
     plain = next(candidate for candidate in ranking if candidate.scheme == Scheme())
     if NOTABLY_FASTER * plain.step_s < best.step_s < plain.step_s:
@@ -171,19 +171,19 @@ def _row(candidate: Prediction) -> dict[str, Any]:
     }
 
 
-def _show(rows: list[dict[str, Any]], changes: dict[str, Prediction]) -> None:
+def _show(ranking: list[Prediction], changes: dict[str, Prediction]) -> None:
     shown = [
         {
-            "scheme": _words(row),
-            "buckets": row["buckets"],
-            "step ms": f"{1e3 * row['step_seconds']:.1f}",
-            "exposed ms": f"{1e3 * row['exposed_seconds']:.1f}",
-            "samples/s": f"{row['throughput']:.4g}",
-            "efficiency": f"{row['scaling_efficiency']:.1%}",
-            "MB between": f"{row['bytes_between'] / 1e6:.2f}",
-            "MB of residuals": f"{row['residual_bytes'] / 1e6:.1f}",
+            "scheme": describe(candidate.scheme),
+            "buckets": len(candidate.plan.buckets),
+            "step ms": f"{1e3 * candidate.step_s:.1f}",
+            "exposed ms": f"{1e3 * candidate.timeline.exposed_s:.1f}",
+            "samples/s": f"{candidate.timeline.throughput:.4g}",
+            "efficiency": f"{candidate.timeline.scaling_efficiency:.1%}",
+            "MB between": f"{candidate.bytes_between / 1e6:.2f}",
+            "MB of residuals": f"{candidate.residual_bytes / 1e6:.1f}",
         }
-        for row in rows
+        for candidate in ranking
     ]
     show_rows(shown, left=["scheme"], bold=lambda position: position == 0)
     helps = [
@@ -197,25 +197,15 @@ def _show(rows: list[dict[str, Any]], changes: dict[str, Prediction]) -> None:
     show_rows(helps, left=["change"], title="with one change")
 
 
-def _words(row: dict[str, Any]) -> str:
-    peers = f" ({row['peer_route']})" if row["scheme"] == "torus" else ""
-    share = "" if row["selection"] == "all" else f", {row['selection']} {row['density']:g}"
-    forms = (row["wire"], row["compression"])
-    form = "".join(f", {name}" for name in forms if name not in ("plain", "none"))
-    return f"{row['scheme']}{peers}{share}{form}, {row['merging']}"
-
-
 def advice(best: Prediction) -> str:
     """Return the line of code for a scheme."""
     scheme = best.scheme
-    words = [repr(scheme.route)]
-    if scheme.selection != "all":
-        words += [repr(scheme.selection), f"density={scheme.density:g}"]
-    default = Scheme()
-    for name in ("dense_route", "wire", "dense_wire", "peer_route", "merging", "compression"):
-        if getattr(scheme, name) != getattr(default, name):
-            words.append(f"{name}={getattr(scheme, name)!r}")
-    code = f"Scheme({', '.join(words)})"
+    words = [
+        f"{field.name}={getattr(scheme, field.name)!r}"
+        for field in dataclasses.fields(scheme)[1:]
+        if getattr(scheme, field.name) != field.default
+    ]
+    code = f"Scheme({', '.join([repr(scheme.route), *words])})"
     if not merging.get(scheme.merging).needs_times:
         return code
     return (

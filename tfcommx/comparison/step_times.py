@@ -17,7 +17,6 @@ is not spent waiting for gradients counts as computing. Predictions for these ho
 time, because the ratio of prediction to measurement should test the predicted exchange alone.
 """
 
-import dataclasses
 import json
 import math
 import statistics
@@ -94,7 +93,7 @@ def step_seconds(
         profile = profiles[phase]
         if (phase, scheme) not in predicted:
             # Averaged weights are exchanged after the update: no backward pass hides them
-            computing = profile if in_steps else scaled(profile, 0.0)
+            computing = profile if in_steps else profile.scaled(0, 0)
             setting = Setting(computing, topology, links, Assumptions(measured_time(profile)))
             in_node = recipe.strategy.gathers_in_node * gather_seconds(scheme, profile, setting)
             predicted[phase, scheme] = setting.predict(scheme).step_s + in_node
@@ -117,27 +116,6 @@ def gather_seconds(scheme: Scheme, profile: Profile, setting: Setting) -> float:
 def meets_in_steps(recipe: Recipe) -> bool:
     """Return True if gradients are exchanged in each step, during the backward pass."""
     return isinstance(recipe.strategy, SynchronousRecipe)
-
-
-def scaled(profile: Profile, compute_s: float) -> Profile:
-    """Return a profile whose step without exchange takes `compute_s` seconds; selections stay.
-
-    >>> slow = scaled(Profile("tiny", (), forward_s=0.1, backward_s=0.3, batch=1), compute_s=0.8)
-    >>> slow.forward_s, slow.backward_s
-    (0.2, 0.6)
-    """
-    factor = compute_s / profile.compute_s
-    rows = tuple(
-        dataclasses.replace(
-            row,
-            ready_s=factor * row.ready_s,
-            forward_s=factor * row.forward_s,
-            update_s=factor * (row.update_s or 0.0),
-        )
-        for row in profile.variables
-    )
-    times = {name: factor * getattr(profile, name) for name in ("forward_s", "backward_s")}
-    return dataclasses.replace(profile, variables=rows, **times)
 
 
 class MeasuredSteps(NamedTuple):

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from tfcommx.core import (
     AUTO,
     NOMINAL,
-    PLAIN,
     Links,
     Plan,
     PlanError,
@@ -216,7 +215,7 @@ def propose(
 
     >>> asked = PlanRequest([Gradient("w", (4096, 512), "float32")], Topology(4, 1))
     >>> [choice.name for choice in propose({"*": Scheme("auto", "mstopk", 0.01)}, asked)][:1]
-    ['allgather + allreduce, threshold, elias/int8']
+    ['allgather mstopk 0.01 + allreduce, elias/int8, threshold']
 
     Args:
         schemes: pattern -> scheme; one of them is "auto".
@@ -233,10 +232,17 @@ def propose(
     a budget that nothing fits.
     """
     measured_profile = asked.profile
-    fitting = _fitting(schemes, asked)
+    auto = find_auto(schemes)
+    if auto is None:
+        raise PlanError(f'A Scheme("auto") is required among them. Received {dict(schemes)}.')
+    fitting = None
+    if _budget(auto, asked.topology) is not None:
+        sent = SentBytes(_of_auto(schemes, asked.gradients), asked.topology)
+        # The least lossy ones within the budget
+        fitting = least_lossy(auto, sent, asked.has_momentum)
 
     def ranking(profile: Profile) -> _Ranking:
-        return _ranking(profile, schemes, asked, messages, fitting)
+        return _ranking(profile, auto, schemes, asked, messages, fitting)
 
     first = ranking(measured_profile or _assumed(asked.gradients, NO_TIME))
     rankings = [first]
@@ -256,7 +262,7 @@ def propose(
         if plan.buckets not in seen:
             seen.append(plan.buckets)
             share = max(ranking.share(candidate.scheme) for ranking in rankings)
-            proposals.append(Proposal(_name(candidate.scheme, schemes), plan, share))
+            proposals.append(Proposal(describe(candidate.scheme), plan, share))
     return with_unique_names(proposals)
 
 
@@ -275,23 +281,6 @@ def with_unique_names(proposals: Sequence[Proposal]) -> list[Proposal]:
                 text = detail.format(count=len(buckets), megabytes=megabytes)
                 unique[number] = proposal._replace(name=f"{proposal.name}, {text}")
     return unique
-
-
-def _name(scheme: Scheme, schemes: Mapping[str, Scheme]) -> str:
-    """Return a proposal's scheme in a few words; with its density unless the user named that."""
-    name = describe(scheme) + ("" if scheme.wire == PLAIN else f", {scheme.wire}")
-    auto = find_auto(schemes)
-    is_named = auto is not None and scheme.density == auto.density
-    return name if is_named else f"{name}, {scheme.selection} {scheme.density:g}"
-
-
-def _fitting(schemes: Mapping[str, Scheme], request: PlanRequest) -> list[Scheme] | None:
-    """Return the least lossy schemes within the budget of "auto"; None if it has none."""
-    auto = find_auto(schemes)
-    if auto is None or _budget(auto, request.topology) is None:
-        return None
-    sent = SentBytes(_of_auto(schemes, request.gradients), request.topology)
-    return least_lossy(auto, sent, request.has_momentum)
 
 
 def _of_auto(schemes: Mapping[str, Scheme], gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -313,15 +302,13 @@ def _assumed(gradients: Sequence[Gradient], seconds: float) -> Profile:
 
 def _ranking(
     profile: Profile,
+    auto: Scheme,
     schemes: Mapping[str, Scheme],
     request: PlanRequest,
     messages: bool,
     fitting: list[Scheme] | None,
 ) -> _Ranking:
     """Predict all schemes for the variables of "auto"; with a budget those in `fitting` alone."""
-    auto = find_auto(schemes)
-    if auto is None:
-        raise PlanError(f'A Scheme("auto") is required among them. Received {dict(schemes)}.')
     own_gradients = _of_auto(schemes, request.gradients)
     # In backward order, as the rows of a profile
     rows, assumptions = own_gradients[::-1], Assumptions(selection=measured_time(profile))

@@ -38,10 +38,6 @@ class SparseWay(NamedTuple):
     route: SparseRoute
     # A format that the route writes
     wire: str
-    # As in Scheme
-    selection: str
-    density: float
-    seed: int
 
 
 class Ways(NamedTuple):
@@ -115,8 +111,7 @@ def _ways(scheme: Scheme) -> Ways:
                 "A compression's vectors are summed by a dense route. Received compression="
                 f"{scheme.compression!r} with route={scheme.route!r}. Use allreduce or torus."
             )
-        wire = _wire(route, "wire", scheme.wire)
-        sparse = SparseWay(route, wire, scheme.selection, scheme.density, scheme.seed)
+        sparse = SparseWay(route, _wire(route, "wire", scheme.wire))
         return Ways(sparse, DenseWay(dense, _wire(dense, "dense_wire", scheme.dense_wire)))
     if scheme.selection != "all":
         raise PlanError(

@@ -400,8 +400,8 @@ def _bucket(gradients: list[Gradient], stream: Stream, topology: Topology, links
         # That of any rank, because padding gives all shards one length
         start, stop = route.shard(bucket, topology, 0)
         # At least one: a small variable may be alone in its bucket.
-        k = max(1, round(way.density * (stop - start)))
-        bucket = dataclasses.replace(bucket, selection=way.selection, k=k, seed=way.seed)
+        k = max(1, round(scheme.density * (stop - start)))
+        bucket = dataclasses.replace(bucket, selection=scheme.selection, k=k, seed=scheme.seed)
     if stream.compression != NO_COMPRESSION:
         return _compressed(bucket, gradients, stream, topology, links)
     return route.cheapest(bucket, topology, links)

@@ -34,7 +34,6 @@ from tfcommx.core import (
     Topology,
 )
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.routes.route import SparseRoute
 from tfcommx.simulator.assumptions import IDEAL, Assumptions
 from tfcommx.simulator.step import simulate
 
@@ -207,17 +206,22 @@ class Prediction(NamedTuple):
 
 
 def describe(scheme: Scheme) -> str:
-    """Return a scheme in a few words: route, peers' route, dense route, merging.
+    """Return a scheme in a few words, as far as it differs from plain Horovod's.
 
-    >>> describe(Scheme("torus", peer_route="pipeline", merging="single"))
-    'torus (pipeline), single'
+    >>> describe(Scheme("torus", peer_route="pipeline", wire="int8", merging="single"))
+    'torus (pipeline), int8, single'
+    >>> describe(Scheme("hitopk", "mstopk", 0.01, dense_route="torus"))
+    'hitopk mstopk 0.01 + torus, threshold'
     """
-    peers = f" ({scheme.peer_route})" if scheme.peer_route != "allreduce" else ""
-    dense = f" + {scheme.dense_route}" if isinstance(routes.get(scheme.route), SparseRoute) else ""
-    if dense and scheme.dense_wire != PLAIN:
-        dense += f" {scheme.dense_wire}"
-    how = f", {scheme.compression}" if scheme.compression != NO_COMPRESSION else ""
-    return f"{scheme.route}{peers}{dense}, {scheme.merging}{how}"
+    name = scheme.route
+    if scheme.peer_route != "allreduce":
+        name += f" ({scheme.peer_route})"
+    if scheme.selection != "all":
+        name += f" {scheme.selection} {scheme.density:g} + {scheme.dense_route}"
+    if scheme.dense_wire != PLAIN:
+        name += f" {scheme.dense_wire}"
+    forms = [x for x in (scheme.wire, scheme.compression) if x not in (PLAIN, NO_COMPRESSION)]
+    return ", ".join([name, *forms, scheme.merging])
 
 
 def what_helps(scheme: Scheme, setting: Setting) -> dict[str, Prediction]:
@@ -241,24 +245,11 @@ def what_helps(scheme: Scheme, setting: Setting) -> dict[str, Prediction]:
     if scheme.selection != "all":
         thinner = dataclasses.replace(scheme, density=scheme.density / 2)
         changed["half the density"] = (thinner, setting)
-    change("twice the batch", profile=_twice_the_batch(setting.profile))
+    profile = setting.profile
+    twice = dataclasses.replace(profile.scaled(2, update_factor=1), batch=2 * profile.batch)
+    change("twice the batch", profile=twice)
     return {change_name: under.predict(how) for change_name, (how, under) in changed.items()}
 
 
 def _twice_the_rate(link: Link) -> Link:
     return dataclasses.replace(link, beta_s_per_byte=link.beta_s_per_byte / 2)
-
-
-def _twice_the_batch(profile: Profile) -> Profile:
-    """Double the compute times; the time of an update stays."""
-    rows = tuple(
-        dataclasses.replace(row, ready_s=2 * row.ready_s, forward_s=2 * row.forward_s)
-        for row in profile.variables
-    )
-    return dataclasses.replace(
-        profile,
-        variables=rows,
-        forward_s=2 * profile.forward_s,
-        backward_s=2 * profile.backward_s,
-        batch=2 * profile.batch,
-    )
