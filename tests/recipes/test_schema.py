@@ -70,6 +70,8 @@ def test_every_recipe_names_the_schema_and_fits_it(
         {"phases": [{"epochs": 2, "resolution": 28, "scheme": {"dense_route": "hitopk"}}]},
         {"phases": [{"epochs": 2, "resolution": 28, "scheme": {"peer_route": "asa"}}]},
         {"phases": [{"epochs": 2, "resolution": 28, "scheme": {"bucket_bytes": 0}}]},
+        # An editor accepted it
+        {"phases": [{"epochs": 2, "resolution": 28, "scheme": {"route": "auto", "budget": 2}}]},
         {"learning_rate": {"peak": 0.1, "decay": "cosin"}},
     ],
     ids=str,

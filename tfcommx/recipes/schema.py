@@ -64,12 +64,14 @@ SCHEME: dict[str, dict[str, Any]] = {
     "wire": _open(WIRES),
     "dense_wire": {"enum": [PLAIN, *NARROW]},
     "merging": {"enum": list(MERGINGS)},
+    # Limits hold for numbers, and leave null as it is
     "density": {"exclusiveMinimum": 0, "maximum": 1},
     "dense_below": {"minimum": 0},
-    "bucket_bytes": {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]},
-    "block_bytes": {"anyOf": [{"type": "integer", "minimum": 8}, {"type": "null"}]},
+    "bucket_bytes": {"minimum": 1},
+    "block_bytes": {"minimum": 8},
     "momentum": {"minimum": 0, "exclusiveMaximum": 1},
-    "clip_norm": {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]},
+    "clip_norm": {"exclusiveMinimum": 0},
+    "budget": {"exclusiveMinimum": 0, "maximum": 1},
 }
 
 
