@@ -50,9 +50,9 @@ def test_reads_what_was_written(folder):
     ("damage", "received"),
     [
         (lambda raw, packed: packed[: len(packed) // 2], "end-of-stream"),
-        (lambda raw, packed: gzip.compress(raw[:-1]), r"\b3920\b.*\b3919\b"),
-        (lambda raw, packed: gzip.compress(raw + b"\0"), r"\b3920\b"),
-        (lambda raw, packed: gzip.compress(raw[:7]), r"\b16\b.*\b7\b"),
+        (lambda raw, packed: gzip.compress(raw[:-1]), "3,936 .*3,935 "),
+        (lambda raw, packed: gzip.compress(raw + b"\0"), "3,936 .*3,937 "),
+        (lambda raw, packed: gzip.compress(raw[:7]), "3,936 .* 7 that"),
         (
             lambda raw, packed: gzip.compress(raw[:2] + b"\x0d" + raw[3:]),
             "00 00 08 03.*00 00 0d 03",
@@ -60,7 +60,7 @@ def test_reads_what_was_written(folder):
         (lambda raw, packed: gzip.compress(b""), "00 00 08 03"),
         (
             lambda raw, packed: gzip.compress(idx(np.zeros((6, 28, 28), np.uint8))),
-            r"\(5, 28, 28\).*\(6, 28, 28\)",
+            r"\(5, 28, 28\).*00 00 00 06 ",
         ),
         (lambda raw, packed: b"<html>not found</html>", "b'<h'"),
     ],

@@ -1,5 +1,7 @@
 """Pairs of sentences from files to BLEU: a small Transformer learns to copy and to translate."""
 
+from types import MappingProxyType, SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -236,11 +238,14 @@ def test_a_translation_data_set_by_name(tmp_path):
     class Builder:
         class info:
             full_name = "wmt/1.0"
+            splits = MappingProxyType({"train": SimpleNamespace(num_examples=1)})
 
         def as_dataset(self, split):
             return tf.data.Dataset.from_tensor_slices({"en": ["one "], "de": ["eins"]})
 
     assert list(PreparedPairs(Builder(), "train", ("en", "de"))) == [("one", "eins")]
+    with pytest.raises(DataError, match=r"wmt/1\.0.*'dev'"):
+        PreparedPairs(Builder(), "dev", ("en", "de"))
 
 
 def test_pairs_for_training_alone_are_refused(settings):

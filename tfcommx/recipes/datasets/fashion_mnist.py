@@ -46,30 +46,22 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
     **Raises:** DataError with the file, the requirement and the received value.
     """
-    start = 4 + 4 * len(shape)
+    header = struct.pack(f">4B{len(shape)}I", 0, 0, 8, len(shape), *shape)
+    length = len(header) + math.prod(shape)
     try:
         with gzip.open(path) as file:
             # One extra byte shows that the file is too long. The read is limited because some bytes
             # can decompress to gigabytes
-            content = file.read(start + math.prod(shape) + 1)
+            content = file.read(length + 1)
     except FileNotFoundError:
         raise DataError(f"{path} is missing. Run `{FETCH}` to fetch it.") from None
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(damaged(path, "a whole gzip file", str(error))) from error
-    magic = bytes([0, 0, 8, len(shape)])
-    if content[:4] != magic:
-        received = content[:4].hex(" ") or "an empty file"
-        raise DataError(damaged(path, f"the first bytes {magic.hex(' ')}", received))
-    if len(content) < start:
-        raise DataError(damaged(path, f"a header of {start} bytes", f"{len(content)} bytes"))
-    sizes = struct.unpack(f">{len(shape)}I", content[4:start])
-    if sizes != shape:
-        raise DataError(damaged(path, f"sizes {shape}", f"{sizes}"))
-    entries = math.prod(shape)
-    if len(content) - start != entries:
-        received = "more" if len(content) - start > entries else f"{len(content) - start}"
-        raise DataError(damaged(path, f"{entries} bytes of entries", received))
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    if len(content) != length or not content.startswith(header):
+        required = f"{length:,} bytes that begin with {header.hex(' ')} (sizes {shape})"
+        start = content[: len(header)].hex(" ")
+        raise DataError(damaged(path, required, f"{len(content):,} that begin with {start!r}"))
+    return np.frombuffer(content, np.uint8, offset=len(header)).reshape(shape)
 
 
 def damaged(path: Path, required: str, received: str) -> str:

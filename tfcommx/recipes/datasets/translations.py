@@ -158,27 +158,21 @@ class PreparedPairs:
 
     def __init__(self, builder: Any, split: str, languages: tuple[str, str]) -> None:
         self.builder, self.split, self.languages = builder, split, languages
-        # With their number, because a part of a data set may have been prepared in another folder
-        self.key = key_of(("tfds", builder.info.full_name, split, self._count(), *languages))
-
-    def _count(self) -> int:
         try:
-            return int(self.builder.info.splits[self.split].num_examples)
-        except (KeyError, ValueError, TypeError, AttributeError):  # Refused when it is read
-            return 0
+            count = int(builder.info.splits[split].num_examples)
+        except (KeyError, ValueError) as error:
+            raise DataError(
+                f"A split of {builder.info.full_name} is required, such as train[:1000]. Received "
+                f"{split!r}: {' '.join(str(error).split())[:200]}"
+            ) from error
+        # With their number, because a part of a data set may have been prepared in another folder
+        self.key = key_of(("tfds", builder.info.full_name, split, count, *languages))
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         import tensorflow_datasets
 
         source, target = self.languages
-        try:
-            pairs = self.builder.as_dataset(split=self.split)
-        except (KeyError, ValueError) as error:
-            raise DataError(
-                f"A split of {self.builder.info.full_name} is required, such as train[:1000]. "
-                f"Received {self.split!r}: {' '.join(str(error).split())[:200]}"
-            ) from error
-        for pair in tensorflow_datasets.as_numpy(pairs):
+        for pair in tensorflow_datasets.as_numpy(self.builder.as_dataset(split=self.split)):
             yield pair[source].decode().strip(), pair[target].decode().strip()
 
 
