@@ -102,7 +102,7 @@ def test_a_run_that_diverged_is_json(summary, tmp_path):
 def test_terminal_report(summary):
     text = shown(summary)
     assert "0.9012" in text and "4 on 2 nodes" in text and "hitopk mstopk 0.05" in text
-    assert "2 MB per rank, 5.0 times less than the 10 MB of dense gradients" in text
+    assert "2.00 MB per rank, 5.0 times less than the 10.00 MB of dense gradients" in text
     assert "6.0 s" in text and "30 %" in text  # forward, backward: 3 of 10 seconds in two epochs
     assert "identical at the end of every epoch" in text
 
@@ -138,9 +138,11 @@ def test_rows_of_an_earlier_process_may_lack_the_score_and_the_clock(summary):
 
 
 def test_bytes_just_below_a_unit_are_shown_in_it():
-    """999,600 bytes were "1e+03 kB", because three digits round them up to the next unit."""
+    """999,600 bytes were "1e+03 kB"."""
     counts = (999.4, 999.6, 999_600, 999_999_999, 5e12)
-    assert [bytes_text(count) for count in counts] == ["999 B", "1 kB", "1 MB", "1 GB", "5000 GB"]
+    assert [bytes_text(count) for count in counts] == [
+        *("999 bytes", "1.00 kB", "999.60 kB", "1,000.00 MB", "5.00 TB")
+    ]
 
 
 def test_drifted_replicas_cannot_be_overlooked(summary):
@@ -155,14 +157,14 @@ def test_one_node_has_no_bytes_between_nodes(summary):
 
 
 def test_one_rank_sends_nothing(summary):
-    assert "0 B per rank" in shown(
+    assert "0 bytes per rank" in shown(
         {**summary, "bytes_between_nodes": 0, "bytes_between_nodes_dense": 0}
     )
 
 
 def test_no_saving_is_claimed_where_there_is_none(summary):
     text = shown({**summary, "bytes_between_nodes": 221_000, "bytes_between_nodes_dense": 220_000})
-    assert "221 kB per rank" in text and "less than" not in text
+    assert "221.00 kB per rank" in text and "less than" not in text
 
 
 def test_progress_without_a_terminal_is_one_line_per_epoch(summary):
@@ -403,10 +405,10 @@ def test_the_dry_run_of_one_process_is_the_baseline(tmp_path):
     stream = io.StringIO()
     report.show_dry_run(found, Console(file=stream, width=160))
     text = stream.getvalue()
-    assert "torus: 1 MB between nodes, 2 MB inside" in text and "250.0 ms" in text
+    assert "torus: 1.00 MB between nodes, 2.00 MB inside" in text and "250.0 ms" in text
     assert "phase 1: its first epochs, of density 0.5, 0.25, were not run" in text
     assert "1 process on 1 node, 61,402 parameters" in text
-    assert "2 GB of memory" in text and "the whole run: 2 min 30 s" in text
+    assert "2.00 GB of memory" in text and "the whole run: 2 min 30 s" in text
     report.write_dry_run({**found, "ranks": 4}, tmp_path)
     with pytest.raises(ReportError, match=r"\b4\b.*dry_run\.json"):
         report.read_alone(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -168,7 +167,3 @@ class Bucket(Generic[Options]):
                 f"A bucket on a sparse route needs k. Received k=None in {self.name!r}."
             )
         return self.k
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a mapping that JSON can write, including the options."""
-        return dataclasses.asdict(self)

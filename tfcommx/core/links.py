@@ -151,6 +151,10 @@ class Links(NamedTuple):
     # Times of the engine's collectives in the probe.
     calibration: Calibration = Calibration()
 
+    def slowest(self, topology: Topology) -> Link:
+        """Return the link that limits the pace: the one between nodes if there are several."""
+        return self.between if topology.nodes > 1 else self.inside
+
     def to_dict(self) -> dict[str, Any]:
         """Return a mapping that JSON can write."""
         nested = ("inside", "between", "engine", "calibration")

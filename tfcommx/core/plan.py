@@ -80,7 +80,7 @@ class Plan:
         head = json.dumps(
             {"topology": dataclasses.asdict(self.topology), "operation": self.operation}
         )
-        rows = ",\n  ".join(json.dumps(bucket.to_dict()) for bucket in self.buckets)
+        rows = ",\n  ".join(json.dumps(dataclasses.asdict(bucket)) for bucket in self.buckets)
         return f'{head[:-1]}, "buckets": [\n  {rows}\n]}}\n'
 
     @staticmethod

@@ -117,7 +117,7 @@ class Engine(abc.ABC):
             topology: topology of the ranks.
             links: prices of messages; the slots of a node share its port.
         """
-        rounds = (topology.size - 1) * self.farthest(topology, links).alpha_s
+        rounds = (topology.size - 1) * links.slowest(topology).alpha_s
         return rounds + sum(self.to_all(total_bytes, topology, links))
 
     def all_at_once(self, total_bytes: float, topology: Topology, links: Links) -> float:
@@ -131,7 +131,7 @@ class Engine(abc.ABC):
         """
         if topology.size == 1:
             return 0.0
-        waits = 2 * self.farthest(topology, links).alpha_s
+        waits = 2 * links.slowest(topology).alpha_s
         return waits + max(self.to_all(total_bytes, topology, links))
 
     def to_all(self, total_bytes: float, topology: Topology, links: Links) -> tuple[float, float]:
@@ -141,10 +141,6 @@ class Engine(abc.ABC):
         port = self.port(links, topology.slots)
         inside = leaving.inside * links.inside.beta_s_per_byte
         return inside, leaving.between * port.beta_s_per_byte
-
-    def farthest(self, topology: Topology, links: Links) -> Link:
-        """Return the link between nodes if there are several, otherwise the link inside."""
-        return links.between if topology.nodes > 1 else links.inside
 
     def port(self, links: Links, streams: int) -> Link:
         """Return the link of one of several equal streams through a node's port.

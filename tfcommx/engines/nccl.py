@@ -112,7 +112,7 @@ class Nccl(Engine):
         if topology.nodes > 1:
             waits = max(waits, _between(RING, simple, links))
         rounds = math.ceil((topology.size - 1) / AT_ONCE)
-        waits = self.farthest(topology, links).alpha_s + RING.base[simple] + rounds * waits
+        waits = links.slowest(topology).alpha_s + RING.base[simple] + rounds * waits
         return waits + max(self.to_all(total_bytes, topology, links))
 
     def _rings(

@@ -111,7 +111,7 @@ class OpenMpi(Engine):
         ranks = topology.size
         if ranks == 1 or ranks >= ALWAYS_LINEAR or any(ranks in interval for interval in LINEAR):
             return self.all_at_once(total_bytes, topology, links)
-        sizes = self.farthest(topology, links).alpha_s
+        sizes = links.slowest(topology).alpha_s
         return sizes + super().all_to_all(total_bytes, topology, links)
 
     def _han(self, total_bytes: float, topology: Topology, links: Links) -> float:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich import filesize
+
 from tfcommx.core import DataError, json_text, reading, write_text
 
 FILE = "summary.json"
@@ -207,14 +209,9 @@ def bytes_text(count: float) -> str:
     """Return a number of bytes with a unit.
 
     >>> bytes_text(1234), bytes_text(2e6), bytes_text(0)
-    ('1.23 kB', '2 MB', '0 B')
+    ('1.23 kB', '2.00 MB', '0 bytes')
     """
-    # From 999.5 on, three digits round to the next unit, and would be written as 1e+03
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB" if count < 999.5 else f"{count:.0f} GB"
+    return filesize.decimal(round(count), precision=2)
 
 
 def time_text(seconds: float) -> str:

@@ -8,7 +8,7 @@ add in float32: `asa`, and `torus` in bfloat16.
 
 from tfcommx import engines
 from tfcommx.core import PLAIN, Bucket, Links, Topology, Traffic, cost
-from tfcommx.routes.route import Codec, Comm, ListRoute, PeerRoute, Tensor, slowest_link
+from tfcommx.routes.route import Codec, Comm, ListRoute, PeerRoute, Tensor
 from tfcommx.wire import formats
 
 
@@ -74,7 +74,7 @@ class Allreduce(PeerRoute, ListRoute):
         # many as in float32
         narrower = (ranks - 1) / ranks * (bucket.padded_bytes - total)
         price = engines.of(links).all_reduce(total, topology, links)
-        return price + narrower * slowest_link(topology, links).gamma_s_per_byte
+        return price + narrower * links.slowest(topology).gamma_s_per_byte
 
 
 ROUTE = Allreduce()

@@ -39,7 +39,7 @@ from tfcommx.core import (
     Traffic,
     cost,
 )
-from tfcommx.routes.route import Codec, Comm, DenseRoute, Tensor, slowest_link
+from tfcommx.routes.route import Codec, Comm, DenseRoute, Tensor
 from tfcommx.wire import formats
 
 # Passes over a float32 vector, at the pace of an addition, that codes take besides the sum of the
@@ -107,7 +107,7 @@ class Asa(DenseRoute):
         total = formats.dense_bytes(bucket, ranks)
         # The owner adds in the wider dtype, whose bytes it reads and writes
         wide = ENTRY_BYTES[formats.sum_dtype(formats.dense_dtype(bucket))]
-        link = slowest_link(topology, links)
+        link = links.slowest(topology)
         added = (ranks - 1) / ranks * bucket.padded * wide * link.gamma_s_per_byte
         alltoall = engine.all_to_all(total, topology, links)
         coded = code_seconds(bucket, WRITING + READING, link) if ranks > 1 else 0.0

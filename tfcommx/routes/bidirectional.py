@@ -26,7 +26,6 @@ import itertools
 from tfcommx import engines
 from tfcommx.core import Bucket, Links, Topology, cost
 from tfcommx.routes.messages import MessageOptions, MessageRoute, Transfer, run_when_ready
-from tfcommx.routes.route import slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int) -> list[Transfer]:
@@ -113,7 +112,7 @@ def seconds(bucket: Bucket[MessageOptions], topology: Topology, links: Links) ->
     core = 1 << len(hops)
     if bucket.options.collective == "reduce":
         # Gathering the sums and scattering the weights send as much again, without additions
-        link = dataclasses.replace(slowest_link(topology, links), gamma_s_per_byte=0.0)
+        link = dataclasses.replace(links.slowest(topology), gamma_s_per_byte=0.0)
         price += cost.bidirectional_exchange("allreduce", total, core, link)
     if beyond := topology.size - core:
         port = engine.port(links, min(beyond, topology.slots))

@@ -45,21 +45,16 @@ class CompressedRoute(Route):
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Count the bytes of all vectors that one rank sends, as the mean over the ranks."""
-        vectors_sent = self._vectors(bucket, topology)
-        sent = [self._route.wire_bytes(vector, topology) for vector in vectors_sent]
-        return Traffic(
-            sum(traffic.inside for traffic in sent), sum(traffic.between for traffic in sent)
-        )
+        sent = [self._route.wire_bytes(vector, topology) for vector in self._of(bucket, topology)]
+        return Traffic(*map(sum, zip(*sent, strict=True)))
 
     def port_bytes(self, bucket: Bucket, topology: Topology) -> float:
         """Count the bytes of all vectors through the busiest port of a node."""
-        vectors_sent = self._vectors(bucket, topology)
-        return sum(self._route.port_bytes(vector, topology) for vector in vectors_sent)
+        return sum(self._route.port_bytes(v, topology) for v in self._of(bucket, topology))
 
     def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
         """Return the price of the sums, which run one after another."""
-        vectors_sent = self._vectors(bucket, topology)
-        return sum(self._route.seconds(vector, topology, links) for vector in vectors_sent)
+        return sum(self._route.seconds(v, topology, links) for v in self._of(bucket, topology))
 
     def stages(self, bucket: Bucket, topology: Topology, links: Links) -> list[Stage]:
         """Split the price: the computation of the compression, then each sum.
@@ -69,11 +64,8 @@ class CompressedRoute(Route):
         """
         passes = compression.get(bucket.compression).passes() + FEEDBACK_PASSES
         computes = Stage(SELECT, passes * bucket.padded_bytes * links.inside.gamma_s_per_byte)
-        sums = [
-            self._route.stages(vector, topology, links)
-            for vector in self._vectors(bucket, topology)
-        ]
+        sums = [self._route.stages(v, topology, links) for v in self._of(bucket, topology)]
         return [computes, *(stage for stages in sums for stage in stages)]
 
-    def _vectors(self, bucket: Bucket, topology: Topology) -> list[Bucket]:
+    def _of(self, bucket: Bucket, topology: Topology) -> list[Bucket]:
         return vectors(bucket, self._route, topology)

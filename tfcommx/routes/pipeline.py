@@ -24,7 +24,6 @@ multiplies; ours only adds, because gradients need nothing else.
 
 from tfcommx.core import Bucket, Links, Topology
 from tfcommx.routes.messages import WINDOW, MessageOptions, MessageRoute, Transfer, run_when_ready
-from tfcommx.routes.route import slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int) -> list[Transfer]:
@@ -63,7 +62,7 @@ def seconds(bucket: Bucket[MessageOptions], topology: Topology, links: Links) ->
     if ranks == 1 or total == 0:
         return 0.0
     # The slowest link sets the pace, because all blocks pass all positions
-    link = slowest_link(topology, links)
+    link = links.slowest(topology)
     block = min(bucket.options.block_bytes, total)
     travels = block * link.beta_s_per_byte
     # Seconds of a block at one position, in and out. Table 1 of the paper has 2 (p - 1 + n/b)

@@ -11,7 +11,6 @@ from tfcommx.core import (
     PLAIN,
     SPARSE_WIRES,
     Bucket,
-    Link,
     Links,
     NoOptions,
     Scheme,
@@ -195,8 +194,3 @@ def slot_part(bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
     length = bucket.padded // topology.slots
     start = rank % topology.slots * length
     return start, start + length
-
-
-def slowest_link(topology: Topology, links: Links) -> Link:
-    """Return the link that limits the pace: the one between nodes if there are several."""
-    return links.between if topology.nodes > 1 else links.inside
