@@ -45,20 +45,9 @@ from tfcommx.simulator.assumptions import Assumptions, measured_time
 from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
 
 
-def setting(default: Any, text: str) -> Any:
-    """Declare a setting by its default and the help text of its option."""
-    return dataclasses.field(default=default, metadata={"help": text})
-
-
-# Range -> settings whose numbers lie in it, for errors that name the user's setting
-RANGES_OF_SETTINGS = {
-    "> 0": ("between_gbit", "inside_gbytes", "bucket_mbytes"),
-    ">= 0": (
-        *("between_alpha", "inside_alpha", "gamma", "cycle", "fusion_mbytes"),
-        *("engine_seconds", "spread", "contention", "loading"),
-    ),
-    "in (0, 1]": ("efficiency",),
-}
+def setting(default: Any, text: str, wanted: str = "") -> Any:
+    """Declare a setting by its default, the help text of its option, and a number's range."""
+    return dataclasses.field(default=default, metadata={"help": text, "range": wanted})
 
 
 @dataclass(frozen=True)
@@ -79,7 +68,7 @@ class Settings:
         None, f"Samples of one rank in a step; the GPU's, or {DEFAULT_BATCH} with --throughput."
     )
     throughput: float | None = setting(
-        None, "Samples per second of one rank alone; the published one of --gpu."
+        None, "Samples per second of one rank alone; the published one of --gpu.", "> 0"
     )
     nodes: int = setting(4, "Nodes of the cluster.")
     slots: int = setting(1, "Ranks on each node.")
@@ -88,12 +77,14 @@ class Settings:
         "File that `tfcommx probe` wrote; it replaces rates, latencies and gamma of the kinds of "
         "links that it measured.",
     )
-    between_gbit: float = setting(10.0, "Rate of a node's port to other nodes, 10^9 bit/s.")
-    between_alpha: float = setting(5e-5, "Its latency, s.")
-    inside_gbytes: float = setting(10.0, "Rate of a rank inside its node, 10^9 byte/s.")
-    inside_alpha: float = setting(1e-5, "Its latency, s.")
-    efficiency: float = setting(1.0, "Share of both rates that messages reach, in (0, 1].")
-    gamma: float = setting(1e-11, "Seconds per byte that is added or selected from.")
+    between_gbit: float = setting(10.0, "Rate of a node's port to other nodes, 10^9 bit/s.", "> 0")
+    between_alpha: float = setting(5e-5, "Its latency, s.", ">= 0")
+    inside_gbytes: float = setting(10.0, "Rate of a rank inside its node, 10^9 byte/s.", "> 0")
+    inside_alpha: float = setting(1e-5, "Its latency, s.", ">= 0")
+    efficiency: float = setting(
+        1.0, "Share of both rates that messages reach, in (0, 1].", "in (0, 1]"
+    )
+    gamma: float = setting(1e-11, "Seconds per byte that is added or selected from.", ">= 0")
     wiring: str | None = setting(
         None,
         "Connection of the ranks of a node: nvlink, pcie_switch, root_complex, host_memory or "
@@ -108,12 +99,13 @@ class Settings:
         "papers' prices; ring, or from --links.",
     )
     cycle: float | None = setting(
-        None, "Seconds of HOROVOD_CYCLE_TIME, which is in ms; 0, or from --links."
+        None, "Seconds of HOROVOD_CYCLE_TIME, which is in ms; 0, or from --links.", ">= 0"
     )
     fusion_mbytes: float | None = setting(
         None,
         "Buffer in which waiting allreduces are fused, 2^20 bytes; Horovod's 128, none with the "
         "engine ring, or from --links.",
+        ">= 0",
     )
     scheme: str = setting(
         "allreduce",
@@ -121,7 +113,9 @@ class Settings:
         "next four allow.",
     )
     selection: str | None = setting(None, "Rule of a sparse route; mstopk.")
-    density: float | None = setting(None, "Entries sent / entries, of a sparse route; 0.01.")
+    density: float | None = setting(
+        None, "Entries sent / entries, of a sparse route; 0.01.", "in (0, 1]"
+    )
     wire: str = setting(
         "plain", "Format of selected entries: elias/int8; of all: float16, int8, int4."
     )
@@ -129,36 +123,42 @@ class Settings:
     compression: str = setting("none", "Shorter vectors in place of gradients: powersgd/4.")
     merging: str = setting("threshold", "threshold, single, each, mg_wfbp, omgs or optimal.")
     bucket_mbytes: float | None = setting(
-        None, "Size of a bucket of merging threshold, 10^6 bytes; by the route and its latency."
+        None,
+        "Size of a bucket of merging threshold, 10^6 bytes; by the route and its latency.",
+        "> 0",
     )
     # For the following settings see `simulator.assumptions.Assumptions`
     selection_on: str = setting("compute", "compute (delays the backward pass) or beside.")
     engine_seconds: float | None = setting(
-        None, "Seconds per collective in addition to its price; 0, or from --links."
+        None, "Seconds per collective in addition to its price; 0, or from --links.", ">= 0"
     )
-    spread: float = setting(0.0, "Relative spread of compute times over the ranks.")
+    spread: float = setting(0.0, "Relative spread of compute times over the ranks.", ">= 0")
     contention: float | None = setting(
-        None, "Relative slowdown of messages during the backward pass; from --links, or 0."
+        None, "Relative slowdown of messages during the backward pass; from --links, or 0.", ">= 0"
     )
-    loading: float = setting(0.0, "Seconds to load a batch.")
-    slow_node: float = setting(1.0, "Compute time of one node over that of the others, >= 1.")
-    slow_port: float = setting(1.0, "Rate of one node's port over that of the others, in (0, 1].")
+    loading: float = setting(0.0, "Seconds to load a batch.", ">= 0")
+    slow_node: float = setting(
+        1.0, "Compute time of one node over that of the others, >= 1.", "> 0"
+    )
+    slow_port: float = setting(
+        1.0, "Rate of one node's port over that of the others, in (0, 1].", "in (0, 1]"
+    )
     jitter: float = setting(
-        0.0, "Largest share of a port's rate that is missing in a step, in [0, 1)."
+        0.0, "Largest share of a port's rate that is missing in a step, in [0, 1).", "in [0, 1)"
     )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
-            if value is not None or field.default is not None:  # None only where it is the default
-                object.__setattr__(self, name, _checked(name, value, KINDS[name]))
-        for name in ("batch", "size"):
-            if (value := getattr(self, name)) is not None:
-                check_whole(name, value, least=1)
-        for wanted, names in RANGES_OF_SETTINGS.items():
-            for name in names:
-                if (value := getattr(self, name)) is not None:
-                    check_number(name, value, wanted)
+            if value is None and field.default is None:
+                continue
+            if KINDS[name] is int:
+                value = check_whole(name, value, least=1)
+            elif KINDS[name] is float:
+                value = check_number(name, value, field.metadata["range"])
+            elif not isinstance(value, str):
+                raise ConfigurationError(f"`{name}` must be text. Received {value!r}.")
+            object.__setattr__(self, name, value)
 
     @property
     def requested_scheme(self) -> Scheme:
@@ -222,18 +222,6 @@ KINDS: dict[str, type] = {
     name: next(member for member in (*typing.get_args(kind), kind) if member is not type(None))
     for name, kind in typing.get_type_hints(Settings).items()
 }
-
-
-def _checked(name: str, value: Any, kind: type) -> Any:
-    if kind is str:
-        if not isinstance(value, str):
-            raise ConfigurationError(f"`{name}` must be text. Received {value!r}.")
-        return value
-    if kind is int:
-        return check_whole(name, value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigurationError(f"`{name}` must be a number. Received {value!r}.")
-    return float(value)
 
 
 def _option(field: dataclasses.Field[Any]) -> inspect.Parameter:
