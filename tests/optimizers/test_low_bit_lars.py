@@ -120,7 +120,9 @@ def test_it_trains_in_two_bits_where_gradients_diverge() -> None:
 
 
 def test_its_config_makes_an_equal_one() -> None:
-    lars = cx.optimizers.LowBitLARS(0.1, 0.8, True, 0.1, 0.01, ["*embedding*"], "auto", 10)
+    lars = cx.optimizers.LowBitLARS(
+        0.1, 0.8, 10, nesterov=True, weight_decay=0.1, exclude=["*embedding*"], norms="auto"
+    )
     again = keras.optimizers.deserialize(keras.optimizers.serialize(lars))
     assert type(again) is cx.optimizers.LowBitLARS
     assert again.get_config() == lars.get_config()

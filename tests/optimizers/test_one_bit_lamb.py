@@ -35,7 +35,12 @@ def test_it_follows_its_definition(inside: bool) -> None:
 
     def work(comm: Comm) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
         lamb = cx.optimizers.OneBitLAMB(
-            RATE, BETA_1, BETA_2, EPSILON, freeze_after=learning, **options
+            RATE,
+            beta_1=BETA_1,
+            beta_2=BETA_2,
+            epsilon=EPSILON,
+            freeze_after=learning,
+            **options,
         )
         optimizer, weights = wrap(lamb, comm), new_weights()
         states = []
@@ -97,7 +102,7 @@ def test_it_trains_as_lamb_does_where_gradients_in_one_bit_do_not() -> None:
 
 def test_its_config_makes_an_equal_one() -> None:
     lamb = cx.optimizers.OneBitLAMB(
-        0.1, 0.8, 0.9, 1e-6, 0.1, False, ["*embedding*"], "auto", 7, 10, "int4", clipnorm=1.0
+        0.1, beta_1=0.8, weight_decay=0.1, norms="auto", freeze_after=7, learning_wire="int4"
     )
     again = keras.optimizers.deserialize(keras.optimizers.serialize(lamb))
     assert type(again) is cx.optimizers.OneBitLAMB

@@ -10,7 +10,7 @@ from tfcommx.core import ConfigurationError, check_whole
 from tfcommx.keras_internals.momenta import OfAll
 from tfcommx.kernels.lars import squared_norms
 from tfcommx.optimizers.lars import LARS
-from tfcommx.optimizers.layerwise import EXCLUDED, Formula, SendsLargeMatrices
+from tfcommx.optimizers.layerwise import Formula, SendsLargeMatrices
 
 # Numbers of a sketch. The standard deviation of the norm that they estimate is 1 / sqrt(2 SKETCH) =
 # 9 %. A prime, because a gradient is often largest in some of its channels, whose number a prime
@@ -56,12 +56,11 @@ class LowBitLARS(SendsLargeMatrices, LARS):
     Not wrapped, and on one rank, it is LARS.
 
     Args:
-        learning_rate, nesterov, weight_decay, trust_coefficient, norms: as in `cx.optimizers.LARS`.
+        learning_rate: as in `cx.optimizers.LARS`.
         momentum: in (0, 1).
-        exclude: patterns of variable paths, as in file names; such variables have the ratio 1 and
-            no weight decay, and send gradients.
         dense_below: entries, >= 0; smaller variables also send gradients.
-        keras_options: the other arguments of every Keras optimizer. `clipnorm`, `clipvalue` and
+        options: the other arguments of `cx.optimizers.LARS`. Variables that `exclude` matches have
+            the ratio 1 and no weight decay, and send gradients. `clipnorm`, `clipvalue` and
             `global_clipnorm` clip each rank's own gradient, before it enters the momentum.
 
     **Ranks:** as `cx.DistributedOptimizer`, with strategy "synchronous" and op "average".
@@ -82,24 +81,10 @@ class LowBitLARS(SendsLargeMatrices, LARS):
         self,
         learning_rate: Any = 1.0,
         momentum: float = 0.9,
-        nesterov: bool = False,
-        weight_decay: float | None = None,
-        trust_coefficient: float = 0.001,
-        exclude: Sequence[str] = EXCLUDED,
-        norms: str = "local",
         dense_below: int = 1024,
-        **keras_options: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            learning_rate,
-            momentum,
-            nesterov,
-            weight_decay,
-            trust_coefficient,
-            exclude,
-            norms,
-            **keras_options,
-        )
+        super().__init__(learning_rate, momentum, **options)
         if self.momentum == 0:
             raise ConfigurationError(
                 "LowBitLARS sends its momentum. Received momentum=0. Take cx.optimizers.LARS."

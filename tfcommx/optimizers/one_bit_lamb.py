@@ -9,7 +9,6 @@ import tensorflow as tf
 from tfcommx.keras_internals.optimizers import values_of
 from tfcommx.optimizers.frozen_moments import FreezesSecondMoments
 from tfcommx.optimizers.lamb import LAMB
-from tfcommx.optimizers.layerwise import EXCLUDED
 
 
 @keras.saving.register_keras_serializable("tfcommx")
@@ -40,12 +39,11 @@ class OneBitLAMB(FreezesSecondMoments, LAMB):
     Without a wrap, v is frozen alike and nothing is sent.
 
     Args:
-        learning_rate, beta_1, beta_2, epsilon, weight_decay, decay_in_ratio, norms: as in
-            `cx.optimizers.LAMB`.
+        learning_rate: as in `cx.optimizers.LAMB`.
         freeze_after, dense_below, learning_wire: as in `cx.optimizers.OneBitAdam`.
-        exclude: patterns of variable paths, as in file names; such variables have the ratio 1 and
-            no weight decay, and send gradients in both phases.
-        keras_options: as in `cx.optimizers.OneBitAdam`, but for weight decay.
+        options: the other arguments of `cx.optimizers.LAMB`. Variables that `exclude` matches have
+            the ratio 1 and no weight decay, and send gradients in both phases. `clipnorm`,
+            `clipvalue` and `global_clipnorm` are as in `cx.optimizers.OneBitAdam`.
 
     **Ranks:** as `cx.DistributedOptimizer`, with strategy "synchronous" and op "average".
     **Cost:** LAMB's, and that of the exchange of `cx.optimizers.OneBitAdam`.
@@ -61,29 +59,13 @@ class OneBitLAMB(FreezesSecondMoments, LAMB):
     def __init__(
         self,
         learning_rate: Any = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        weight_decay: float | None = None,
-        decay_in_ratio: bool = True,
-        exclude: Sequence[str] = EXCLUDED,
-        norms: str = "local",
+        *,
         freeze_after: int | None = None,
         dense_below: int = 1024,
         learning_wire: str = "bfloat16",
-        **keras_options: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            learning_rate,
-            beta_1,
-            beta_2,
-            epsilon,
-            weight_decay,
-            decay_in_ratio,
-            exclude,
-            norms,
-            **keras_options,
-        )
+        super().__init__(learning_rate, **options)
         self.set_phases(freeze_after, dense_below, learning_wire)
 
     def update_by_momenta(
