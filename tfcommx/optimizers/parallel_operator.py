@@ -75,7 +75,6 @@ def parallel_operator(
     tensors: Sequence[Item] | tf.Tensor,
     mode: str = "auto",
     group: str = "world",
-    cost_of: Callable[[Item], float] | None = None,
     links: Links | str | Path | None = None,
 ) -> list[tf.Tensor] | tf.Tensor:
     """Compute op(tensors), which every rank could compute alone, together if that is faster.
@@ -102,8 +101,6 @@ def parallel_operator(
             "auto": parallel if its price, this rank's share and the all-gather, is below the
             measured time of all.
         group: the ranks that hold the same tensors and share the work, "world" or "node".
-        cost_of: the cost of an item of these shapes (tf.TensorSpec), in any unit; None: its
-            number of entries.
         links: the price of messages, or the file that `tfcommx probe` wrote; None: the all-gather
             is timed.
 
@@ -121,7 +118,7 @@ def parallel_operator(
     """
     if isinstance(links, str | Path):
         links = Links.read(links)
-    operator = _operator(op, mode, group, cost_of, links, process.current())
+    operator = _operator(op, mode, group, links, process.current())
     return operator(tensors)
 
 
@@ -133,7 +130,6 @@ class ParallelOperator:
         op: Operation,
         mode: str,
         group: str,
-        cost_of: Callable[[Item], float] | None,
         links: Links | None,
         comm: Comm,
     ) -> None:
@@ -147,7 +143,6 @@ class ParallelOperator:
         self.members = comm.members(group)
         # This rank's position among the members
         self.position = self.members.index(comm.rank)
-        self._cost_of = cost_of or _entries
         # (shapes of the items, True if traced) -> shares
         self._shares: dict[Any, Shares] = {}
         # Graph -> number of its all-gathers
@@ -244,11 +239,8 @@ class ParallelOperator:
                     "parallel_operator needs equal arguments on every rank. Rank 0 and rank "
                     f"{rank} differ: {reports[0][1:]} and {tuple(rest)}."
                 )
-        costs = [float(self._cost_of(spec)) for spec in specs]
-        # Items without cost count as the least cost that still shows in a large sum, so that they
-        # are distributed evenly, too
-        least = max(costs, default=0.0) * 1e-6 or 1.0
-        costs = [max(cost, least) for cost in costs]
+        # One more, so that empty items are distributed evenly, too
+        costs = [1 + sum(part.shape.num_elements() for part in tf.nest.flatten(x)) for x in specs]
         count = len(self.members)
         owners = list(range(len(specs))) if ranges else balance(costs, count)
         positions = tuple(
@@ -348,10 +340,6 @@ def spec_of(tensor: tf.Tensor) -> tf.TensorSpec:
             f"Received shape {tensor.shape}. Declare it with tf.ensure_shape."
         )
     return tf.TensorSpec(tensor.shape, tensor.dtype)
-
-
-def _entries(item: Item) -> int:
-    return sum(spec.shape.num_elements() for spec in tf.nest.flatten(item))
 
 
 def _joined(ranges: Sequence[tf.TensorSpec]) -> tf.TensorSpec:

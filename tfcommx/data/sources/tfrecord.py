@@ -1,6 +1,5 @@
 """Samples from TFRecord files: ImageNet's usual 1024 + 128 shards, prepared TensorFlow Datasets."""
 
-import glob
 import hashlib
 import os
 import re
@@ -63,6 +62,16 @@ def scan(path: str | os.PathLike[str]) -> np.ndarray:
     return np.array(rows, np.int64).reshape(-1, 3)
 
 
+def _scanned(file: str) -> np.ndarray:
+    try:
+        return scan(file)
+    except OSError as error:
+        raise DataError(
+            f"TFRecord files that can be read are required. {file}: {error.strerror}. Name the "
+            "files, sorted(glob.glob(...)), and check the path and its mount."
+        ) from error
+
+
 @dataclass(frozen=True)
 class ImageFeatures:
     """Features of an image and its label in a tf.train.Example; the defaults are ImageNet's."""
@@ -94,12 +103,10 @@ class TFRecords:
 
     Args:
         files: one file, or several in the order that numbers the samples.
-        skip: whether files that are cut off or have a damaged length are left out and listed in
-            `broken`; otherwise they are an error.
 
     **Cost:** at creation, a scan over all records' frames, 16 files at a time.
-    **Raises:** SampleError for a broken file without `skip`; DataError if there is no record;
-    ConfigurationError for other `features`.
+    **Raises:** SampleError for a broken file; DataError if there is no record; ConfigurationError
+    for other `features`.
     """
 
     shape: tuple[int, int] | None = None
@@ -108,7 +115,6 @@ class TFRecords:
         self,
         files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         features: ImageFeatures | None = None,
-        skip: bool = False,
     ) -> None:
         self.files = [
             str(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)
@@ -121,10 +127,9 @@ class TFRecords:
             )
         self.classes = tuple(self.features.classes)
         self.channels = self.features.channels
-        self.broken: dict[str, str] = {}
         # Threads, because a scan mostly waits for the file system
         with ThreadPoolExecutor(16) as pool:
-            rows = list(pool.map(lambda file: self._scanned(file, skip), self.files))
+            rows = list(pool.map(_scanned, self.files))
         self._starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
         # With an empty table, because NumPy refuses to concatenate an empty list
         self._rows = np.concatenate([*rows, np.zeros((0, 3), np.int64)])
@@ -146,23 +151,6 @@ class TFRecords:
             f"{number}. file": f"{name}, {records} records ({digest[:8]})"
             for number, (name, records, digest) in enumerate(facts, 1)
         }
-
-    def _scanned(self, file: str, skip: bool) -> np.ndarray:
-        """Scan a file; with `skip`, a broken one has no records and is added to `broken`."""
-        try:
-            return scan(file)
-        except OSError as error:
-            pattern = glob.has_magic(file) or os.path.isdir(file)
-            raise DataError(
-                f"TFRecord files that can be read are required. {file}: {error.strerror}. "
-                + ("Name the files: sorted(glob.glob(...))." * pattern)
-                + ("Check the path and its mount." * (not pattern))
-            ) from error
-        except SampleError as error:
-            if not skip:
-                raise
-            self.broken[file] = str(error)
-            return np.zeros((0, 3), np.int64)
 
     def _find(self, sample: int) -> tuple[str, int]:
         # From the right, because a file without records begins where the next one does
@@ -220,7 +208,7 @@ class TFRecords:
         return f"{file} record {record}"
 
 
-def imagenet(folder: str | os.PathLike[str], split: str = "train", skip: bool = False) -> TFRecords:
+def imagenet(folder: str | os.PathLike[str], split: str = "train") -> TFRecords:
     """Return ImageNet's samples from a folder of shards such as `train-00000-of-01024`.
 
     The names may end with `.tfrecord` or `.tfrecords`.
@@ -228,7 +216,6 @@ def imagenet(folder: str | os.PathLike[str], split: str = "train", skip: bool = 
     Args:
         folder: the folder of all shards of the split.
         split: prefix of their names, `train` or `validation`.
-        skip: as in TFRecords.
 
     Returns:
         A source with labels 0 to 999, whose names are these numbers, because the files hold no
@@ -258,7 +245,7 @@ def imagenet(folder: str | os.PathLike[str], split: str = "train", skip: bool = 
             f"{problem}. Add missing shards, remove other files, or name the files "
             "yourself: TFRecords(files)."
         )
-    return TFRecords(files, ImageFeatures(classes=IMAGENET_CLASSES), skip)
+    return TFRecords(files, ImageFeatures(classes=IMAGENET_CLASSES))
 
 
 def tfds(
