@@ -83,7 +83,7 @@ def test_a_short_text_stays_a_small_value() -> None:
     with pytest.raises(YamlError, match=r"\*a0\b"):
         parse("\n".join(lines))
     for brackets in ("[" * 100_000, "{a: " * 100_000):
-        with pytest.raises(YamlError, match=r"\b50\b"):
+        with pytest.raises(YamlError, match="recursion"):
             parse(brackets)
     assert time.process_time() - start < 5
 

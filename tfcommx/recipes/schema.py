@@ -64,7 +64,6 @@ SCHEME: dict[str, dict[str, Any]] = {
     "wire": _open(WIRES),
     "dense_wire": {"enum": [PLAIN, *NARROW]},
     "merging": {"enum": list(MERGINGS)},
-    # Limits hold for numbers, and leave null as it is
     "density": {"exclusiveMinimum": 0, "maximum": 1},
     "dense_below": {"minimum": 0},
     "bucket_bytes": {"minimum": 1},
@@ -83,7 +82,9 @@ def recipe_schema() -> dict[str, Any]:
     }
     parts = schema["$defs"]
     for name, checks in SCHEME.items():
-        parts["Scheme"]["properties"][name] |= checks
+        field = parts["Scheme"]["properties"][name]
+        # The first alternative of a field that may be null
+        field.get("anyOf", [field])[0].update(checks)
     # A dataclass's schema allows other keys, which reading refuses
     parts["Scheme"]["additionalProperties"] = False
     for name in ("UserDataset", "UserModel", "UserOptimizer", "UserTask"):

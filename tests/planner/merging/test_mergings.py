@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from merging_helpers import brute_force, profile_of, random_case
 
-from tfcommx.core import ConfigurationError, PlanError, Profile, VariableProfile
+from tfcommx.core import ConfigurationError
 from tfcommx.planner import merging
 from tfcommx.planner.merging.merging import Prices, finish_s
 from tfcommx.simulator.assumptions import sorting_time
-
-TIMED = [name for name, solver in merging.MERGINGS.items() if solver.needs_times]
 
 
 @pytest.mark.parametrize("name", merging.MERGINGS)
@@ -89,13 +87,6 @@ def test_mg_wfbp_waits_less_than_a_latency_term() -> None:
     # While the port is busy, waiting costs nothing: a message of 10.9 s, then all that is ready
     busy = profile_of([100, 1, 1, 1], [1.0, 2.0, 3.0, 4.0])
     assert merging.get("mg_wfbp").groups(busy, prices) == [[0], [1, 2, 3]]
-
-
-@pytest.mark.parametrize("name", TIMED)
-def test_without_times_the_profile_is_refused(name: str) -> None:
-    sizes = Profile.of_sizes("m", (VariableProfile("a", (3,)),))
-    with pytest.raises(PlanError, match=r"'m'.*'threshold'"):
-        merging.get(name).groups(sizes, Prices(lambda entries: 1.0))
 
 
 def test_unknown_names_and_prices_are_refused() -> None:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tfcommx.core import PlanError, Profile, check_name, check_whole
+from tfcommx.core import Profile, check_name, check_whole
 
 # Entries of a group -> seconds.
 Seconds = Callable[[int], float]
@@ -67,14 +67,8 @@ class Merging:
 def ready_times(profile: Profile) -> list[float]:
     """Return when all gradients up to each position are ready, from the start of the backward pass.
 
-    **Raises:** PlanError if the profile knows sizes only.
+    `plan.make_plan` refuses a profile without times.
     """
-    if profile.variables and not profile.timed:
-        raise PlanError(
-            f"A profile with times is required. The one of {profile.model!r} has sizes only. "
-            "Measure the model, derive a profile from its throughput, or use a merging by size "
-            "('threshold', 'single', 'each')."
-        )
     return list(itertools.accumulate((row.ready_s for row in profile.variables), max))
 
 

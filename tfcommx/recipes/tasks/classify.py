@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -84,23 +85,16 @@ class Classification:
             right = [tf.math.count_nonzero(hits[:, :place]) for place in places]
             return tf.stack([*right, tf.size(labels, tf.int64)])
 
-        traced: dict[tuple[tf.TensorSpec, ...], tf.types.experimental.PolymorphicFunction] = {}
-
+        # Traced once for full batches and a smaller last one
+        @functools.cache
         def counting(batch: Any) -> tf.types.experimental.PolymorphicFunction:
-            """Return `count`, traced once for full batches and a smaller last one."""
-            like = tf.nest.map_structure(
-                lambda part: tf.TensorSpec([None, *part.shape[1:]], part.dtype), batch
-            )
-            key = tuple(tf.nest.flatten(like))
-            if key not in traced:
-                traced[key] = tf.function(count, like, autograph=False)
-            return traced[key]
+            return tf.function(count, batch, autograph=False)
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
             # A rank may have no samples, for example with fewer samples than ranks
             counts = np.zeros(len(self.scores) + 1, np.int64)
             for batch in batches:
-                counts += counting(batch)(*batch).numpy()
+                counts += counting(batches.element_spec)(*batch).numpy()
             *right, seen = np.sum(gather(counts), axis=0)
             parts = zip(self.scores, right, strict=True)
             return {name: float(part / max(1, seen)) for name, part in parts}
