@@ -30,7 +30,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(
 ) -> None:
     ended = CliRunner().invoke(app, [*COMMAND, option, str(tmp_path)])
     assert isinstance(ended.exception, ConfigurationError)
-    assert f"'{tmp_path}': it is a folder" in str(ended.exception)
+    assert f"'{tmp_path}': {tmp_path} is in the way" in str(ended.exception)
 
 
 @pytest.mark.exhaustive

@@ -108,7 +108,7 @@ def test_a_slab_that_another_user_made_beforehand_is_refused(
     try:
         with pytest.raises(SlabError, match=f"{re.escape(str(path))}.*`memory`"):
             served(shm)
-        assert capacity.reserved_by_others(shm) == {} and reserved_bytes(path) == 0
+        assert capacity.reserved_by_others(shm) == 0 and reserved_bytes(path) == 0
         with pytest.raises(OSError, match=re.escape(str(path))) as refused:
             slab_state(path)
         assert refused.value.filename == str(path)

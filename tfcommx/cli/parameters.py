@@ -101,17 +101,10 @@ def check_output(path: Path, picture: bool = False) -> Path:
         )
     # The nearest folder that exists, because the others are made when the file is written
     existing = next(part for part in (path, *path.absolute().parents) if part.exists())
-    reason = ""
-    if existing == path and path.is_dir():
-        reason = "it is a folder"
-    elif existing != path and not existing.is_dir():
-        reason = f"{existing} is no folder"
-    elif not os.access(existing, os.W_OK):
-        reason = f"{existing} cannot be written"
-    if reason:
+    if existing.is_dir() == (existing == path) or not os.access(existing, os.W_OK):
         raise ConfigurationError(
-            f"A file that can be written is required. Received {str(path)!r}: {reason}. Give "
-            "another."
+            f"A file that can be written is required. Received {str(path)!r}: {existing} is in the "
+            "way, or cannot be written. Give another."
         )
     return path
 

@@ -119,10 +119,9 @@ def estimate_sample_bytes(
     return np.mean(sizes) + 3 * np.std(sizes) / np.sqrt(len(sizes)) if sizes else 0.0
 
 
-def reserved_by_others(folder: str, excluded: str = "") -> dict[str, int]:
-    """Return the bytes that each slab of this user in `folder` has reserved and not yet taken."""
-    reserved = {path.name: reserved_bytes(path) for path in paths(folder) if path.stem != excluded}
-    return {name: size for name, size in reserved.items() if size > 0}
+def reserved_by_others(folder: str, excluded: str = "") -> int:
+    """Return the bytes that other slabs of this user in `folder` have reserved and not taken."""
+    return sum(reserved_bytes(path) for path in paths(folder) if path.stem != excluded)
 
 
 def available_bytes(folder: str, limit: int | None, excluded: str = "") -> int:
@@ -142,7 +141,7 @@ def available_bytes(folder: str, limit: int | None, excluded: str = "") -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             offers.append(int(line.split()[1]) * 1024)
-    offered = max(0, min(offers) - sum(reserved_by_others(folder, excluded).values()))
+    offered = max(0, min(offers) - reserved_by_others(folder, excluded))
     return offered if limit is None else min(offered, limit)
 
 
@@ -169,15 +168,12 @@ def choose_length(
     offered = available_bytes(options.memory, options.memory_bytes, name)
     if needed > offered and not options.partial:
         reserved = reserved_by_others(options.memory, name)
-        beside = "".join(
-            f", beside {slab_name}, which is still to take {size:,}"
-            for slab_name, size in reserved.items()
-        )
         raise SlabError(
             f"About {needed:,} bytes of memory are required for {len(part):,} samples of "
             f"{source.name}. {options.memory}, the memory of this node or container, and "
-            f"`memory_bytes` offer {offered:,}{beside}. Lower `store`, use more nodes, or set "
-            "partial=True to keep as much as fits."
+            f"`memory_bytes` offer {offered:,}, beside {reserved:,} "
+            "that other slabs have reserved (see `tfcommx cache status`). Lower `store`, use more "
+            "nodes, or set partial=True to keep as much as fits."
         )
     # Half as much again for the error of the estimate. Other slabs can still use that memory,
     # because a slab takes memory only as it fills

@@ -32,10 +32,9 @@ SPLITS = {"dev", "eval", "test", "testing", "train", "training", "val", "valid",
 def check_folder(path: Path) -> None:
     """Refuse a path that is not a folder."""
     if not path.is_dir():
-        problem = f"{path} is no folder" if path.exists() else f"The folder {path} does not exist"
-        if not path.is_absolute():
-            problem += f" in {Path.cwd()}"
-        raise DataError(f"{problem}. Check the path and its mount.")
+        raise DataError(
+            f"{path.absolute()} is no folder, or does not exist. Check the path and its mount."
+        )
 
 
 def _refuse(error: OSError) -> NoReturn:
@@ -137,14 +136,14 @@ def _first_out_of_order(classes: Sequence[str]) -> int | None:
     return next((label for label, (name, wanted) in enumerate(pairs) if name != wanted), None)
 
 
-def _warn_of_classes(source: Folder, shared: Sequence[str], named: bool) -> None:
+def _warn_of_classes(source: Folder, shared: str, named: bool) -> None:
     """Warn if the class folders are most likely a mistake.
 
     Args:
-        shared: descriptions of folders, or of a file, in two classes.
+        shared: sentence on a folder or file in two classes; "" without one.
         named: True if the user gave the order of the classes.
     """
-    path, classes, problems = source.path, source.classes, list(shared[:1])
+    path, classes, problems = source.path, source.classes, [shared] if shared else []
     if look_alike := told_apart(classes):
         problems.append(f"{look_alike.strip()} They are separate classes.")
     if not named and (label := _first_out_of_order(classes)) is not None:
@@ -158,14 +157,10 @@ def _warn_of_classes(source: Folder, shared: Sequence[str], named: bool) -> None
             f"the folder of one part: {path / classes[0]}."
         )
     if not named and len(classes) == 1:
-        only = path / classes[0]
-        nested = any(Path(source.where(sample)).parent != only for sample in range(source.count))
-        remedy = "Sort the images into a folder for each class."
-        if nested:
-            remedy = f"If the class folders are in it, give {only}."
         problems.append(
             f"All images have the label 0, because there is only one class folder, {classes[0]!r}. "
-            f"{remedy}"
+            "Sort the images into a folder for each class, or, if these are in it, give "
+            f"{path / classes[0]}."
         )
     for problem in problems:
         warnings.warn(f"{path}: {problem}", stacklevel=3)
@@ -268,17 +263,18 @@ class Folder:
         self._files: list[tuple[str, int]] = []
         self.contents: dict[str, str] = {}
         facts: list[object] = ["folder", *self.classes]
-        # (device, inode) of a folder -> its class, and classes that share one
+        # (device, inode) of a folder -> its class; a sentence on classes that share one
         folder_class: dict[tuple[int, int], str] = {}
-        shared: list[str] = []
+        shared = ""
         inodes = array("Q")
         for label, kind in enumerate(self.classes):
             visited: set[tuple[int, int]] = set()
             images = _images(self.path / kind, passed_over, visited)
-            for other in {folder_class.setdefault(place, kind) for place in visited} - {kind}:
-                shared.append(
-                    f"The classes {other!r} and {kind!r} share a folder, by a link: its images "
-                    "have both labels. Remove the link."
+            others = {folder_class.setdefault(place, kind) for place in visited} - {kind}
+            if others and not shared:
+                shared = (
+                    f"The classes {min(others)!r} and {kind!r} share a folder, by a link: its "
+                    "images have both labels. Remove the link."
                 )
             # Without the times of change, because a copy has others
             sizes: list[object] = []
@@ -302,9 +298,7 @@ class Folder:
             )
         if passed_over:
             _warn(self, passed_over)
-        if not shared and (text := _shared_file(self._files, inodes)):
-            shared.append(text)
-        _warn_of_classes(self, shared, classes is not None)
+        _warn_of_classes(self, shared or _shared_file(self._files, inodes), classes is not None)
         # The contents of 64 files tell folders apart whose times are equal: files of one tick of
         # the clock, and those of images of file systems that keep no times of the inode
         sampled = self._files[:: max(1, self.count // 64)][:64]
