@@ -105,12 +105,11 @@ def step_seconds(
 
 def gather_seconds(scheme: Scheme, profile: Profile, setting: Setting) -> float:
     """Price an all-gather of all gradients in a node; 0 for a scheme that selects by rank."""
-    route, topology, links = routes.get(scheme.route), setting.topology, setting.links
-    if topology.slots == 1 or not isinstance(route, SparseRoute) or route.shards != "slots":
+    route = routes.get(scheme.route)
+    if not isinstance(route, SparseRoute) or route.shards != "slots":
         return 0.0
-    entries = sum(row.size for row in profile.variables) / topology.slots
-    shard_bytes = entries * ENTRY_BYTES["float32"]
-    return engines.of(links).all_gather(shard_bytes, Topology(1, topology.slots), links)
+    shard_bytes = ENTRY_BYTES["float32"] * profile.size / setting.topology.slots
+    return engines.gather_seconds(shard_bytes, "node", setting.topology, setting.links)
 
 
 def meets_in_steps(recipe: Recipe) -> bool:

@@ -241,9 +241,9 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 @contextlib.contextmanager
-def opened_own(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open a file as `open_own` does, for a block; yield its descriptor."""
-    file = open_own(path, flags)
+def opened_own(path: Path) -> Iterator[int]:
+    """Open a file as `open_own` does, to read it in a block; yield its descriptor."""
+    file = open_own(path)
     try:
         yield file
     finally:
