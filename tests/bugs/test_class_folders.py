@@ -115,7 +115,7 @@ def test_a_missing_folder_is_named_with_the_current_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=rf"photos/train .*{tmp_path}"):
+    with pytest.raises(DataError, match=rf"{tmp_path}/photos/train "):
         find_source(Path("photos/train"))
 
 
