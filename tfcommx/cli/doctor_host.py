@@ -5,12 +5,10 @@ result.
 """
 
 import os
-import platform
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfcommx.cli.environment import versions
@@ -47,7 +45,6 @@ def here() -> list[Finding]:
         host_name(socket.gethostname(), _address),
         interfaces(_addresses()),
         native_library(loader.facts(), versions()["TensorFlow"]),
-        instructions(platform.machine(), _cpu_flags()),
         gpus(present_gpus(), loader.gpu_architectures()),
         shared_memory(*_shared_memory()),
     ]
@@ -131,17 +128,6 @@ def native_library(facts: Mapping[str, Any], tensorflow: str) -> Finding:
     return Finding(name, OK, details)
 
 
-def instructions(machine: str, flags: set[str]) -> Finding:
-    """Report the instruction set that the native library uses on this processor."""
-    # The sets that ops/kernels/augment_cpu.cc asks the processor for
-    if {"avx512bw", "avx512vl"} <= flags:
-        return Finding("instructions", OK, "AVX-512")
-    if {"avx2", "f16c"} <= flags:
-        return Finding("instructions", OK, "AVX2")
-    remedy = "Nothing is wrong; selecting entries and preparing images take a few times longer."
-    return Finding("instructions", WARNING, f"the portable code, on {machine}", remedy)
-
-
 def gpus(present: list[Gpu], built: list[int] | None) -> Finding:
     """Report the driver's GPUs, and those that the native library, if it has kernels, lacks.
 
@@ -189,13 +175,6 @@ def _addresses() -> dict[str, list[str]]:
         return ipv4_addresses()
     except ImportError:  # psutil is installed with Horovod, whose absence is another finding
         return {}
-
-
-def _cpu_flags() -> set[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return set(line.split())
-    return set()
 
 
 def present_gpus() -> list[Gpu]:
