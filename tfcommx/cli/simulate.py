@@ -122,11 +122,6 @@ class Settings:
     dense_route: str = setting("allreduce", "Route of dense gradients.")
     compression: str = setting("none", "Shorter vectors in place of gradients: powersgd/4.")
     merging: str = setting("threshold", "threshold, single, each, mg_wfbp, omgs or optimal.")
-    bucket_mbytes: float | None = setting(
-        None,
-        "Size of a bucket of merging threshold, 10^6 bytes; by the route and its latency.",
-        "> 0",
-    )
     # For the following settings see `simulator.assumptions.Assumptions`
     selection_on: str = setting("compute", "compute (delays the backward pass) or beside.")
     engine_seconds: float | None = setting(
@@ -166,13 +161,11 @@ class Settings:
         sparse = self.scheme != AUTO and isinstance(routes.get(self.scheme), SparseRoute)
         selection = self.selection or ("mstopk" if sparse else "all")
         default = 1.0 if selection == "all" else 0.01
-        mbytes = self.bucket_mbytes
         return Scheme(
             self.scheme,
             selection,
             default if self.density is None else self.density,
             self.dense_route,
-            bucket_bytes=None if mbytes is None else max(1, round(mbytes * 1e6)),
             wire=self.wire,
             merging=self.merging,
             compression=self.compression,
