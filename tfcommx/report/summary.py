@@ -117,7 +117,7 @@ def snapshots_text(cost: dict[str, Any]) -> str:
     """Return a sentence on the cost of snapshots in memory.
 
     >>> snapshots_text(dict(count=12, copy_seconds=0.0041, write_seconds=0.21, bytes=2_000_000))
-    '12 of 2 MB; for each one steps waited 4.1 ms, and it was written within 0.21 s beside them'
+    '12 of 2.00 MB; for each one steps waited 4.1 ms, and it was written within 0.21 s beside them'
     """
     return (
         f"{cost['count']} of {bytes_text(cost['bytes'])}; for each one steps waited "
