@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfcommx.collectives.threads import ThreadComm
-from tfcommx.core import ConfigurationError, Link, Links, PlanError, Topology
+from tfcommx.core import ConfigurationError, PlanError, Topology
 from tfcommx.kernels.lars import squared_norms
 from tfcommx.optimizers.parallel_operator import (
     Choice,
@@ -30,12 +31,10 @@ from tfcommx.optimizers.parallel_operator import (
 
 UNEVEN = Topology(2, 3, (("red", 3), ("blue", 1)))
 TOPOLOGIES = [Topology(1, 1), Topology(1, 2), Topology(3, 1), Topology(2, 2), UNEVEN]
-FREE = Link(0.0, 1e-18)
-DEAR = Link(10.0, 1.0)
 
 
 def operator(comm: ThreadComm, op: Any, mode: str = "parallel", **more: Any) -> ParallelOperator:
-    settings = {"group": "world", "links": None} | more
+    settings = {"group": "world"} | more
     return ParallelOperator(op, mode, comm=comm, **settings)
 
 
@@ -175,15 +174,25 @@ def test_other_tensors_on_one_rank_are_refused() -> None:
     on_ranks(Topology(1, 2), body)
 
 
-@pytest.mark.parametrize(("link", "form"), [(FREE, "parallel"), (DEAR, "local")])
-def test_auto_takes_the_form_of_the_lower_price(link: Link, form: str, caplog: Any) -> None:
+@pytest.mark.parametrize(("gather_s", "form"), [(0.0, "parallel"), (10.0, "local")])
+def test_auto_takes_the_form_of_the_lower_price(
+    gather_s: float, form: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, calls = ParallelOperator._seconds, Counter()
+
+    def seconds(self: ParallelOperator, work: Callable[[], tf.Tensor]) -> float:
+        calls[self] += 1  # All items, a share, the all-gather
+        return gather_s if calls[self] == 3 else measured(self, work)
+
+    monkeypatch.setattr(ParallelOperator, "_seconds", seconds)
+
     def heavy(items: list[tf.Tensor]) -> list[tf.Tensor]:
         return [tf.reduce_sum(tf.linalg.svd(item, compute_uv=False)) for item in items]
 
     matrices = [tf.random.stateless_normal([60, 60], [i, 1]) for i in range(8)]
 
     def body(comm: ThreadComm) -> Choice:
-        chosen = operator(comm, heavy, "auto", links=Links(link, link))
+        chosen = operator(comm, heavy, "auto")
         first = [one.numpy().item() for one in chosen(matrices)]
         assert [one.numpy().item() for one in chosen(matrices)] == first  # by the first choice
         (shares,) = chosen._shares.values()

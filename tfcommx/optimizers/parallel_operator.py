@@ -21,17 +21,15 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
-from tfcommx import engines
 from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
-from tfcommx.core import ConfigurationError, Links, check_name, log
+from tfcommx.core import ConfigurationError, check_name, log
 from tfcommx.planner.plan import balance
 
 MODES = ("auto", "local", "parallel")
@@ -75,7 +73,6 @@ def parallel_operator(
     tensors: Sequence[Item] | tf.Tensor,
     mode: str = "auto",
     group: str = "world",
-    links: Links | str | Path | None = None,
 ) -> list[tf.Tensor] | tf.Tensor:
     """Compute op(tensors), which every rank could compute alone, together if that is faster.
 
@@ -98,11 +95,8 @@ def parallel_operator(
             then op([range of rows]) returns one tensor of as many rows. All shapes known while
             tracing. No gradient flows back through a share.
         mode: "local": every rank computes all. "parallel": a share each, then an all-gather.
-            "auto": parallel if its price, this rank's share and the all-gather, is below the
-            measured time of all.
+            "auto": parallel if this rank's share and the all-gather take less time than all.
         group: the ranks that hold the same tensors and share the work, "world" or "node".
-        links: the price of messages, or the file that `tfcommx probe` wrote; None: the all-gather
-            is timed.
 
     Returns:
         The results in the order of the items, or one tensor; equal on every rank of the group, and
@@ -116,30 +110,20 @@ def parallel_operator(
     **Raises:** ConfigurationError for wrong arguments, or those that differ between ranks. If op
     raises on one rank, all raise InvalidArgumentError with that error's text and the rank.
     """
-    if isinstance(links, str | Path):
-        links = Links.read(links)
-    operator = _operator(op, mode, group, links, process.current())
-    return operator(tensors)
+    return _operator(op, mode, group, process.current())(tensors)
 
 
 class ParallelOperator:
     """`parallel_operator` for some arguments, with a cache of its shares by shapes."""
 
-    def __init__(
-        self,
-        op: Operation,
-        mode: str,
-        group: str,
-        links: Links | None,
-        comm: Comm,
-    ) -> None:
+    def __init__(self, op: Operation, mode: str, group: str, comm: Comm) -> None:
         check_name("mode", mode, MODES)
         check_name("group", group, ("world", "node"))
         if not callable(op):
             raise ConfigurationError(
                 f"`op` must be a function of a list of tensors. Received {op!r}."
             )
-        self.op, self.mode, self.group, self.links, self.comm = op, mode, group, links, comm
+        self.op, self.mode, self.group, self.comm = op, mode, group, comm
         self.members = comm.members(group)
         # This rank's position among the members
         self.position = self.members.index(comm.rank)
@@ -239,8 +223,8 @@ class ParallelOperator:
                     "parallel_operator needs equal arguments on every rank. Rank 0 and rank "
                     f"{rank} differ: {reports[0][1:]} and {tuple(rest)}."
                 )
-        # One more, so that empty items are distributed evenly, too
-        costs = [1 + sum(part.shape.num_elements() for part in tf.nest.flatten(x)) for x in specs]
+        sizes = (sum(x.shape.num_elements() for x in tf.nest.flatten(item)) for item in specs)
+        costs = [max(size, 1) for size in sizes]  # So that empty items are distributed evenly
         count = len(self.members)
         owners = list(range(len(specs))) if ranges else balance(costs, count)
         positions = tuple(
@@ -274,7 +258,7 @@ class ParallelOperator:
         return results_specs
 
     def _choose(self, shares: Shares, specs: list[Item], ranges: bool, traced: bool) -> Choice:
-        """Compare the prices of both forms; the choice is equal on every rank."""
+        """Compare the times of both forms; the choice is equal on every rank."""
         items = [_joined(specs)] if ranges else specs
         # Made here, not while tracing, because TensorFlow would fold operations on constants
         samples = tf.nest.map_structure(_sample, items)
@@ -292,14 +276,9 @@ class ParallelOperator:
             lambda: computed(self.op, own_items(), shares.width, self.comm.rank)
         )
         sent = tf.zeros([HEAD + shares.width], tf.uint8)
-        if self.links is None:
-            gather_s = self._seconds(
-                lambda: self.comm.all_gather(sent, self.group, "parallel_operator/price", False)
-            )
-        else:
-            gather_s = engines.gather_seconds(
-                HEAD + shares.width, self.group, self.comm.topology, self.links
-            )
+        gather_s = self._seconds(
+            lambda: self.comm.all_gather(sent, self.group, "parallel_operator/price", False)
+        )
         measured = self.comm.gather_objects((local_s, share_s, gather_s))
         # The slowest rank's times, because all wait for it, and the choice must be the same on all
         local_s, share_s, gather_s = map(max, zip(*measured, strict=True))
