@@ -348,7 +348,7 @@ def test_a_webp_has_as_many_pixels(options: dict[str, object], kind: bytes) -> N
 
 @pytest.mark.parametrize("head", [b"\xff\x0a", b"\0\0\0\x0cJXL \r\n\x87\n"])
 def test_a_jpeg_xl_whose_size_is_unknown_is_refused(head: bytes) -> None:
-    with pytest.raises(SampleError, match="JPEG XL"):
+    with pytest.raises(SampleError, match="begins with"):
         decode(head + bytes(100), 3)
 
 
