@@ -28,11 +28,12 @@ ENVIRONMENT = {
 
 def why_not() -> str:
     """Return the reason why there can be no cluster here; empty if there can."""
+    # Root first, because `tc` is not on the PATH of other users of Debian
+    if os.geteuid() != 0:
+        return "a virtual cluster needs root"
     missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if not shutil.which(tool)]
     if missing:
         return f"a virtual cluster needs {', '.join(missing)}"
-    if os.geteuid() != 0:
-        return "a virtual cluster needs root"
     refused = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
     return f"no network namespaces here: {refused.stderr.strip()}" if refused.returncode else ""
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -126,7 +127,17 @@ def test_without_its_tools_it_says_so_in_one_line(tmp_path: Path) -> None:
         [sys.executable, SCRIPT, "up"], env={"PATH": str(tmp_path)}, capture_output=True, text=True
     )
     assert ended.returncode == 2
-    assert len(ended.stderr.splitlines()) == 1 and "iproute2" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert ("iproute2" if os.geteuid() == 0 else "root") in ended.stderr
+
+
+def test_a_user_without_root_is_told_to_be_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian keeps tc in /usr/sbin, off a user's PATH, so they were told to install iproute2."""
+    script = runpy.run_path(SCRIPT)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    with pytest.raises(script["Refused"], match="root"):
+        script["check_machine"]()
 
 
 @needs_cluster
