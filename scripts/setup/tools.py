@@ -6,6 +6,7 @@ Only the Python standard library is used here: the set-up runs before anything i
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -72,10 +73,17 @@ class Environment(NamedTuple):
             key: hash of the step's inputs; the step is repeated if it has changed.
             work: carries out the step; returns a remark or None.
             still_there: returns True if the step's result exists.
+
+        **Raises:** Missing in another user's clone, before the minutes of building.
         """
         stamp = self.stamps / name
         if stamp.is_file() and stamp.read_text() == key and still_there():
             return
+        if not os.access(ROOT, os.W_OK):
+            raise Missing(
+                "A clone that this user can write to is required, because the native library is "
+                f"built in it. Received {ROOT}. Clone the repository into your home"
+            )
         print(f"[set-up] {what} ...", flush=True)
         start = time.monotonic()
         # Interrupted work has half of these inputs, though later ones may be the former ones again

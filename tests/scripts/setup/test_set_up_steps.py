@@ -11,6 +11,7 @@ import pytest
 from launching import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts" / "setup"))
+import tools
 from tools import Environment
 
 
@@ -60,3 +61,14 @@ def test_a_step_that_was_interrupted_is_repeated_with_its_former_inputs(tmp_path
         step("new", fails=True)
     step("old")
     assert done == ["old", "new", "old"]
+
+
+def test_another_users_clone_is_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its native library could not be written, and the set-up failed after building Horovod."""
+    monkeypatch.setattr(tools.os, "access", lambda *_: False)
+    done = list[str]()
+    with pytest.raises(tools.Missing, match=str(tools.ROOT)):
+        Environment(tmp_path).step("packages", "", "", lambda: done.append("packages"), bool)
+    assert not done
