@@ -54,8 +54,8 @@ def check_tools() -> None:
     if not (3, 11) <= sys.version_info < (3, 14):
         raise Missing(
             f"Python 3.11 to 3.13 is required: TensorFlow {TENSORFLOW} and Keras run on these. "
-            f"This is {platform.python_version()}: apt-get install python3.13-venv python3.13-dev, "
-            "then python3.13 scripts/setup"
+            f"This is {platform.python_version()}. As root: apt-get install python3.13-venv "
+            "python3.13-dev; then python3.13 scripts/setup"
         )
     # Open MPI's compiler names it without quotes, and Horovod's build stops
     if any(character in str(VENV) for character in " \t:"):
@@ -65,20 +65,22 @@ def check_tools() -> None:
             "calls of make"
         )
     if importlib.util.find_spec("ensurepip") is None:
-        raise Missing("Python's venv module is incomplete: apt-get install python3-venv")
+        raise Missing("Python's venv module is incomplete. As root: apt-get install python3-venv")
     for tool in ("g++", "make"):
         if shutil.which(tool) is None:
-            raise Missing(f"`{tool}` was not found: apt-get install g++ make")
+            raise Missing(f"`{tool}` was not found. As root: apt-get install g++ make")
     try:
         socket.gethostbyname(socket.gethostname())
     except OSError:  # Gloo would crash later, without a message
         raise Missing(
-            f"This host's own name does not resolve: echo '127.0.0.1 {socket.gethostname()}' | "
-            "sudo tee -a /etc/hosts"
+            f"This host's own name does not resolve. As root: echo '127.0.1.1 "
+            f"{socket.gethostname()}' >> /etc/hosts"
         ) from None
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     if not headers.is_file():
-        raise Missing(f"Python's headers were not found ({headers}): apt-get install python3-dev")
+        raise Missing(
+            f"Python's headers were not found ({headers}). As root: apt-get install python3-dev"
+        )
 
 
 def environment_key(gpu: bool) -> str:

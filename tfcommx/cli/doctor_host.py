@@ -94,7 +94,7 @@ def host_name(name: str, address_of: Callable[[str], str | None]) -> Finding:
     """Check that this host's own name resolves, because Gloo crashes if it does not."""
     address = address_of(name)
     if address is None:
-        remedy = f"Gloo needs it, and crashes without. Add a line `127.0.1.1 {name}` to /etc/hosts."
+        remedy = f"Gloo needs it, and crashes without. As root: echo 127.0.1.1 {name} >> /etc/hosts"
         return Finding("host name", FAILED, f"{name} does not resolve", remedy)
     return Finding("host name", OK, f"{name} is {address}")
 
