@@ -121,10 +121,14 @@ def test_the_first_rank_that_fails_is_named_and_gives_the_status(
     ],
 )
 def test_ctrl_c_ends_all_ranks(script: str, launcher: str, whole_group: bool) -> None:
-    process = start("run", "-np", "2", launcher, "--", "python", script, "never")
+    secret = {"WANDB_API_KEY": "hidden"}  # Every user can read command lines
+    process = start("run", "-np", "2", launcher, "--", "python", script, "never", **secret)
     assert process.stdout and process.stderr
     lines = process.stdout.readline() + process.stdout.readline()
-    below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert not any("hidden" in word for child in children for word in child.cmdline())
+    assert secret.items() <= psutil.Process(pids(lines)[0]).environ().items()
+    below = [child.pid for child in children]
     assert len(pids(lines)) == 2
     if whole_group:
         os.killpg(process.pid, signal.SIGINT)

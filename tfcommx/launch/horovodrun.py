@@ -27,9 +27,9 @@ from types import FrameType
 from typing import IO
 
 from tfcommx.core import ConfigurationError, LaunchError
-from tfcommx.launch.commands import ipv4_addresses
+from tfcommx.launch.commands import ipv4_addresses, is_local
 from tfcommx.launch.hosts import Host, slots_of
-from tfcommx.launch.rank_output import Failure, RankLines, ends_with_this_process
+from tfcommx.launch.rank_output import HIDDEN, Failure, RankLines, ends_with_this_process
 
 KINDS = ("gloo", "mpi")
 # Script that starts each rank, on each host
@@ -39,6 +39,8 @@ OF_ONE_RANK = re.compile(
     r"HOROVOD_(?:(?:LOCAL_|CROSS_)?(?:RANK|SIZE)|HOSTNAME)"
     r"|TFCOMMX_(?:RUN|GENERATION|SUPERVISOR|SUPERVISOR_SECRET|STARTED)"
 )
+# Names of variables that may hold a secret
+SECRET = re.compile("SECRET|TOKEN|PASS|CREDENTIAL|KEY|AUTH", re.IGNORECASE)
 # Names of variables that horovodrun can write into the command of a shell, where it quotes values
 # alone: not ProgramFiles(x86)
 SHELL_NAME = re.compile(r"\w[\w.%+,:@/-]*")
@@ -222,6 +224,9 @@ class Running:
         env = environment() | dict(variables or {})
         if launch.kind == "gloo":
             require_semaphores()
+            # Otherwise every user could read them in the process list for as long as ranks run
+            if all(is_local(host.name) for host in launch.hosts):
+                env = {HIDDEN * bool(SECRET.search(name)) + name: env[name] for name in env}
             require_small_environment(env)
         else:  # Open MPI does not start without one, as in a container or a system's service
             env.setdefault("HOME", os.path.expanduser("~"))

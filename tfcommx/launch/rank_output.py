@@ -38,6 +38,9 @@ from types import FrameType
 from typing import NamedTuple
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
+# Prefix of variables that horovodrun writes on no command line, because it takes them for its own
+# secret; ranks on its host inherit them
+HIDDEN = "_HOROVOD_SECRET_KEY_"
 # Signals forwarded to the rank, which is in a separate group so that it receives each once
 PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 READ_BYTES = 65_536
@@ -161,6 +164,8 @@ def relay(process: subprocess.Popen[bytes]) -> int:
 
 def main() -> None:
     """Run the command of the command line; end with its status or by its signal."""
+    for name in [name for name in os.environ if name.startswith(HIDDEN)]:
+        os.environ[name.removeprefix(HIDDEN)] = os.environ.pop(name)
     try:
         process = start(sys.argv[1:])
     except OSError as error:
