@@ -121,8 +121,9 @@ def _last_words(ended: Ended) -> str:
 def _remedy(engine: str, ended: Ended) -> str:
     if ended.late:
         return (
-            "Do the hosts reach each other on all ports? If they have several interfaces, name "
-            "the right one: horovodrun --network-interfaces eth0."
+            f"Are the hosts idle (this one's load is {os.getloadavg()[0]:.0f}), and do they reach "
+            "each other on all ports? If they have several interfaces, name the right one: "
+            "horovodrun --network-interfaces eth0."
         )
     if engine == "mpi":
         return (
