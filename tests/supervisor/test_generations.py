@@ -213,6 +213,13 @@ def test_a_signal_during_the_start_ends_the_ranks_in_order(monkeypatch: pytest.M
     assert running.times_asked == 1
 
 
+def test_repeated_steps_are_counted_from_the_last_generation_with_steps() -> None:
+    """Behind a generation that was lost before its first step, none seemed to be repeated."""
+    ran, lost, now = generation(0, 0, 40), Generation(1, HOSTS, 20.0), generation(2, 30, 31, 40.0)
+    line = Supervisor._first_step_line(SimpleNamespace(generations=[ran, lost, now]), now)
+    assert "of step 30; 10 steps are repeated. Its first step came 36.1 s after" in line
+
+
 def test_a_second_fit_of_a_script_is_no_beginning() -> None:
     """Its Checkpoint said that it begins at step 0; the steps of the first `fit` were forgotten."""
     one = generation(0, 0, 36)

@@ -115,14 +115,17 @@ class SnapshotFolder:
     def keep(self, saves: set[int], rank: int | None = None, models: bool = False) -> None:
         """Delete all files except those of `saves`.
 
-        With `rank`, only that rank's files, and with `models` also the models.
+        With `rank`, only that rank's files, with `models` also the models, and all older saves.
         """
         for path in self._files():
             match = _NAME.fullmatch(path.name)
+            save = int(match[1] or match[2]) if match else -1
             belongs = rank is None
             if match is not None and rank is not None:
-                belongs = models if match[1] else int(match[3]) == rank
-            if belongs and (match is None or int(match[1] or match[2]) not in saves):
+                # Older ones of any rank, because another number of ranks may have left them
+                older = save < min(saves, default=0)
+                belongs = older or (models if match[1] else int(match[3]) == rank)
+            if belongs and save not in saves:
                 path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:

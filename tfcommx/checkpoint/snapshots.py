@@ -304,6 +304,8 @@ class Snapshots:
         self._began_finite = self.supervised is not None and not not_finite_in(self.model)
         if checkpoint is not None and checkpoint.source == "memory":
             self._whole, self._next = checkpoint.head.save, checkpoint.head.save + 1
+            # At once, because a host that was lost had the mirrors of others
+            self._due = self.every is not None
         # An earlier `fit` of this process has reported its checkpoint
         if self._link is not None and (checkpoint is not None or not counted):
             self._link.say(

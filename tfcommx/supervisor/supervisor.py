@@ -244,7 +244,9 @@ class Supervisor:
             self._hosts.let_leave(host)
 
     def _first_step_line(self, generation: Generation) -> str:
-        before = self.generations[-2]
+        earlier = self.generations[-2::-1]
+        # One that was lost before its first step has no steps to compare with
+        before = next((other for other in earlier if other.steps is not None), earlier[0])
         seconds = f"{pause_before(generation, before):.1f} s after the last one"
         if generation.resumed is None:
             return f"Generation {generation.number} has taken its first step, {seconds}."

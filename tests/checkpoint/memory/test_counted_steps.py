@@ -11,8 +11,10 @@ import pytest
 
 import tfcommx as cx
 from tfcommx.checkpoint import callback as module
+from tfcommx.checkpoint import snapshots as snapshots_module
 from tfcommx.checkpoint.callback import Checkpoint
 from tfcommx.checkpoint.files import Head
+from tfcommx.checkpoint.newest import Newest
 from tfcommx.collectives.threads import ThreadComm
 from tfcommx.core import Topology
 
@@ -47,8 +49,8 @@ def test_snapshots_need_whole_steps(tmp_path: Path) -> None:
 class Recorded(cx.checkpoint.Snapshots):
     """Snapshots of one rank as a thread, of which only the heads are recorded."""
 
-    def __init__(self, comm: ThreadComm) -> None:
-        self._comm, self.every, self.total, self._next = comm, 1, 0, 7
+    def __init__(self, comm: ThreadComm, every: int = 1) -> None:
+        self._comm, self.every, self.total, self._next = comm, every, 0, 7
         self.supervised = SimpleNamespace(run="a run", generation=2)  # type: ignore[assignment]
         self._due, self._until, self._link, self._writing, self._said = False, 0, None, None, 0.0
         self.heads: list[Head] = []
@@ -58,6 +60,25 @@ class Recorded(cx.checkpoint.Snapshots):
 
     def _capture(self, head: Head) -> None:
         self.heads.append(head)
+
+
+def test_a_generation_mirrors_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost host had the mirrors of another, whose loss some steps later lost the snapshot."""
+    found = Newest(Head(3, -1, 1, 15, 20), tmp_path, "memory")
+    monkeypatch.setattr(snapshots_module, "newest_of_run", lambda folder: found)
+    monkeypatch.setattr(snapshots_module, "restored", lambda model: found)
+
+    def work(comm: ThreadComm) -> list[Head]:
+        snapshots = Recorded(comm, every=100)
+        snapshots.folder, snapshots.model = tmp_path, SimpleNamespace(weights=[])
+        snapshots.load()
+        snapshots.after_step(0, 16, 20)
+        return snapshots.heads
+
+    ((head,),) = ThreadComm.run(Topology(1, 1), work)
+    assert (head.save, head.step) == (4, 16)
 
 
 def test_all_ranks_write_the_notes_of_rank_0() -> None:

@@ -126,6 +126,18 @@ def test_a_file_under_way_does_not_count(tmp_path: Path) -> None:
     assert not [path for path in place.path.iterdir() if path.suffix == ".part"]
 
 
+def test_files_of_ranks_that_have_gone_are_deleted_with_their_save(tmp_path: Path) -> None:
+    """After the loss of a host they filled the memory until the next restart."""
+    place = SnapshotFolder(tmp_path / "memory", Path("run"))
+    fill(place, head(3, ranks=4), [0, 1, 2, 3])
+    fill(place, head(4), [0, 1])
+    place.keep({3, 4}, 0)  # While save 4 is written
+    assert choose([place.held()]) == head(4) and len(list(place.path.iterdir())) == 8
+    fill(place, head(5), [0])
+    place.keep({4, 5}, 0)
+    assert {path.name for path in place.path.iterdir()} == {*needed(head(4)), *needed(head(5))[:2]}
+
+
 @pytest.mark.parametrize("name", ["../model-0001.npz", "model-0001.keras", "/etc/passwd", ""])
 def test_other_names_are_refused(name: str, tmp_path: Path) -> None:
     with (
