@@ -166,6 +166,15 @@ def test_an_error_of_horovodrun_itself_is_shown_as_it_is(capsys):
     )
 
 
+@pytest.mark.extended
+def test_a_keras_that_cannot_be_imported_is_named(capsys, monkeypatch):
+    """horovodrun's message asked to build Horovod again, with Gloo."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    text = TRACEBACK_OF_HOROVODRUN + "ValueError: Gloo support has not been built.\n"
+    failure = shown(text, capsys)[2]
+    assert "jax" in failure and "Set KERAS_BACKEND=tensorflow" in failure
+
+
 def test_a_host_without_an_answer_is_named_with_what_to_do(capsys):
     text = "ssh not successful for host node7:\nconnect: timed out\n\n" + TRACEBACK_OF_HOROVODRUN
     failure = shown(text, capsys)[2]

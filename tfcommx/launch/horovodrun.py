@@ -191,6 +191,20 @@ def environment() -> dict[str, str]:
     return {**variables, "PATH": search_path(), "PYTHONIOENCODING": "utf-8"}
 
 
+def error_of_import() -> str:
+    """Return the error of Horovod's import in the launcher's environment; empty if there is none.
+
+    horovodrun counts any such error as a Horovod without Gloo or MPI.
+    """
+    # In another process, because this one does not load TensorFlow
+    check = "from tfcommx.collectives.horovod import import_horovod; import_horovod()"
+    command = [sys.executable, "-c", check]
+    tried = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, errors="replace", check=False
+    )
+    return tried.stderr.strip().rpartition("\n")[2] if tried.returncode else ""
+
+
 def on_end_signals(handle: Callable[[int, FrameType | None], None]) -> None:
     """Handle the signals that end a run, except those that are ignored, as by nohup.
 
@@ -346,6 +360,8 @@ class Running:
                     killed.status,
                 )
             reason = lines.launcher_error()
+            if "support has not been built" in reason:
+                reason = error_of_import() or reason
             if lines.has_ranks:  # mpirun names none of them with --enable-recovery
                 parts = [f"`{words}` ended with status {status}.", *lines.missing[:1], reason]
                 return LaunchError(" ".join(part.strip() for part in parts if part), status)
