@@ -129,3 +129,30 @@ def test_a_function_among_custom_objects_is_keras_3s_error_and_the_remedy_works(
     x, y = batch(comm.rank, rows=8)
     assert np.isfinite(loaded.evaluate(x, y, verbose=0))
     assert int(loaded.optimizer.iterations) == 5 and same_on_all_ranks(comm, loaded)
+
+
+def test_a_loss_over_gathered_features(comm: Comm) -> None:
+    """Horovod averages the gradient behind an all-gather; docs/how-to/move-from-horovod.md."""
+    import horovod.tensorflow as hvd
+
+    x = np.random.default_rng(3).normal(size=(comm.topology.size, 4, 6))
+
+    def gradient(inputs: np.ndarray, gather: Any, first: int) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            features = tf.matmul(inputs, table)
+            logits = tf.matmul(features, gather(features**2), transpose_b=True)
+            labels = first + np.arange(len(inputs))
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            loss = tf.reduce_mean(losses)
+        return tape.gradient(loss, table)
+
+    def gather(features: tf.Tensor) -> tf.Tensor:
+        gathered = hvd.allgather(features)
+        fixed = tf.stop_gradient(gathered)
+        return fixed + cx.size() * (gathered - fixed)
+
+    table = tf.Variable(np.eye(6, 3))
+    expected = table.numpy() - gradient(x.reshape(-1, 6), tf.identity, 0).numpy()
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(1.0), cx.Scheme())
+    optimizer.apply([gradient(x[comm.rank], gather, 4 * comm.rank)], [table])
+    np.testing.assert_allclose(table.numpy(), expected, rtol=1e-6, atol=1e-7)
