@@ -72,3 +72,10 @@ def test_a_script_that_hides_horovod_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delitem(sys.modules, "horovod.tensorflow")
     with pytest.raises(cx.LaunchError, match=r"/home/me/horovod\.py.*Rename"):
         import_horovod()
+
+
+def test_a_model_of_keras_2_is_refused_in_words() -> None:
+    """As transformers' models for TensorFlow: BroadcastState lacked a private method of Keras 2."""
+    model = type("TFBert", (), {"__module__": "tf_keras.src.engine.training"})()
+    with pytest.raises(cx.ConfigurationError, match=r"Received TFBert, .*tf_keras"):
+        cx.callbacks.BroadcastState().set_model(model)

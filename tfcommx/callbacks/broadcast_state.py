@@ -134,6 +134,12 @@ class BroadcastState(keras.callbacks.Callback):
         self._elsewhere: dict[keras.optimizers.Optimizer, int] = {}
 
     def set_model(self, model: keras.Model) -> None:
+        """Refuse a model of Keras 2, whose `fit` would miss a private method of its callbacks."""
+        if any(base.__module__.startswith("tf_keras") for base in type(model).__mro__):
+            raise ConfigurationError(
+                f"A model of Keras 3 is required. Received {type(model).__name__}, a model of "
+                "tf_keras, which is Keras 2. Build it by keras, and unset TF_USE_LEGACY_KERAS."
+            )
         super().set_model(model)
         self.metrics.set_model(model)
 
