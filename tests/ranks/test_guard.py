@@ -100,6 +100,26 @@ def test_unequal_rates_in_a_short_run_are_named_at_its_end(
     assert all("on rank 0" in record.getMessage() for record in named)
 
 
+def test_weights_that_one_rank_sets_in_a_short_run_are_named_at_its_end(
+    comm: Comm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The guard's next check was due after the run: ranks ended with different weights."""
+
+    def halve(epoch: int, logs: Any) -> None:
+        if comm.rank:
+            net.layers[0].kernel.assign(net.layers[0].kernel / 2)
+
+    net = compiled(wrapped(every=100), run_eagerly=True)
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        fit(net, comm, callbacks.BroadcastState(), epochs=1)
+        assert "Replicas differ" not in caplog.text
+        setting = keras.callbacks.LambdaCallback(on_epoch_end=halve)
+        fit(net, comm, callbacks.BroadcastState(), setting, epochs=1)
+    named = [record for record in caplog.records if "hidden/kernel" in record.getMessage()]
+    assert len(named) == (comm.topology.size > 1)
+    assert all("rank 0 against rank" in record.getMessage() for record in named)
+
+
 @pytest.mark.exhaustive  # test_replica_guard.py disarms it
 def test_without_the_guard_ranks_drift_apart_in_silence(comm: Comm) -> None:
     if comm.topology.size == 1:

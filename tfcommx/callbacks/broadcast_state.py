@@ -52,6 +52,7 @@ from tfcommx.optim.step_boundary import (
 from tfcommx.optim.wrapped import (
     agree_on_loss_scale,
     agree_on_names,
+    difference_of_replicas,
     exchanger_in,
     optimizers_elsewhere,
     shared_state,
@@ -334,6 +335,9 @@ class BroadcastState(keras.callbacks.Callback):
         self._compare_epoch(None)
         self._compare_outputs(None)
         restore_train_step(self.model)
+        # The guard's next check may come after the end of the run
+        if not self.rates_differ and (difference := difference_of_replicas(self.model)):
+            log.warning("%s", difference)
         take_centre(self.model)
         self._drop_residuals_of_later_epochs()
 

@@ -173,6 +173,20 @@ def agree_on_names(model: keras.Model, root: int) -> None:
             names.rename(model.weights, of_root)
 
 
+def difference_of_replicas(model: keras.Model) -> str:
+    """Return the difference between the ranks' trained weights; empty if they are equal.
+
+    **Ranks:** all, after the same step.
+    """
+    differences = []
+    for optimizer in optimizers_in(model):
+        exchanger = exchanger_in(optimizer)
+        trained = [part for part in model.trainable_variables if last_exchanger(part) is exchanger]
+        weights = exchanger.names.weights_of(trained)
+        differences.append(exchanger.guard.replicas.compare_now(weights, steps_of(optimizer)))
+    return " ".join(filter(None, differences))
+
+
 def agree_on_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
     """Make a LossScaleOptimizer that Keras put around a wrapped optimizer agree with other ranks.
 

@@ -114,6 +114,19 @@ class ReplicaGuard:
                 lambda: None,
             )
 
+    def compare_now(self, weights: Mapping[str, tf.Variable], steps: int) -> str:
+        """Return the difference between the replicas after a step; empty if there is none.
+
+        **Ranks:** all, outside of traced code. **Cost:** three passes over the weights.
+        """
+        if not (self._on and self._compares_weights):
+            return ""
+        sums = _sums(list(weights.values())).numpy().tolist() if weights else []
+        rows = self._comm.gather_objects([0, steps, *sums])
+        if all(row == rows[0] for row in rows) or len({*map(len, rows)}) > 1:
+            return ""
+        return describe(np.array(rows), list(weights), equal_before=True)
+
     def _compare(
         self, sums: tf.Tensor, learning_rate: tf.Tensor, steps: tf.Tensor, names: Sequence[str]
     ) -> None:
