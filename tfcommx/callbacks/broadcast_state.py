@@ -33,7 +33,7 @@ from tfcommx.keras_internals.models import (
 )
 from tfcommx.keras_internals.optimizers import has_schedule, steps_of
 from tfcommx.keras_internals.step import build_early
-from tfcommx.optim.broadcast import broadcast_values, require_root
+from tfcommx.optim.broadcast import broadcast_values, require_no_replicas, require_root
 from tfcommx.optim.layers import SyncBatchNormalization
 from tfcommx.optim.replica_forms import (
     require_equal_adapted,
@@ -146,6 +146,8 @@ class BroadcastState(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Compare steps, epochs and models of all ranks, and broadcast built models."""
+        with self.model.distribute_strategy.scope():
+            require_no_replicas()
         params = self.params or {}
         built = [layer.built for layer in layers_of(self.model)]
         # A `fit` that was interrupted may have left its own

@@ -22,6 +22,7 @@ from tfcommx.keras_internals.momenta import SendsMomentum
 from tfcommx.keras_internals.optimizers import copy_state, copy_with, inner_optimizer, plain_copy
 from tfcommx.keras_internals.shards import UpdatesShards, require_shardable
 from tfcommx.keras_internals.step import AgreedLossScale, ExchangesGradients
+from tfcommx.optim.broadcast import require_no_replicas
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.strategies.strategy import Strategy
@@ -158,7 +159,7 @@ def DistributedOptimizer(
     strategy with replicas; in the first step for a budget that nothing fits.
     """
     _check_optimizer(optimizer)
-    _check_scope()
+    require_no_replicas()
     strategy, inner = strategy_of(strategy), inner_optimizer(optimizer)
     uses_ema = getattr(inner, "use_ema", False)
     if uses_ema and not strategy.in_lock_step:
@@ -261,17 +262,4 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         raise ConfigurationError(
             f"A plain optimizer is required. Received {optimizer.name!r}, which is wrapped "
             "already. Wrap it once."
-        )
-
-
-def _check_scope() -> None:
-    """Refuse a scope whose variables have replicas, which each rank's exchange does not know."""
-    scope = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
-    if scope is None or isinstance(scope, tf.distribute.OneDeviceStrategy):
-        return
-    if process.current().topology.size > 1:
-        raise ConfigurationError(
-            "On several ranks each process trains one replica, outside of tf.distribute's scopes. "
-            f"Received the scope of a {type(scope).__name__}. Make model and optimizer outside of "
-            "`strategy.scope()`: the launcher starts a process for each GPU."
         )

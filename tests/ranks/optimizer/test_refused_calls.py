@@ -63,6 +63,13 @@ def test_a_scope_of_replicas_is_refused_on_several_ranks(comm: Comm) -> None:
             return
         with pytest.raises(cx.ConfigurationError, match="MirroredStrategy"):
             cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        net = model()
+    # Keras's error, "Mixing different tf.distribute.Strategy objects", gave no remedy
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+    begin = cx.callbacks.BroadcastState()
+    begin.set_model(net)
+    with pytest.raises(cx.ConfigurationError, match="MirroredStrategy"):
+        begin.on_train_begin()
 
 
 def test_xla_is_refused_in_custom_loops_and_turned_off_in_fit(comm: Comm) -> None:
