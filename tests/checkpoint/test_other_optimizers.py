@@ -13,12 +13,18 @@ import tfcommx as cx
 from tfcommx.core import CheckpointError
 
 
-def trained(name: str, strategy: str = "synchronous", **options: Any) -> keras.Model:
+def compiled(name: str, strategy: str = "synchronous", **options: Any) -> keras.Model:
     cx.init()
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="out")], name="net")
     optimizer = getattr(keras.optimizers, name)(0.1, **options)
     wrapped = cx.DistributedOptimizer(optimizer, strategy=strategy)
     model.compile(wrapped, loss="mse", jit_compile=False)
+    wrapped.build(model.trainable_variables)
+    return model
+
+
+def trained(name: str, strategy: str = "synchronous", **options: Any) -> keras.Model:
+    model = compiled(name, strategy, **options)
     model.fit(np.ones((4, 4)), np.zeros((4, 3)), verbose=0)
     return model
 
@@ -36,6 +42,27 @@ def test_the_state_of_another_optimizer_is_refused(
         cx.checkpoint.restore(trained(name, strategy), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "strategy", "saved", "options"),
+    [
+        ("SGD", "sharded", {"momentum": 0.9}, {}),
+        ("SGD", "sharded", {}, {"gradient_accumulation_steps": 2}),
+        ("SGD", "synchronous", {"momentum": 0.9}, {"use_ema": True}),
+        ("RMSprop", "synchronous", {"momentum": 0.9}, {"centered": True}),
+    ],
+)
+def test_other_state_of_the_same_optimizer_is_refused(
+    name: str, strategy: str, saved: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """With "sharded" the state began anew; as many variables were taken for others.
+
+    Moving averages of the weights were then momenta, and mean gradients of RMSprop, too.
+    """
+    cx.checkpoint.save(compiled(name, strategy, **saved), tmp_path, 0)
+    with pytest.raises(CheckpointError, match="learning_rate"):
+        cx.checkpoint.restore(compiled(name, strategy, **options), tmp_path)
+
+
 def test_the_state_of_a_base_or_a_subclass_is_restored(tmp_path: Path) -> None:
     model = trained("AdamW")
     cx.checkpoint.save(model, tmp_path, 0)
@@ -43,3 +70,15 @@ def test_the_state_of_a_base_or_a_subclass_is_restored(tmp_path: Path) -> None:
     cx.checkpoint.restore(again, tmp_path)
     for saved, loaded in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
         np.testing.assert_array_equal(saved.numpy(), loaded.numpy())
+
+
+def test_the_state_of_shards_is_restored_without_shards(tmp_path: Path) -> None:
+    """It was compared with the shards of rank 0, and refused as another optimizer's."""
+    model = compiled("Adam", "sharded")
+    model.optimizer.apply([np.ones(weight.shape) for weight in model.weights], model.weights)
+    cx.checkpoint.save(model, tmp_path, 0)
+    again = compiled("Adam")
+    cx.checkpoint.restore(again, tmp_path)
+    whole = model.optimizer.whole_values()
+    for saved, loaded in zip(whole, again.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(saved, loaded.numpy())

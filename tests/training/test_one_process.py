@@ -268,6 +268,20 @@ def test_what_was_measured_is_scaled_and_never_lost(
         assert made.timing.seconds["compute"] == 3.0
 
 
+def test_another_number_of_steps_is_said_also_at_the_same_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Step 1 of 16 is step 1 of 21, after fewer samples: some came twice without a word."""
+    asked = recipe(tmp_path / "none.npz", batch=3)
+    comm = SimpleNamespace(rank=0, topology=Topology(1, 1))
+    here = Run(asked, tmp_path, comm, None, Classification(1, 3), (21,))  # type: ignore[arg-type]
+    for before, warned in ((21, False), (16, True)):
+        saved = checkpoint.Head(save=1, epoch=0, step=1, steps=before, ranks=1)
+        with caplog.at_level(logging.WARNING, "tfcommx"):
+            assert first_position(here, saved) == Position(1, 1)
+        assert ("some samples come twice" in caplog.text) == warned
+
+
 def test_a_run_resumed_with_fewer_epochs_has_ended(tmp_path: Path) -> None:
     """After a save in the middle of an epoch, rank 0 alone ended with an IndexError."""
     asked = recipe(tmp_path / "none.npz", batch=20)

@@ -19,7 +19,12 @@ from tfcommx.checkpoint.state import copy_optimizer, exact_arrays, saved_by_kera
 from tfcommx.collectives import process
 from tfcommx.core import CheckpointError, replacing
 from tfcommx.keras_internals.models import all_generators, recurrent_states, statistics_of
-from tfcommx.keras_internals.optimizers import kinds_of, trainable_variables, unlisted
+from tfcommx.keras_internals.optimizers import (
+    kinds_of,
+    state_kinds,
+    trainable_variables,
+    unlisted,
+)
 from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.gradient_state import GradientState, Vectors
 from tfcommx.strategies.strategy import CommonState
@@ -53,8 +58,9 @@ class OptimizerRecord(NamedTuple):
     common: CommonState = {}  # noqa: RUF012 - never changed
     # The optimizer's state, if Keras does not save it; only rank 0 writes it
     state: dict[str, np.ndarray] = {}  # noqa: RUF012 - never changed
-    # Names of the optimizer's class and its bases
+    # Names of the optimizer's class and its bases; kinds of its state
     kinds: list[str] = []  # noqa: RUF012 - never changed
+    state_kinds: list[str] = []  # noqa: RUF012 - never changed
 
     @property
     def variables(self) -> set[str]:
@@ -82,6 +88,7 @@ def record_of(
         common=exchanger.common_state() if exchanger.comm.rank == 0 else {},
         state=copy_optimizer(optimizer) if writes_state else {},
         kinds=kinds_of(optimizer),
+        state_kinds=state_kinds(optimizer),
     )
 
 

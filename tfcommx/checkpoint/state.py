@@ -53,7 +53,7 @@ def exact_arrays(model: keras.Model) -> dict[str, np.ndarray]:
     lost = _lost(model, digests)
     content = {
         "weights": digests,
-        "optimizers": [_digests(wrapped.variables) for wrapped in wrapped_optimizers(model)],
+        "optimizers": [_digests(_state_of(wrapped)) for wrapped in wrapped_optimizers(model)],
         "tables": tables_of(model),
     }
     arrays = {f"exact{position}": wide(values[position]) for position in lost}
@@ -132,6 +132,16 @@ def _lost(model: keras.Model, digests: Sequence[str]) -> list[int]:
         else:
             lost.add(position)
     return sorted(lost)
+
+
+def _state_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Return an optimizer's state as Keras's file has it: of whole variables, in order."""
+    if not hasattr(inner_optimizer(optimizer), "whole_values"):
+        return list(optimizer.variables)
+    # Not the shards of this rank, because another strategy has none
+    store: dict[str, Any] = {}
+    optimizer.save_own_variables(store)
+    return list(store.values())
 
 
 def _digests(variables: Sequence[Any]) -> list[str]:

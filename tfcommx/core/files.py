@@ -86,7 +86,7 @@ def reading(
         # An inner `reading` has named the file already
         if isinstance(problem, error) and str(path) in str(problem):
             raise
-        text = " ".join(str(problem).split())[:200].removesuffix(".")
+        text = " ".join(str(problem).split())[:300].removesuffix(".")
         name = "" if isinstance(problem, TfcommxError) else f"{type(problem).__name__}: "
         raise error(f"{kind} is required in {path}. Received {name}{text}. {remedy}") from problem
 

@@ -315,6 +315,20 @@ def slots_of(
     return {name: slot for name, slot in slots.items() if any(part is not None for part in slot)}
 
 
+def state_kinds(optimizer: keras.optimizers.Optimizer) -> list[str]:
+    """Return the kinds of state that an optimizer's options have given it, once it is built.
+
+    >>> sgd = keras.optimizers.SGD(momentum=0.9, use_ema=True)
+    >>> sgd.build([keras.Variable([1.0])])
+    >>> state_kinds(sgd)
+    ['learning_rate', 'model_variables_moving_average', 'momentums']
+    """
+    optimizer = inner_optimizer(optimizer)
+    kinds = {name.lstrip("_") for name in slots_of(optimizer)}
+    kinds |= {"schedule" if has_schedule(optimizer) else "learning_rate"}
+    return sorted(kinds | {"accumulated_gradients"} if accumulated_gradients(optimizer) else kinds)
+
+
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Return the moving averages that an optimizer keeps of its weights; none without `use_ema`."""
     averages = getattr(inner_optimizer(optimizer), "_model_variables_moving_average", [])

@@ -181,7 +181,8 @@ def first_position(run: Run, saved: checkpoint.Head | None) -> Position:
     # At the same fraction of the epoch, which has another number of steps with another number of
     # ranks or another batch
     step = scaled_steps(saved.step, run, saved)
-    if step != saved.step and run.comm.rank == 0:
+    # Also if the number of the step is the same, because it follows fewer or more samples
+    if saved.step and saved.steps not in (0, run.steps_of(epoch)) and run.comm.rank == 0:
         ranks, batch = run.comm.topology.size, run.recipe.batch(run.recipe.phase_of_epoch()[epoch])
         log.warning(
             "The checkpoint was saved after step %d of %d; with %d ranks and a global batch of %d "
