@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import keras
-import tensorflow as tf
 
 from tfcommx.collectives import process
 from tfcommx.core import AUTO, ConfigurationError, Links, Plan, Profile, Scheme
