@@ -84,6 +84,23 @@ def test_rank_0_names_the_others_if_none_comes() -> None:
         meet(ClusterEnvironment("srun", 0, 2, None, "localhost", port), 0.5)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+@pytest.mark.parametrize("user", [0, 4711])
+def test_a_process_of_another_user_of_this_host_is_no_rank(user: int) -> None:
+    """Two users with one MASTER_PORT trained each other's model: their ranks were exchanged."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        os.seteuid(user)
+        try:
+            called = socket.create_connection(server.getsockname())
+        finally:
+            os.seteuid(0)
+        with called:
+            caller = Caller(Handshake("", ""), server.accept()[0], (1, "red", None), "")
+            is_rank = rendezvous._arrival(caller) is not None
+            assert is_rank == (user == 0)
+            caller.connection.close()
+
+
 def test_two_processes_with_one_number_are_refused() -> None:
     port = free_port()
     number = [0, 1, 1]

@@ -19,9 +19,11 @@ import itertools
 import os
 import queue
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfcommx.collectives.horovod import serve_rendezvous
@@ -161,14 +163,29 @@ def _arrival(caller: Caller) -> Arrival | None:
     try:
         rank, host, local_rank = caller.said
         numbers = rank, 0 if local_rank is None else local_rank
-        if not is_host_name(host) or {type(number) for number in numbers} != {int}:
-            raise ValueError("a stranger")
         connection = caller.connection
+        right = is_host_name(host) and {type(number) for number in numbers} == {int}
+        if not right or _is_of_another_user(connection):
+            raise ValueError("a stranger")
         reached, caller_address = connection.getsockname()[0], connection.getpeername()[0]
         return Arrival(rank, host, local_rank, reached, caller_address, caller)
     except NO_PARTNER:
         caller.connection.close()
         return None
+
+
+def _is_of_another_user(connection: socket.socket) -> bool:
+    """Return True if another user of this host, except root, is at the other end."""
+    # Such as two users who copy the same MASTER_PORT: each had a rank of the other's launch
+    ends = [
+        f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"
+        for address, port in (connection.getpeername(), connection.getsockname())
+    ]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/tcp").read_text().splitlines():
+            if (columns := line.split())[1:3] == ends:  # The last: users outside of a namespace
+                return int(columns[7]) not in (os.geteuid(), 0, 65534)
+    return False  # On another host
 
 
 def _problem(cluster: ClusterEnvironment, arrivals: dict[int, Arrival], new: Arrival) -> str:
