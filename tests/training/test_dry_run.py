@@ -24,6 +24,8 @@ def test_rows_of_open_length_are_sentences_and_pictures_of_open_sides_are_not() 
     """Of sentences a batch counts word pieces."""
     pictures, labels = dry_run.made_up(PICTURES, outputs=10, batch=6, resolution=8)
     assert pictures.shape == (6, 8, 8, 3) and labels.shape == (6,)
+    others, _ = dry_run.made_up(PICTURES, outputs=10, batch=6, resolution=8, rank=1)
+    assert tf.reduce_any(pictures != others)  # Or BroadcastState warns of data not divided
     inputs, labels = dry_run.made_up(({"source": WORDS}, WORDS), 10, batch=24, resolution=8)
     assert inputs["source"].shape == labels.shape == (3, 8)
 

@@ -79,7 +79,8 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     # The data set is opened only for its size, shapes and types
     spec = run.samples_of(FitCall(number, range(1))).element_spec
     batch_size = run.global_batch(number) // run.comm.topology.size
-    batch = made_up(spec, run.objective.outputs, batch_size, phase.resolution)
+    rank = run.comm.rank
+    batch = made_up(spec, run.objective.outputs, batch_size, phase.resolution, rank)
     # One batch in memory, repeated, so that no step waits for data
     data = without_autotune(
         run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat()
@@ -122,7 +123,7 @@ def expected_run(run: Run, number: int, accumulated: int = 1) -> ExpectedRun:
     return run.expected_run(begin, accumulated)._replace(keeps_choice=False)
 
 
-def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> Any:
+def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int, rank: int = 0) -> Any:
     """Return a batch of these shapes and types: floats in [0, 1), integers below `outputs`.
 
     >>> spec = (tf.TensorSpec([None, 4, 4, 1]), tf.TensorSpec([None], tf.int64))
@@ -134,6 +135,7 @@ def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> A
         outputs: classes, or words of the vocabulary.
         batch: of one rank; in word pieces for sentences.
         resolution: of the phase; replaces unknown sizes.
+        rank: the seed, because `BroadcastState` warns of ranks with the same batch.
     """
     # Integer rows of unknown length
     sentences = any(
@@ -146,8 +148,8 @@ def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> A
         first, *sizes = part.shape.as_list() or [None]
         shape = [first or rows, *(size or resolution for size in sizes)]
         if part.dtype.is_floating:
-            return tf.cast(tf.random.stateless_uniform(shape, [1, 2]), part.dtype)
-        integers = tf.random.stateless_uniform(shape, [3, 4], 0, outputs, tf.int64)
+            return tf.cast(tf.random.stateless_uniform(shape, [1, rank]), part.dtype)
+        integers = tf.random.stateless_uniform(shape, [3, rank], 0, outputs, tf.int64)
         return tf.cast(integers, part.dtype)
 
     return tf.nest.map_structure(random_part, spec)
