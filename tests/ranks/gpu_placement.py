@@ -18,7 +18,7 @@ ON_GPUS = {
     *("Slice", "Split", "StridedSlice", "Sub", "Unpack"),
     # Of optimizers, the guard of replicas, and sketches
     *("AssignAddVariableOp", "AssignSubVariableOp", "Bitcast", "DivNoNan", "IdentityN", "If"),
-    *("Maximum", "NotEqual", "Pad", "PartitionedCall", "RealDiv", "Sqrt", "Square", "Sum"),
+    *("Maximum", "NotEqual", "Pack", "Pad", "PartitionedCall", "RealDiv", "Sqrt", "Square", "Sum"),
     # Of rules of selection in plain TensorFlow
     *("GatherV2", "GreaterEqual", "LogicalAnd", "Max", "Min", "Neg", "Shape", "Size"),
     *("StatelessIf", "StatelessRandomUniformIntV2", "StatelessRandomUniformV2", "StatelessWhile"),

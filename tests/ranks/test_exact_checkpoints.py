@@ -146,10 +146,7 @@ def test_a_model_that_cannot_hold_what_was_saved_is_refused(comm: Comm, folder: 
     net.optimizer.build(net.trainable_variables)
     checkpoint.save(net, folder, 0)
     decaying = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
-    with pytest.raises(cx.CheckpointError, match=r"\b5\b.*'adam.*\b6\b"):
-        checkpoint.restore(made(decaying), folder)
-    # The whole reason, in which the file was said to be damaged, too
-    with pytest.raises(cx.CheckpointError, match=r"^A restored\b.*\brate\.$"):
+    with pytest.raises(cx.CheckpointError, match=r"'adam.*\bschedule\b.*\blearning_rate\b"):
         checkpoint.restore(made(decaying), folder)
     with pytest.raises(cx.CheckpointError, match=r"out/kernel'.*bfloat16\[8, 1\]"):
         checkpoint.restore(made(0.1, "bfloat16"), folder)
