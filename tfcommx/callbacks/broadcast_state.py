@@ -33,7 +33,7 @@ from tfcommx.keras_internals.models import (
 )
 from tfcommx.keras_internals.optimizers import has_schedule, steps_of
 from tfcommx.keras_internals.step import build_early
-from tfcommx.optim.broadcast import broadcast_values, require_no_replicas, require_root
+from tfcommx.optim.broadcast import broadcast_values, require_root
 from tfcommx.optim.layers import SyncBatchNormalization
 from tfcommx.optim.replica_forms import (
     require_equal_adapted,
@@ -49,6 +49,7 @@ from tfcommx.optim.step_boundary import (
     consolidate_weights,
     take_centre,
 )
+from tfcommx.optim.step_guard import require_no_replicas
 from tfcommx.optim.wrapped import (
     agree_on_loss_scale,
     agree_on_names,

@@ -230,16 +230,3 @@ def require_same_order(names_by_rank: Sequence[Sequence[str]]) -> None:
 def _layers_in(paths: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the layers in variables' paths, without the numbers that Keras added."""
     return [tuple(map(numbered_stem, path.split("/")[:-1])) for path in paths]
-
-
-def require_no_replicas() -> None:
-    """Refuse a scope whose variables have replicas, which each rank's exchange does not know."""
-    scope = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
-    if scope is None or isinstance(scope, tf.distribute.OneDeviceStrategy):
-        return
-    if process.current().topology.size > 1:
-        raise ConfigurationError(
-            "On several ranks each process trains one replica, outside of tf.distribute's scopes. "
-            f"Received the scope of a {type(scope).__name__}. Make model and optimizer outside of "
-            "`strategy.scope()`: the launcher starts a process for each GPU."
-        )

@@ -21,9 +21,9 @@ from tfcommx.keras_internals.momenta import SendsMomentum
 from tfcommx.keras_internals.optimizers import copy_state, copy_with, inner_optimizer, plain_copy
 from tfcommx.keras_internals.shards import UpdatesShards, require_shardable
 from tfcommx.keras_internals.step import AgreedLossScale, ExchangesGradients
-from tfcommx.optim.broadcast import require_no_replicas
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.requested_plan import ExchangeSettings
+from tfcommx.optim.step_guard import require_no_replicas
 from tfcommx.strategies.strategy import Strategy
 from tfcommx.strategies.table import strategy_of
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import keras
 import tensorflow as tf
 
+from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm, WatchedSum
 from tfcommx.collectives.unwrapped import allow_plain_optimizers
 from tfcommx.core import ConfigurationError
@@ -107,3 +108,16 @@ class StepGuard:
                 f"own step differs in this version, {keras.__version__}. Wrap one of Keras's, or "
                 "one for each part of the model in your own training step."
             )
+
+
+def require_no_replicas() -> None:
+    """Refuse a scope whose variables have replicas, which each rank's exchange does not know."""
+    scope = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    if scope is None or isinstance(scope, tf.distribute.OneDeviceStrategy):
+        return
+    if process.current().topology.size > 1:
+        raise ConfigurationError(
+            "On several ranks each process trains one replica, outside of tf.distribute's scopes. "
+            f"Received the scope of a {type(scope).__name__}. Make model and optimizer outside of "
+            "`strategy.scope()`: the launcher starts a process for each GPU."
+        )
