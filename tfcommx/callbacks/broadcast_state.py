@@ -105,7 +105,8 @@ class BroadcastState(keras.callbacks.Callback):
 
     **Ranks:** all. **Cost:** the model's bytes are broadcast once; twice if a layer was not built
     or with Keras's BackupAndRestore; the first batch is sent to all ranks, for one forward pass
-    outside of a graph; two small exchanges on the host per epoch.
+    outside of a graph; two small exchanges on the host per epoch, and at the end of `fit` the
+    replica guard's comparison, of which a warning names differences.
     **Raises:** ConfigurationError if ranks would wait for each other forever: with unequal numbers
     of steps in an epoch, unequal first epochs or unequal last ones, also if one rank stops after an
     epoch. ConfigurationError if the models differ.
