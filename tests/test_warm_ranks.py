@@ -109,7 +109,8 @@ def test_it_ends_as_its_program_does(code: str, status: int) -> None:
     assert errors.endswith({0: "", 1: "no\n", 120: "Bad file descriptor\n"}.get(status, ""))
 
 
-WAIT = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+# In short sleeps, because a signal just before a sleep does not interrupt it
+WAIT = "import os, time; print(os.getpid(), flush=True); [time.sleep(0.05) for _ in range(12000)]"
 TOLD = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(7)); " + WAIT
 
 
