@@ -1,4 +1,4 @@
-"""Which callbacks conflict with those of other ranks; on one rank, with made-up hosts."""
+"""Which callbacks conflict with those of other ranks; on one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import keras
 import pytest
 
 from tfcommx import callbacks
-from tfcommx.callbacks.beside import File, conflicts_of, warn_of_conflicts
+from tfcommx.callbacks.beside import conflicts_of, warn_of_conflicts
 
 NONE = ([], False, [])
 
@@ -24,25 +24,10 @@ def warnings(caplog: pytest.LogCaptureFixture, *rows: tuple) -> list[str]:
     return caplog.messages
 
 
-def row(path: str, host: str, folder: str) -> tuple:
-    return [], False, [tuple(File("CSVLogger", path, host, folder))]
-
-
-@pytest.mark.parametrize(
-    ("second", "told"),
-    [
-        (("/run/a.csv", "node1", "7 7"), True),
-        (("/run/a.csv", "node2", "7 7"), True),  # A file system of both nodes
-        (("/run/a.csv", "node2", "8 8"), False),
-        (("/run/b.csv", "node1", "7 7"), False),
-    ],
-)
-def test_ranks_that_write_one_file_are_told(
-    caplog: pytest.LogCaptureFixture, second: tuple[str, str, str], told: bool
-) -> None:
-    rows = [row("/run/a.csv", "node1", "7 7"), NONE, row(*second)]
-    received = warnings(caplog, *rows)
-    assert [("2 ranks" in text, "0 and 2" in text) for text in received] == [(True, True)] * told
+def test_ranks_that_write_one_file_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [([], False, [("CSVLogger", path)]) for path in ("/run/a.csv", "/run/b.csv")]
+    (text,) = warnings(caplog, rows[0], NONE, rows[0], rows[1])
+    assert "2 ranks" in text and "0 and 2" in text
     assert not warnings(caplog, rows[0])  # One rank
 
 

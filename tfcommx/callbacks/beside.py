@@ -9,11 +9,8 @@ On every rank, in this order:
 """
 
 import os
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from socket import gethostname
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 
@@ -30,16 +27,6 @@ _PATHS = {
 }
 
 
-class File(NamedTuple):
-    """A file or folder that a callback of one rank writes."""
-
-    callback: str
-    path: str
-    # Two ranks write the same file if the path and one of these are equal
-    host: str
-    folder: str
-
-
 def conflicts_of(
     callbacks: Sequence[keras.callbacks.Callback], average: type, in_lock_step: bool
 ) -> tuple[Any, ...]:
@@ -52,13 +39,13 @@ def conflicts_of(
 
     Returns:
         Names of callbacks that read metrics before they are averaged; True if TerminateOnNaN has no
-        AgreeOnStop behind it; the fields of each `File`.
+        AgreeOnStop behind it; class and path of those that write a file or folder.
     """
     averages = _positions(callbacks, AverageMetrics, average)
     early = callbacks[: min(averages, default=0)]
     stops = _positions(callbacks, keras.callbacks.TerminateOnNaN)
     agreements = _positions(callbacks, AgreeOnStop)
-    files = [tuple(file) for callback in callbacks for file in _files(callback)]
+    files = list(filter(None, map(_file, callbacks)))
     if not in_lock_step:
         return [], False, files
     deciding = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
@@ -92,14 +79,21 @@ def warn_of_conflicts(rows: Sequence[tuple[Any, ...]]) -> None:
             "TerminateOnNaN stops only the ranks that have the NaN in their loss, and the others "
             "would wait for them. Put cx.callbacks.AgreeOnStop() behind it."
         )
-    for (name, path), ranks in _written_together(files).items():
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, of_rank in enumerate(files):
+        for file in dict.fromkeys(of_rank):
+            ranks_of.setdefault(file, []).append(rank)
+    for (name, path), ranks in ranks_of.items():
+        if len(ranks) == 1:
+            continue
         remedy = (
             'Give each rank a separate folder, such as f"backup/{cx.rank()}".'
             if name == "BackupAndRestore"
             else "Add it on rank 0 alone: if cx.is_chief(): callbacks.append(...)."
         )
         log.warning(
-            "%s writes %s on %d ranks at once, such as %d and %d, which can damage it. %s",
+            "%s writes %s on %d ranks at once, such as %d and %d, which can damage it if they "
+            "share its file system. %s",
             name,
             path,
             len(ranks),
@@ -112,44 +106,11 @@ def _positions(callbacks: Sequence[keras.callbacks.Callback], *classes: type) ->
     return [position for position, part in enumerate(callbacks) if isinstance(part, classes)]
 
 
-def _files(callback: keras.callbacks.Callback) -> list[File]:
-    """Return the file or folder that a callback of Keras writes; none for others."""
+def _file(callback: keras.callbacks.Callback) -> tuple[str, str] | None:
+    """Return the class of a callback of Keras, and the file or folder that it writes, if any."""
     for name, attribute in _PATHS.items():
         cls = getattr(keras.callbacks, name, None)  # Not each version of Keras has all
         if cls is not None and isinstance(callback, cls):
             path = os.fspath(getattr(callback, attribute))
-            # An address is the same file on all hosts
-            if "://" in path:
-                return [File(name, path, "", "")]
-            whole = Path(path).absolute()
-            return [File(name, str(whole), gethostname(), _identity(whole))]
-    return []
-
-
-def _identity(path: Path) -> str:
-    """Return a text that two hosts have in common if the path is on a file system of both."""
-    # The nearest parent that exists, because the callback may make the others
-    for folder in path.parents:
-        try:
-            status = folder.stat()
-        except OSError:
-            continue
-        # With the time, because folders of two file systems may have the same inode number
-        return f"{status.st_ino} {status.st_ctime_ns}"
-    return ""
-
-
-def _written_together(files: Sequence[Any]) -> dict[tuple[str, str], list[int]]:
-    """Return (callback, path) -> the ranks that write the same file, if these are several."""
-    by_path: dict[tuple[str, str], list[tuple[int, File]]] = {}
-    for rank, of_rank in enumerate(files):
-        for file in map(File._make, of_rank):
-            by_path.setdefault((file.callback, file.path), []).append((rank, file))
-    together = {}
-    for key, rows in by_path.items():
-        hosts = Counter(file.host for _, file in rows)
-        folders = Counter(file.folder for _, file in rows)
-        ranks = [rank for rank, file in rows if max(hosts[file.host], folders[file.folder]) > 1]
-        if len(set(ranks)) > 1:
-            together[key] = sorted(set(ranks))
-    return together
+            return name, path if "://" in path else os.path.abspath(path)
+    return None
