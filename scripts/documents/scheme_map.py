@@ -1,4 +1,4 @@
-"""The tables of docs/how-to/choose-a-scheme.md: the map of schemes, and CommLib beside it.
+"""The tables of docs/how-to/choose-a-scheme.md and docs/laboratory/scheme_map.md, and CommLib's.
 
 A cell of the map is a model on a number of nodes of one kind, at one rate between them. In each the
 fastest scheme is recommended of those that lose no more than the reader accepts; one that stands
