@@ -14,9 +14,9 @@ from tfcommx.optim.wrapped import trains_alone
 class AgreeOnStop(keras.callbacks.Callback):
     """Stop on all ranks, after the same step, if a callback on any rank stops the training.
 
-    For TerminateOnNaN, or callbacks of the user; the other ranks would wait forever for the stopped
+    For TerminateOnNaN, or callbacks of the user, because the other ranks would wait for the stopped
     rank. It must be the last in the list, because it reads the decision of the callbacks before it.
-    Not needed if all ranks decide alike, as EarlyStopping does with metrics of AverageMetrics.
+    Not needed if all ranks decide alike, as EarlyStopping does behind BroadcastState.
 
     >>> import keras
     >>> import tfcommx as cx

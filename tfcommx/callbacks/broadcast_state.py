@@ -92,9 +92,9 @@ class BroadcastState(keras.callbacks.Callback):
     vocabularies and class weights, and the state of preprocessing layers that were adapted outside
     of the model. Then each rank calls the model once on rank `root`'s first batch, in inference
     mode, and outputs and loss are compared, because the state of a layer outside of variables, such
-    as a constant of random numbers, may differ under equal weights. A warning says if all ranks
-    have the same first batch, as of data that are not divided between them, and names callbacks of
-    Keras that need another position, or one rank alone.
+    as a constant of random numbers, may differ under equal weights. Warnings report equal first
+    batches on all ranks, because the data may not be divided, and name callbacks of Keras that
+    need another position, or one rank alone.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState()]

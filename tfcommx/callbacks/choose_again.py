@@ -68,8 +68,8 @@ class ChooseAgain(keras.callbacks.Callback):
     If steps take 25 % longer or shorter than after the choice, for 2 * `every` calls of Keras,
     messages between nodes are measured. If three measurements in a row take twice as long, or half
     as long, as after the choice, plans take turns again (docs/explanation/planner.md). Put it
-    behind BroadcastState; Standard and recipes have it. Without effect without an "auto" that
-    chooses, and on one node.
+    behind BroadcastState; Standard and recipes have it. It has no effect on one node, or if no
+    "auto" chooses.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState(), cx.callbacks.ChooseAgain()]

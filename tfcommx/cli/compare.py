@@ -42,7 +42,7 @@ def compare(
         str,
         typer.Option(
             help="Names and YAML files, separated by commas: dense,local_sgd,mine.yaml. Default: "
-            "all shipped methods that the recipe takes."
+            "all built-in methods that fit the recipe."
         ),
     ] = "",
     bandwidths: Annotated[

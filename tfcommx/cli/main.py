@@ -77,8 +77,7 @@ def application(*names: str) -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        help="Data-parallel training where machines are strong and the network between them is "
-        "slow.",
+        help="Train with Horovod and Keras 3 on fast machines that a slow network connects.",
     )
     found.callback()(environment.version)
     for name in names:

@@ -57,7 +57,7 @@ def plan(
         typer.Option(help="Format of selected entries: elias/int8; of all: float16, int8, int4."),
     ] = "plain",
     compression: Annotated[
-        str, typer.Option(help="Also with shorter vectors in place of gradients: powersgd/4.")
+        str, typer.Option(help="Include dense routes with this compression: powersgd/4.")
     ] = "none",
     engine: Annotated[
         str | None,
@@ -77,7 +77,7 @@ def plan(
 ) -> None:
     """Rank the schemes for a model on a cluster by the predicted time of a step.
 
-    With a selection also sums of all entries in 8 and 4 bits, which lose less.
+    With --selection, sums of all entries in 8 and 4 bits are ranked too, because they lose less.
     """
     profile = profile_of(model, gpu, throughput, batch)
     assumptions = Assumptions(measured_time(profile))

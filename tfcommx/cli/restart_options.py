@@ -28,13 +28,13 @@ class RestartOptions(NamedTuple):
     """The options of the command line; None: not given."""
 
     min_np: Annotated[
-        int | None, typer.Option(min=1, help="Restart: ranks at least; default: -np, else 1.")
+        int | None, typer.Option(min=1, help="Restart: least number of ranks; default: -np, or 1.")
     ] = None
     max_np: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Restart: ranks at most; default: -np, or all slots with a discovery script.",
+            help="Restart: largest number of ranks; default: -np, or with a discovery script all slots.",
         ),
     ] = None
     host_discovery_script: Annotated[

@@ -39,7 +39,7 @@ def run(
         str | None, typer.Option("-H", "--hosts", help="Such as node1:4,node2:4.")
     ] = None,
     hostfile: Annotated[
-        Path | None, typer.Option(help="A line a host, such as `node1 slots=4`.")
+        Path | None, typer.Option(help="File with a line per host: `node1 slots=4`.")
     ] = None,
     gloo: Annotated[bool, typer.Option("--gloo", help="Launch over Gloo; the default.")] = False,
     mpi: Annotated[
@@ -49,7 +49,7 @@ def run(
         str | None, typer.Option(help="Networks of all hosts, such as eth0 or eth0,eth1.")
     ] = None,
     ssh_port: Annotated[
-        int | None, typer.Option("-p", "--ssh-port", help="The same on all hosts.")
+        int | None, typer.Option("-p", "--ssh-port", help="Port of ssh, the same on all hosts.")
     ] = None,
     ssh_identity_file: Annotated[
         Path | None, typer.Option("-i", "--ssh-identity-file", help="A private key.")

@@ -120,7 +120,7 @@ class Settings:
         "plain", "Format of selected entries: elias/int8; of all: float16, int8, int4."
     )
     dense_route: str = setting("allreduce", "Route of dense gradients.")
-    compression: str = setting("none", "Shorter vectors in place of gradients: powersgd/4.")
+    compression: str = setting("none", "Compression of the gradients: powersgd/4.")
     merging: str = setting("threshold", "threshold, single, each, mg_wfbp, omgs or optimal.")
     # For the following settings see `simulator.assumptions.Assumptions`
     selection_on: str = setting("compute", "compute (delays the backward pass) or beside.")
@@ -273,7 +273,7 @@ def simulate(
         return
     print(report.draw_text(timeline))
     low, high = (f"{row[name]:.4g}" for name in INTERVAL)
-    print(f"Nine of ten steps that are predicted so take {low} to {high} s.")
+    print(f"Range for nine of ten steps with this prediction: {low} to {high} s.")
     if settings.jitter:
         low, high = (f"{row[name]:.4g}" for name in TENTHS)
         print(f"Ports vary: one step in ten takes less than {low} s, one more than {high} s.")

@@ -22,19 +22,17 @@ def init(
     """Start Horovod with the groups that the routes need; call it instead of `hvd.init()`.
 
     It works under horovodrun (Gloo or MPI), mpirun, srun, torchrun and other launchers that set
-    torchrun's variables, and in a single process without a launcher. On GPUs each process keeps the
-    one with the number of its local rank, with memory growth. A second call returns the same Comm.
+    torchrun's variables, and in a single process without a launcher. Each process uses the GPU
+    whose number is its local rank, with memory growth. A second call returns the same Comm.
 
     Args:
         node_size: ranks that count as one node (>= 1, divides the number of ranks); None: the ranks
             of each host, as the launcher placed them.
         watch_seconds: seconds (> 0) without a response of a rank after which all others end with an
-            error that names it, even if they wait for it in a collective; None: no watch. See
-            watch/liveness.py.
+            error that names it, even if they wait for it in a collective; None: no watch.
         stall_seconds: seconds (> 0) of waiting for ranks that are alive after which every rank logs
             the waiting ranks, the ranks and collectives that they wait for, and the activity of the
             others; after five times as long all end if none of them can continue; None: neither.
-            See watch/stalls.py.
             The environment variable TFCOMMX_STALL_SECONDS overrides it; 0 turns it off.
         stall_limit_seconds: seconds (> 0) of such waiting after which all end with that message;
             None: they continue to wait. TFCOMMX_STALL_LIMIT_SECONDS overrides it. Without

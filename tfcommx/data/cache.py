@@ -145,7 +145,7 @@ SAME_BATCHES = "Pass an equal BatchSpec and equal epochs to `dataset` on every r
 
 
 class DataCache:
-    """One process's view of the node's cache.
+    """Serve images from the node's memory: one process's view of the node's cache.
 
     >>> import numpy as np, tensorflow as tf, tfcommx as cx
     >>> from tfcommx.data.sources import Arrays

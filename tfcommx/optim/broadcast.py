@@ -41,12 +41,11 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     """Give every rank the values that rank `root` has: weights, an optimizer's state.
 
     For custom loops, as `callbacks.BroadcastState` is for `fit`: after everything is built and
-    restored, before the first step. `model.variables` has the seeds of dropout, too: ranks that
-    drop the same entries learn less from a batch. Plans and checkpoints then name the variables
-    as rank `root` does, because a rank that made another model before has other paths. The
-    constants that Keras's Normalization derives from its weights are derived again; other layers
-    that derive some keep the old ones. Variables that each rank has alone stay: the
-    sums of gradients that a wrapped optimizer accumulates, and with strategy="sharded" its state.
+    restored, before the first step. Pass `model.weights`, because `model.variables` includes the
+    seeds of dropout, which should differ between ranks. Plans and checkpoints then name the
+    variables as rank `root` does. Keras's Normalization derives its constants from the new
+    weights; other layers that derive some keep the old ones. The sums of gradients that a wrapped
+    optimizer accumulates, and with strategy="sharded" its state, are not broadcast.
 
     >>> import keras
     >>> import tfcommx as cx

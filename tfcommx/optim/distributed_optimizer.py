@@ -115,7 +115,7 @@ def DistributedOptimizer(
     ...     keras.optimizers.SGD(0.1), strategy=cx.strategies.Rebroadcast(every=100)
     ... )
 
-    By default, `Scheme("auto")`, the first steps are a trial, in which plain Horovod and the two
+    By default, `Scheme("auto")`, the first steps are a trial, in which plain Horovod and the
     plans with the fastest predictions take turns: docs/explanation/planner.md.
 
     Args:
@@ -140,9 +140,9 @@ def DistributedOptimizer(
         check_replicas_every: steps, >= 1, after which the ranks compare weights, learning rate and
             step count, the first step among them; None: never. A difference ends all ranks with an
             error that names the difference, the ranks, and the usual cause.
-        profile: when the gradients of this model are ready, as `cx.profile` or the file that
-            `tfcommx profile` wrote says it; the same on all ranks. For "auto", and for mergings
-            that go by time.
+        profile: the times at which the gradients of this model are ready, from `cx.profile`, or
+            the file that `tfcommx profile` wrote; the same on all ranks. For "auto", and for
+            mergings that depend on times.
 
     Returns:
         A new optimizer of a subclass of the same class. `optimizer.exchanger` holds the residuals
@@ -151,7 +151,7 @@ def DistributedOptimizer(
     **Ranks:** all, with equal arguments; plan and strategy are agreed on the first step.
     **Cost:** of "auto" in a run without a cached choice: a quick measurement of the links (about
     9 MB through each port), some tenths of a second to some seconds of planning, at most 18 steps
-    of the trial, and the tracing of three exchanges in place of one.
+    of the trial, and the tracing of three or four exchanges in place of one.
     **Raises:** RuntimeError before init(). ConfigurationError for a scheme that cannot be carried
     out, momentum in both the scheme and the optimizer, gradients in 1 or 2 bits in front of a
     momentum, an optimizer wrapped twice, or, on several ranks, the scope of a tf.distribute

@@ -22,8 +22,8 @@ from tfcommx.strategies.sharded.strategy import ShardedRun
 def consolidate(optimizer: keras.optimizers.Optimizer | keras.Model) -> None:
     """Make a model ready to be evaluated or saved, under any strategy.
 
-    Weights become whole and equal on all ranks; the state of shards is gathered on rank 0. `fit`
-    does it with the callback BroadcastState at the end of each epoch, and the weights before each
+    Weights become whole and equal on all ranks; the state of shards is gathered on rank 0. In
+    `fit`, BroadcastState does so at the end of each epoch, and for the weights before each
     evaluation.
 
     >>> import keras
@@ -33,7 +33,7 @@ def consolidate(optimizer: keras.optimizers.Optimizer | keras.Model) -> None:
     >>> cx.consolidate(optimizer)
 
     Args:
-        optimizer: wrapped; or a model, all of whose wrapped optimizers are meant.
+        optimizer: wrapped; or a model, for all of its wrapped optimizers.
 
     **Ranks:** all, between the same two steps, outside of traced code. **Cost:** nothing where
     weights are whole and equal after each step; otherwise as the strategy says, and the state of
@@ -65,7 +65,7 @@ def begin_step(optimizer: keras.optimizers.Optimizer, inputs: Any) -> None:
 
     Call it first in the function of the step. Without it, or with a strategy that pulls nothing,
     steps end with whole weights; with it the weights are one update old between steps, until
-    `consolidate`. `fit` does both with the callback BroadcastState.
+    `consolidate`. In `fit`, BroadcastState does both.
 
     >>> import keras
     >>> import tfcommx as cx

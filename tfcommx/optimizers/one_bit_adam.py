@@ -41,7 +41,7 @@ class OneBitAdam(FreezesSecondMoments, keras.optimizers.Adam):
     >>> adam = cx.optimizers.OneBitAdam(0.001)
     >>> optimizer = cx.DistributedOptimizer(adam, cx.Scheme("asa", wire="int1"))
 
-    Without a wrap, v is frozen alike and nothing is sent.
+    Not wrapped, it freezes v in the same way and sends nothing.
 
     Args:
         learning_rate, beta_1, beta_2, epsilon: as in Keras's Adam.

@@ -36,7 +36,7 @@ class OneBitLAMB(FreezesSecondMoments, LAMB):
     >>> lamb = cx.optimizers.OneBitLAMB(0.005, weight_decay=0.01)
     >>> optimizer = cx.DistributedOptimizer(lamb, cx.Scheme("asa", wire="int1"))
 
-    Without a wrap, v is frozen alike and nothing is sent.
+    Not wrapped, it freezes v in the same way and sends nothing.
 
     Args:
         learning_rate: as in `cx.optimizers.LAMB`.
