@@ -34,7 +34,7 @@ class RestartOptions(NamedTuple):
         int | None,
         typer.Option(
             min=1,
-            help="Restart: largest number of ranks; default: -np, or with a discovery script all slots.",
+            help="Restart: most ranks; default: -np, or all slots with a discovery script.",
         ),
     ] = None
     host_discovery_script: Annotated[
