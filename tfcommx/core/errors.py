@@ -1,4 +1,4 @@
-"""The errors of tfcommx, which all derive from TfcommxError, and the logger of its warnings.
+"""The errors that derive from TfcommxError, and the logger of tfcommx's warnings.
 
 A message has the requirement, the value received, the rank or variable, and the remedy.
 
@@ -17,7 +17,7 @@ log = logging.getLogger("tfcommx")
 
 
 class TfcommxError(Exception):
-    """Base of all errors that tfcommx raises for users; the message names the remedy."""
+    """Base of the errors of settings, launches, ranks, data and checkpoints, with their remedy."""
 
 
 # In place of the other base's constructor, such as ValueError's: AutoGraph, which converts a user's
