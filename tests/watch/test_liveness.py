@@ -190,6 +190,23 @@ def test_after_a_rank_has_died_the_process_ends_without_waiting_for_it(
         assert statuses == [0] and theirs.recv(100) == b"bye\n" * 3
 
 
+def test_a_rank_that_has_failed_ends_while_the_others_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MPI's end waited for them until the watcher killed the rank, and mpirun returned 0."""
+    ends, statuses = [], []
+    monkeypatch.setattr(sys, "excepthook", lambda *failure: None)
+    monkeypatch.setattr(liveness.atexit, "register", ends.append)
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(liveness.time, "sleep", lambda seconds: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        liveness._say_how_it_ends(ours, Membership())
+        sys.excepthook(RuntimeError, RuntimeError("a full disk"), None)
+        ends[0]()
+        assert statuses == [1] and theirs.recv(100) == b"failed: RuntimeError: a full disk\n"
+
+
 @pytest.mark.extended
 def test_an_exception_of_native_code_tells_the_watcher_before_the_process_is_aborted() -> None:
     """Gloo's own exceptions end a rank in Horovod's thread, where no Python runs."""

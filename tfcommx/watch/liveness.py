@@ -293,6 +293,11 @@ def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threa
             to_watcher.send(f"{message}\n".encode(errors="backslashreplace"))
 
     def bye() -> None:
+        if os.getpid() == pid and failed.is_set():
+            # Usually `_wait` ends it before. MPI's shutdown would wait for ranks that train on,
+            # until the watcher kills this one, and mpirun with --enable-recovery returns 0 then
+            time.sleep(LAUNCHER_SECONDS)
+            end_at_once(1)
         if os.getpid() == pid and not no_bye.is_set():
             with contextlib.suppress(OSError):
                 to_watcher.send(b"bye\n")
