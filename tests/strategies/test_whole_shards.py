@@ -235,6 +235,24 @@ def test_an_optimizer_without_state_is_saved_after_each_step() -> None:
     assert ThreadComm.run(Topology(2, 1), work) == [[1, 2], []]
 
 
+def test_the_state_of_a_variable_without_entries_is_saved() -> None:
+    """No rank has it in its shard: rank 0's save ended with a KeyError, and the others waited."""
+
+    def work(comm: Comm) -> list[tuple[int, ...]]:
+        optimizer = wrap(LAMB(0.01), comm, "sharded", Scheme(), "average")
+        weights = [keras.Variable(np.ones(shape, "float32")) for shape in ((6, 4), (3,), (0, 4))]
+        optimizer.build(weights)
+        optimizer.apply([tf.ones(weight.shape) for weight in weights], weights)
+        consolidate(optimizer)
+        store: dict[str, np.ndarray] = {}
+        if comm.rank == 0:
+            optimizer.save_own_variables(store)
+        return [np.shape(value) for value in store.values()]
+
+    shapes = ThreadComm.run(Topology(2, 1), work)[0]
+    assert shapes == [(), (), (6, 4), (6, 4), (3,), (3,), (0, 4), (0, 4)]
+
+
 def test_the_vectors_hold_each_ranks_variables_side_by_side() -> None:
     sizes = {"a": 6, "b": 4, "c": 3, "d": 1}
     found = [Gradient(path, (size,), "float32") for path, size in sizes.items()]

@@ -180,10 +180,11 @@ class UpdatesShards(ExchangesGradients):
             return [variable.numpy() for variable in self.variables]
         gathered = sharding.gathered_at(int(self._iterations))
         arrays = {
-            id(variable): array
+            # An empty variable is in no shard of whole variables
+            id(variable): variable.numpy() if array is None else array
             for name, slot in slots_of(plain).items()
             for variable, array in zip(slot, gathered[name], strict=True)
-            if array is not None
+            if variable is not None
         }
         arrays |= {
             id(plain_variable): variable.numpy() for variable, plain_variable in self._pairs(plain)
