@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from tfcommx.keras_internals.fit import (
     restore_train_step,
     skip_steps,
 )
-from tfcommx.keras_internals.models import finalize_layers, trace_again
+from tfcommx.keras_internals.models import all_generators, finalize_layers, trace_again
 
 STEPS = 6
 
@@ -35,6 +36,15 @@ def fit(net: keras.Model, at_step: Callable[[int], None] = lambda step: None) ->
     before = int(net.optimizer.iterations)
     net.fit(x, np.ones((STEPS, 1)), batch_size=1, shuffle=False, verbose=0, callbacks=[begin])
     return int(net.optimizer.iterations) - before
+
+
+def test_keras_makes_its_generator_without_a_draw_from_the_script(net: keras.Model) -> None:
+    """The next model of a seeded script had other weights than without BroadcastState."""
+    keras.utils.clear_session(free_memory=False)
+    random.seed(3)
+    before = random.getstate()
+    all_generators(net)
+    assert random.getstate() == before
 
 
 def test_skipped_steps_take_batches_and_train_nothing(net: keras.Model) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -38,14 +39,25 @@ def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
 
 def all_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
     """Return `seed_generators`, and Keras's own, which serves draws without a seed."""
-    return [*seed_generators(model), global_seed_generator()]
+    # Keras makes its own by a draw of Python's, which would change the script's next draws, among
+    # them the initial weights of the next model
+    state = random.getstate()
+    generators = [*seed_generators(model), global_seed_generator()]
+    random.setstate(state)
+    return generators
 
 
-def statistics_of(model: keras.Model) -> list[keras.Variable]:
-    """Return the floats that layers update without training, such as batch norm's means."""
+def statistics_of(model: keras.Model, of_user: bool = False) -> list[keras.Variable]:
+    """Return the floats that layers update without training, such as batch norm's means.
+
+    With `of_user` only those of layers that the user wrote, which may train with them.
+    """
+    known = keras.layers.BatchNormalization
     return [
         variable
         for layer in layers_of(model)
+        if not of_user
+        or not (type(layer).__module__.startswith("keras.") or isinstance(layer, known))
         # Not `non_trainable_variables`, which has the trained weights of frozen layers, too
         for variable in layer._non_trainable_variables
         if keras.backend.is_float_dtype(keras.backend.standardize_dtype(variable.dtype))
