@@ -120,6 +120,34 @@ def test_weights_that_one_rank_sets_in_a_short_run_are_named_at_its_end(
     assert all("rank 0 against rank" in record.getMessage() for record in named)
 
 
+class Codes(keras.layers.Layer):
+    """Holds a code book that follows the batch, as a VQ-VAE does, without the other ranks."""
+
+    def build(self, shape: Any) -> None:
+        self.codes = self.add_weight(shape=(4, shape[-1]), trainable=False, name="codes")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.codes.assign(0.9 * self.codes + 0.1 * inputs[:4])
+        return inputs
+
+
+def test_state_that_a_users_layer_assigns_is_named_at_the_end_of_fit(
+    comm: Comm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rank trained with its own code book, and rank 0's was saved, without a word."""
+    normalization = keras.layers.BatchNormalization()  # Its statistics are no news
+    parts = [keras.layers.Input((12,)), Codes(name="book"), normalization, keras.layers.Dense(3)]
+    net = keras.Sequential(parts)
+    net.compile(wrapped(), loss="sparse_categorical_crossentropy", run_eagerly=True)
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        fit(net, comm, callbacks.BroadcastState(), epochs=1)
+        fit(net, comm, callbacks.BroadcastState(), callbacks.AverageBatchNorm(), epochs=1)
+    named = [record.getMessage() for record in caplog.records if "differ" in record.getMessage()]
+    assert len(named) == (comm.topology.size > 1)
+    assert all("1 of 1" in text and "book/codes" in text for text in named)
+
+
 @pytest.mark.exhaustive  # test_replica_guard.py disarms it
 def test_without_the_guard_ranks_drift_apart_in_silence(comm: Comm) -> None:
     if comm.topology.size == 1:

@@ -8,6 +8,8 @@ from typing import Any
 import keras
 
 from tfcommx.collectives import process
+from tfcommx.keras_internals.models import statistics_of
+from tfcommx.keras_internals.names import path_of
 from tfcommx.keras_internals.optimizers import (
     accumulated_gradients,
     inner_optimizer,
@@ -15,6 +17,7 @@ from tfcommx.keras_internals.optimizers import (
     steps_of,
     trainable_variables,
     unlisted,
+    values_of,
 )
 from tfcommx.keras_internals.step import AgreedLossScale
 from tfcommx.optim.exchanger import Exchanger, last_exchanger
@@ -174,7 +177,9 @@ def agree_on_names(model: keras.Model, root: int) -> None:
 
 
 def difference_of_replicas(model: keras.Model) -> str:
-    """Return the difference between the ranks' trained weights; empty if they are equal.
+    """Return the difference between the ranks' weights; empty if they are equal.
+
+    Those that are trained, and floats that layers of the user's assign.
 
     **Ranks:** all, after the same step.
     """
@@ -183,7 +188,11 @@ def difference_of_replicas(model: keras.Model) -> str:
         exchanger = exchanger_in(optimizer)
         trained = [part for part in model.trainable_variables if last_exchanger(part) is exchanger]
         weights = exchanger.names.weights_of(trained)
-        differences.append(exchanger.guard.replicas.compare_now(weights, steps_of(optimizer)))
+        replicas, steps = exchanger.guard.replicas, steps_of(optimizer)
+        differences.append(replicas.compare_now(weights, steps))
+    if state := statistics_of(model, of_user=True):
+        weights = dict(zip(map(path_of, state), values_of(state), strict=True))
+        differences.append(replicas.compare_now(weights, steps, "state"))
     return " ".join(filter(None, differences))
 
 

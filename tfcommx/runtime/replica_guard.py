@@ -27,7 +27,8 @@ LARGEST_STACKED = 2**18
 NUMBERS = ("learning rate", "step count")
 _MOVED_AND_BACK = (
     " A step that adds to weights and subtracts again before the update, as sharpness-aware "
-    "minimization does, rounds differently on each rank: let it assign a copy of the weights."
+    "minimization does, rounds differently on each rank: let it assign a copy of the weights. An "
+    "optimizer that adds random numbers needs a keras.random.SeedGenerator(seed) of equal seeds."
 )
 CAUSES = {
     "start": "They began with different weights: add cx.callbacks.BroadcastState() to `fit`, or "
@@ -40,6 +41,9 @@ CAUSES = {
     "weights": "Something changed them on some ranks only, such as a callback that assigns or "
     f"loads weights: do it on every rank.{_MOVED_AND_BACK} If the ranks' processors compute the "
     "update differently, take strategy=cx.strategies.Rebroadcast(every=5).",
+    "state": "A layer assigns it from the samples of its rank, so ranks train with unequal values, "
+    "and files have those of rank 0: let it assign the mean over the ranks, by hvd.allreduce in "
+    "its `call`, or add cx.callbacks.AverageBatchNorm(), which averages once in an epoch.",
 }
 
 
@@ -114,8 +118,12 @@ class ReplicaGuard:
                 lambda: None,
             )
 
-    def compare_now(self, weights: Mapping[str, tf.Variable], steps: int) -> str:
+    def compare_now(
+        self, weights: Mapping[str, tf.Variable], steps: int, what: str = "weights"
+    ) -> str:
         """Return the difference between the replicas after a step; empty if there is none.
+
+        `what` is "weights", or "state" for floats that layers assign.
 
         **Ranks:** all, outside of traced code. **Cost:** three passes over the weights.
         """
@@ -125,7 +133,7 @@ class ReplicaGuard:
         rows = self._comm.gather_objects([0, steps, *sums])
         if all(row == rows[0] for row in rows) or len({*map(len, rows)}) > 1:
             return ""
-        return describe(np.array(rows), list(weights), equal_before=True)
+        return describe(np.array(rows), list(weights), equal_before=True, what=what)
 
     def _compare(
         self, sums: tf.Tensor, learning_rate: tf.Tensor, steps: tf.Tensor, names: Sequence[str]
@@ -150,7 +158,9 @@ class ReplicaGuard:
         self._checks.assign_add(1)
 
 
-def describe(rows: np.ndarray, names: Sequence[str], equal_before: bool) -> str:
+def describe(
+    rows: np.ndarray, names: Sequence[str], equal_before: bool, what: str = "weights"
+) -> str:
     """Describe the differences between ranks: values, ranks, since when, and the usual cause.
 
     >>> rows = np.array([[0, 3, 7, 1], [0, 3, 8, 1]])
@@ -159,12 +169,14 @@ def describe(rows: np.ndarray, names: Sequence[str], equal_before: bool) -> str:
 variables, 'dense/kernel' for one: rank 0 against rank 1. Something changed them on some ranks \
 only, such as a callback that assigns or loads weights: do it on every rank. A step that adds to \
 weights and subtracts again before the update, as sharpness-aware minimization does, rounds \
-differently on each rank: let it assign a copy of the weights. If the ranks' processors compute \
+differently on each rank: let it assign a copy of the weights. An optimizer that adds random \
+numbers needs a keras.random.SeedGenerator(seed) of equal seeds. If the ranks' processors compute \
 the update differently, take strategy=cx.strategies.Rebroadcast(every=5).
 
     Args:
         rows: int64 [ranks, 2 + variables], with the columns NUMBERS and a sum of each variable.
         equal_before: True if an earlier check found them equal; False: this is the first.
+        what: the cause in CAUSES if variables differ, and no number.
     """
     differ = (rows != rows[0]).any(0)
     numbers = [position for position in range(len(NUMBERS)) if differ[position]]
@@ -187,9 +199,9 @@ the update differently, take strategy=cx.strategies.Rebroadcast(every=5).
         else "at the first check"
     )
     causes = ["start"] if not equal_before and variables.size else []
-    # "weights" only without another cause, because a different rate or count changes weights, too
+    # `what` only without another cause, because a different rate or count changes weights, too
     causes += [NUMBERS[position] for position in numbers]
-    causes = causes or ["weights"]
+    causes = causes or [what]
     return " ".join([f"Replicas differ {since}.", *sentences, *(CAUSES[name] for name in causes)])
 
 
