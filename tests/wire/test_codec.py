@@ -14,6 +14,7 @@ import tensorflow as tf
 from drawing import case
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import ROOT
 from tensorflow.python.framework import op_def_registry
 
 from tfcommx.core import SPARSE_WIRES, VALUE_DTYPES, Sparse
@@ -74,6 +75,14 @@ def test_a_merge_multiplies_the_entries_that_it_adds(name: str) -> None:
     )
 
 
+def test_a_merge_knows_the_length_of_its_runs() -> None:
+    """Without it the merge leaves a GPU, which adds in any order unless runs ascend."""
+    words = codec.encode(sparse(5, 64), "pair32")
+    merge = tf.function(lambda: codec.merge(words, 5, 64, "pair32")).get_concrete_function()
+    (op,) = [op for op in merge.graph.get_operations() if op.type == "TfcommxMerge"]
+    assert op.get_attr("k") == 5 and not op.device
+
+
 @pytest.mark.parametrize(
     ("k", "size"),
     [(1, 1), (1, 200_000), (7, 65_536), (65_536, 65_536), (65_537, 65_537), (333, 300_001), (6, 9)],
@@ -108,6 +117,25 @@ def test_buffers_of_several_shards_point_into_the_whole(implementation: str, nam
         np.concatenate([one.indices + number // 2 * size for number, one in enumerate(written)]),
     )
     np.testing.assert_array_equal(values, np.concatenate([one.values for one in written]))
+
+
+def test_a_format_of_another_package_is_read_by_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three shards, two ranks' buffers of each: indices point into the vector of all shards."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "testing"))
+    name, k, size = "pairs_format:PAIRS", 5, 64
+    entries = [sparse(k, size, number) for number in range(6)]
+    written, errors = zip(*(codec.rounded(one, name) for one in entries), strict=True)
+    buffers = tf.concat([codec.encode(one, name) for one in written], axis=0)
+    assert 4 * len(buffers) == 6 * formats.size_bytes(k, size, name)
+    indices, values = codec.decode(buffers, k, size, name, shards=3)
+    np.testing.assert_array_equal(
+        indices,
+        np.concatenate([one.indices + number // 2 * size for number, one in enumerate(entries)]),
+    )
+    np.testing.assert_array_equal(
+        values + tf.concat(errors, axis=0), np.concatenate([one.values for one in entries])
+    )
+    assert np.any(errors)
 
 
 @every_wire
