@@ -209,6 +209,7 @@ def test_what_is_cleared_is_forgotten_in_all_plans_and_outside_of_them() -> None
         left = kept(running)
         assert left.keys() == {"first/bias", "last/kernel"} and (left["first/bias"] == 2).all()
         np.testing.assert_array_equal(left["last/kernel"], before["last/kernel"] + 2)
+        assert running.export({"first/bias"}).residuals.keys() == {"first/bias"}
         running.exchange({path: tf.zeros(shape) for path, shape in SHAPES.items()})
         assert not running.unsent()  # the next step sends them
 

@@ -71,6 +71,8 @@ def test_momenta_are_sent_as_soon_as_the_moments_are_frozen() -> None:
             executor = MomentumExecutor(momenta, None, learning, comm)
             sent = executor.exchange(given)["first"]
             assert np.array_equal(sent, in_one_bit) == (frozen_at > 0)
+            assert executor.steps_taken() == 1
+            assert executor.dense_bytes_between_nodes() == 4 * 3 * 64 * 64
             executor.clear({"second"})
             assert executor.export().residuals.keys() == {"first", "third"}
 
