@@ -51,9 +51,9 @@ def test_the_name_of_a_route_is_refused_with_its_scheme() -> None:
 def test_a_model_stands_for_its_optimizers_where_weights_are_consolidated() -> None:
     cx.init()
     net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    with pytest.raises(RuntimeError, match="wrapped optimizer"):
+    with pytest.raises(cx.ConfigurationError, match="wrapped optimizer"):
         cx.consolidate(net)
-    with pytest.raises(RuntimeError, match="Received <keras"):
+    with pytest.raises(cx.ConfigurationError, match="Received <keras"):
         cx.consolidate(keras.optimizers.SGD(0.1))
     net.compile(cx.DistributedOptimizer(keras.optimizers.Adam(0.1), strategy="sharded"), "mse")
     cx.consolidate(net)

@@ -326,7 +326,8 @@ def test_statistics_of_a_rank_that_has_diverged_do_not_count_and_unequal_ones_ar
         rank.step()
         value = [1.0, np.nan, 4.0][comm.rank]
         assert rank.run.end(np.array([value, 1.0])).tolist() == [2.5, 1]
-        with pytest.raises(RuntimeError, match=rf"[Rr]ank {comm.rank}\b.*\b{comm.rank + 1}\b"):
+        named = rf"[Rr]ank {comm.rank}\b.*\b{comm.rank + 1}\b"
+        with pytest.raises(ConfigurationError, match=named):
             rank.run.end(np.ones(comm.rank + 1))
         comm.gather_objects("all have their answers")
         if rank.run._server is not None:

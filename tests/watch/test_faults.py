@@ -151,7 +151,7 @@ def test_unequal_slots_are_refused_by_two_level_routes_and_work_with_one_level()
 
 def test_without_init_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_process, "_current", None)
-    with pytest.raises(RuntimeError, match=r"tfcommx\.init\(\)"):
+    with pytest.raises(cx.LaunchError, match=r"tfcommx\.init\(\)"):
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
 
 

@@ -9,6 +9,7 @@ from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError, check_whole, log
 from tfcommx.optim.replica_outputs import digest_of
 from tfcommx.optim.wrapped import trains_alone
+from tfcommx.runtime.replica_guard import ReplicaError
 
 
 class AgreeOnStop(keras.callbacks.Callback):
@@ -81,7 +82,7 @@ class CompareReplicas(keras.callbacks.Callback):
         strict: True to raise an error; False to log it and continue.
 
     **Ranks:** all. **Cost:** the weights are copied to the host and hashed.
-    **Raises:** RuntimeError that names the ranks that differ from rank 0.
+    **Raises:** ReplicaError that names the ranks that differ from rank 0.
     """
 
     def __init__(self, strict: bool = True) -> None:
@@ -114,7 +115,7 @@ class CompareReplicas(keras.callbacks.Callback):
                 f"ranks {different} differ from rank 0."
             )
             if self.strict:
-                raise RuntimeError(
+                raise ReplicaError(
                     f"{message} Was the state broadcast (BroadcastState), and are all updates "
                     "exchanged?"
                 )

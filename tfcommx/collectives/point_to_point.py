@@ -39,7 +39,7 @@ class PointToPoint(Protocol):
     def wait_any(self, requests: list[Request]) -> int:
         """Wait until one of the requests is done; return its position in the list.
 
-        **Raises:** RuntimeError that names the awaited ranks if no message arrives in time.
+        **Raises:** RankLostError that names the awaited ranks if no message arrives in time.
         """
 
     def done(self, request: Request) -> bool:

@@ -1,6 +1,7 @@
 """The Comm of this process, which init() made."""
 
 from tfcommx.collectives.comm import Comm
+from tfcommx.core import LaunchError
 
 _current: Comm | None = None
 
@@ -8,10 +9,10 @@ _current: Comm | None = None
 def current() -> Comm:
     """Return the Comm that init() made.
 
-    **Raises:** RuntimeError before init().
+    **Raises:** LaunchError before init().
     """
     if _current is None:
-        raise RuntimeError(
+        raise LaunchError(
             "tfcommx.init() must be called first, once, at the start of the script on every rank."
         )
     return _current

@@ -1,4 +1,4 @@
-"""The errors that derive from TfcommxError, and the logger of tfcommx's warnings.
+"""The errors of tfcommx, which all derive from TfcommxError, and the logger of its warnings.
 
 A message has the requirement, the value received, the rank or variable, and the remedy.
 

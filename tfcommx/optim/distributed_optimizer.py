@@ -152,7 +152,7 @@ def DistributedOptimizer(
     **Cost:** of "auto" in a run without a cached choice: a quick measurement of the links (about
     9 MB through each port), some tenths of a second to some seconds of planning, at most 18 steps
     of the trial, and the tracing of three or four exchanges in place of one.
-    **Raises:** RuntimeError before init(). ConfigurationError for a scheme that cannot be carried
+    **Raises:** LaunchError before init(). ConfigurationError for a scheme that cannot be carried
     out, momentum in both the scheme and the optimizer, gradients in 1 or 2 bits in front of a
     momentum, an optimizer wrapped twice, or, on several ranks, the scope of a tf.distribute
     strategy with replicas; in the first step for a budget that nothing fits.
@@ -212,7 +212,7 @@ def _wrap(
     schemes: Scheme | Mapping[str, Scheme],
     settings: ExchangeSettings,
 ) -> keras.optimizers.Optimizer:
-    """Wrap an optimizer with checked settings. **Raises:** RuntimeError before init()."""
+    """Wrap an optimizer with checked settings. **Raises:** LaunchError before init()."""
     inner = inner_optimizer(optimizer)
     exchanger = Exchanger(process.current(), schemes, settings)
     exchanger.reduce_for_pickle = _reduce

@@ -54,7 +54,7 @@ class SyncBatchNormalization(OwnMoments):
     **Cost:** of c channels in training: one allreduce of 2 c + 1 float64 in the forward pass (3 c
     with a mask), and one of 2 c float32 in the backward pass. The step waits for both, so
     on a slow network they cost two latencies a layer and step.
-    **Raises:** RuntimeError in training before init().
+    **Raises:** LaunchError in training before init().
     **Source:** Zhang, Dana, Shi, Zhang, Wang, Tyagi, Agrawal, "Context Encoding for Semantic
     Segmentation" (2018), section 3.2. Sums are of float64, because E[x^2] - E[x]^2 of float32 loses
     the variance of channels with a large mean.

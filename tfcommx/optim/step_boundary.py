@@ -38,7 +38,7 @@ def consolidate(optimizer: keras.optimizers.Optimizer | keras.Model) -> None:
     **Ranks:** all, between the same two steps, outside of traced code. **Cost:** nothing where
     weights are whole and equal after each step; otherwise as the strategy says, and the state of
     shards is sent once.
-    **Raises:** RuntimeError if the optimizer is not wrapped.
+    **Raises:** ConfigurationError if the optimizer is not wrapped.
     """
     if isinstance(optimizer, keras.Model):
         for part in wrapped_optimizers(optimizer):
@@ -54,7 +54,7 @@ def consolidate_weights(optimizer: keras.optimizers.Optimizer) -> None:
     """Make weights, and their moving averages, whole and equal on all ranks; no other state.
 
     **Ranks:** all, between the same two steps, outside of traced code. **Cost:** as `consolidate`.
-    **Raises:** RuntimeError if the optimizer is not wrapped.
+    **Raises:** ConfigurationError if the optimizer is not wrapped.
     """
     exchanger_in(optimizer).consolidate(moving_averages(optimizer))
 
@@ -78,7 +78,7 @@ def begin_step(optimizer: keras.optimizers.Optimizer, inputs: Any) -> None:
         inputs: of the step: tensors, or a structure of them.
 
     **Ranks:** all, in each step. **Cost:** the all-gathers of the strategy.
-    **Raises:** RuntimeError if the optimizer is not wrapped.
+    **Raises:** ConfigurationError if the optimizer is not wrapped.
     """
     exchanger = exchanger_in(optimizer)
     if can_pull_first(optimizer):
@@ -120,7 +120,7 @@ def take_centre(model: keras.Model, *optimizers: keras.optimizers.Optimizer) -> 
         optimizers: wrapped; none: those of the model.
 
     **Ranks:** all that still train, each after its own last step.
-    **Raises:** RuntimeError if a rank that holds the centre has ended.
+    **Raises:** RankLostError if a rank that holds the centre has ended.
     """
     for optimizer in optimizers or wrapped_optimizers(model):
         for run in _elastic(exchanger_in(optimizer)):

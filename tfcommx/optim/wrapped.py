@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfcommx.collectives import process
+from tfcommx.core import ConfigurationError
 from tfcommx.keras_internals.models import statistics_of
 from tfcommx.keras_internals.names import path_of
 from tfcommx.keras_internals.optimizers import (
@@ -90,10 +91,10 @@ def _look_into(cls: type) -> Callable[[Any], Iterable[Any]] | None:
 
 
 def wrapped_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return `optimizers_in` of a model. **Raises:** RuntimeError if there is none."""
+    """Return `optimizers_in` of a model. **Raises:** ConfigurationError if there is none."""
     optimizers = optimizers_in(model)
     if not optimizers:
-        raise RuntimeError(NOT_WRAPPED)
+        raise ConfigurationError(NOT_WRAPPED)
     return optimizers
 
 
@@ -115,15 +116,15 @@ def find_exchanger(optimizer: keras.optimizers.Optimizer | None) -> Exchanger | 
 
 
 def exchanger_in(optimizer: keras.optimizers.Optimizer | None) -> Exchanger:
-    """Return the exchanger of a wrapped optimizer. **Raises:** RuntimeError for any other."""
+    """Return the exchanger of a wrapped optimizer. **Raises:** ConfigurationError for any other."""
     exchanger = find_exchanger(optimizer)
     if exchanger is None:
-        raise RuntimeError(f"{NOT_WRAPPED} Received {optimizer!r}.")
+        raise ConfigurationError(f"{NOT_WRAPPED} Received {optimizer!r}.")
     return exchanger
 
 
 def exchanger_of(model: keras.Model) -> Exchanger:
-    """Return the exchanger of a model's optimizer. **Raises:** RuntimeError if it is unwrapped."""
+    """Return the exchanger of a model's optimizer. **Raises:** ConfigurationError without one."""
     return exchanger_in(getattr(model, "optimizer", None))
 
 

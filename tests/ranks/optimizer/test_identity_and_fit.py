@@ -151,5 +151,5 @@ def test_replicas_that_drift_are_reported(comm: Comm) -> None:
                 tf.ones_like(net.trainable_variables[0]) * comm.rank
             )
 
-    with pytest.raises(RuntimeError, match=r"ranks \[1"):
+    with pytest.raises(cx.TfcommxError, match=r"ranks \[1"):
         fit(net, comm, extra=(Drift(),))

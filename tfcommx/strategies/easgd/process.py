@@ -22,7 +22,7 @@ import numpy as np
 from tfcommx.collectives import mpi
 from tfcommx.collectives.mpi import END
 from tfcommx.collectives.point_to_point import Channel, PointToPoint
-from tfcommx.core import log
+from tfcommx.core import RankLostError, log
 from tfcommx.launch.interpreter import end_at_once
 from tfcommx.launch.launcher import launch_interfaces, launcher, on_one_host
 from tfcommx.strategies.easgd.server import LOOK_SECONDS, CentreServer
@@ -49,7 +49,7 @@ class CentreProcess:
     def run(self) -> None:
         """Answer until all ranks have ended or are gone.
 
-        **Raises:** RuntimeError if all have failed or died, so that the launch fails.
+        **Raises:** RankLostError if all have failed or died, so that the launch fails.
         """
         while self._ranks - self._membership.gone():
             if not self.answer_next():
@@ -60,7 +60,7 @@ class CentreProcess:
         for server in self.servers:
             server.finish()
         if self._ranks <= self._failed | (self._membership.gone() - self._ended):
-            raise RuntimeError("All ranks that train have failed or died; no rank has the centre.")
+            raise RankLostError("All ranks that train have failed or died; no rank has the centre.")
         if len(self.servers) == 1:
             log.warning(
                 "No training has used the process that holds the centre. Give "

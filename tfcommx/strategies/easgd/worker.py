@@ -16,7 +16,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from tfcommx.collectives.point_to_point import PointToPoint
-from tfcommx.core import log
+from tfcommx.core import ConfigurationError, RankLostError, log
 from tfcommx.strategies.background import END_SECONDS, in_thread
 from tfcommx.strategies.easgd.server import (
     CENTRE,
@@ -96,7 +96,7 @@ class EasgdWorker:
         """Send a snapshot and wait for its force; 0 if the weights are not finite.
 
         **Cost:** one pass over the entries to look for NaN and Inf.
-        **Raises:** RuntimeError if a server's rank has ended.
+        **Raises:** RankLostError if a server's rank has ended.
         """
         snapshot = np.ascontiguousarray(snapshot, self._dtype)
         # They would spoil the centre for all. The worker decides, because it alone sees all parts
@@ -116,7 +116,8 @@ class EasgdWorker:
     def end(self, statistics: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Wait until all workers have ended; return the centre and the average statistics.
 
-        **Raises:** RuntimeError if a server's rank has ended, and for unequal lengths.
+        **Raises:** RankLostError if a server's rank has ended; ConfigurationError if the ranks have
+        unequal lengths.
         """
         if self.waits:
             self.take()  # Dropped: the centre replaces these weights
@@ -126,7 +127,7 @@ class EasgdWorker:
         centre, averages = self._ask(DONE, [statistics, *none], CENTRE, STATISTICS)
         average = averages[0].view(np.float64)
         if average.size != statistics.size:
-            raise RuntimeError(
+            raise ConfigurationError(
                 "All ranks need equally many statistics beside the trained weights, such as batch "
                 f"norm's means. Rank {self._rank} has {statistics.size}, others have more or less. "
                 "Build the same model on all ranks."
@@ -175,7 +176,7 @@ class EasgdWorker:
             gone_at = min(gone_at, time.monotonic()) if gone else math.inf
             # Its last messages may still be in transit
             if time.monotonic() - gone_at > GRACE_SECONDS:
-                raise RuntimeError(
+                raise RankLostError(
                     f"Rank {gone[0]}, which held {'part of ' if servers[1:] else ''}the centre, "
                     "has ended: nothing can be averaged any more. Let it train, and end, as long "
                     "as the others, or start again from the last checkpoint."
