@@ -246,6 +246,11 @@ def test_faults_of_one_rank_are_errors_of_all(
             patch.setattr(saving.shutil, "disk_usage", refused)
         with pytest.raises(checkpoint.SaveError, match=r"rank 1\b.*Errno 116"):
             checkpoint.save(model, folder, 1)
+    with monkeypatch.context() as patch:
+        if comm.rank == 0:  # As a layer whose `get_config` fails
+            patch.setattr(model, "get_config", lambda: {}["units"])
+        with pytest.raises(checkpoint.SaveError, match=r"rank 0: KeyError: 'units'\."):
+            checkpoint.save(model, folder, 1)
     assert checkpoint.restore(model, folder) == 1
     with monkeypatch.context() as patch:
         if comm.rank == 1:  # The file of another save on this node's own disk
