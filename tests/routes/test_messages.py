@@ -220,7 +220,11 @@ def test_what_comes_early_is_added_in_its_turn() -> None:
     assert vector[0] == 1  # the other way around the 1 is lost beside 1e8
 
 
-def test_a_direction_has_a_bounded_number_of_messages_under_way() -> None:
+@pytest.mark.parametrize("run_transfers", [messages.run_by_round, messages.run_when_ready])
+def test_a_direction_has_a_bounded_number_of_messages_under_way(
+    run_transfers: messages.RunTransfers,
+) -> None:
+    """Neither one alone, whose latency would not be hidden, nor all of a round."""
     under_way, counts = [], []
 
     class PointToPoint:
@@ -232,7 +236,7 @@ def test_a_direction_has_a_bounded_number_of_messages_under_way() -> None:
             under_way.pop()
             return 0
 
-    messages.run_when_ready(
+    run_transfers(
         [Transfer(0, 0, 1, entry, entry + 1, False) for entry in range(20)],
         np.zeros(20),
         messages.Participants(range(2), 0, 0, PointToPoint()),
