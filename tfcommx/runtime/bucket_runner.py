@@ -67,7 +67,7 @@ def flatten(parts: Sequence[tf.Tensor], bucket: Bucket) -> tf.Tensor:
     flat = [tf.cast(tf.reshape(part, [-1]), bucket.dtype) for part in parts]
     if bucket.padding:
         flat.append(tf.zeros([bucket.padding], bucket.dtype))
-    return tf.concat(flat, axis=0) if len(flat) > 1 else flat[0]
+    return tf.concat(flat, axis=0)
 
 
 def unflatten(flat: tf.Tensor, parts: Sequence[tf.Tensor], bucket: Bucket) -> list[tf.Tensor]:
