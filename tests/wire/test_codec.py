@@ -78,7 +78,9 @@ def test_a_merge_multiplies_the_entries_that_it_adds(name: str) -> None:
 def test_a_merge_knows_the_length_of_its_runs() -> None:
     """Without it the merge leaves a GPU, which adds in any order unless runs ascend."""
     words = codec.encode(sparse(5, 64), "pair32")
-    merge = tf.function(lambda: codec.merge(words, 5, 64, "pair32")).get_concrete_function()
+    merge = tf.function(
+        lambda: codec.merge(words, 5, 64, "pair32"), autograph=False
+    ).get_concrete_function()
     (op,) = [op for op in merge.graph.get_operations() if op.type == "TfcommxMerge"]
     assert op.get_attr("k") == 5 and not op.device
 
