@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfcommx import selection
 from tfcommx.core import PlanError
+from tfcommx.selection.rules import Threshold
 
 VECTOR = np.random.default_rng(1).normal(size=50)
 
@@ -44,3 +45,11 @@ def test_what_is_no_vector_is_refused(name: str, shape: tuple[int, ...]) -> None
     ):
         with pytest.raises(PlanError, match=r"vector.*\(" + ", ".join(map(str, shape))):
             choose()
+
+
+@pytest.mark.parametrize("threshold", [0.5, 5.0])
+def test_few_entries_that_reach_a_threshold_are_chosen_once(threshold: float) -> None:
+    """An entry that was chosen twice would be added twice."""
+    reaching = np.flatnonzero(np.abs(VECTOR) >= threshold)
+    chosen = Threshold(threshold).select(VECTOR, 45, seed=3).indices.numpy()
+    assert len(set(chosen)) == 45 and set(reaching) <= set(chosen)
