@@ -53,3 +53,9 @@ def test_few_entries_that_reach_a_threshold_are_chosen_once(threshold: float) ->
     reaching = np.flatnonzero(np.abs(VECTOR) >= threshold)
     chosen = Threshold(threshold).select(VECTOR, 45, seed=3).indices.numpy()
     assert len(set(chosen)) == 45 and set(reaching) <= set(chosen)
+
+
+@pytest.mark.parametrize(("k", "error"), [(49, PlanError), (tf.constant(49), tf.errors.OpError)])
+def test_the_rule_all_is_refused_fewer_entries(k: int, error: type[Exception]) -> None:
+    with pytest.raises(error, match="k = n"):
+        selection.rule("all").select(VECTOR, k)
