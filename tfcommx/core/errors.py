@@ -17,7 +17,7 @@ log = logging.getLogger("tfcommx")
 
 
 class TfcommxError(Exception):
-    """Base of the errors of settings, launches, ranks, data and checkpoints, with their remedy."""
+    """Base of all errors of tfcommx; the message names the remedy."""
 
 
 # In place of the other base's constructor, such as ValueError's: AutoGraph, which converts a user's
