@@ -347,7 +347,7 @@ def _problem_of(stage: Callable[[], None], model: keras.Model, folder: Path) -> 
         with contextlib.suppress(OSError):  # Because the other ranks wait for this one
             free = shutil.disk_usage(folder).free
         return f"{error}; the weights have {size} bytes, and {free} are free there."
-    except Exception as error:  # Of a layer's `get_config`, for one; the other ranks wait
+    except Exception as error:  # A layer's `get_config` may raise any; the other ranks wait
         log.warning("Log of rank %d: a save failed.", process.rank(), exc_info=True)
         return f"{type(error).__name__}: {str(error).removesuffix('.')}."
     return ""

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -47,17 +47,25 @@ def all_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
     return generators
 
 
-def statistics_of(model: keras.Model, of_user: bool = False) -> list[keras.Variable]:
-    """Return the floats that layers update without training, such as batch norm's means.
+def statistics_of(model: keras.Model) -> list[keras.Variable]:
+    """Return the floats that layers update without training, such as batch norm's means."""
+    return _untrained_floats(layers_of(model))
 
-    With `of_user` only those of layers that the user wrote, which may train with them.
-    """
-    known = keras.layers.BatchNormalization
+
+def users_statistics_of(model: keras.Model) -> list[keras.Variable]:
+    """Return `statistics_of` the layers that the user wrote, which may train with them."""
+    return _untrained_floats(
+        layer
+        for layer in layers_of(model)
+        if not isinstance(layer, keras.layers.BatchNormalization)
+        and not type(layer).__module__.startswith("keras.")
+    )
+
+
+def _untrained_floats(layers: Iterable[keras.layers.Layer]) -> list[keras.Variable]:
     return [
         variable
-        for layer in layers_of(model)
-        if not of_user
-        or not (type(layer).__module__.startswith("keras.") or isinstance(layer, known))
+        for layer in layers
         # Not `non_trainable_variables`, which has the trained weights of frozen layers, too
         for variable in layer._non_trainable_variables
         if keras.backend.is_float_dtype(keras.backend.standardize_dtype(variable.dtype))

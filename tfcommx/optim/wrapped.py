@@ -9,7 +9,7 @@ import keras
 
 from tfcommx.collectives import process
 from tfcommx.core import ConfigurationError
-from tfcommx.keras_internals.models import statistics_of
+from tfcommx.keras_internals.models import users_statistics_of
 from tfcommx.keras_internals.names import path_of
 from tfcommx.keras_internals.optimizers import (
     accumulated_gradients,
@@ -180,20 +180,21 @@ def agree_on_names(model: keras.Model, root: int) -> None:
 def difference_of_replicas(model: keras.Model) -> str:
     """Return the difference between the ranks' weights; empty if they are equal.
 
-    Those that are trained, and floats that layers of the user's assign.
+    Compared are trained weights, and floats that the user's layers assign.
 
     **Ranks:** all, after the same step.
     """
-    differences = []
+    differences, state = [], users_statistics_of(model)
     for optimizer in optimizers_in(model):
         exchanger = exchanger_in(optimizer)
         trained = [part for part in model.trainable_variables if last_exchanger(part) is exchanger]
         weights = exchanger.names.weights_of(trained)
         replicas, steps = exchanger.guard.replicas, steps_of(optimizer)
         differences.append(replicas.compare_now(weights, steps))
-    if state := statistics_of(model, of_user=True):
-        weights = dict(zip(map(path_of, state), values_of(state), strict=True))
-        differences.append(replicas.compare_now(weights, steps, "state"))
+        if state:
+            values = dict(zip(map(path_of, state), values_of(state), strict=True))
+            differences.append(replicas.compare_now(values, steps, "state"))
+            state = []  # Once, with the first optimizer
     return " ".join(filter(None, differences))
 
 

@@ -119,11 +119,11 @@ class ReplicaGuard:
             )
 
     def compare_now(
-        self, weights: Mapping[str, tf.Variable], steps: int, what: str = "weights"
+        self, weights: Mapping[str, tf.Variable], steps: int, cause: str = "weights"
     ) -> str:
         """Return the difference between the replicas after a step; empty if there is none.
 
-        `what` is "weights", or "state" for floats that layers assign.
+        `cause` is "weights", or "state" for floats that layers assign: a key of CAUSES.
 
         **Ranks:** all, outside of traced code. **Cost:** three passes over the weights.
         """
@@ -133,7 +133,7 @@ class ReplicaGuard:
         rows = self._comm.gather_objects([0, steps, *sums])
         if all(row == rows[0] for row in rows) or len({*map(len, rows)}) > 1:
             return ""
-        return describe(np.array(rows), list(weights), equal_before=True, what=what)
+        return describe(np.array(rows), list(weights), equal_before=True, cause=cause)
 
     def _compare(
         self, sums: tf.Tensor, learning_rate: tf.Tensor, steps: tf.Tensor, names: Sequence[str]
@@ -159,7 +159,7 @@ class ReplicaGuard:
 
 
 def describe(
-    rows: np.ndarray, names: Sequence[str], equal_before: bool, what: str = "weights"
+    rows: np.ndarray, names: Sequence[str], equal_before: bool, cause: str = "weights"
 ) -> str:
     """Describe the differences between ranks: values, ranks, since when, and the usual cause.
 
@@ -176,7 +176,7 @@ the update differently, take strategy=cx.strategies.Rebroadcast(every=5).
     Args:
         rows: int64 [ranks, 2 + variables], with the columns NUMBERS and a sum of each variable.
         equal_before: True if an earlier check found them equal; False: this is the first.
-        what: the cause in CAUSES if variables differ, and no number.
+        cause: key of CAUSES if variables differ, and no number.
     """
     differ = (rows != rows[0]).any(0)
     numbers = [position for position in range(len(NUMBERS)) if differ[position]]
@@ -199,9 +199,9 @@ the update differently, take strategy=cx.strategies.Rebroadcast(every=5).
         else "at the first check"
     )
     causes = ["start"] if not equal_before and variables.size else []
-    # `what` only without another cause, because a different rate or count changes weights, too
+    # `cause` only without another one, because a different rate or count changes weights, too
     causes += [NUMBERS[position] for position in numbers]
-    causes = causes or [what]
+    causes = causes or [cause]
     return " ".join([f"Replicas differ {since}.", *sentences, *(CAUSES[name] for name in causes)])
 
 
