@@ -5,6 +5,7 @@ Compiling takes some 25 CPU seconds, which each `make test` would repeat.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -65,5 +66,7 @@ def compiled(command: list[str], name: str) -> Path:
 
 def remove_unused() -> None:
     for folder in FOLDER.iterdir():
-        if time.time() - folder.stat().st_mtime > KEPT_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
+        # Another thread or process may have removed it, as the one in which it compiled
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - folder.stat().st_mtime > KEPT_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
