@@ -381,6 +381,8 @@ def test_without_a_launcher_a_rank_that_is_killed_still_ends_the_others() -> Non
     assert statuses[2] == -9
     died = float(re.search(r"now (\d+\.\d+)", outputs[2])[1])
     assert ended - died < 60
-    for rank in (0, 1, 3):
-        assert statuses[rank] not in (0, None)
-        assert re.search(r"rank 2 on \S+ \(", outputs[rank]), outputs[rank][-3000:]
+    others = (0, 1, 3)
+    assert not {statuses[rank] for rank in others} & {0, None}
+    # Not on each of them, because on a busy machine a thread of Gloo's may abort a rank before
+    named = [re.search(r"rank 2 on \S+ \(", outputs[rank]) for rank in others]
+    assert any(named), "".join(outputs[rank][-3000:] for rank in others)
