@@ -22,6 +22,7 @@ from tfcommx.keras_internals.models import trace_again
 from tfcommx.keras_internals.optimizers import steps_of
 from tfcommx.measure.links import WATCHED, fastest_message
 from tfcommx.optim.automatic import SHARE, announce, links_of
+from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.wrapped import exchanger_in, steps_of_update, wrapped_optimizers
 from tfcommx.runtime.trial import STEPS, TrialExecutor
 from tfcommx.strategies.strategy import StrategyRun
@@ -60,6 +61,11 @@ DRIFT = 1.25
 MESSAGE_DRIFT = 2.0
 # Consecutive means, and consecutive measurements of messages, that must have changed
 IN_A_ROW, CHANGES = 2, 3
+# Measurements after a choice, of which the fastest is compared with later ones: all are beyond
+# MESSAGE_DRIFT in one of 600 runs on a busy machine
+USUAL_MESSAGES = 4
+# Largest share of the time for measurements while steps take the usual time
+WATCHING = SHARE / 4
 
 
 class ChooseAgain(keras.callbacks.Callback):
@@ -67,9 +73,10 @@ class ChooseAgain(keras.callbacks.Callback):
 
     If steps take 25 % longer or shorter than after the choice, for 2 * `every` calls of Keras,
     messages between nodes are measured. If three measurements in a row take twice as long, or half
-    as long, as after the choice, plans take turns again (docs/explanation/planner.md). Put it
-    behind BroadcastState; Standard and recipes have it. It has no effect on one node, or if no
-    "auto" chooses.
+    as long, as after the choice, plans take turns again (docs/explanation/planner.md). A plan that
+    sends few bytes hides a faster network, so with such a plan messages are measured in any case.
+    Put it behind BroadcastState; Standard and recipes have it. It has no effect on one node, on
+    nodes with unequal numbers of slots, or if no "auto" chooses.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState(), cx.callbacks.ChooseAgain()]
@@ -142,25 +149,33 @@ class ChooseAgain(keras.callbacks.Callback):
         elif self._usual is None:
             self._begin(mean)
             self._messages = [self._measure()]
-        elif as_before(mean, self._usual, DRIFT):
-            self._odd, self._changes = 0, 0
-            if len(self._messages) < IN_A_ROW and self._can_measure:
-                self._messages.append(self._measure())
         else:
-            self._odd += 1
+            self._odd = 0 if as_before(mean, self._usual, DRIFT) else self._odd + 1
+            plans = [plan for run in runs for plan in run.executor.plans]
+            hides = any(bucket.keeps_residual for plan in plans for bucket in plan.buckets)
+            self._check(mean, chosen, hides)
+
+    def _check(
+        self, mean: float, chosen: dict[keras.optimizers.Optimizer, Exchanger], hides: bool
+    ) -> None:
+        """Measure a message if that is due, and compare it if steps or the plan require it."""
+        if not self._odd and (len(self._messages) < USUAL_MESSAGES or not hides):
+            self._changes = 0
+            if len(self._messages) < USUAL_MESSAGES and self._may_take(SHARE):
+                self._messages.append(self._measure())
+        # The second and the third follow at once, because on a slow link they would otherwise wait
+        # for fifty times the seconds of a measurement
+        elif self._odd != 1 and (self._changes or self._may_take(SHARE if self._odd else WATCHING)):
             steps_left = process.current().gather_objects(list(map(_steps_left, chosen)))[0]
-            enough = all(steps is None or SHARE * steps >= STEPS for steps in steps_left)
-            # The second and the third follow at once, because on a slow link a change would otherwise
-            # be detected only after a hundred times the seconds of a measurement
-            if enough and self._odd >= IN_A_ROW and (self._changes or self._can_measure):
-                self._compare(mean, dict(zip(chosen, steps_left, strict=True)))
+            if all(steps is None or SHARE * steps >= STEPS for steps in steps_left):
+                self._compare(mean, hides, dict(zip(chosen, steps_left, strict=True)))
 
     def _begin(self, mean: float) -> None:
         self._usual, self._odd, self._changes = mean, 0, 0
 
-    @property
-    def _can_measure(self) -> bool:
-        return self._measuring <= SHARE * self._training
+    def _may_take(self, share: float) -> bool:
+        """Return True if a measurement takes at most this share of the time."""
+        return self._measuring <= share * self._training
 
     def _measure(self) -> float:
         """Return the seconds of a message between nodes, the same on all ranks."""
@@ -171,7 +186,10 @@ class ChooseAgain(keras.callbacks.Callback):
         return seconds
 
     def _compare(
-        self, mean: float, steps_left: dict[keras.optimizers.Optimizer, int | None]
+        self,
+        mean: float,
+        hides: bool,
+        steps_left: dict[keras.optimizers.Optimizer, int | None],
     ) -> None:
         """Measure a message; if the network has changed permanently, start a trial of plans."""
         assert self._usual is not None
@@ -179,8 +197,9 @@ class ChooseAgain(keras.callbacks.Callback):
         # nothing makes them faster
         comm, usual, before = process.current(), self._usual, min(self._messages)
         latest = self._measure()
-        if not has_changed(usual, mean, before, latest):
-            self._begin(mean)
+        if not has_changed(usual, mean, before, latest, hides):
+            # Means as before do not replace it, because slow changes would never add up
+            self._begin(mean if self._odd else usual)
             self._messages.append(latest)
             return
         self._changes += 1
@@ -219,16 +238,21 @@ def as_before(latest: float, before: float, drift: float) -> bool:
     return 1 / drift < latest / before < drift
 
 
-def has_changed(usual: float, mean: float, before: float, latest: float) -> bool:
+def has_changed(usual: float, mean: float, before: float, latest: float, hides: bool) -> bool:
     """Return True if messages have changed, in the same direction as the steps.
 
-    >>> has_changed(usual=0.1, mean=0.2, before=0.002, latest=0.02)
+    >>> has_changed(usual=0.1, mean=0.2, before=0.002, latest=0.02, hides=True)
     True
-    >>> has_changed(usual=0.1, mean=0.2, before=0.002, latest=0.0005)  # Another cause of slow steps
+    >>> has_changed(0.1, 0.2, 0.002, 0.0005, hides=False)  # Another cause of slow steps
     False
+    >>> has_changed(0.1, 0.1, 0.002, 0.0005, hides=True)
+    True
 
     Args:
         usual, mean: usual and present seconds of a call.
         before, latest: earlier and present seconds of a message, each the fastest of several.
+        hides: True if steps may be as before on a faster network, because the plan sends few bytes.
     """
-    return not as_before(latest, before, MESSAGE_DRIFT) and (mean > usual) == (latest > before)
+    if latest >= MESSAGE_DRIFT * before:
+        return mean >= DRIFT * usual
+    return MESSAGE_DRIFT * latest <= before and (hides or DRIFT * mean <= usual)
