@@ -22,7 +22,6 @@ from tfcommx.keras_internals.models import trace_again
 from tfcommx.keras_internals.optimizers import steps_of
 from tfcommx.measure.links import WATCHED, fastest_message
 from tfcommx.optim.automatic import SHARE, announce, links_of
-from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.wrapped import exchanger_in, steps_of_update, wrapped_optimizers
 from tfcommx.runtime.trial import STEPS, TrialExecutor
 from tfcommx.strategies.strategy import StrategyRun
@@ -62,8 +61,8 @@ MESSAGE_DRIFT = 2.0
 # Consecutive means, and consecutive measurements of messages, that must have changed
 IN_A_ROW, CHANGES = 2, 3
 # Measurements after a choice, of which the fastest is compared with later ones: all are beyond
-# MESSAGE_DRIFT in one of 600 runs on a busy machine
-USUAL_MESSAGES = 4
+# MESSAGE_DRIFT in one of 125 runs on a busy machine
+USUAL_MESSAGES = 3
 # Largest share of the time for measurements while steps take the usual time
 WATCHING = SHARE / 4
 
@@ -139,13 +138,17 @@ class ChooseAgain(keras.callbacks.Callback):
         trials = [run.executor for run in runs if isinstance(run.executor, TrialExecutor)]
         tries = any(trial.chosen is None for trial in trials)
         before, self._runs = self._runs, weakref.WeakSet(runs)
-        everyone = process.current().gather_objects((mean, tries or before != self._runs))
+        everyone = process.current().gather_objects(
+            (mean, tries or before != self._runs, list(map(_steps_left, chosen)))
+        )
         # The slowest rank's, because all ranks must draw the same conclusion
-        mean = max(seconds for seconds, _ in everyone)
+        mean, steps_left = max(seconds for seconds, *_ in everyone), everyone[0][2]
         self._training += mean * self.every
         # Measured anew, because other plans and trials have other usual times
-        if any(is_new for _, is_new in everyone):
+        if any(is_new for _, is_new, _ in everyone):
             self._usual = None
+        elif any(steps is not None and SHARE * steps < STEPS for steps in steps_left):
+            return  # Too few for another trial
         elif self._usual is None:
             self._begin(mean)
             self._messages = [self._measure()]
@@ -153,10 +156,13 @@ class ChooseAgain(keras.callbacks.Callback):
             self._odd = 0 if as_before(mean, self._usual, DRIFT) else self._odd + 1
             plans = [plan for run in runs for plan in run.executor.plans]
             hides = any(bucket.keeps_residual for plan in plans for bucket in plan.buckets)
-            self._check(mean, chosen, hides)
+            self._check(mean, hides, dict(zip(chosen, steps_left, strict=True)))
 
     def _check(
-        self, mean: float, chosen: dict[keras.optimizers.Optimizer, Exchanger], hides: bool
+        self,
+        mean: float,
+        hides: bool,
+        steps_left: dict[keras.optimizers.Optimizer, int | None],
     ) -> None:
         """Measure a message if that is due, and compare it if steps or the plan require it."""
         if not self._odd and (len(self._messages) < USUAL_MESSAGES or not hides):
@@ -166,9 +172,7 @@ class ChooseAgain(keras.callbacks.Callback):
         # The second and the third follow at once, because on a slow link they would otherwise wait
         # for fifty times the seconds of a measurement
         elif self._odd != 1 and (self._changes or self._may_take(SHARE if self._odd else WATCHING)):
-            steps_left = process.current().gather_objects(list(map(_steps_left, chosen)))[0]
-            if all(steps is None or SHARE * steps >= STEPS for steps in steps_left):
-                self._compare(mean, hides, dict(zip(chosen, steps_left, strict=True)))
+            self._compare(mean, hides, steps_left)
 
     def _begin(self, mean: float) -> None:
         self._usual, self._odd, self._changes = mean, 0, 0
