@@ -100,6 +100,26 @@ def test_a_second_phase_is_trained_after_a_restart(
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.extended
+def test_elastic_averaging_continues_from_its_file(
+    begin: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the loss of the centre the next generation began anew and replaced the file."""
+    for module in (callback, snapshots):
+        monkeypatch.setattr(module, "trains_alone", lambda model: True)
+    for generation in range(2):
+        begin(generation)
+        model, data = compiled()
+        parts = [cx.checkpoint.Checkpoint(tmp_path / "run"), Lost(-1 if generation else 2)]
+        arguments = {"epochs": 3, "callbacks": parts, **OPTIONS}
+        if generation:
+            assert model.fit(data, data[:, :1], **arguments).epoch == [2]
+        else:
+            with pytest.raises(InterruptedError):
+                model.fit(data, data[:, :1], **arguments)
+    assert int(model.optimizer.iterations) == 2 * 3
+
+
 def resumed_in_memory(folder: Path, lost_at: int) -> keras.Model:
     """Train four epochs of two steps, logged; be lost behind an epoch, before its save."""
     model, data = compiled()

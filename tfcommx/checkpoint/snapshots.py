@@ -320,7 +320,9 @@ class Snapshots:
 
     def notes(self) -> dict[str, Any]:
         """Return the notes of a head by which a later generation recognises this run's saves."""
-        return {} if self.supervised is None else {TOTAL: self.total, RUN: self.supervised.run}
+        # Also with ElasticAveraging, whose ranks are started again if the centre is lost
+        supervised = supervision()
+        return {} if supervised is None else {TOTAL: self.total, RUN: supervised.run}
 
     @contextlib.contextmanager
     def leaving_on_sigterm(self) -> Iterator[None]:
