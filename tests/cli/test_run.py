@@ -444,6 +444,16 @@ def test_tracebacks_are_shown_although_another_arrives(
     assert capsys.readouterr().err == "of 0\nrank 1: of 1\n"
 
 
+def test_lines_with_the_time_are_those_of_their_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--prefix-output-with-timestamp` has hidden all output of the ranks."""
+    lines = RankLines()
+    stamp = "Mon Nov  3 17:17:50 2026"
+    lines.relay([f"{stamp}[1]<stdout>:loss\n", f"[{stamp}][1,0]<stderr>: Mind this\n"])
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == (f"{stamp} rank 1: loss\n", f"{stamp} Mind this\n")
+    assert lines.has_ranks and not lines.own
+
+
 def test_a_full_disk_under_the_log_ends_no_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,8 +188,11 @@ if __name__ == "__main__":
     main()
 
 
-# horovodrun: `[rank]<stdout>:text`; mpirun: `[job,rank]<stdout>: text`
-MARK = re.compile(r"\[(?:(\d+),)?(\d+)\]<(stdout|stderr)>:(.*)", re.DOTALL)
+# horovodrun: `[rank]<stdout>:text`; mpirun: `[job,rank]<stdout>: text`; before it, if the user has
+# asked for it, the time: `Mon Nov 30 17:17:50 2026`, mpirun's in brackets
+MARK = re.compile(
+    r"(?:\[?(\w+ \w+ [\d ]\d [\d:]+ \d+)\]?)?\[(?:(\d+),)?(\d+)\]<(stdout|stderr)>:(.*)", re.DOTALL
+)
 MISSING = re.compile(r"tfcommx: rank (\d+) ends, because ranks are missing: (.*)", re.DOTALL)
 # In such a report: a rank that an uncaught exception ended, for which Python's exit status is 1
 FAILED = re.compile(r"rank (\d+) on \S+ \(failed: ")
@@ -252,8 +255,8 @@ class RankLines:
         # Lines of the launcher itself, and ranks' reports of missing ranks: shown only if needed
         self.own: list[str] = []
         self.missing: list[str] = []
-        # True once a rank has written a line
-        self.has_ranks = False
+        # True once a rank has written a line; time of the last one, with a space, or ""
+        self.has_ranks, self.time = False, ""
         # Ranks that ended because others were missing, and those that failed and were killed
         self.followers: set[int] = set()
         self.slow: set[int] = set()
@@ -271,8 +274,8 @@ class RankLines:
         for line in stream:
             if marked := MARK.match(line):
                 self.has_ranks = True
-                rank, kind = marked[2], marked[3]
-                text = marked[4].removeprefix(" ") if marked[1] else marked[4]
+                self.time, rank, kind = f"{marked[1]} " if marked[1] else "", marked[3], marked[4]
+                text = marked[5].removeprefix(" ") if marked[2] else marked[5]
             elif unended:  # mpirun marks only the beginning of a line: a progress bar continues
                 (rank, kind), text = unended, line
             else:
@@ -283,7 +286,7 @@ class RankLines:
                 continue
             unended = (rank, kind) if text.endswith("\r") else None
             if kind == "stdout":
-                print(f"{mark(rank, text)}{text}", end="", flush=True)
+                print(f"{self.time}{mark(rank, text)}{text}", end="", flush=True)
             else:
                 self.collect(rank, text)
 
@@ -311,7 +314,7 @@ class RankLines:
             self.followers.add(int(missing[1]))
             self.missing.append(missing[2])
         elif text.strip() and text not in ENDED and self.writers.setdefault(same, rank) == rank:
-            print(f"{mark(rank, text)}{text}", end="", file=sys.stderr, flush=True)
+            print(f"{self.time}{mark(rank, text)}{text}", end="", file=sys.stderr, flush=True)
 
     def finish(self) -> None:
         """Show the tracebacks that were cut off."""
