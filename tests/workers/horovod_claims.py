@@ -287,6 +287,8 @@ def an_allreduce_is_a_barrier() -> None:
         hvd.allreduce(tf.constant([0.0]))
         model.load_weights(path)
         assert equal_weights(model), step
+    # The others would train without this rank, and its weights would stay behind, without an error
+    assert "as a barrier" in raises(cx.ConfigurationError, hvd.join).lower()
 
 
 CLAIMS = (

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -254,6 +254,18 @@ class HorovodComm(Comm):
     def is_running(self) -> bool:
         """False after hvd.shutdown()."""
         return bool(self._hvd.is_initialized())
+
+    def refuse_join(self) -> None:
+        def join() -> NoReturn:
+            raise ConfigurationError(
+                "Ranks with a wrapped optimizer must take the same number of steps. Received "
+                f"hvd.join() on rank {self.rank}: the others would take steps without its "
+                "gradients, and its weights would miss them. Give all ranks equally many "
+                "batches. As a barrier, call hvd.allreduce(tf.constant([0.0])) on all ranks."
+            )
+
+        if self.topology.size > 1:
+            vars(self._hvd)["join"] = join
 
     def _gather_objects(self, item: T) -> list[T]:
         self.membership.require_all()

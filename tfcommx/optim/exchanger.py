@@ -80,6 +80,8 @@ class Exchanger:
 
         self.optimizer = weakref.ref(optimizer, release)
         WRAPPED.add(optimizer)
+        if self.settings.strategy.in_lock_step:
+            self.comm.refuse_join()
 
     def make_sharding(
         self, variables: Sequence[keras.Variable], decays: Sequence[bool], whole: bool
