@@ -18,8 +18,8 @@ from rank_helpers import SPARSE, weights
 
 import tfcommx as cx
 from tfcommx import callbacks, checkpoint
-from tfcommx.callbacks.broadcast_state import SEED_STEP
 from tfcommx.collectives.comm import Comm
+from tfcommx.optim.broadcast import SEED_STEP
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.callbacks import SetLearningRate
 from tfcommx.training.steps import FitCall, StepCounter

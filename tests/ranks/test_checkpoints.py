@@ -19,10 +19,10 @@ from rank_helpers import SPARSE, batch, compiled, fit, gradients_of
 
 import tfcommx as cx
 from tfcommx import callbacks, checkpoint
-from tfcommx.callbacks.broadcast_state import SEED_STEP
 from tfcommx.checkpoint import saving
 from tfcommx.checkpoint.lock import LOCK
 from tfcommx.collectives.comm import Comm
+from tfcommx.optim.broadcast import SEED_STEP
 from tfcommx.optim.wrapped import accumulated, wrapped_optimizers
 
 

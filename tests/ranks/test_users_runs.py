@@ -17,6 +17,7 @@ import tfcommx as cx
 from tfcommx import callbacks
 from tfcommx.collectives.comm import Comm
 from tfcommx.optim import broadcast
+from tfcommx.optim.broadcast import SEED_STEP
 
 
 @pytest.mark.extended
@@ -311,6 +312,14 @@ def test_variables_of_a_custom_loop_are_broadcast(
         np.testing.assert_array_equal(
             variable.numpy(), np.full(variable.shape, 10 * last + number, variable.dtype)
         )
+    # Seeds among `model.variables`, which a moved script broadcasts, were equal, so that dropout
+    # dropped the same entries on all ranks
+    seeds = keras.random.SeedGenerator(7 + comm.rank)
+    cx.broadcast_variables([seeds.state], root=last)
+    states = comm.gather_objects(seeds.state.numpy().tolist())
+    assert states == [
+        [(7 + last + (rank - last) * SEED_STEP) % 2**31, 0] for rank in range(last + 1)
+    ]
     with pytest.raises(cx.ConfigurationError, match=r"'word'"):
         cx.broadcast_variables([tf.Variable("a", name="word")])
     with pytest.raises(cx.ConfigurationError, match=rf"`root`.*\b{last + 1}\b"):

@@ -33,7 +33,7 @@ from tfcommx.keras_internals.models import (
 )
 from tfcommx.keras_internals.optimizers import has_schedule, steps_of
 from tfcommx.keras_internals.step import build_early
-from tfcommx.optim.broadcast import broadcast_values, require_root
+from tfcommx.optim.broadcast import broadcast_values, require_root, set_seeds_apart
 from tfcommx.optim.layers import SyncBatchNormalization
 from tfcommx.optim.replica_forms import (
     require_equal_adapted,
@@ -61,10 +61,6 @@ from tfcommx.optim.wrapped import (
     wrapped_optimizers,
 )
 from tfcommx.runtime.replica_guard import CAUSES, by_rank
-
-# Difference between the seeds of two ranks; larger than the number of a model's generators, because
-# Keras may number their seeds consecutively
-SEED_STEP = 1_000_003
 
 # Model -> the wrapped optimizers that it held when its training step was last prepared
 _HELD: WeakKeyDictionary[keras.Model, WeakSet[keras.optimizers.Optimizer]] = WeakKeyDictionary()
@@ -448,11 +444,7 @@ class BroadcastState(keras.callbacks.Callback):
         finalize_layers(self.model)
         if self.compare:
             require_equal_optimizers(self.model)
-        # Ranks that drop the same entries learn less from a batch
-        if (away := process.rank() - self.root) != 0:
-            for generator in generators:
-                seed, count = generator.state.numpy()
-                generator.state.assign([(int(seed) + away * SEED_STEP) % 2**31, count])
+        set_seeds_apart([generator.state for generator in generators], self.root)
         begin_centre(self.model)
 
 

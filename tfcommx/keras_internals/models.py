@@ -37,6 +37,15 @@ def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
     return list(generators.values())
 
 
+def seeds_among(variables: Iterable[Any]) -> list[keras.Variable]:
+    """Return the states of seed generators, which `model.variables` includes."""
+    return [
+        variable
+        for variable in variables
+        if isinstance(variable, keras.Variable) and variable.name == "seed_generator_state"
+    ]
+
+
 def all_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
     """Return `seed_generators`, and Keras's own, which serves draws without a seed."""
     # Keras makes its own by a draw of Python's, which would change the script's next draws, among

@@ -14,7 +14,7 @@ from tfcommx.collectives import process
 from tfcommx.collectives.comm import Comm
 from tfcommx.core import ConfigurationError, check_whole, require_equal
 from tfcommx.keras_internals.adapted import finalize_normalizations
-from tfcommx.keras_internals.models import numbered_stem
+from tfcommx.keras_internals.models import numbered_stem, seeds_among
 from tfcommx.keras_internals.names import AGREED_NAMES, path_of
 from tfcommx.keras_internals.optimizers import accumulated_gradients
 
@@ -30,6 +30,9 @@ _CARRIED_AS = {
 }
 
 
+# Difference between the seeds of two ranks; larger than the number of a model's generators, because
+# Keras may number their seeds consecutively
+SEED_STEP = 1_000_003
 # Bytes of small variables that are broadcast together: milliseconds of a fast network
 LARGEST_BATCH = 2**24
 
@@ -41,8 +44,8 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     """Give every rank the values that rank `root` has: weights, an optimizer's state.
 
     For custom loops, as `callbacks.BroadcastState` is for `fit`: after everything is built and
-    restored, before the first step. Pass `model.weights`, because `model.variables` includes the
-    seeds of dropout, which should differ between ranks. Plans and checkpoints then name the
+    restored, before the first step. Seeds among `model.variables`, such as dropout's, are derived
+    from those of rank `root`, and differ between the ranks. Plans and checkpoints then name the
     variables as rank `root` does. Keras's Normalization derives its constants from the new
     weights; other layers that derive some keep the old ones. The sums of gradients that a wrapped
     optimizer accumulates, and with strategy="sharded" its state, are not broadcast.
@@ -68,7 +71,17 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     """
     variables = list(variables)
     broadcast_values(variables, root)
+    set_seeds_apart(seeds_among(variables), root)
     finalize_normalizations(variables)
+
+
+def set_seeds_apart(states: Iterable[keras.Variable], root: int) -> None:
+    """Add a number of this rank's to seeds that equal those of rank `root`."""
+    # Ranks that drop the same entries learn less from a batch
+    if (away := process.rank() - root) != 0:
+        for state in states:
+            seed, count = state.numpy()
+            state.assign([(int(seed) + away * SEED_STEP) % 2**31, count])
 
 
 def broadcast_values(variables: Sequence[keras.Variable | tf.Variable], root: int) -> None:
