@@ -315,7 +315,7 @@ def test_variables_of_a_custom_loop_are_broadcast(
     # Seeds among `model.variables`, which a moved script broadcasts, were equal, so that dropout
     # dropped the same entries on all ranks
     seeds = keras.random.SeedGenerator(7 + comm.rank)
-    cx.broadcast_variables([seeds.state], root=last)
+    tf.function(lambda: cx.broadcast_variables([seeds.state], root=last))()
     states = comm.gather_objects(seeds.state.numpy().tolist())
     assert states == [
         [(7 + last + (rank - last) * SEED_STEP) % 2**31, 0] for rank in range(last + 1)

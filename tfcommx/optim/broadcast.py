@@ -80,8 +80,9 @@ def set_seeds_apart(states: Iterable[keras.Variable], root: int) -> None:
     # Ranks that drop the same entries learn less from a batch
     if (away := process.rank() - root) != 0:
         for state in states:
-            seed, count = state.numpy()
-            state.assign([(int(seed) + away * SEED_STEP) % 2**31, count])
+            # Operations of TensorFlow, because a user's tf.function may broadcast
+            seed, count = tf.unstack(tf.cast(tf.convert_to_tensor(state), tf.int64))
+            state.assign(tf.stack([(seed + away * SEED_STEP) % 2**31, count]))
 
 
 def broadcast_values(variables: Sequence[keras.Variable | tf.Variable], root: int) -> None:
