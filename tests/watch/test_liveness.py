@@ -98,6 +98,19 @@ def test_a_watcher_passes_on_a_name_in_another_encoding() -> None:
         assert mine.recv(100) == rb"at caf\udce9.py" + b"\n" + rb"end caf\udce9.py" + b"\n"
 
 
+def test_a_scripts_timeout_of_sockets_does_not_end_the_watch() -> None:
+    """As of a script that downloads files: all ranks ended so many seconds after init()."""
+    socket.setdefaulttimeout(0.01)
+    try:
+        listening, addresses = liveness.listen([], one_host=True)
+        limits = liveness.Limits(20.0)._asdict()
+        row = {"addresses": addresses, "port": 0, "host": "", "token": "t", **limits}
+        with liveness.start_watcher(listening, liveness.make_job(0, os.getpid(), [row])) as watch:
+            assert watch.gettimeout() is None
+    finally:
+        socket.setdefaulttimeout(None)
+
+
 def test_a_forked_child_is_not_the_rank(reported) -> None:
     """A worker process that a data pipeline forks fails: the rank continues.
 

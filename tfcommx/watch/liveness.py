@@ -185,6 +185,9 @@ def make_job(rank: int, pid: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socket:
     """Start the watcher's process; return the socket connected to it."""
     to_watcher, watcher_end = socket.socketpair()
+    # Otherwise a script's `socket.setdefaulttimeout` would end the wait for the alarm
+    for part in (to_watcher, watcher_end, listening):
+        part.settimeout(None)
     fds = [watcher_end.fileno(), listening.fileno()]
     # stderr is inherited, because the watcher writes the last words of a rank that could not
     subprocess.Popen(
