@@ -193,7 +193,7 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
         # With several optimizers, only the checkpoint says which variables each of them trains
         trainable = model.trainable_variables if len(optimizers) == 1 else []
         _build_optimizer(optimizer, variables, roots[index], trainable)
-        _require_state_kinds(optimizer, roots[index], folder)
+        _require_state_kinds(optimizer, roots[index].trained, records, folder)
         # An optimizer that trained them before has residuals of steps that are undone, and one that
         # follows before the next step takes the restored ones
         names = variables if len(optimizers) == 1 else roots[index].trained
@@ -304,17 +304,14 @@ def _roots_of(
     """Return rank 0's records, without its own state; refuse another number of optimizers."""
     comm = process.current()
     rows = [
-        (
-            *(record.trained, record.unlisted, record.weights, record.common),
-            *(record.kinds, record.state_kinds),
-        )
+        (record.trained, record.unlisted, record.weights, record.common, record.kinds)
         for record in (files[0] if files else [])
     ]
     # From rank 0, because with more ranks than saved some inherit no file
     everyone = comm.gather_objects(rows if comm.rank == 0 else [])
     roots = [
-        OptimizerRecord(trained, GradientState(), "", {}, unlisted, [], weights, common, {}, *kinds)
-        for trained, unlisted, weights, common, *kinds in everyone[0]
+        OptimizerRecord(trained, GradientState(), "", {}, unlisted, [], weights, common, {}, kinds)
+        for trained, unlisted, weights, common, kinds in everyone[0]
     ]
     if len(roots) != optimizers:
         raise CheckpointError(
@@ -343,18 +340,27 @@ def _require_kind(
 
 
 def _require_state_kinds(
-    optimizer: keras.optimizers.Optimizer, root: OptimizerRecord, folder: Path
+    optimizer: keras.optimizers.Optimizer,
+    trained: list[str],
+    records: Sequence[OptimizerRecord],
+    folder: Path,
 ) -> None:
     """Refuse options with other state, as momentum, of an optimizer of the saved variables.
 
     Keras would drop the saved state, or load it into other state if there are as many variables.
     """
-    kinds, names = state_kinds(optimizer), exchanger_in(optimizer).names
-    if kinds != root.state_kinds and names.of(trainable_variables(optimizer)) == root.trained:
+    own = state_kinds(optimizer), [kind for record in records for kind in record.state_kinds]
+    # Of all ranks, because a rank with shards of whole variables has the state of these alone
+    kinds, saved = (
+        sorted({kind for of_rank in part for kind in of_rank})
+        for part in zip(*process.current().gather_objects(own), strict=True)
+    )
+    names = exchanger_in(optimizer).names
+    if kinds != saved and names.of(trainable_variables(optimizer)) == trained:
         raise CheckpointError(
             "A checkpoint is restored into an optimizer with the state that it was saved with. "
             f"Received {optimizer.name!r} with {', '.join(kinds)}; {folder} has "
-            f"{', '.join(root.state_kinds)}. Give the optimizer the options that it had, such as "
+            f"{', '.join(saved)}. Give the optimizer the options that it had, such as "
             "momentum, use_ema, or a schedule."
         )
 
