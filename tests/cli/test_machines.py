@@ -208,6 +208,10 @@ def test_a_scheme_that_can_be_carried_out_nowhere_is_an_error(tmp_path: Path) ->
         # The rows of a torus were those of `horovod`
         ({"scheme": "torus"}, r"'scheme'.*'schemes'"),
         ({"batch": {"vgg16": 3}}, "'alexnet'"),
+        # A note in place of an error, and no row of that name
+        ({"model": ["alexnet", "vgg"]}, "'vgg'"),
+        ({"machines": {"a": {"price": 1}, "b": {"price": 1, "gpu": "v10"}}}, r"'v10'.*'v100'"),
+        ({"machines": {"a": {"price": 1}, "b": {"price": 1, "engine": "ncl"}}}, r"'ncl'.*'nccl'"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:

@@ -84,6 +84,7 @@ def test_a_model_by_name(files: tuple[str, str], tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["resnet"], "'resnet'"),
+        (["resnet5"], r"'resnet5'.*'resnet50'"),
         (["resnet50", "--selection", "mstop"], r"'mstop'.*'mstopk'"),
         (["resnet50", "--selection", "no_package:RULE"], "'no_package:RULE'"),
         (["resnet50", "--selection", "mstopk", "--density", "2"], r"`density`.*\b2\.0"),

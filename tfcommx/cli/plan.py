@@ -18,6 +18,7 @@ from tfcommx.core import (
     Profile,
     Scheme,
     Topology,
+    check_name,
     is_member,
     load_member,
     write_text,
@@ -127,13 +128,9 @@ def profile_of(model: str, gpu: str | None, throughput: float | None, batch: int
     **Raises:** ConfigurationError for a name that is neither, for a model without any throughput,
     and for a file without times, or with any of the other arguments.
     """
-    if model in models.MODELS:
+    if model in models.MODELS or not Path(model).is_file():
+        check_name("model or file of a profile", model, models.MODELS)
         return model_profile(model, gpu or DEFAULT_GPU, throughput, batch)
-    if not Path(model).is_file():
-        raise ConfigurationError(
-            f"A file of a profile, or a model ({', '.join(models.MODELS)}), is required. Received "
-            f"{model!r}."
-        )
     check_is_measured(model, gpu, throughput, batch)
     return read_timed_profile(model)
 

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import math
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,17 +33,25 @@ from tfcommx.core import (
     check_whole,
     write_text,
 )
-from tfcommx.engines.engine import get as get_wiring
-from tfcommx.engines.engine import ring_link
+from tfcommx.engines import ENGINES
+from tfcommx.engines.engine import WIRINGS, ring_link
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.choose import candidates
+from tfcommx.planner.merging import MERGINGS
 from tfcommx.planner.predict import Setting
 from tfcommx.recipes.reader import read_mapping
 from tfcommx.report import timeline as report
 from tfcommx.report.terminal import show_rows
 from tfcommx.routes.route import SparseRoute
+from tfcommx.simulator import models
 from tfcommx.simulator.assumptions import Assumptions, measured_time
-from tfcommx.simulator.throughputs import DEFAULT_BATCH, DEFAULT_GPU, GPU_NAMES, model_profile
+from tfcommx.simulator.throughputs import (
+    DEFAULT_BATCH,
+    DEFAULT_GPU,
+    GPU_NAMES,
+    GPUS,
+    model_profile,
+)
 
 
 def setting(default: Any, text: str, wanted: str = "") -> Any:
@@ -153,6 +162,8 @@ class Settings:
                 value = check_number(name, value, field.metadata["range"])
             elif not isinstance(value, str):
                 raise ConfigurationError(f"`{name}` must be text. Received {value!r}.")
+            elif name in NAMES:
+                check_name(name, value, NAMES[name])
             object.__setattr__(self, name, value)
 
     @property
@@ -174,8 +185,6 @@ class Settings:
     @property
     def link_prices(self) -> Links:
         """Prices of messages."""
-        if self.wiring is not None:  # Checked here, because the price of some engines ignores it
-            get_wiring(self.wiring)
         wire = Link(self.inside_alpha, 1e-9 / self.inside_gbytes / self.efficiency, self.gamma)
         links = Links(
             ring_link(wire, self.slots, self.wiring or EngineSettings().wiring),
@@ -210,6 +219,12 @@ INTERVAL = ("step_seconds_low", "step_seconds_high")
 TENTHS = ("step_seconds_p10", "step_seconds_p90")
 # Largest number of values of a sweep, each of which is a simulation and a row
 MOST_VALUES = 10_000
+# Setting -> known names. Checked with the settings, because the price of some engines ignores a
+# wiring, and `tfcommx machines` leaves out cells that cannot be simulated
+NAMES: dict[str, Iterable[str]] = {
+    **{"model": models.MODELS, "gpu": GPUS, "engine": ENGINES},
+    **{"wiring": WIRINGS, "merging": MERGINGS},
+}
 # Name of a setting -> str, int or float
 KINDS: dict[str, type] = {
     name: next(member for member in (*typing.get_args(kind), kind) if member is not type(None))

@@ -53,8 +53,8 @@ class SupervisorOptions:
         for name, ranks in (("--min-np", self.fewest), ("-np", self.first)):
             if self.most is not None and self.most < ranks:
                 raise ConfigurationError(
-                    f"--max-np must be at least {name}. Received --max-np {self.most} and {name} "
-                    f"{ranks}."
+                    f"--max-np, by default -np, must be at least {name}. Received --max-np "
+                    f"{self.most} and {name} {ranks}."
                 )
         if self.grow_every is not None:
             check_number("--grow-every", self.grow_every, "> 0")
