@@ -75,6 +75,19 @@ def test_a_second_run_is_refused_by_name(other: int, tmp_path: Path) -> None:
         lock.take(tmp_path, SECOND)
 
 
+@pytest.mark.parametrize("mode, readers", [(0o755, 0), (0o775, 0o040), (0o777, 0o044)])
+def test_only_users_that_can_write_into_the_folder_can_lock_it(
+    mode: int, readers: int, tmp_path: Path
+) -> None:
+    """Any user that could read the folder could hold the lock, and no run could save."""
+    tmp_path.chmod(mode)
+    lock.take(tmp_path, FIRST)
+    assert (tmp_path / LOCK).stat().st_mode & 0o777 == 0o600 | readers
+    (tmp_path / LOCK).unlink()
+    lock._replace(tmp_path, FIRST)
+    assert (tmp_path / LOCK).stat().st_mode & 0o777 == 0o600 | readers
+
+
 def test_a_run_that_was_killed_blocks_no_other(other: int, tmp_path: Path) -> None:
     end(other)
     assert owner_of(tmp_path)["run"] == "first"

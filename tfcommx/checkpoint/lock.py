@@ -125,13 +125,19 @@ def _open(path: Path) -> int:
     # No links, because another user of a shared folder could link to a file of this user
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, _mode(path))
     except PermissionError as error:
         try:
             # Enough for a lock, by which a dead run of another user is recognised
             return os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
         except OSError:
             raise error from None
+
+
+def _mode(path: Path) -> int:
+    """Return the mode of a lock file: readable for the users that may write into its folder."""
+    # Because any user that can read a file can lock it, and would block the saves
+    return 0o600 | (path.parent.stat().st_mode & 0o022) << 1
 
 
 def _keep(folder: Path, opened: int, owner: Owner) -> None:
@@ -196,7 +202,7 @@ def _may_replace(owner: Owner, holder: Owner) -> bool:
 def _replace(folder: Path, owner: Owner) -> None:
     """Replace the present lock file by one of this process."""
     part = folder / f"{LOCK}-{secrets.token_hex(4)}"
-    opened = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    opened = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _mode(part))
     try:
         with contextlib.suppress(OSError):  # Without locks the name alone counts
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
