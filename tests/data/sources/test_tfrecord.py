@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
@@ -46,6 +47,23 @@ def test_imagenet_shards_are_numbered_in_order_and_broken_ones_named(tmp_path):
         imagenet(tmp_path)
     with pytest.raises(SampleError, match="'other'"):
         TFRecords([tmp_path / "train-00000-of-00003"], ImageFeatures(image="other")).read(0)
+
+
+@pytest.mark.parametrize("repeat", [lambda a, b: None, os.link, os.symlink, shutil.copy])
+def test_a_file_that_is_listed_twice_is_named(repeat, tmp_path, recwarn):
+    """Its records had twice the weight of others, without a warning."""
+    first, empty, second = (tmp_path / name for name in ("first", "empty", "second"))
+    write(first, range(2))
+    for file in (empty, tmp_path / "empty too"):
+        write(file, [])
+    write(second, range(2, 4))
+    TFRecords([first, empty, tmp_path / "empty too", second])
+    assert not recwarn.list
+    again = tmp_path / "again"
+    repeat(first, again)
+    again = again if again.exists() else first
+    with pytest.warns(UserWarning, match=f"^{again} .* {first}, .*\\b1 files"):
+        assert TFRecords([first, empty, tmp_path / "empty too", second, again]).count == 6
 
 
 def test_a_label_beyond_imagenets_classes_is_refused(tmp_path):

@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import struct
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -70,6 +71,23 @@ def _scanned(file: str) -> np.ndarray:
             f"TFRecord files that can be read are required. {file}: {error.strerror}. Name the "
             "files, sorted(glob.glob(...)), and check the path and its mount."
         ) from error
+
+
+def _warn_of_repeated(files: Sequence[str], digests: Sequence[str]) -> None:
+    """Warn of files with the same records, such as one that two patterns match, or a link."""
+    first: dict[str, str] = {}
+    pairs = []
+    for file, digest in zip(files, digests, strict=True):
+        if digest in first:
+            pairs.append((first[digest], file))
+        elif digest:  # Not a file without records
+            first[digest] = file
+    if pairs:
+        warnings.warn(
+            f"{pairs[0][1]} has the records of {pairs[0][0]}, and so have {len(pairs)} files in "
+            "all: an epoch has them twice. List each file once.",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True)
@@ -145,6 +163,7 @@ class TFRecords:
             (Path(file).name, len(table), hashlib.sha256(table.tobytes()).hexdigest())
             for file, table in zip(self.files, rows, strict=True)
         ]
+        _warn_of_repeated(self.files, [digest if records else "" for _, records, digest in facts])
         names = self.features.image, self.features.label, self.features.first_label
         self.key = key_of(("tfrecords", *names, *self.classes, *facts))
         self.contents = {
