@@ -13,10 +13,14 @@ import tfcommx as cx
 from tfcommx.core import CheckpointError
 
 
-def compiled(name: str, strategy: str = "synchronous", **options: Any) -> keras.Model:
+def compiled(
+    name: str, strategy: str = "synchronous", learning_rate: Any = 0.1, **options: Any
+) -> keras.Model:
     cx.init()
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="out")], name="net")
-    optimizer = getattr(keras.optimizers, name)(0.1, **options)
+    optimizer = getattr(keras.optimizers, name)(learning_rate, **options)
+    if strategy == "scaled":
+        optimizer, strategy = keras.optimizers.LossScaleOptimizer(optimizer), "synchronous"
     wrapped = cx.DistributedOptimizer(optimizer, strategy=strategy)
     model.compile(wrapped, loss="mse", jit_compile=False)
     wrapped.build(model.trainable_variables)
@@ -70,6 +74,35 @@ def test_the_state_of_a_base_or_a_subclass_is_restored(tmp_path: Path) -> None:
     cx.checkpoint.restore(again, tmp_path)
     for saved, loaded in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
         np.testing.assert_array_equal(saved.numpy(), loaded.numpy())
+
+
+@pytest.mark.parametrize(
+    ("decays", "strategy"), [(False, "scaled"), (True, "synchronous"), (True, "sharded")]
+)
+def test_a_schedule_and_a_fixed_rate_replace_each_other(
+    decays: bool, strategy: str, tmp_path: Path
+) -> None:
+    """It was refused, so no run could continue with its momenta under another kind of rate."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    rates = [schedule, 0.05] if decays else [0.05, schedule]
+    model = compiled("Adam", strategy, rates[0])
+    steps = 3
+    for _ in range(steps):
+        model.optimizer.apply([np.ones(weight.shape) for weight in model.weights], model.weights)
+    cx.checkpoint.save(model, tmp_path, 0)
+    again = compiled("Adam", strategy, rates[1])
+    listed = [variable.path for variable in again.optimizer.variables]
+    cx.checkpoint.restore(again, tmp_path)
+    assert [variable.path for variable in again.optimizer.variables] == listed
+    inner = [getattr(net.optimizer, "inner_optimizer", net.optimizer) for net in (model, again)]
+    one, other = ({var.name: var.numpy() for var in optimizer.variables} for optimizer in inner)
+    assert one.keys() ^ other.keys() == {"learning_rate"}
+    assert one["iteration"] == other["iteration"] == steps
+    for name in one.keys() & other.keys():
+        np.testing.assert_array_equal(one[name], other[name], name)
+    now = schedule(steps) if not decays else 0.05
+    np.testing.assert_allclose(again.optimizer.learning_rate, now)
+    again.optimizer.apply([np.ones(weight.shape) for weight in again.weights], again.weights)
 
 
 def test_the_state_of_shards_is_restored_without_shards(tmp_path: Path) -> None:

@@ -135,22 +135,19 @@ def test_a_layer_that_keras_saves_otherwise_is_restored_exactly(
 def test_a_model_that_cannot_hold_what_was_saved_is_refused(comm: Comm, folder: Path) -> None:
     """Keras warns, and trains on with the state of a new optimizer, or rounds the weights."""
 
-    def made(rate: Any, dtype: str = "float32") -> keras.Model:
+    def made(dtype: str = "float32") -> keras.Model:
         keras.utils.set_random_seed(1)
         net = keras.Sequential([keras.Input((8,)), layers.Dense(1, dtype=dtype, name="out")])
-        wrapped = cx.DistributedOptimizer(keras.optimizers.Adam(rate), cx.Scheme())
+        wrapped = cx.DistributedOptimizer(keras.optimizers.Adam(0.1), cx.Scheme())
         net.compile(wrapped, "mse", jit_compile=False)
         return net
 
-    net = made(0.1)
+    net = made()
     net.optimizer.build(net.trainable_variables)
     checkpoint.save(net, folder, 0)
-    decaying = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
-    with pytest.raises(cx.CheckpointError, match=r"'adam.*\bschedule\b.*\blearning_rate\b"):
-        checkpoint.restore(made(decaying), folder)
     with pytest.raises(cx.CheckpointError, match=r"out/kernel'.*bfloat16\[8, 1\]"):
-        checkpoint.restore(made(0.1, "bfloat16"), folder)
-    checkpoint.restore(made(0.1), folder)
+        checkpoint.restore(made("bfloat16"), folder)
+    checkpoint.restore(made(), folder)
 
 
 @pytest.mark.one_rank

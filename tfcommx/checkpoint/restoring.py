@@ -1,5 +1,6 @@
 """Restore a checkpoint, even with another number of ranks or another plan."""
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from tfcommx.keras_internals.names import VariableNames
 from tfcommx.keras_internals.optimizers import (
     inner_optimizer,
     kinds_of,
+    rate_as_saved,
     state_kinds,
     trainable_variables,
     unlisted,
@@ -35,6 +37,8 @@ from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wra
 from tfcommx.runtime.gradient_state import GradientState, Vectors, add_vectors, scaled
 from tfcommx.strategies.strategy import CommonState
 
+# Kinds of state, as `state_kinds` calls them, of which an optimizer has one
+_RATES = {"learning_rate", "schedule"}
 # Remedy for a model's file that Keras does not load
 MODEL = "Build the model as it was, or put a whole copy of the file in its place."
 
@@ -198,6 +202,32 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
         # follows before the next step takes the restored ones
         names = variables if len(optimizers) == 1 else roots[index].trained
         exchanger_in(optimizer).take_over([variables[name] for name in names])
+    with contextlib.ExitStack() as rates:
+        for optimizer, root in zip(optimizers, roots, strict=True):
+            rates.enter_context(rate_as_saved(optimizer, root.state_kinds))
+        _load_values(model, checkpoint, weights, files, roots)
+    _load_recurrent_states(model, folder, head)
+    _followed[model] = head.epoch + 1, _followers_of(folder / residuals_name(head.save, 0))
+    for optimizer in optimizers:
+        if (sharding := exchanger_in(optimizer).sharding) is not None:
+            sharding.shards.current.assign(True)  # Because the shards must follow the weights
+    for index, optimizer in enumerate(optimizers):
+        records = [file[index] for file in files]
+        _load_states(optimizer, records, (head.ranks, comm.topology.size), roots[index].common)
+    restore_train_function(model)  # A `fit` that was interrupted may have left its own
+    if model.train_function is not None:
+        trace_again(model)  # Because the present one uses the old residuals
+
+
+def _load_values(
+    model: keras.Model,
+    checkpoint: Newest,
+    weights: Path,
+    files: Sequence[Sequence[OptimizerRecord]],
+    roots: Sequence[OptimizerRecord],
+) -> None:
+    """Set the weights, and the state of optimizers that Keras saves, from the file `weights`."""
+    comm, optimizers = process.current(), wrapped_optimizers(model)
     kind = f"The model of a checkpoint of {model.name!r}"
     if checkpoint.source == "memory":
         with np.load(weights) as arrays:
@@ -210,7 +240,7 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
         if comm.rank == 0 and (state := files[0][index].state):
             set_optimizer(optimizer, state)
     if checkpoint.source != "memory" and is_file(weights):
-        root_file = folder / residuals_name(head.save, 0)
+        root_file = checkpoint.folder / residuals_name(checkpoint.head.save, 0)
         if is_file(root_file):
             # Not on other ranks, because they receive state that Keras does not save by
             # BroadcastState
@@ -221,17 +251,6 @@ def load(model: keras.Model, checkpoint: Newest) -> None:
             ]
             restore_exact(model, root_file, same)
         finalize_layers(model)
-    _load_recurrent_states(model, folder, head)
-    _followed[model] = head.epoch + 1, _followers_of(folder / residuals_name(head.save, 0))
-    for optimizer in optimizers:
-        if (sharding := exchanger_in(optimizer).sharding) is not None:
-            sharding.shards.current.assign(True)  # Because the shards must follow the weights
-    for index, optimizer in enumerate(optimizers):
-        records = [file[index] for file in files]
-        _load_states(optimizer, records, (head.ranks, comm.topology.size), roots[index].common)
-    restore_train_function(model)  # A `fit` that was interrupted may have left its own
-    if model.train_function is not None:
-        trace_again(model)  # Because the present one uses the old residuals
 
 
 def _load_recurrent_states(model: keras.Model, folder: Path, head: Head) -> None:
@@ -304,14 +323,17 @@ def _roots_of(
     """Return rank 0's records, without its own state; refuse another number of optimizers."""
     comm = process.current()
     rows = [
-        (record.trained, record.unlisted, record.weights, record.common, record.kinds)
+        (
+            *(record.trained, record.unlisted, record.weights, record.common),
+            *(record.kinds, record.state_kinds),
+        )
         for record in (files[0] if files else [])
     ]
     # From rank 0, because with more ranks than saved some inherit no file
     everyone = comm.gather_objects(rows if comm.rank == 0 else [])
     roots = [
-        OptimizerRecord(trained, GradientState(), "", {}, unlisted, [], weights, common, {}, kinds)
-        for trained, unlisted, weights, common, kinds in everyone[0]
+        OptimizerRecord(trained, GradientState(), "", {}, unlisted, [], weights, common, {}, *kinds)
+        for trained, unlisted, weights, common, *kinds in everyone[0]
     ]
     if len(roots) != optimizers:
         raise CheckpointError(
@@ -350,18 +372,19 @@ def _require_state_kinds(
     Keras would drop the saved state, or load it into other state if there are as many variables.
     """
     own = state_kinds(optimizer), [kind for record in records for kind in record.state_kinds]
-    # Of all ranks, because a rank with shards of whole variables has the state of these alone
+    # Of all ranks, because a rank with shards of whole variables has the state of these alone.
+    # A fixed rate and a schedule may replace each other, because the script's is used
     kinds, saved = (
-        sorted({kind for of_rank in part for kind in of_rank})
+        sorted({kind for of_rank in part for kind in of_rank} - _RATES)
         for part in zip(*process.current().gather_objects(own), strict=True)
     )
     names = exchanger_in(optimizer).names
     if kinds != saved and names.of(trainable_variables(optimizer)) == trained:
         raise CheckpointError(
             "A checkpoint is restored into an optimizer with the state that it was saved with. "
-            f"Received {optimizer.name!r} with {', '.join(kinds)}; {folder} has "
-            f"{', '.join(saved)}. Give the optimizer the options that it had, such as "
-            "momentum, use_ema, or a schedule."
+            f"Received {optimizer.name!r} with {', '.join(kinds) or 'none'}; {folder} has "
+            f"{', '.join(saved) or 'none'}. Give the optimizer the options that it had, such as "
+            "momentum or use_ema."
         )
 
 

@@ -31,7 +31,7 @@ from tfcommx.optim.wrapped import wrapped_optimizers
 
 REMEDY = (
     "Build and compile the model as it was when it was saved: the same layers, dtypes, LoRA and "
-    "quantization, and the same kind of learning rate."
+    "quantization."
 )
 
 

@@ -1,9 +1,10 @@
 """Copy Keras optimizers with a mixin, and read the state that Keras does not list."""
 
+import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -327,6 +328,31 @@ def state_kinds(optimizer: keras.optimizers.Optimizer) -> list[str]:
     kinds = {name.lstrip("_") for name in slots_of(optimizer)}
     kinds |= {"schedule" if has_schedule(optimizer) else "learning_rate"}
     return sorted(kinds | {"accumulated_gradients"} if accumulated_gradients(optimizer) else kinds)
+
+
+@contextlib.contextmanager
+def rate_as_saved(optimizer: keras.optimizers.Optimizer, kinds: Sequence[str]) -> Iterator[None]:
+    """Give an optimizer the kind of learning rate that it was saved with, while its state loads.
+
+    Args:
+        kinds: `state_kinds` of the saved optimizer.
+    """
+    # Keras loads state by position, and only a fixed rate is a variable. By `vars`, because Keras
+    # lists a variable that is assigned
+    inner = inner_optimizer(optimizer)
+    before = {name: getattr(inner, name) for name in ("_learning_rate", "_variables")}
+    rate, variables = before.values()
+    if "schedule" in kinds and not callable(rate):
+        rest = [variable for variable in variables if variable is not rate]
+        vars(inner).update(_learning_rate=lambda: rate, _variables=rest)
+    elif "learning_rate" in kinds and callable(rate):
+        rate = keras.Variable(0.0, trainable=False)
+        steps, *rest = variables
+        vars(inner).update(_learning_rate=rate, _variables=[steps, rate, *rest])
+    try:
+        yield
+    finally:
+        vars(inner).update(before)
 
 
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
