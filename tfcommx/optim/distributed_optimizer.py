@@ -119,7 +119,8 @@ def DistributedOptimizer(
     plans with the fastest predictions take turns: docs/explanation/planner.md.
 
     Args:
-        optimizer: any Keras optimizer; its state, if it has some, is copied.
+        optimizer: any Keras optimizer; its state, if it has some, is copied. Later changes to it,
+            such as another learning rate, do not reach the copy: change that of the result.
         scheme: how gradients travel; a Scheme for all variables, or a mapping from patterns of
             variable paths (as in file names, the first match counts) to Schemes. `Scheme()` is
             plain Horovod: everything, by its allreduce; `Scheme(wire="float16")` the same in half
