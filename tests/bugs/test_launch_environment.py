@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pty
 import shlex
@@ -351,7 +352,21 @@ def test_the_processes_that_a_rank_starts_are_not_the_rank(
     monkeypatch.setenv("PMIX_NAMESPACE", "prterun-1")
     assert init_module._check_process(launcher()) == 0
     record_init()
-    with pytest.raises(ConfigurationError, match=r"rank 1 .*__main__"):
+    with pytest.raises(ConfigurationError, match=r"MPI.* rank 1 .*HOROVOD_RANK"):
+        init_module._check_process(launcher())
+
+
+def test_a_script_that_multiprocessing_imports_again_is_no_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under Gloo the first children of all ranks met in another job, and the second ones hung."""
+    for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "HOSTNAME": "a"}.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    for name, value in {"ADDR": "a", "PORT": "1"}.items():
+        monkeypatch.setenv(f"HOROVOD_GLOO_RENDEZVOUS_{name}", value)
+    # As in `multiprocessing.spawn`
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(ConfigurationError, match=rf"{os.getpid()}, which rank 1 .*__main__"):
         init_module._check_process(launcher())
 
 

@@ -1,6 +1,8 @@
 """init(): start Horovod with its node and peer groups, by the launcher's settings."""
 
 import functools
+import multiprocessing
+import os
 
 import tensorflow as tf
 
@@ -139,6 +141,14 @@ def _check_process(launch: launcher.Launcher) -> int:
                 unused,
             )
         return 0
+    # Set while a child imports the script. A child may train with those of other ranks under Gloo,
+    # but not all children that a pool or a data loader starts
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigurationError(
+            "init() must not be called where `multiprocessing` imports the script again. Received "
+            f"a call in process {os.getpid()}, which rank {launch.rank} has started. Put init() "
+            'and the training under `if __name__ == "__main__":`.'
+        )
     if launch.kind == "gloo":
         require_rendezvous()
     inits = launcher.earlier_inits()
@@ -146,8 +156,7 @@ def _check_process(launch: launcher.Launcher) -> int:
     if inits and launch.kind == "mpi":
         raise ConfigurationError(
             f"Under MPI, init() must be called by the ranks alone. Received a call of rank "
-            f"{launch.rank} in a process that it has started. {CHILD} If `multiprocessing` imports "
-            'the script again, put the training under `if __name__ == "__main__":`.'
+            f"{launch.rank} in a process that it has started. {CHILD}"
         )
     return inits
 
