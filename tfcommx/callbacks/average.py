@@ -91,8 +91,9 @@ class AverageBatchNorm(keras.callbacks.Callback):
 
     Done after the last step of an epoch, so that the validated model is the same on all ranks. If
     Keras does not know the number of steps (`steps_per_epoch`), it is done at the epoch's end, and
-    each rank validates with its own statistics. Without effect with ElasticAveraging, with which
-    BroadcastState averages at the end of `fit`.
+    each rank validates with its own statistics. In between, each rank trains with its own: let a
+    layer whose state must be equal in each step, such as a code book, call hvd.allreduce. Without
+    effect with ElasticAveraging, with which BroadcastState averages at the end of `fit`.
 
     **Ranks:** all. **Cost:** one allreduce per epoch of all statistics, in float64. Keras waits for
     every step, as with most callbacks.

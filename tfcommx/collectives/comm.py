@@ -275,8 +275,8 @@ class Comm(abc.ABC):
         raise ConfigurationError(
             f"All ranks must take part in the same exchange. Received {lines[0]} on rank 0 and "
             f"{lines[rank]} on rank {rank}. Pass the same callbacks in the same order on every "
-            "rank, except those that only write files; broadcast, restore and measure on all ranks "
-            "or on none."
+            "rank, except those that only write files; end a `fit` on all ranks, such as a trial "
+            "that a tuner prunes; broadcast, restore and measure on all ranks or on none."
         )
 
     def traffic(self) -> Traffic:
