@@ -5,7 +5,8 @@ mean seconds         usual      as usual    25 % off    25 % off    25 % off
 messages            measured    measured                twice off   twice off   -> plans take turns
 
 Steps, and single messages, vary with any load of the machines. A change of the network shows in the
-fastest of many messages, in each measurement, and in the same direction as in the steps.
+fastest of many messages, in each measurement, and in the same direction as in the steps. A plan
+that sends few bytes hides a faster network, because its steps hardly depend on the network.
 
 `expect_steps` gives "auto" the number of following training steps, as far as `fit` knows.
 """
