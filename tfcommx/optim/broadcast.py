@@ -78,7 +78,8 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
 def set_seeds_apart(states: Iterable[keras.Variable], root: int) -> None:
     """Add a number of this rank's to seeds that equal those of rank `root`."""
     # Ranks that drop the same entries learn less from a batch
-    if (away := process.rank() - root) != 0:
+    away = process.rank() - root
+    if away:
         for state in states:
             # Operations of TensorFlow, because a user's tf.function may broadcast
             seed, count = tf.unstack(tf.cast(tf.convert_to_tensor(state), tf.int64))
