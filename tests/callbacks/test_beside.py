@@ -35,14 +35,16 @@ def test_callbacks_are_known_by_class_and_position(tmp_path: Path) -> None:
     named = keras.callbacks
     best = named.ModelCheckpoint(tmp_path / "best.keras", save_best_only=True)
     each = named.ModelCheckpoint("gs://bucket/each.keras")
+    board = named.TensorBoard(tmp_path / "board")
     first, stop, nan = callbacks.BroadcastState(), named.EarlyStopping(), named.TerminateOnNaN()
 
     def of(*listed: keras.callbacks.Callback, in_lock_step: bool = True) -> tuple:
         return conflicts_of(listed, callbacks.BroadcastState, in_lock_step)
 
-    early, stops_alone, files = of(stop, best, each, first, nan)
+    early, stops_alone, files = of(stop, best, each, first, nan, board)
     assert (early, stops_alone) == (["EarlyStopping", "ModelCheckpoint"], True)
-    assert [file[1] for file in files] == [str(tmp_path / "best.keras"), "gs://bucket/each.keras"]
+    paths = [str(tmp_path / "best.keras"), "gs://bucket/each.keras", str(tmp_path / "board")]
+    assert [file[1] for file in files] == paths
     assert of(stop, first, nan, in_lock_step=False)[:2] == ([], False)
     agreed = callbacks.AgreeOnStop()
     assert of(callbacks.AverageMetrics(), stop, first, nan, agreed) == NONE

@@ -24,6 +24,7 @@ _PATHS = {
     "OrbaxCheckpoint": "directory",
     "BackupAndRestore": "backup_dir",
     "CSVLogger": "filename",
+    "TensorBoard": "log_dir",
 }
 
 
@@ -92,8 +93,8 @@ def warn_of_conflicts(rows: Sequence[tuple[Any, ...]]) -> None:
             else "Add it on rank 0 alone: if cx.is_chief(): callbacks.append(...)."
         )
         log.warning(
-            "%s writes %s on %d ranks at once, such as %d and %d, which can damage it if they "
-            "share its file system. %s",
+            "%s writes %s on %d ranks at once, such as %d and %d, which can damage or mix its "
+            "contents if they share its file system. %s",
             name,
             path,
             len(ranks),
