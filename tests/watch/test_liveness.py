@@ -28,7 +28,7 @@ def reported(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module, name, getattr(module, name))  # Restored at the end
     monkeypatch.setattr(liveness.atexit, "register", lambda ends: None)
     ours, theirs = socket.socketpair()
-    liveness._say_how_it_ends(ours, Membership())
+    liveness._say_how_it_ends(ours, Membership(), 0)
 
     def tell(error: BaseException) -> str:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -140,7 +140,7 @@ def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
     with ours, theirs:
         membership = Membership()
         membership.early.update(ended)
-        failed = liveness._say_how_it_ends(ours, membership)
+        failed = liveness._say_how_it_ends(ours, membership, 0)
         error = RuntimeError(
             f"{liveness.GONE}. This was caused by an exception on one of the ranks"
         )
@@ -193,7 +193,7 @@ def test_after_a_rank_has_died_the_process_ends_without_waiting_for_it(
     ours, theirs = socket.socketpair()
     with ours, theirs:
         membership = Membership()
-        liveness._say_how_it_ends(ours, membership)
+        liveness._say_how_it_ends(ours, membership, 0)
         ends[0]()
         membership.mark_gone(1, "it has ended", True)
         ends[0]()
@@ -214,7 +214,7 @@ def test_a_rank_that_has_failed_ends_while_the_others_train(
     monkeypatch.setattr(liveness.time, "sleep", lambda seconds: None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        liveness._say_how_it_ends(ours, Membership())
+        liveness._say_how_it_ends(ours, Membership(), 0)
         sys.excepthook(RuntimeError, RuntimeError("a full disk"), None)
         ends[0]()
         assert statuses == [1] and theirs.recv(100) == b"failed: RuntimeError: a full disk\n"
@@ -247,8 +247,25 @@ def test_a_script_that_outlives_a_rank_ends_with_its_own_status(code: str, statu
     script = (
         "import socket, sys; from tfcommx.watch import liveness, membership; "
         "members = membership.Membership(); ours, theirs = socket.socketpair(); "
-        "liveness._say_how_it_ends(ours, members); "
+        "liveness._say_how_it_ends(ours, members, 0); "
         f"members.mark_gone(1, 'its process has ended', False); {code}"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == status, ended.stderr
+
+
+@pytest.mark.parametrize(
+    "needed, code, status", [([0, 1], "sys.exit(3)", 3), ([0, 1], "pass", 9), ([1], "exit(3)", 9)]
+)
+def test_a_script_that_fails_on_a_needed_rank_ends_at_once(
+    needed: list[int], code: str, status: int
+) -> None:
+    """MPI's shutdown waited for the others until the watcher killed it: status 137, and not 3."""
+    script = (
+        "import atexit, os, socket, sys; from tfcommx.watch import liveness, membership; "
+        "atexit.register(os._exit, 9); "  # As MPI's shutdown
+        "members = membership.Membership(); ours, theirs = socket.socketpair(); "
+        f"liveness._say_how_it_ends(ours, members, 0); members.allow_leaving({needed}); {code}"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == status, ended.stderr

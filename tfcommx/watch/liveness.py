@@ -146,7 +146,7 @@ def start(
         return
     job = make_job(rank, os.getpid(), rows)
     to_watcher = start_watcher(listening, job)
-    failed = _say_how_it_ends(to_watcher, membership)
+    failed = _say_how_it_ends(to_watcher, membership, rank)
     membership.report_to(to_watcher.send)
     other_ranks = set(range(len(rows))) - {rank}
     membership.probe_with(lambda other: responds(rows[other]), other_ranks, job["limit"])
@@ -255,7 +255,9 @@ def _cause_first(text: str) -> str:
     return " ".join(lines[-1:] + lines[:-1])
 
 
-def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threading.Event:
+def _say_how_it_ends(
+    to_watcher: socket.socket, membership: Membership, rank: int
+) -> threading.Event:
     """Send bye at the interpreter's end; after an uncaught exception report the failure instead.
 
     Returns:
@@ -304,8 +306,9 @@ def _say_how_it_ends(to_watcher: socket.socket, membership: Membership) -> threa
         if os.getpid() == pid and not no_bye.is_set():
             with contextlib.suppress(OSError):
                 to_watcher.send(b"bye\n")
-            # Because Horovod's and MPI's shutdown would wait for a rank that has died
-            if membership.any_died():
+            # Because Horovod's and MPI's shutdown would wait for a rank that has died, and that of
+            # a needed rank for all others, until the watcher kills it
+            if membership.any_died() or (rank in membership.needed and status.get()):
                 end_at_once(status.get())
 
     handle_uncaught(fail)

@@ -30,6 +30,8 @@ class Membership:
         # Neighbours that have ended in order while all were needed. For messages only: they are not
         # `gone`, because a process that holds the centre still awaits their last messages
         self.early: set[int] = set()
+        # The ranks without which no other continues, while others may leave
+        self.needed: Collection[int] = ()
         self._send: Callable[[bytes], object] | None = None
         # For `find_dead`: the probe, its ranks, and the seconds of silence after which one is dead
         self._responds: Callable[[int], bool] | None = None
@@ -79,10 +81,12 @@ class Membership:
 
     def allow_leaving(self, needed: Collection[int]) -> None:
         """Permit the ranks that are not needed to leave. **Ranks:** all, with equal arguments."""
+        self.needed = needed
         if self._send is not None:
             self._send(f"needs {json.dumps(sorted(needed))}\n".encode())
 
     def forbid_leaving(self) -> None:
+        self.needed = ()
         if self._send is not None:
             self._send(b"needs all\n")
 
