@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import tensorflow as tf
 
@@ -33,6 +37,28 @@ def test_ranks_in_different_exchanges_of_objects_are_named() -> None:
 
     with pytest.raises(ConfigurationError, match=r"agree_on_settings\) on rank 0 .* on rank 1"):
         ThreadComm.run(Topology(3, 1), work)
+
+
+def test_two_threads_of_a_rank_do_not_exchange_at_once() -> None:
+    """Of two `fit`s in threads, Horovod named a tensor, or ranks took objects of the other one."""
+    refused = threading.Event()
+
+    def work(comm: Comm) -> list[int]:
+        if comm.rank:
+            assert refused.wait(60)
+            return comm.gather_objects(1)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(comm.gather_objects, 0)
+            while not comm._gathers.locked():
+                time.sleep(0.001)
+            try:
+                with pytest.raises(ConfigurationError, match=r"test_threads.*rank 0\b.*model"):
+                    comm.gather_objects(2)
+            finally:
+                refused.set()
+            return first.result()
+
+    assert ThreadComm.run(Topology(2, 1), work) == [[0, 1]] * 2
 
 
 def test_users_functions_may_meet_in_one_exchange_of_objects() -> None:

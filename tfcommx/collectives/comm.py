@@ -103,6 +103,8 @@ class Comm(abc.ABC):
         # Facts that must be equal on all ranks, compared when they next exchange objects
         self.comparisons = Comparisons()
         self._scopes, self._open_scope = 0, _OpenScope()
+        # Held by the thread of this rank that exchanges objects
+        self._gathers = threading.Lock()
 
     def own_scope(self) -> str:
         """Return a unique name for `scope`.
@@ -253,18 +255,29 @@ class Comm(abc.ABC):
         **Ranks:** all, outside of traced code. **Raises:** TypeError for other data;
         ConfigurationError, on every rank, if facts that were stated by `comparisons` differ between
         ranks, or ranks are in different functions of this package, as with a callback that only one
-        rank has.
+        rank has; on this rank, in a second thread.
         """
         if self.topology.size == 1:
             # Encoded, because items that other ranks could not receive must fail here, too
             return [decode(encode(item))]
         caller = sys._getframe(1)
-        own = (item, self.comparisons.digests(), function_of(caller))
-        items, digests, functions = zip(*self._gather_objects(own), strict=True)
-        # `functions` is equal on all ranks, so all raise, and take part in the exchange of lines
-        if len(set(functions)) > 1:
-            self._refuse_functions(functions, caller)
-        self.comparisons.settle(self.rank, digests, self._gather_objects)
+        # Ranks pair exchanges by their order, which two threads may change
+        if not self._gathers.acquire(blocking=False):
+            raise ConfigurationError(
+                "One thread of a rank exchanges at a time. Received "
+                f"{source_line(caller)} in {threading.current_thread().name} of rank {self.rank}, "
+                "while another thread exchanges. Train one model after the other."
+            )
+        try:
+            own = (item, self.comparisons.digests(), function_of(caller))
+            items, digests, functions = zip(*self._gather_objects(own), strict=True)
+            # `functions` is equal on all ranks, so all raise, and take part in the exchange of
+            # lines
+            if len(set(functions)) > 1:
+                self._refuse_functions(functions, caller)
+            self.comparisons.settle(self.rank, digests, self._gather_objects)
+        finally:
+            self._gathers.release()
         return list(items)
 
     def _refuse_functions(self, functions: Sequence[str], caller: FrameType) -> NoReturn:
