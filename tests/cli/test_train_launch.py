@@ -164,6 +164,13 @@ def test_an_error_of_horovodrun_itself_is_shown_as_it_is(capsys):
         "`tfcommx train` did not start on all ranks, status 1. Requested too many\n"
         "RuntimeError: no interface"
     )
+    # The list of all options filled the screen
+    text = "usage: horovodrun [-h]\n  ...\nhorovodrun: error: unrecognized arguments: --x\n"
+    output = RankLines()
+    output.relay(io.StringIO(text))
+    error = Started().failed(2, output)
+    assert str(error).endswith("status 2. horovodrun: error: unrecognized arguments: --x")
+    assert error.status == 2
 
 
 @pytest.mark.extended

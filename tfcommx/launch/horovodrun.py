@@ -29,7 +29,13 @@ from typing import IO
 from tfcommx.core import ConfigurationError, LaunchError
 from tfcommx.launch.commands import ipv4_addresses, is_local
 from tfcommx.launch.hosts import Host, slots_of
-from tfcommx.launch.rank_output import HIDDEN, Failure, RankLines, ends_with_this_process
+from tfcommx.launch.rank_output import (
+    HIDDEN,
+    REFUSED,
+    Failure,
+    RankLines,
+    ends_with_this_process,
+)
 
 KINDS = ("gloo", "mpi")
 # Script that starts each rank, on each host
@@ -366,7 +372,8 @@ class Running:
                 parts = [f"`{words}` ended with status {status}.", *lines.missing[:1], reason]
                 return LaunchError(" ".join(part.strip() for part in parts if part), status)
             return LaunchError(
-                f"`{words}` did not start on all ranks, status {status}. {reason}", 1
+                f"`{words}` did not start on all ranks, status {status}. {reason}",
+                2 if reason.startswith(REFUSED) else 1,
             )
         host = self.launch.host_of(first.rank)
         parts = [

@@ -214,6 +214,8 @@ ABORTING = re.compile(r'process rank (\d+) with PID \d+ on node \S+\s+calling\s+
 UNREACHED = re.compile(
     r"ssh not successful for host (\S+):\n(.*?)\n(?:\n|ssh|Traceback)", re.DOTALL
 )
+# horovodrun's message about an option that it does not know
+REFUSED = "horovodrun: error: "
 # Messages of TensorFlow's libraries while they are loaded, before they read TF_CPP_MIN_LOG_LEVEL:
 # absl's level INFO, and one about the destination of messages
 START_UP_MESSAGE = re.compile(
@@ -363,6 +365,8 @@ class RankLines:
                 "return at once and without a password; --ssh-port and --ssh-identity-file say "
                 "how. Without ssh, start the ranks by srun, if this is a Slurm job."
             )
+        # Without horovodrun's options, which argparse lists before it names the wrong one
+        output = output[max(output.find(REFUSED), 0) :]
         # Without a traceback's frames, because they are the launcher's
         before, separator, trace = output.partition(TRACEBACK)
         lines = [line for line in trace.splitlines() if line and not line[0].isspace()]
