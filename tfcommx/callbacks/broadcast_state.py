@@ -56,6 +56,7 @@ from tfcommx.optim.wrapped import (
     difference_of_replicas,
     exchanger_in,
     optimizers_elsewhere,
+    searching_once,
     shared_state,
     trains_alone,
     wrapped_optimizers,
@@ -99,10 +100,10 @@ class BroadcastState(keras.callbacks.Callback):
         root: the rank whose state all ranks begin with, in [0, size).
         compare: True to compare the models' configurations and outputs.
 
-    **Ranks:** all. **Cost:** the model's bytes are broadcast once; twice if a layer was not built
-    or with Keras's BackupAndRestore; the first batch is sent to all ranks, for one forward pass
-    outside of a graph; two small exchanges on the host per epoch, and at the end of `fit` the
-    replica guard's comparison, of which a warning names differences.
+    **Ranks:** all. **Cost:** variables that differ between ranks are broadcast once; twice if a
+    layer was not built or with Keras's BackupAndRestore; the first batch is sent to all ranks, for
+    one forward pass outside of a graph; two small exchanges on the host per epoch, and at the end
+    of `fit` the replica guard's comparison, of which a warning names differences.
     **Raises:** ConfigurationError if ranks would wait for each other forever: with unequal numbers
     of steps in an epoch, unequal first epochs or unequal last ones, also if one rank stops after an
     epoch. ConfigurationError if the models differ.
@@ -142,11 +143,11 @@ class BroadcastState(keras.callbacks.Callback):
         super().set_model(model)
         self.metrics.set_model(model)
 
+    @searching_once
     def on_train_begin(self, logs: Any = None) -> None:
         """Compare steps, epochs and models of all ranks, and broadcast built models."""
         with self.model.distribute_strategy.scope():
             require_no_replicas()
-        params = self.params or {}
         built = [layer.built for layer in layers_of(self.model)]
         # A `fit` that was interrupted may have left its own
         restore_train_function(self.model)
@@ -160,7 +161,7 @@ class BroadcastState(keras.callbacks.Callback):
         conflicts = conflicts_of(listed, BroadcastState, not self.alone)
         eagerly = bool(self.model.run_eagerly or tf.config.functions_run_eagerly())
         shares = class_weight_of_fit()
-        asked = params.get("steps"), params.get("epochs")
+        asked = [(self.params or {}).get(name) for name in ("steps", "epochs")]
         everyone = process.current().gather_objects(
             (*asked, built, self.root, conflicts, eagerly, shares)
         )
@@ -271,6 +272,7 @@ class BroadcastState(keras.callbacks.Callback):
             self.model.jit_compile = False
             trace_again(self.model)
 
+    @searching_once
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Compare the epoch, so that no rank waits for one that has stopped; expect steps."""
         first = not self.begun
@@ -291,6 +293,7 @@ class BroadcastState(keras.callbacks.Callback):
         if self.uncompared and not self.unbuilt:
             self._compare_in_next_step()
 
+    @searching_once
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcast layers that the only step of the epoch has built; average metrics."""
         self._epoch = epoch
@@ -317,6 +320,7 @@ class BroadcastState(keras.callbacks.Callback):
                     optimizer.name,
                 )
 
+    @searching_once
     def on_test_begin(self, logs: Any = None) -> None:
         """Complete the weights."""
         # A rank that does not evaluate meets the others at the epoch's end
@@ -327,6 +331,7 @@ class BroadcastState(keras.callbacks.Callback):
     def on_test_end(self, logs: Any = None) -> None:
         self.metrics.on_test_end()
 
+    @searching_once
     def on_train_end(self, logs: Any = None) -> None:
         """Require that no rank begins another epoch; restore the step; drop old residuals."""
         self.metrics.on_train_end(logs)
