@@ -210,10 +210,13 @@ def constants_of(layer: keras.layers.Layer) -> dict[str, str]:
     return constants
 
 
-def bytes_of(array: np.ndarray) -> bytes:
-    """Return the entries of an array, also of text, for a digest."""
+def bytes_of(array: np.ndarray) -> bytes | memoryview:
+    """Return the entries of an array, also of text, for a digest; numbers without a copy."""
     # Objects are pointers, which differ between processes
-    return repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+    if array.dtype.hasobject:
+        return repr(array.tolist()).encode()
+    # As bytes, because Python knows no buffers of bfloat16
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _is_plain(value: object) -> bool:

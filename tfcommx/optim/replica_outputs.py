@@ -254,7 +254,8 @@ def digest_of(value: object) -> str:
         if tf.is_tensor(part) and not hasattr(part, "numpy"):
             return ""
         array = array_of(part)
-        digest.update(f"{array.dtype} {array.shape}".encode() + bytes_of(array))
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(bytes_of(array))
     return digest.hexdigest()
 
 
