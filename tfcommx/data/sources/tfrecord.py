@@ -84,8 +84,8 @@ def _warn_of_repeated(files: Sequence[str], digests: Sequence[str]) -> None:
             first[digest] = file
     if pairs:
         warnings.warn(
-            f"{pairs[0][1]} has the records of {pairs[0][0]}, and so have {len(pairs)} files in "
-            "all: an epoch has them twice. List each file once.",
+            f"{pairs[0][1]} has the records of {pairs[0][0]}, so an epoch has them twice; in all "
+            f"{len(pairs)} files repeat another's. List each file once.",
             stacklevel=3,
         )
 
