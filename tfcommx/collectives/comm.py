@@ -332,8 +332,8 @@ class Comm(abc.ABC):
             )
         return ranks
 
-    def refuse_join(self) -> None:  # noqa: B027 - most libraries have none
-        """Make a call of the library's `join()` raise from now on."""
+    def make_join_a_barrier(self) -> None:  # noqa: B027 - most libraries have none
+        """Let the library's `join()` only wait for all ranks from now on."""
 
     # Methods that a library must provide. The arguments are checked, the group has more than one
     # rank, and the traffic is counted; results are those of the public methods.

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -255,14 +255,14 @@ class HorovodComm(Comm):
         """False after hvd.shutdown()."""
         return bool(self._hvd.is_initialized())
 
-    def refuse_join(self) -> None:
-        def join() -> NoReturn:
-            raise ConfigurationError(
-                "Ranks with a wrapped optimizer must take the same number of steps. Received "
-                f"hvd.join() on rank {self.rank}: the others would take steps without its "
-                "gradients, and its weights would miss them. Give all ranks equally many "
-                "batches. As a barrier, call hvd.allreduce(tf.constant([0.0])) on all ranks."
-            )
+    def make_join_a_barrier(self) -> None:
+        def join(device: int = -1) -> int:
+            """Wait for all ranks, in place of letting them step on without this rank's gradients.
+
+            **Returns:** the last rank; all have the same weights.
+            """
+            self.gather_objects(None)
+            return self.topology.size - 1
 
         if self.topology.size > 1:
             vars(self._hvd)["join"] = join

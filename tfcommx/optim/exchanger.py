@@ -81,7 +81,7 @@ class Exchanger:
         self.optimizer = weakref.ref(optimizer, release)
         WRAPPED.add(optimizer)
         if self.settings.strategy.in_lock_step:
-            self.comm.refuse_join()
+            self.comm.make_join_a_barrier()
 
     def make_sharding(
         self, variables: Sequence[keras.Variable], decays: Sequence[bool], whole: bool
