@@ -232,7 +232,7 @@ def test_steps_of_another_model(commands: Commands, recipe: Path) -> None:
         (["--methods", "dnese"], RecipeError, r"'dnese'.*'dense'"),
         (["--bandwidths", "fast"], ConfigurationError, "fast"),
         (["--batch", "64"], ConfigurationError, "--batch 64"),
-        (["--hosts", "a:1"], ConfigurationError, "--measured-at"),
+        (["--hosts", "a:1"], ConfigurationError, r"--measured-at.*\ba:1\b"),
         (["--hosts", "a:1,b:1", "--measured-at", "0"], ConfigurationError, r"\b0\b"),
         (["--hosts", "a:1", "--measured-at", "1e9"], ConfigurationError, r"\b2 .*\b1\b"),
     ],

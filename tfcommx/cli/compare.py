@@ -150,7 +150,8 @@ def _check_hosts(hosts: str | None, measured_at: float | None, ranks: int) -> No
         return
     if hosts is None or measured_at is None:
         raise ConfigurationError(
-            "Steps on --hosts need --measured-at, their bandwidth; one was given."
+            "--hosts and --measured-at, the bandwidth of their links, need each other. Received "
+            f"{hosts} and {measured_at}."
         )
     check_number("--measured-at", measured_at, "> 0")
     slots = slots_of(parse_hosts(hosts))
