@@ -24,8 +24,10 @@ from tfcommx.keras_internals.step import AgreedLossScale
 from tfcommx.optim.exchanger import Exchanger, last_exchanger
 
 # Packages whose objects hold no optimizers, except layers, optimizers and containers
-_LIBRARIES = {"builtins", "horovod", "inspect", "keras", "ml_dtypes", "numpy"}
-_LIBRARIES |= {"tensorflow", "tfcommx"}
+_LIBRARIES = (
+    *("builtins", "horovod", "inspect", "keras"),
+    *("ml_dtypes", "numpy", "tensorflow", "tfcommx"),
+)
 # Largest length of a container that is searched; larger ones are data
 _MOST_PARTS = 10_000
 # Id of a model -> its optimizers, while a hook of `searching_once` runs
