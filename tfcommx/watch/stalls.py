@@ -23,9 +23,8 @@ CAUSES = (
     "`.repeat()` and `steps_per_epoch`); EarlyStopping by each rank's own metric (put "
     "cx.callbacks.AverageMetrics() before it, or cx.callbacks.AgreeOnStop() after it); "
     "TerminateOnNaN without cx.callbacks.AgreeOnStop() after it; a gradient that is None, or a "
-    "layer that is frozen, on some ranks only (give zeros); a `fit` that an exception ends on some "
-    "ranks only, such as a trial that a tuner prunes (decide by comm.gather_objects(decision)[0]); "
-    "a part of the script that only some ranks run."
+    "layer that is frozen, on some ranks only (give zeros); a part of the script that only some "
+    "ranks run."
 )
 # Waits that are reported, after which ranks count as waiting for each other: until then the first
 # rank to leave a long broadcast may only have begun the next step before the last one has its bytes

@@ -81,11 +81,12 @@ def test_a_generation_mirrors_its_first_step(
     assert (head.save, head.step) == (4, 16)
 
 
-def test_all_ranks_write_the_notes_of_rank_0() -> None:
+def test_all_ranks_write_the_notes_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe's notes have each rank's own seconds.
 
     No snapshot of such a run was found on four hosts, because their heads differed.
     """
+    monkeypatch.setattr(snapshots_module, "supervision", lambda: SimpleNamespace(run="a run"))
 
     def work(comm: ThreadComm) -> list[Head]:
         snapshots, notes = Recorded(comm), OrderedDict(seconds=0.5 + comm.rank, loss=math.nan)
