@@ -372,8 +372,8 @@ def _require_state_kinds(
     Keras would drop the saved state, or load it into other state if there are as many variables.
     """
     own = state_kinds(optimizer), [kind for record in records for kind in record.state_kinds]
-    # Of all ranks, because a rank with shards of whole variables has the state of these alone.
-    # A fixed rate and a schedule may replace each other, because the script's is used
+    # All ranks' kinds together, because a rank with shards of whole variables lacks those of the
+    # others. A fixed rate and a schedule may replace each other, because the script's is used
     kinds, saved = (
         sorted({kind for of_rank in part for kind in of_rank} - _RATES)
         for part in zip(*process.current().gather_objects(own), strict=True)

@@ -24,6 +24,7 @@ from tfcommx.keras_internals.models import (
     loss_of,
 )
 from tfcommx.keras_internals.optimizers import array_of
+from tfcommx.optim.broadcast import checksum_of
 
 # Largest difference of equal models, as a share of the largest output: processors of other types
 # round differently, and rounding errors add up over the layers
@@ -122,7 +123,7 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
     # which alone knows the inputs
     if batch is None or (isinstance(batch, list | tuple) and len(batch) > 3):
         return
-    weights = [digest_of(variable) for variable in model.weights]
+    weights = [checksum_of(variable) for variable in model.weights]
     if any(remote != weights for remote in comm.gather_objects(weights)):
         return  # A run that continues in mid-epoch has separate statistics on each rank
     # From here on each return and branch follows from gathered values, so all ranks leave at the
